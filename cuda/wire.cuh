@@ -1,4 +1,4 @@
-/* wire.cuh - numbers to wire codes and back (comm/wire_code.h), a warp for each block of 256.
+/* wire.cuh - numbers to wire codes and back (comm/wire_code.c), a warp for each block of 256.
  *
  * The arithmetic is the CPU's, from the same header. A lane has every 32nd number of its block, so a warp's accesses
  * are to neighbouring bytes; for the scale, lanes ask for the block's largest magnitude.

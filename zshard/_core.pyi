@@ -1,7 +1,7 @@
 """Types of the C core (csrc/python/py_*.c). `make lint` holds this file against the built module.
 
-The names here are all that Python may know of the core. What they do is said in the
-docstrings of the C files (`help(zshard._core.Unit)`); users meet them through zshard.FSDP.
+The names here are all that Python may know of the core. `help(zshard._core.Unit)` says what each
+does in a line, the headers in csrc/ say it in full; users meet them through zshard.FSDP.
 """
 
 from collections.abc import Callable, Mapping, Sequence

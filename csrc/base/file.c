@@ -1,7 +1,6 @@
 /* file.c - see file.h. */
 #define _GNU_SOURCE 1 /* memfd_create, fallocate, F_SEAL_SHRINK */
 #include "base/file.h"
-#include "base/mappings.h"
 #include "base/refs.h"
 
 #include <errno.h>

@@ -8,6 +8,10 @@
 #define ZS_FILE_H
 
 #include "base/memory.h"
+#include "base/status.h"
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
 
 enum { ZS_PAGE = 4096 }; /* flats are a multiple of it, so that regions can be mapped side by side */
 
@@ -95,5 +99,33 @@ zs_status zs_file_map_bucket(zs_file *file, size_t bytes, zs_region *region, zs_
 
 /* Where the region `index` of map_bucket lies. */
 zs_region zs_file_region(zs_file *file, uint64_t index);
+
+/* --- kept.c ------------------------------------------------------------------------------------------------------- */
+
+/* From now on, in this process, private blocks are made by zs_kept_new. Idempotent. */
+zs_status zs_kept_begin(void);
+
+/* New zeroed block in that file; when it is freed, its pages go back. */
+zs_status zs_kept_new(size_t bytes, zs_mem **out);
+
+/* --- mappings.c --------------------------------------------------------------------------------------------------- */
+
+/* A mapping of a part of a file of memory. */
+typedef struct zs_mapping {
+    char *base;
+    size_t bytes;
+    uint64_t offset; /* in the file */
+    int fd;          /* borrowed */
+} zs_mapping;
+
+/* Lists a mapping, until it is forgotten. ZS_ERR_MEMORY. Any thread. */
+zs_status zs_mapping_note(const zs_mapping *mapping);
+void zs_mapping_forget(const void *base);
+
+/* All mappings, in no order: *new* array, for free(). */
+zs_status zs_mappings_copy(zs_mapping **out, size_t *n);
+
+/* The mapping that holds these bytes; false: they are other memory. */
+bool zs_mapping_of(const void *at, size_t bytes, zs_mapping *out);
 
 #endif

@@ -1,5 +1,7 @@
-/* kept.c - see kept.h. */
-#include "base/kept.h"
+/* kept.c - memory that outlives its process.
+ *
+ * With keeping on, blocks that would be private lie in one file of memory, so that a descriptor of it is enough to read
+ * them when the process has been killed. Shared blocks lie in files anyway; mappings.c lists all these. See file.h. */
 
 #include <pthread.h>
 

@@ -1,5 +1,5 @@
-/* mappings.c - see mappings.h. */
-#include "base/mappings.h"
+/* mappings.c - where this process has mapped files of memory. See file.h. */
+#include "base/file.h"
 
 #include <pthread.h>
 #include <stdlib.h>

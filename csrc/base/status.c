@@ -8,26 +8,18 @@
 typedef struct error_record {
     zs_status status;
     int native_errno;
-    char place[96];
     char message[2048];
     char lines[ZS_LINES];
 } error_record;
 
 static _Thread_local error_record record;
 
-static void set_place(const char *file, int line)
-{
-    const char *base = strrchr(file, '/');
-    snprintf(record.place, sizeof record.place, "%s:%d", base ? base + 1 : file, line);
-}
-
-zs_status zs_fail_at(const char *file, int line, zs_status status, const char *fmt, ...)
+zs_status zs_fail(zs_status status, const char *fmt, ...)
 {
     if (record.status != ZS_OK) return status;
     record.status = status;
     record.native_errno = 0;
     record.lines[0] = 0;
-    set_place(file, line);
     va_list args;
     va_start(args, fmt);
     vsnprintf(record.message, sizeof record.message, fmt, args);
@@ -35,13 +27,12 @@ zs_status zs_fail_at(const char *file, int line, zs_status status, const char *f
     return status;
 }
 
-zs_status zs_fail_errno_at(const char *file, int line, int err, const char *what)
+zs_status zs_fail_errno(int err, const char *what)
 {
     if (record.status != ZS_OK) return ZS_ERR_SYSTEM;
     record.status = ZS_ERR_SYSTEM;
     record.native_errno = err;
     record.lines[0] = 0;
-    set_place(file, line);
     snprintf(record.message, sizeof record.message, "%s: %s", what, strerror(err));
     return ZS_ERR_SYSTEM;
 }
@@ -72,11 +63,6 @@ const char *zs_last_lines(void)
 const char *zs_last_message(void)
 {
     return record.status == ZS_OK ? "" : record.message;
-}
-
-const char *zs_last_place(void)
-{
-    return record.status == ZS_OK ? "" : record.place;
 }
 
 zs_status zs_last_status(void)

@@ -31,11 +31,10 @@ typedef enum zs_status {
 enum { ZS_LINES = 3072 }; /* room for a record's lines */
 
 /* Records a failure of kind `status` and returns it. printf-style `fmt`. A record that is already there is kept. */
-zs_status zs_fail_at(const char *file, int line, zs_status status, const char *fmt, ...)
-    __attribute__((format(printf, 4, 5)));
+zs_status zs_fail(zs_status status, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
-/* Like zs_fail_at for a failed system call: appends strerror(err) and remembers errno value `err`. */
-zs_status zs_fail_errno_at(const char *file, int line, int err, const char *what);
+/* Like zs_fail for a failed system call: appends strerror(err) and remembers errno value `err`. */
+zs_status zs_fail_errno(int err, const char *what);
 
 /* The message of this thread's record; "" where there is none. Borrowed, valid until the next call on this thread. */
 const char *zs_last_message(void);
@@ -49,9 +48,6 @@ zs_status zs_rephrase(const char *fmt, ...) __attribute__((format(printf, 1, 2))
 void zs_add_lines(const char *lines);
 const char *zs_last_lines(void);
 
-/* Where the record was made, as "file.c:123"; "" where there is none. Borrowed likewise. */
-const char *zs_last_place(void);
-
 /* The kind of this thread's record, ZS_OK where there is none. */
 zs_status zs_last_status(void);
 
@@ -61,13 +57,13 @@ int zs_last_errno(void);
 /* Forgets this thread's record; call before an operation whose failure is to be reported afresh. */
 void zs_clear_error(void);
 
-#define ZS_FAIL(status, ...) zs_fail_at(__FILE__, __LINE__, (status), __VA_ARGS__)
-#define ZS_FAIL_ERRNO(what) zs_fail_errno_at(__FILE__, __LINE__, errno, (what))
+#define ZS_FAIL(status, ...) zs_fail((status), __VA_ARGS__)
+#define ZS_FAIL_ERRNO(what) zs_fail_errno(errno, (what))
 #ifdef __clang_analyzer__ /* It reads one file at a time, and would take a failure for a possible ZS_OK. */
 #undef ZS_FAIL
 #undef ZS_FAIL_ERRNO
-#define ZS_FAIL(status, ...) ((void)zs_fail_at(__FILE__, __LINE__, (status), __VA_ARGS__), (status))
-#define ZS_FAIL_ERRNO(what) ((void)zs_fail_errno_at(__FILE__, __LINE__, errno, (what)), ZS_ERR_SYSTEM)
+#define ZS_FAIL(status, ...) ((void)zs_fail((status), __VA_ARGS__), (status))
+#define ZS_FAIL_ERRNO(what) ((void)zs_fail_errno(errno, (what)), ZS_ERR_SYSTEM)
 #endif
 
 /* Return the failure of `call` to the caller. */

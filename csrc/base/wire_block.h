@@ -1,4 +1,4 @@
-/* wire_block.h - the arithmetic of wire codes (comm/wire_code.h), for one number of a block. Compiled by gcc and
+/* wire_block.h - the arithmetic of wire codes (comm/wire_code.c), for one number of a block. Compiled by gcc and
  * by nvcc.
  *
  * Integer arithmetic and single roundings (to nearest, ties to even), so all machines agree on the bits.

@@ -8,7 +8,25 @@
 #define ZS_CKPT_FILE_H
 
 #include "base/status.h"
-#include "checkpoint/finite.h"
+#include <stdbool.h>
+#include <stddef.h>
+
+/* --- finite.c ----------------------------------------------------------------------------------------------------- */
+
+/* A format of numbers. ZS_NO_FLOATS: nothing is asked of the bytes. */
+typedef enum zs_floats { ZS_NO_FLOATS, ZS_BFLOAT16S, ZS_FLOAT16S, ZS_FLOAT32S, ZS_FLOAT64S } zs_floats;
+
+/* The format that safetensors calls `code`, such as "F32"; ZS_NO_FLOATS for any other. */
+zs_floats zs_floats_of(const char *code);
+
+/* Bytes of one number; 1 for ZS_NO_FLOATS. */
+size_t zs_floats_size(zs_floats kind);
+
+/* Is none of the numbers in `bytes` of `data` NaN or infinite? `bytes` is a multiple of a number's size; `data` may
+ * lie anywhere. */
+bool zs_all_finite(zs_floats kind, const void *data, size_t bytes);
+
+/* --- ckpt_file.c -------------------------------------------------------------------------------------------------- */
 
 /* An open regular file. */
 typedef struct zs_ckpt_file {

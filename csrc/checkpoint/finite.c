@@ -1,5 +1,9 @@
-/* finite.c - see finite.h. */
-#include "checkpoint/finite.h"
+/* finite.c - are all numbers in memory finite?
+ *
+ * Of a number that is NaN or infinite all bits of the exponent are set, whatever the format, so nothing is computed:
+ * bits are compared, which no sum can overflow and no mode of the processor changes.
+ See ckpt_file.h. */
+#include "checkpoint/ckpt_file.h"
 
 #include <stdint.h>
 #include <string.h>

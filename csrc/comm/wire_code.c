@@ -1,8 +1,14 @@
-/* wire_code.c - bfloat16 and int8 for the wire. See wire_code.h.
+/* wire_code.c - numbers in fewer bytes, to cross hosts: bfloat16, or int8 in blocks that share a scale. See
+ * wire_sizes.h.
+ *
+ * A code depends on the numbers alone, and all machines agree on its bits (base/wire_block.h). Non-finite values stay
+ * visible: with int8 their block decodes as NaN.
+ *
+ *   int8:  the scale of block 0 | of block 1 | ... | all numbers, a byte each; the last block may be shorter
  *
  * It works on one block at a time, through a copy that stays in the cache: sums, code and residual are then loops
  * without branches, which compilers vectorize. */
-#include "comm/wire_code.h"
+#include "comm/wire_sizes.h"
 
 #include "base/half.h"
 

@@ -1,8 +1,6 @@
 /* wire_sizes.c - see wire_sizes.h. */
 #include "comm/wire_sizes.h"
 
-#include "comm/wire_code.h"
-
 zs_wire_shard zs_wire_shard_of(zs_wire wire, zs_dtype dtype, size_t shard_bytes)
 {
     zs_wire_shard code = {.wire = ZS_WIRE_EXACT, .dtype = dtype};

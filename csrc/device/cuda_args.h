@@ -90,7 +90,7 @@ typedef struct zs_cuda_differs_args {
     uint32_t *flag;
 } zs_cuda_differs_args;
 
-/* Numbers as wire codes (comm/wire_code.h), or back: `parts` arrays of `numel` numbers, a code for each. */
+/* Numbers as wire codes (comm/wire_code.c), or back: `parts` arrays of `numel` numbers, a code for each. */
 typedef struct zs_cuda_code_args {
     void *values;
     float *residual; /* [parts * numel] added to the numbers, and set to what their codes lose; NULL: none */

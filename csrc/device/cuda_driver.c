@@ -197,21 +197,20 @@ static void remember(const char *call, zs_cu_result result)
     (void)pthread_mutex_unlock(&spoiled.lock);
 }
 
-zs_status zs_cuda_check_at(const char *file, int line, const char *call, zs_cu_result result)
+zs_status zs_cuda_check(const char *call, zs_cu_result result)
 {
     if (result == ZS_CU_SUCCESS) return ZS_OK;
     remember(call, result);
     if (result == ZS_CU_ERROR_OUT_OF_MEMORY)
-        return zs_fail_at(file, line, ZS_ERR_MEMORY, "%s: the GPU is out of memory (%s)", call, name_of(result));
-    return zs_fail_at(file, line, ZS_ERR_CUDA, "%s: %s (%u): %s", call, name_of(result), result, text_of(result));
+        return zs_fail(ZS_ERR_MEMORY, "%s: the GPU is out of memory (%s)", call, name_of(result));
+    return zs_fail(ZS_ERR_CUDA, "%s: %s (%u): %s", call, name_of(result), result, text_of(result));
 }
 
-zs_status zs_cuda_alive_at(const char *file, int line)
+zs_status zs_cuda_alive(void)
 {
     if (!atomic_load_explicit(&spoiled.set, memory_order_acquire)) return ZS_OK;
-    return zs_fail_at(file, line, ZS_ERR_CUDA,
-                      "CUDA is unusable in this process after an earlier error: %s; restart the process",
-                      spoiled.words);
+    return zs_fail(ZS_ERR_CUDA, "CUDA is unusable in this process after an earlier error: %s; restart the process",
+                   spoiled.words);
 }
 
 zs_cu_result zs_cuda_note(zs_cu_result result)
@@ -263,10 +262,10 @@ zs_status zs_cuda_describe_device(int ordinal, zs_cuda_device *out)
 
 zs_status zs_cuda_event_done(zs_cu_event event, bool *done)
 {
-    ZS_TRY(zs_cuda_alive_at(__FILE__, __LINE__));
+    ZS_TRY(zs_cuda_alive());
     zs_cu_result result = driver.table.cuEventQuery(event);
     *done = result == ZS_CU_SUCCESS;
-    return result == ZS_CU_ERROR_NOT_READY ? ZS_OK : zs_cuda_check_at(__FILE__, __LINE__, "cuEventQuery", result);
+    return result == ZS_CU_ERROR_NOT_READY ? ZS_OK : zs_cuda_check("cuEventQuery", result);
 }
 
 bool zs_cuda_event_passed(zs_cu_event event)

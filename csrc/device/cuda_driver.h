@@ -53,10 +53,10 @@ zs_cu_stream zs_cuda_host_stream(void);
 
 /* Turns the result of a call into a status and a record, and remembers the first that spoils the context. Out of
  * memory is ZS_ERR_MEMORY, all else ZS_ERR_CUDA. */
-zs_status zs_cuda_check_at(const char *file, int line, const char *call, zs_cu_result result);
+zs_status zs_cuda_check(const char *call, zs_cu_result result);
 
 /* Has the context been spoiled? Then fails with what spoiled it. */
-zs_status zs_cuda_alive_at(const char *file, int line);
+zs_status zs_cuda_alive(void);
 
 /* The same without a record, for calls that free something: there is nothing better to do than continue. Returns
  * `result`. */
@@ -69,10 +69,8 @@ zs_status zs_cuda_event_done(zs_cu_event event, bool *done);
 bool zs_cuda_event_passed(zs_cu_event event);
 
 /* Calls a function of the driver: ZS_TRY(ZS_CU(cuMemAlloc, &memory, bytes)). After zs_cuda_load. */
-#define ZS_CU(name, ...)                           \
-    (zs_cuda_alive_at(__FILE__, __LINE__) != ZS_OK \
-         ? ZS_ERR_CUDA                             \
-         : zs_cuda_check_at(__FILE__, __LINE__, #name, zs_cuda_table()->name(__VA_ARGS__)))
+#define ZS_CU(name, ...) \
+    (zs_cuda_alive() != ZS_OK ? ZS_ERR_CUDA : zs_cuda_check(#name, zs_cuda_table()->name(__VA_ARGS__)))
 
 /* Calls one that gives something back, leaving no record. */
 #define ZS_CU_FREE(name, ...) zs_cuda_note(zs_cuda_table()->name(__VA_ARGS__))

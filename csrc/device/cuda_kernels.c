@@ -72,7 +72,7 @@ static zs_status load_image(zs_cu_library *library)
 {
     const void *image = zs_cuda_image();
     zs_cuda_info info;
-    ZS_TRY(zs_cuda_alive_at(__FILE__, __LINE__));
+    ZS_TRY(zs_cuda_alive());
     /* Without an image the driver is handed PTX that it refuses; the tests' fake accepts it, and has its own kernels.
      */
     const void *code = image != NULL ? image : "// no kernels\n";
@@ -81,7 +81,7 @@ static zs_status load_image(zs_cu_library *library)
         return ZS_FAIL(ZS_ERR_CUDA, "zshard was built without CUDA kernels: rebuild it with `make build CUDA=1` or "
                                     "`ZSHARD_CUDA=1 pip install --no-build-isolation .` (needs nvcc)");
     if (result != ZS_CU_ERROR_NO_BINARY_FOR_GPU && result != ZS_CU_ERROR_UNSUPPORTED_PTX_VERSION)
-        return zs_cuda_check_at(__FILE__, __LINE__, "cuLibraryLoadData", result);
+        return zs_cuda_check("cuLibraryLoadData", result);
     zs_cuda_describe(&info);
     int built = zs_cuda_image_version();
     return ZS_FAIL(ZS_ERR_CUDA,
@@ -97,8 +97,8 @@ static zs_status find_kernels(zs_cu_library library)
 {
     for (int i = 0; i < ZS_KERNEL_COUNT; i++) {
         zs_cu_function function;
-        ZS_TRY(zs_cuda_check_at(__FILE__, __LINE__, kernels.name[i],
-                                zs_cuda_table()->cuLibraryGetKernel(&kernels.of[i], library, kernels.name[i])));
+        ZS_TRY(zs_cuda_check(kernels.name[i],
+                             zs_cuda_table()->cuLibraryGetKernel(&kernels.of[i], library, kernels.name[i])));
         ZS_TRY(ZS_CU(cuKernelGetFunction, &function, kernels.of[i]));
         if (zs_cuda_table()->cuFuncLoad != NULL) ZS_TRY(ZS_CU(cuFuncLoad, function));
     }
@@ -137,12 +137,12 @@ zs_status zs_cuda_launch(int kernel, int64_t blocks, void *args, void *stream)
 {
     void *parameters[] = {args};
     ZS_TRY(zs_cuda_kernels_load());
-    ZS_TRY(zs_cuda_alive_at(__FILE__, __LINE__));
+    ZS_TRY(zs_cuda_alive());
     zs_cu_result result =
         zs_cuda_table()->cuLaunchKernel((zs_cu_function)kernels.of[kernel], (unsigned)blocks, 1, 1, ZS_CUDA_BLOCK, 1, 1,
                                         0, (zs_cu_stream)stream, parameters, NULL);
     if (result == ZS_CU_SUCCESS && kernels.sync) result = zs_cuda_table()->cuStreamSynchronize((zs_cu_stream)stream);
-    return zs_cuda_check_at(__FILE__, __LINE__, kernels.name[kernel], result);
+    return zs_cuda_check(kernels.name[kernel], result);
 }
 
 int64_t zs_cuda_blocks_for(const zs_cuda_cut *cut, int64_t pack)

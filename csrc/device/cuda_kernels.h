@@ -32,7 +32,7 @@ zs_status zs_cuda_cast(const zs_cast *cast, bool add, void *stream);
 /* zs_device_scale. If `device_factor` is not NULL, the factor is what it holds when the kernel runs. */
 zs_status zs_cuda_scale(const zs_numbers *x, double factor, const float *device_factor, void *stream);
 
-/* Numbers to encode for the wire, or to decode, with the bits of comm/wire_code.h: `parts` arrays of them, a code
+/* Numbers to encode for the wire, or to decode, with the bits of comm/wire_code.c: `parts` arrays of them, a code
  * for each. */
 typedef struct zs_cuda_code_job {
     zs_wire wire;   /* not ZS_WIRE_EXACT */

@@ -5,7 +5,7 @@
  * that a script made may be destroyed by its next pass, so the end of a pass is kept as an event, and the stream is not
  * touched again.
  */
-#include "device/cuda_trail.h"
+#include "device/device_cuda.h"
 
 #include "device/cuda_driver.h"
 

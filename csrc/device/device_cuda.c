@@ -3,8 +3,6 @@
 
 #include "device/cuda_driver.h"
 #include "device/cuda_kernels.h"
-#include "device/cuda_memory.h"
-#include "device/cuda_trail.h"
 #include "shim/torch_cuda.h"
 
 #include <pthread.h>

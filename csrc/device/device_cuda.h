@@ -33,4 +33,19 @@ zs_status zs_device_cuda_await(const zs_device *device, zs_stream stream, zs_cu_
  * calls report its failures. */
 bool zs_device_cuda_passed(const zs_device *device, zs_cu_event event);
 
+/* --- cuda_trail.c ------------------------------------------------------------------------------------------------- */
+
+/* zs_device_follow, zs_device_end_pass and zs_device_end_trail; `now` is the compute stream, whose context is
+ * current. */
+zs_status zs_cuda_trail_follow(zs_trail *trail, zs_cu_stream now);
+zs_status zs_cuda_trail_end_pass(zs_trail *trail, zs_cu_stream now);
+void zs_cuda_trail_end(zs_trail *trail);
+
+/* --- cuda_memory.c ------------------------------------------------------------------------------------------------ */
+
+/* As zs_device_mem_new, _lend, and in pinned memory of the host. */
+zs_status zs_cuda_mem_new(const zs_device *device, size_t bytes, zs_mem **out);
+zs_status zs_cuda_mem_lend(const zs_device *device, size_t bytes, zs_mem **out);
+zs_status zs_cuda_mem_new_host(const zs_device *device, size_t bytes, zs_mem **out);
+
 #endif

@@ -1,19 +1,14 @@
-/* acts.c - see acts.h.
+/* acts.c - the schedule's executor with memory, transports and tensors.
  *
  * Each action does one thing to one unit or to the engine, through the files that implement it; none decides when.
  * Between sessions no peer reads this rank's shards, so optimizers and users may write them.
  */
-#include "engine/acts.h"
 
-#include "engine/buffers.h"
+#include "engine/engine.h"
 #include "engine/engine_inside.h"
-#include "engine/forward_writes.h"
 #include "engine/history.h"
 #include "engine/join.h"
-#include "engine/pace.h"
 #include "engine/recording.h"
-#include "engine/sample.h"
-#include "engine/spoiled.h"
 #include "engine/writing.h"
 #include "reduce/bucket.h"
 #include "reduce/grad_memory.h"
@@ -21,7 +16,7 @@
 #include "reduce/in_backward.h"
 #include "reduce/leaves.h"
 #include "reduce/reduce.h"
-#include "unit/secondary.h"
+#include "unit/unit.h"
 
 /* Frees what zero_grad() has not, as a script held a gradient then. */
 static void drop_grads(zs_engine *engine)

@@ -2,13 +2,10 @@
  *
  * A hook checks what autograd passes to it, and sends an event. None runs Python or needs the GIL.
  */
-#include "engine/acts.h"
+#include "engine/engine.h"
 #include "engine/engine_inside.h"
 #include "engine/history.h"
-#include "engine/pace.h"
-#include "engine/pin.h"
 #include "engine/recording.h"
-#include "engine/spoiled.h"
 #include "engine/usage.h"
 #include "engine/writing.h"
 #include "reduce/in_backward.h"

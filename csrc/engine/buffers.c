@@ -1,5 +1,4 @@
-/* buffers.c - see buffers.h. */
-#include "engine/buffers.h"
+/* buffers.c - the model's buffers, which all ranks get from rank 0, as in DDP: see zs_engine_sync_buffers. */
 
 #include "engine/engine_inside.h"
 #include "engine/join.h"

@@ -2,11 +2,7 @@
 #include "base/tree.h"
 #include "engine/engine_inside.h"
 
-#include "engine/buffers.h"
 #include "engine/engine.h"
-#include "engine/engine_list.h"
-#include "engine/pace.h"
-#include "engine/sample.h"
 #include "reduce/bucket.h"
 #include "reduce/leaves.h"
 

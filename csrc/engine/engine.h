@@ -16,6 +16,7 @@
 #include "engine/usage.h"
 #include "unit/context.h"
 #include "unit/unit.h"
+#include <stdint.h>
 
 /* What this process has counted so far, or between two steps. */
 typedef struct zs_counts {
@@ -184,5 +185,48 @@ zs_status zs_engine_predict_events(const zs_engine *engine, struct zs_dry_events
 /* Predicts the most memory mappings that the units and a step add to this process where ranks map each other's memory.
  */
 zs_status zs_engine_predict_mappings(const zs_engine *engine, size_t *out);
+
+/* --- entries.c ---------------------------------------------------------------------------------------------------- */
+
+/* Visits a graph, as zs_py_visit_graph does; `roots` is its own. */
+typedef zs_status (*zs_visit)(void *roots, const zs_graph_visitor *visitor);
+
+/* Hooks the nodes at which a backward from `roots` enters forwards of units of any engine. ZS_ERR_MEMORY. */
+zs_status zs_entries_hook(zs_visit visit, void *roots);
+
+/* --- position.c --------------------------------------------------------------------------------------------------- */
+
+typedef struct zs_position {
+    const char *pass; /* "forward", "backward"; "": between passes */
+    uint64_t steps;   /* of the optimizer, since the model was wrapped */
+    char unit[96];    /* the unit that the last or the running pass unsharded last; "": none */
+} zs_position;
+
+/* Of the model whose pass runs, or else of the one that trained last. Not exact while another thread runs a pass. With
+ * Python's lock, under which units are freed. */
+void zs_position_find(zs_position *out);
+
+/* --- pin.c -------------------------------------------------------------------------------------------------------- */
+
+/* Makes the unit FULL on a copy; `exact`: in its parameters' own dtype. It stays FULL until it is resharded, as at the
+ * end of each backward. Inside a session; collective. No-op if it is pinned already. ZS_ERR_STATE if `exact` and the
+ * unit is unsharded in the compute dtype. */
+zs_status zs_pin(zs_unit *unit, bool exact);
+
+/* Before the unit's forward or backward: ZS_ERR_STATE if it is pinned with values other than those it computes with. */
+zs_status zs_pin_check(const zs_unit *unit);
+
+/* --- forward_writes.c --------------------------------------------------------------------------------------------- */
+
+/* A script is about to write to the unit's shards. No-op outside a forward of its model. Collective the first time.
+ * ZS_ERR_STATE in join(), and in a forward without gradients if peers map the shards, since one rank may run it
+ * alone. */
+zs_status zs_forward_write_begin(zs_unit *unit);
+
+/* The unit is about to be gathered. Collective if it has been written to in this forward, otherwise a no-op. */
+zs_status zs_forward_write_settle(zs_unit *unit);
+
+/* The forward ends: settles all of its model's units. */
+zs_status zs_forward_writes_end(zs_engine *engine);
 
 #endif

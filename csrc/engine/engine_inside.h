@@ -8,6 +8,8 @@
 #include "engine/graph_ranges.h"
 #include "engine/keep_gathered.h"
 #include "engine/plan.h"
+#include "schedule/schedule.h"
+#include "unit/context.h"
 
 /* The engine's hooks, supplied by backward_events.c. */
 typedef struct zs_engine_hooks {
@@ -54,7 +56,7 @@ struct zs_engine {
     /* Ranges of the backward that runs, of its unit, and of an optimizer's step; NULL: none. */
     zs_profile *backward, *unit_backward, *step;
     const zs_unit *in_backward; /* the unit of the latter; compared only */
-    uint64_t sample;            /* (sampled) of the shards after the last known write; see sample.h */
+    uint64_t sample;            /* (sampled) of the shards after the last known write; see sample.c */
     bool sampled;
     bool writing;   /* a write has begun, and neither it nor a pass has ended it */
     bool by_hand;   /* a script has written to shards since the last pass or known write */
@@ -65,7 +67,7 @@ struct zs_engine {
     zs_keep_gathered keep_gathered;
     zs_engine_bytes peak; /* of each kind */
     zs_engine_shown shown;
-    zs_graph_ranges ranges;        /* the graph nodes of its units' forwards; see entries.h */
+    zs_graph_ranges ranges;        /* the graph nodes of its units' forwards; see entries.c */
     struct zs_engine *next_listed; /* next engine with ranges; borrowed */
     zs_tensor **buffers;           /* [n_buffers] owned weak handles */
     size_t n_buffers;
@@ -114,5 +116,66 @@ static inline bool zs_backward_runs(const zs_schedule *schedule)
 {
     return schedule->stage == ZS_IN_BACKWARD && zs_in_backward();
 }
+
+/* --- acts.c ------------------------------------------------------------------------------------------------------- */
+
+/* The actions of an engine's schedule. */
+extern const zs_actions zs_engine_actions;
+
+/* --- spoiled.c ---------------------------------------------------------------------------------------------------- */
+
+/* ZS_ERR_STATE, naming the parameter, if one shows such a gradient. */
+zs_status zs_engine_check_spoiled(zs_engine *engine);
+
+/* --- buffers.c ---------------------------------------------------------------------------------------------------- */
+
+/* A forward begins: copies the buffers if it is due. */
+zs_status zs_buffers_sync(zs_engine *engine, const zs_entry *entry);
+
+/* Releases the tensors. */
+void zs_buffers_free(zs_engine *engine);
+
+/* --- engine_list.c ------------------------------------------------------------------------------------------------ */
+
+/* Adds an engine, once / removes it before it is freed, if it is listed. From any thread. */
+void zs_engine_list_add(zs_engine *engine);
+void zs_engine_list_remove(zs_engine *engine);
+
+/* *out: [*n] new references to the listed engines; the caller frees the array with free(). ZS_ERR_MEMORY. */
+zs_status zs_engine_list_take(zs_engine ***out, size_t *n);
+
+/* --- sample.c ----------------------------------------------------------------------------------------------------- */
+
+/* A known write has ended: samples its result. */
+void zs_sample_written(zs_engine *engine);
+
+/* The engine's units have changed: forgets the sample. */
+void zs_sample_forget(zs_engine *engine);
+
+/* Sets in *reading a sample of the shards now, and whether it differs from the last. 0 and false where reading them is
+ * not cheap: on GPUs and disks. */
+void zs_sample_take(zs_engine *engine, zs_reading *reading);
+
+/* --- pace.c ------------------------------------------------------------------------------------------------------- */
+
+typedef struct zs_engine zs_engine;
+
+/* The backward of a forward of the unit begins: from here on, until another unit's begins or this one's gradients are
+ * handed over, a trace shows the time as that unit's. */
+void zs_pace_backward(zs_unit *unit);
+
+/* The unit's gradients have been handed over. */
+void zs_pace_posted(const zs_unit *unit);
+
+/* The backward is over, whether it succeeded or failed: ends its ranges. */
+void zs_pace_backward_end(zs_engine *engine);
+
+/* The gradients of a backward are there; `stepped`: it has made the optimizer's step. */
+void zs_pace_reduced(zs_engine *engine, bool stepped);
+
+/* An optimizer's step of the model begins / is over. The latter is not called if the step raised, and does nothing
+ * without a step. */
+void zs_pace_step(zs_engine *engine);
+void zs_pace_stepped(zs_engine *engine);
 
 #endif

@@ -1,5 +1,4 @@
-/* engine_list.c - see engine_list.h. */
-#include "engine/engine_list.h"
+/* engine_list.c - the engines of this process whose forwards created graph nodes: a backward may enter any of them. */
 
 #include "engine/engine_inside.h"
 

@@ -1,8 +1,8 @@
 /* forward_events.c - the events of users' forwards, and of unshard() and reshard(). See engine.h.
  */
+#include "engine/engine.h"
 #include "engine/engine_inside.h"
 #include "engine/history.h"
-#include "engine/pin.h"
 #include "engine/recording.h"
 #include "reduce/in_backward.h"
 

@@ -1,7 +1,7 @@
 /* join.h - join(): ranks that run out of data, and the messages that the others send them.
  *
  * Within join(), a rank announces its next collective call in one exchange of all ranks. A rank without data announces
- * that instead, receives the others' announcements, and does its part of them (join_follow.h). Collectives within a
+ * that instead, receives the others' announcements, and does its part of them (join_follow.c). Collectives within a
  * pass (each gather, each round) are announced only once some rank has run out of data.
  */
 #ifndef ZS_JOIN_H
@@ -97,5 +97,11 @@ void zs_join_meetings(zs_engine *engine, bool begin);
 
 /* Does this rank follow others? */
 bool zs_join_follows(const zs_engine *engine);
+
+/* --- join_follow.c ------------------------------------------------------------------------------------------------ */
+
+/* Follows the ranks that have data until one of them announces a call of Python's (*called), which this rank must make
+ * too, or until all ranks' data has ended. */
+zs_status zs_engine_follow(zs_engine *engine, bool *called);
 
 #endif

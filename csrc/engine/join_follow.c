@@ -1,5 +1,8 @@
-/* join_follow.c - see join_follow.h. */
-#include "engine/join_follow.h"
+/* join_follow.c - join(): what a rank without data does while others continue.
+ *
+ * It runs the passes that the others announce, with the same sessions, gathers and rounds, but without modules and
+ * gradients. So its shard takes part in everything, and its gradient shard gets the same sums.
+ See join.h. */
 
 #include "engine/engine_inside.h"
 #include "engine/join.h"

@@ -1,5 +1,4 @@
-/* pace.c - see pace.h. */
-#include "engine/pace.h"
+/* pace.c - what a trace shows of a backward, and the counts between optimizer steps. See engine_inside.h. */
 
 #include "base/clock.h"
 #include "engine/engine_inside.h"

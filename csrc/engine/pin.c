@@ -1,5 +1,9 @@
-/* pin.c - see pin.h. */
-#include "engine/pin.h"
+/* pin.c - units unsharded by hand: from unshard() to reshard(), or within summon_full_params().
+ *
+ * User code may take any time between the two, so it gets a copy, not a view of shards that their owners may write to
+ * next. No session stays open, and no peer waits. Writes to the copy can be kept at the end: each rank takes its shard
+ * of them.
+ See engine.h. */
 
 #include "engine/engine.h"
 

@@ -1,8 +1,7 @@
-/* position.c - see position.h. */
-#include "engine/position.h"
+/* position.c - how far this process has come, for messages. See engine.h. */
+#include "engine/engine.h"
 
 #include "engine/engine_inside.h"
-#include "engine/engine_list.h"
 
 #include <stdio.h>
 #include <stdlib.h>

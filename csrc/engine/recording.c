@@ -2,7 +2,6 @@
 #include "engine/recording.h"
 
 #include "engine/engine_inside.h"
-#include "engine/engine_list.h"
 
 static zs_status begin(zs_engine *engine, int64_t now, const zs_graph_range *range)
 {

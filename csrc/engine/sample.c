@@ -1,5 +1,9 @@
-/* sample.c - see sample.h. */
-#include "engine/sample.h"
+/* sample.c - have the shards changed otherwise than by a write that zshard knows?
+ *
+ * Other ranks' scripts may make the same write, or undo it later. A few elements of each flat show a change: swapping
+ * in the weights of a moving average changes nearly all of them. The answer is used only once ranks have diverged: a
+ * change that all ranks make is legitimate.
+ See engine_inside.h. */
 
 #include "base/fold.h"
 #include "engine/engine_inside.h"

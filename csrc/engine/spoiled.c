@@ -1,5 +1,4 @@
-/* spoiled.c - see spoiled.h. */
-#include "engine/spoiled.h"
+/* spoiled.c - gradients that a failed backward added to others: they must not be used. See engine_inside.h. */
 
 #include "engine/engine_inside.h"
 

@@ -10,9 +10,6 @@
 #include "reduce/leaves.h"
 #include "reduce/local_grads.h"
 #include "unit/offload.h"
-#include "unit/pinned.h"
-#include "unit/secondary.h"
-#include "unit/unit_memory.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -5,7 +5,7 @@
 #include "engine/engine_inside.h"
 #include "reduce/bucket.h"
 #include "reduce/leaves.h"
-#include "unit/pinned.h"
+#include "unit/unit.h"
 
 #include <string.h>
 

@@ -7,7 +7,6 @@
 
 #include "engine/engine_inside.h"
 #include "engine/history.h"
-#include "engine/sample.h"
 
 static void end(zs_engine *engine, bool known)
 {

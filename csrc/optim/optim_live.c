@@ -2,7 +2,7 @@
  *
  * Nothing that changes from step to step may pass through the host. Counters, learning rate and found_inf are read
  * where they lie; what the host needs to know, which members have the same constants, follows from which were stepped
- * with whom (counters.h).
+ * with whom (counters.c).
  */
 #include "optim/optim_plan.h"
 

@@ -5,8 +5,10 @@
 #ifndef ZS_OPTIM_PLAN_H
 #define ZS_OPTIM_PLAN_H
 
-#include "optim/counters.h"
+#include "base/status.h"
 #include "optim/optim.h"
+
+typedef struct zs_counters zs_counters; /* which counters on a device are equal: counters.c */
 
 /* A member's state at this step. */
 typedef struct zs_view {
@@ -56,5 +58,19 @@ zs_status zs_live_queue_constants(const zs_optim *plan);
 
 /* A step that is not capturable: refuses to be captured, where a graph would repeat its number. */
 zs_status zs_live_refuse_capture(const zs_optim *plan);
+
+/* --- counters.c --------------------------------------------------------------------------------------------------- */
+
+/* New: `n` members, which are related if their `key` is equal. */
+zs_status zs_counters_new(int64_t n, const double *key, zs_counters **out);
+
+/* Frees it; NULL allowed. */
+void zs_counters_free(zs_counters *counters);
+
+/* Before a step of the members in `taken` [n]: separates those that are related to others. */
+void zs_counters_part(zs_counters *counters, const bool *taken);
+
+/* The number of a member's set of equal counters, below n. */
+int64_t zs_counters_of(const zs_counters *counters, int64_t member);
 
 #endif

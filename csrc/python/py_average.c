@@ -43,12 +43,6 @@ static zs_status add(zs_averaging *pass, PyObject *params, PyObject *averages, P
     return ZS_OK;
 }
 
-PyDoc_STRVAR(average_doc,
-             "average($module, params, averages, weights, /)\n--\n\nMove averages towards parameters: for each weight "
-             "k and parameter i, averages[k][i].lerp_(params[i], weights[k]), with torch's\nbits and in one pass. "
-             "Averages are of float64 for such parameters, else of float32. Returns False, and changes nothing, if a\n"
-             "parameter and its averages do not have the same elements in the same order, on the CPU.");
-
 static PyObject *average(PyObject *module, PyObject *args)
 {
     PyObject *params, *averages, *weights;
@@ -75,7 +69,9 @@ static PyObject *average(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
-    {"average", average, METH_VARARGS, average_doc},
+    {"average", average, METH_VARARGS,
+     "average($module, params, averages, weights, /)\n--\n\nMove averages towards parameters: for each weight k and "
+     "parameter i, averages[k][i].lerp_(params[i], weights[k]), with torch's bits and in one pass."},
     {0},
 };
 

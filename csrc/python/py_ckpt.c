@@ -99,9 +99,6 @@ static bool is_crc(long long number)
     return false;
 }
 
-PyDoc_STRVAR(crc32c_doc, "crc32c($module, data, crc=0, /)\n--\n\nReturn the CRC-32C of `data`, a contiguous buffer, "
-                         "continuing from the checksum `crc` of the bytes before it.");
-
 static PyObject *crc32c(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -118,9 +115,6 @@ static PyObject *crc32c(PyObject *module, PyObject *args)
     PyBuffer_Release(&data);
     return good ? PyLong_FromUnsignedLong(result) : NULL;
 }
-
-PyDoc_STRVAR(crc32c_join_doc, "crc32c_join($module, a, b, length_of_b, /)\n--\n\nReturn the CRC-32C of the "
-                              "concatenation A + B, given the checksums of A and B and the length of B in bytes.");
 
 static PyObject *crc32c_join(PyObject *module, PyObject *args)
 {
@@ -165,16 +159,11 @@ static PyObject *at_paths(PyObject *const *paths, zs_status (*act)(const char *f
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(make_folder_doc, "make_folder($module, path, /)\n--\n\nCreate a directory. Raises OSError.");
-
 static PyObject *make_folder(PyObject *module, PyObject *path)
 {
     (void)module;
     return at_path(path, zs_ckpt_make_folder);
 }
-
-PyDoc_STRVAR(sync_folder_doc, "sync_folder($module, path, /)\n--\n\nfsync a directory, so that files created, renamed "
-                              "and removed in it are durable. Raises OSError.");
 
 static PyObject *sync_folder(PyObject *module, PyObject *path)
 {
@@ -182,24 +171,17 @@ static PyObject *sync_folder(PyObject *module, PyObject *path)
     return at_path(path, zs_ckpt_sync_folder);
 }
 
-PyDoc_STRVAR(remove_file_doc, "remove_file($module, path, /)\n--\n\nRemove a file or a symbolic link. Raises OSError.");
-
 static PyObject *remove_file(PyObject *module, PyObject *path)
 {
     (void)module;
     return at_path(path, zs_ckpt_remove_file);
 }
 
-PyDoc_STRVAR(remove_folder_doc, "remove_folder($module, path, /)\n--\n\nRemove an empty directory. Raises OSError.");
-
 static PyObject *remove_folder(PyObject *module, PyObject *path)
 {
     (void)module;
     return at_path(path, zs_ckpt_remove_folder);
 }
-
-PyDoc_STRVAR(rename_doc, "rename($module, old, new, /)\n--\n\nRename a file or directory without replacing `new`. "
-                         "Raises OSError; FileExistsError if `new` exists, even as an empty directory.");
 
 static PyObject *rename_path(PyObject *module, PyObject *args)
 {
@@ -209,9 +191,6 @@ static PyObject *rename_path(PyObject *module, PyObject *args)
     return at_paths(paths, zs_ckpt_rename);
 }
 
-PyDoc_STRVAR(swap_doc, "swap($module, a, b, /)\n--\n\nAtomically exchange the names of two files or directories. "
-                       "Raises OSError, also if the file system does not support it.");
-
 static PyObject *swap(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -219,10 +198,6 @@ static PyObject *swap(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO:swap", &paths[0], &paths[1])) return NULL;
     return at_paths(paths, zs_ckpt_swap);
 }
-
-PyDoc_STRVAR(lock_file_doc, "lock_file($module, path, /)\n--\n\nLock a file, creating it if needed, until unlock() is "
-                            "called or this process and all its forked children exit. Returns a file descriptor. "
-                            "Raises BlockingIOError if the file is locked already, and OSError.");
 
 static PyObject *lock_file(PyObject *module, PyObject *path)
 {
@@ -236,9 +211,6 @@ static PyObject *lock_file(PyObject *module, PyObject *path)
     Py_DECREF(raw);
     return status == ZS_OK ? PyLong_FromLong(fd) : zs_py_raise_at(path, NULL);
 }
-
-PyDoc_STRVAR(unlock_doc, "unlock($module, fd, /)\n--\n\nRelease a lock taken by lock_file(). The file is kept, since "
-                         "another process may be about to lock it. Raises OSError.");
 
 static PyObject *unlock(PyObject *module, PyObject *object)
 {
@@ -258,16 +230,26 @@ static PyObject *unlock(PyObject *module, PyObject *object)
 static const zs_fs_watching watching = {zs_fs_watch};
 
 static PyMethodDef functions[] = {
-    {"crc32c", crc32c, METH_VARARGS, crc32c_doc},
-    {"crc32c_join", crc32c_join, METH_VARARGS, crc32c_join_doc},
-    {"make_folder", make_folder, METH_O, make_folder_doc},
-    {"sync_folder", sync_folder, METH_O, sync_folder_doc},
-    {"rename", rename_path, METH_VARARGS, rename_doc},
-    {"swap", swap, METH_VARARGS, swap_doc},
-    {"remove_file", remove_file, METH_O, remove_file_doc},
-    {"remove_folder", remove_folder, METH_O, remove_folder_doc},
-    {"lock_file", lock_file, METH_O, lock_file_doc},
-    {"unlock", unlock, METH_O, unlock_doc},
+    {"crc32c", crc32c, METH_VARARGS,
+     "crc32c($module, data, crc=0, /)\n--\n\nReturn the CRC-32C of `data`, a contiguous buffer, continuing from the "
+     "checksum `crc` of the bytes before it."},
+    {"crc32c_join", crc32c_join, METH_VARARGS,
+     "crc32c_join($module, a, b, length_of_b, /)\n--\n\nReturn the CRC-32C of the concatenation A + B, given the "
+     "checksums of A and B and the length of B in bytes."},
+    {"make_folder", make_folder, METH_O, "make_folder($module, path, /)\n--\n\nCreate a directory."},
+    {"sync_folder", sync_folder, METH_O,
+     "sync_folder($module, path, /)\n--\n\nfsync a directory, so that files created, renamed and removed in it are "
+     "durable."},
+    {"rename", rename_path, METH_VARARGS,
+     "rename($module, old, new, /)\n--\n\nRename a file or directory without replacing `new`."},
+    {"swap", swap, METH_VARARGS,
+     "swap($module, a, b, /)\n--\n\nAtomically exchange the names of two files or directories."},
+    {"remove_file", remove_file, METH_O, "remove_file($module, path, /)\n--\n\nRemove a file or a symbolic link."},
+    {"remove_folder", remove_folder, METH_O, "remove_folder($module, path, /)\n--\n\nRemove an empty directory."},
+    {"lock_file", lock_file, METH_O,
+     "lock_file($module, path, /)\n--\n\nLock a file, creating it if needed, until unlock() is called or this process "
+     "and all its forked children exit."},
+    {"unlock", unlock, METH_O, "unlock($module, fd, /)\n--\n\nRelease a lock taken by lock_file()."},
     {0},
 };
 

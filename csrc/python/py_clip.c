@@ -93,12 +93,6 @@ static zs_status add_squares(grad_list *list, zs_exact *sum)
     return ZS_OK;
 }
 
-PyDoc_STRVAR(squares_doc,
-             "squares($module, tensors, /)\n--\n\nReturn the sum of squares over all elements of a list of contiguous "
-             "CPU tensors, such as gradients, as a\nlist of numbers: add those of several ranks one by one, without "
-             "rounding, and pass them to\nsquares_value(). The result does not depend on how the elements are sharded. "
-             "Raises TypeError for other\ntensors.");
-
 static PyObject *squares(PyObject *module, PyObject *objects)
 {
     grad_list list;
@@ -121,9 +115,6 @@ static PyObject *squares(PyObject *module, PyObject *objects)
     }
     return result;
 }
-
-PyDoc_STRVAR(squares_value_doc, "squares_value($module, numbers, /)\n--\n\nReturn the sum that numbers of squares(), "
-                                "added over ranks, stand for, rounded once.");
 
 static PyObject *squares_value(PyObject *module, PyObject *list)
 {
@@ -169,11 +160,6 @@ static zs_status look_at_all(grad_list *list, bool *finite)
     return ZS_OK;
 }
 
-PyDoc_STRVAR(finite_doc,
-             "finite($module, tensors, /)\n--\n\nWhether the squares of all elements of a list of contiguous CPU "
-             "tensors, such as gradients, are finite. Without a\npass over gradients that are as their sum over the "
-             "ranks was, but for clipping. Raises TypeError for other tensors.");
-
 static PyObject *are_all_finite(PyObject *module, PyObject *objects)
 {
     grad_list list;
@@ -185,9 +171,6 @@ static PyObject *are_all_finite(PyObject *module, PyObject *objects)
     free_list(&list);
     return status == ZS_OK ? PyBool_FromLong(finite) : zs_py_raise(module);
 }
-
-PyDoc_STRVAR(expect_norms_doc, "expect_norms($module, units, /)\n--\n\nTake the squares of gradients from the next "
-                               "backward on, as if their norm or finite() had been asked for.");
 
 static PyObject *expect_norms(PyObject *module, PyObject *list)
 {
@@ -217,11 +200,6 @@ static PyObject *left_over(const grad_list *list)
     return left;
 }
 
-PyDoc_STRVAR(scale_later_doc,
-             "scale_later($module, gradients, factor, /)\n--\n\nHave gradients multiplied by a factor when they are "
-             "next read: by the step of an optimizer of zshard, else\nbefore the read. Returns those of the list for "
-             "which this is not possible; the caller multiplies them.");
-
 static PyObject *scale_later(PyObject *module, PyObject *args)
 {
     PyObject *objects;
@@ -237,10 +215,6 @@ static PyObject *scale_later(PyObject *module, PyObject *args)
     return left;
 }
 
-PyDoc_STRVAR(settle_doc, "settle($module, tensor, writes, /)\n--\n\nMultiply gradients by the factors that are "
-                         "pending for them, as other code is to read this tensor, or (writes)\nmay write to it "
-                         "unseen. No-op for other tensors.");
-
 static PyObject *settle(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -253,19 +227,12 @@ static PyObject *settle(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(has_pending_doc, "has_pending($module, /)\n--\n\nWhether any gradients are yet to be multiplied.");
-
 static PyObject *has_pending(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
     return PyBool_FromLong(zs_pending_any());
 }
-
-PyDoc_STRVAR(bytes_passed_doc,
-             "bytes_passed($module, /)\n--\n\nReturn the bytes of CPU memory that steps of zshard's optimizers, norms "
-             "and scalings of gradients have read and\nwritten in this process. What happens in the "
-             "cache, or in torch, is not counted.");
 
 static PyObject *bytes_passed(PyObject *module, PyObject *unused)
 {
@@ -275,14 +242,30 @@ static PyObject *bytes_passed(PyObject *module, PyObject *unused)
 }
 
 static PyMethodDef functions[] = {
-    {"bytes_passed", bytes_passed, METH_NOARGS, bytes_passed_doc},
-    {"has_pending", has_pending, METH_NOARGS, has_pending_doc},
-    {"expect_norms", expect_norms, METH_O, expect_norms_doc},
-    {"finite", are_all_finite, METH_O, finite_doc},
-    {"squares", squares, METH_O, squares_doc},
-    {"squares_value", squares_value, METH_O, squares_value_doc},
-    {"scale_later", scale_later, METH_VARARGS, scale_later_doc},
-    {"settle", settle, METH_VARARGS, settle_doc},
+    {"bytes_passed", bytes_passed, METH_NOARGS,
+     "bytes_passed($module, /)\n--\n\nReturn the bytes of CPU memory that steps of zshard's optimizers, norms and "
+     "scalings of gradients have read and written in this process."},
+    {"has_pending", has_pending, METH_NOARGS,
+     "has_pending($module, /)\n--\n\nWhether any gradients are yet to be multiplied."},
+    {"expect_norms", expect_norms, METH_O,
+     "expect_norms($module, units, /)\n--\n\nTake the squares of gradients from the next backward on, as if their norm "
+     "or finite() had been asked for."},
+    {"finite", are_all_finite, METH_O,
+     "finite($module, tensors, /)\n--\n\nWhether the squares of all elements of a list of contiguous CPU tensors, such "
+     "as gradients, are finite."},
+    {"squares", squares, METH_O,
+     "squares($module, tensors, /)\n--\n\nReturn the sum of squares over all elements of a list of contiguous CPU "
+     "tensors, such as gradients, as a list of numbers: add those of several ranks one by one, without rounding, and "
+     "pass them to squares_value()."},
+    {"squares_value", squares_value, METH_O,
+     "squares_value($module, numbers, /)\n--\n\nReturn the sum that numbers of squares(), added over ranks, stand for, "
+     "rounded once."},
+    {"scale_later", scale_later, METH_VARARGS,
+     "scale_later($module, gradients, factor, /)\n--\n\nHave gradients multiplied by a factor when they are next read: "
+     "by the step of an optimizer of zshard, else before the read."},
+    {"settle", settle, METH_VARARGS,
+     "settle($module, tensor, writes, /)\n--\n\nMultiply gradients by the factors that are pending for them, as other "
+     "code is to read this tensor, or (writes) may write to it unseen."},
     {0},
 };
 

@@ -59,9 +59,6 @@ static zs_status find_device(const char *name, const zs_device **out)
     return ZS_FAIL(ZS_ERR_VALUE, "unknown device '%s'", name);
 }
 
-PyDoc_STRVAR(comm_alone_doc, "alone($type, device='cpu', /)\n--\n\nCreate the transport of a single process (world "
-                             "size 1), which exchanges nothing.");
-
 static PyObject *comm_alone(PyObject *type, PyObject *args)
 {
     const char *name = "cpu";
@@ -88,14 +85,6 @@ static zs_status new_backend(zs_comm *control, const backend_request *request, c
     return ZS_FAIL(ZS_ERR_VALUE, "unknown backend '%s'", request->kind);
 }
 
-PyDoc_STRVAR(
-    comm_gpu_doc,
-    "gpu($type, control, backend, device, group_name, nccl=(0, 0, 0, 2, False), /)\n--\n\nCreate a transport between "
-    "GPUs. "
-    "control: the Comm between the host processes; backend: the backend that transfers the data ('c10d' or 'nccl'); "
-    "group_name: the torch process group that 'c10d' uses; nccl: (CTA policy: 0 default, 1 efficiency; minimum CTAs, "
-    "maximum CTAs (0: NCCL's choice); number of communicators; whether ranks may run different units).");
-
 static PyObject *comm_gpu(PyObject *type, PyObject *args)
 {
     PyObject *control;
@@ -118,9 +107,6 @@ static PyObject *comm_gpu(PyObject *type, PyObject *args)
     return status == ZS_OK ? wrap((PyTypeObject *)type, comm, "") : zs_py_raise(NULL);
 }
 
-PyDoc_STRVAR(comm_shm_doc, "shm($type, rank, world, timeout, /)\n--\n\nOpen this rank's end of a shared-memory "
-                           "transport. Send `address` to the peers, then call connect(). timeout: seconds.");
-
 static PyObject *comm_shm(PyObject *type, PyObject *args)
 {
     int rank, world;
@@ -132,12 +118,6 @@ static PyObject *comm_shm(PyObject *type, PyObject *args)
     if (zs_comm_shm_new(rank, world, timeout, address, sizeof address, &comm) != ZS_OK) return zs_py_raise(NULL);
     return wrap((PyTypeObject *)type, comm, address);
 }
-
-PyDoc_STRVAR(
-    comm_shm_needs_doc,
-    "shm_needs($type, world, /)\n--\n\nReturn what a shared-memory transport of `world` ranks takes on each rank, "
-    "besides memory and what models add, as a dict: descriptors (open files), meeting (open files while the "
-    "ranks connect), mappings, and bytes of address space.");
 
 static PyObject *comm_shm_needs(PyObject *type, PyObject *args)
 {
@@ -151,10 +131,6 @@ static PyObject *comm_shm_needs(PyObject *type, PyObject *args)
                          (Py_ssize_t)needs.bytes);
 }
 
-PyDoc_STRVAR(comm_c10d_doc, "c10d($type, group_name, rank, world, timeout, per_host=0, /)\n--\n\nCreate a transport "
-                            "over a torch.distributed process group. timeout: seconds; per_host: ranks of each host, "
-                            "which are neighbors, 0 if all are on one.");
-
 static PyObject *comm_c10d(PyObject *type, PyObject *args)
 {
     const char *name;
@@ -167,12 +143,6 @@ static PyObject *comm_c10d(PyObject *type, PyObject *args)
     if (zs_comm_c10d_new(name, &ranks, timeout, &comm) != ZS_OK) return zs_py_raise(NULL);
     return wrap((PyTypeObject *)type, comm, "");
 }
-
-PyDoc_STRVAR(
-    comm_hosts_doc,
-    "hosts($type, group_name, even_name, odd_name, local, rank, world, timeout, /)\n--\n\nCreate a transport in "
-    "two levels. group_name: the group of all ranks; even_name, odd_name: two of the ranks at this place on their "
-    "hosts, for what even and odd hosts send; local: the Comm of this host's ranks, used by nothing else.");
 
 static PyObject *comm_hosts(PyObject *type, PyObject *args)
 {
@@ -191,9 +161,6 @@ static PyObject *comm_hosts(PyObject *type, PyObject *args)
     return wrap((PyTypeObject *)type, comm, "");
 }
 
-PyDoc_STRVAR(comm_dry_doc, "dry_run($type, transport, rank, world, per_host=0, /)\n--\n\nCreate the placeholder of a "
-                           "transport for a dry run, which only computes sizes.");
-
 static PyObject *comm_dry(PyObject *type, PyObject *args)
 {
     const char *name;
@@ -204,9 +171,6 @@ static PyObject *comm_dry(PyObject *type, PyObject *args)
     if (zs_comm_dry_new(name, &ranks, &comm) != ZS_OK) return zs_py_raise(NULL);
     return wrap((PyTypeObject *)type, comm, "");
 }
-
-PyDoc_STRVAR(comm_connect_doc, "connect($self, addresses, token, /)\n--\n\nConnect to all ranks. addresses: one per "
-                               "rank, in rank order; token: 16 bytes, the same on all ranks.");
 
 static PyObject *comm_connect(comm_object *self, PyObject *args)
 {
@@ -230,9 +194,6 @@ static PyObject *comm_connect(comm_object *self, PyObject *args)
     return zs_py_none(status);
 }
 
-PyDoc_STRVAR(comm_exchange_doc, "exchange($self, data, /)\n--\n\nAll-gather `data`: return the bytes of all ranks in "
-                                "rank order. All ranks must pass the same length, at most 4096. Also a barrier.");
-
 static PyObject *comm_exchange(comm_object *self, PyObject *data)
 {
     char *mine;
@@ -255,10 +216,6 @@ static PyObject *comm_exchange(comm_object *self, PyObject *data)
     return list;
 }
 
-PyDoc_STRVAR(comm_align_doc,
-             "align($self, /)\n--\n\nNumber what is made from now on as all other ranks do, also after an "
-             "error on some of them. Collective.");
-
 static PyObject *comm_align(comm_object *self, PyObject *unused)
 {
     (void)unused;
@@ -266,10 +223,6 @@ static PyObject *comm_align(comm_object *self, PyObject *unused)
     ZS_PY_NOGIL(status, zs_comm_align(self->comm));
     return zs_py_none(status);
 }
-
-PyDoc_STRVAR(
-    comm_broadcast_doc,
-    "broadcast($self, tensor, root, /)\n--\n\nBroadcast the values of a contiguous CPU tensor from rank `root`.");
 
 static PyObject *comm_broadcast(comm_object *self, PyObject *args)
 {
@@ -293,10 +246,6 @@ static PyObject *comm_broadcast(comm_object *self, PyObject *args)
     return zs_py_none(status);
 }
 
-PyDoc_STRVAR(
-    comm_abort_doc,
-    "abort($self, reason, /)\n--\n\nTell the peers that this rank cannot continue; their waits fail with `reason`.");
-
 static PyObject *comm_abort(comm_object *self, PyObject *reason)
 {
     const char *text = PyUnicode_AsUTF8(reason);
@@ -307,10 +256,6 @@ static PyObject *comm_abort(comm_object *self, PyObject *reason)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(comm_answer_doc,
-             "answer($self, line, /)\n--\n\nTell a peer that has asked (see is_asked) where this rank's "
-             "script is (shm). Any thread.");
-
 static PyObject *comm_answer(comm_object *self, PyObject *line)
 {
     const char *text = PyUnicode_AsUTF8(line);
@@ -318,10 +263,6 @@ static PyObject *comm_answer(comm_object *self, PyObject *line)
     if (self->comm->ops->talk->answer != NULL) self->comm->ops->talk->answer(self->comm, text);
     Py_RETURN_NONE;
 }
-
-PyDoc_STRVAR(comm_locate_doc,
-             "locate($self, /)\n--\n\nReturn where the script of each rank is, as lines to append to an "
-             "error that all ranks raise. Collective.");
 
 static PyObject *comm_locate(comm_object *self, PyObject *unused)
 {
@@ -333,10 +274,6 @@ static PyObject *comm_locate(comm_object *self, PyObject *unused)
     return PyErr_Occurred() ? NULL : PyUnicode_DecodeUTF8(lines, (Py_ssize_t)strlen(lines), "replace");
 }
 
-PyDoc_STRVAR(comm_end_doc,
-             "end($self, /)\n--\n\nTell the peers that this rank has come to its orderly end. The last to do so "
-             "raises DivergenceError if ranks have made other last steps. Waits for nobody.");
-
 static PyObject *comm_end(comm_object *self, PyObject *unused)
 {
     (void)unused;
@@ -344,9 +281,6 @@ static PyObject *comm_end(comm_object *self, PyObject *unused)
     ZS_PY_NOGIL(status, zs_comm_end(self->comm));
     return zs_py_none(status);
 }
-
-PyDoc_STRVAR(comm_close_doc,
-             "close($self, /)\n--\n\nDisconnect from the peers in an orderly way. All later calls fail.");
 
 static PyObject *comm_close(comm_object *self, PyObject *unused)
 {
@@ -356,9 +290,6 @@ static PyObject *comm_close(comm_object *self, PyObject *unused)
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
-
-PyDoc_STRVAR(comm_set_timeout_doc,
-             "set_timeout($self, seconds, /)\n--\n\nSet the timeout of each wait from now on, in seconds.");
 
 static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds)
 {
@@ -406,23 +337,49 @@ static PyGetSetDef comm_getset[] = {
 };
 
 static PyMethodDef comm_methods[] = {
-    {"alone", comm_alone, METH_VARARGS | METH_CLASS, comm_alone_doc},
-    {"gpu", comm_gpu, METH_VARARGS | METH_CLASS, comm_gpu_doc},
-    {"shm", comm_shm, METH_VARARGS | METH_CLASS, comm_shm_doc},
-    {"shm_needs", comm_shm_needs, METH_VARARGS | METH_CLASS, comm_shm_needs_doc},
-    {"c10d", comm_c10d, METH_VARARGS | METH_CLASS, comm_c10d_doc},
-    {"hosts", comm_hosts, METH_VARARGS | METH_CLASS, comm_hosts_doc},
-    {"dry_run", comm_dry, METH_VARARGS | METH_CLASS, comm_dry_doc},
-    {"connect", (PyCFunction)comm_connect, METH_VARARGS, comm_connect_doc},
-    {"exchange", (PyCFunction)comm_exchange, METH_O, comm_exchange_doc},
-    {"align", (PyCFunction)comm_align, METH_NOARGS, comm_align_doc},
-    {"broadcast", (PyCFunction)comm_broadcast, METH_VARARGS, comm_broadcast_doc},
-    {"answer", (PyCFunction)comm_answer, METH_O, comm_answer_doc},
-    {"locate", (PyCFunction)comm_locate, METH_NOARGS, comm_locate_doc},
-    {"end", (PyCFunction)comm_end, METH_NOARGS, comm_end_doc},
-    {"close", (PyCFunction)comm_close, METH_NOARGS, comm_close_doc},
-    {"set_timeout", (PyCFunction)comm_set_timeout, METH_O, comm_set_timeout_doc},
-    {"abort", (PyCFunction)comm_abort, METH_O, comm_abort_doc},
+    {"alone", comm_alone, METH_VARARGS | METH_CLASS,
+     "alone($type, device='cpu', /)\n--\n\nCreate the transport of a single process (world size 1), which exchanges "
+     "nothing."},
+    {"gpu", comm_gpu, METH_VARARGS | METH_CLASS,
+     "gpu($type, control, backend, device, group_name, nccl=(0, 0, 0, 2, False), /)\n--\n\nCreate a transport between "
+     "GPUs."},
+    {"shm", comm_shm, METH_VARARGS | METH_CLASS,
+     "shm($type, rank, world, timeout, /)\n--\n\nOpen this rank's end of a shared-memory transport."},
+    {"shm_needs", comm_shm_needs, METH_VARARGS | METH_CLASS,
+     "shm_needs($type, world, /)\n--\n\nReturn what a shared-memory transport of `world` ranks takes on each rank, "
+     "besides memory and what models add, as a dict: descriptors (open files), meeting (open files while the ranks "
+     "connect), mappings, and bytes of address space."},
+    {"c10d", comm_c10d, METH_VARARGS | METH_CLASS,
+     "c10d($type, group_name, rank, world, timeout, per_host=0, /)\n--\n\nCreate a transport over a torch.distributed "
+     "process group."},
+    {"hosts", comm_hosts, METH_VARARGS | METH_CLASS,
+     "hosts($type, group_name, even_name, odd_name, local, rank, world, timeout, /)\n--\n\nCreate a transport in two "
+     "levels."},
+    {"dry_run", comm_dry, METH_VARARGS | METH_CLASS,
+     "dry_run($type, transport, rank, world, per_host=0, /)\n--\n\nCreate the placeholder of a transport for a dry "
+     "run, which only computes sizes."},
+    {"connect", (PyCFunction)comm_connect, METH_VARARGS,
+     "connect($self, addresses, token, /)\n--\n\nConnect to all ranks."},
+    {"exchange", (PyCFunction)comm_exchange, METH_O,
+     "exchange($self, data, /)\n--\n\nAll-gather `data`: return the bytes of all ranks in rank order."},
+    {"align", (PyCFunction)comm_align, METH_NOARGS,
+     "align($self, /)\n--\n\nNumber what is made from now on as all other ranks do, also after an error on some of "
+     "them. Collective."},
+    {"broadcast", (PyCFunction)comm_broadcast, METH_VARARGS,
+     "broadcast($self, tensor, root, /)\n--\n\nBroadcast the values of a contiguous CPU tensor from rank `root`."},
+    {"answer", (PyCFunction)comm_answer, METH_O,
+     "answer($self, line, /)\n--\n\nTell a peer that has asked (see is_asked) where this rank's script is (shm)."},
+    {"locate", (PyCFunction)comm_locate, METH_NOARGS,
+     "locate($self, /)\n--\n\nReturn where the script of each rank is, as lines to append to an error that all ranks "
+     "raise. Collective."},
+    {"end", (PyCFunction)comm_end, METH_NOARGS,
+     "end($self, /)\n--\n\nTell the peers that this rank has come to its orderly end."},
+    {"close", (PyCFunction)comm_close, METH_NOARGS,
+     "close($self, /)\n--\n\nDisconnect from the peers in an orderly way."},
+    {"set_timeout", (PyCFunction)comm_set_timeout, METH_O,
+     "set_timeout($self, seconds, /)\n--\n\nSet the timeout of each wait from now on, in seconds."},
+    {"abort", (PyCFunction)comm_abort, METH_O,
+     "abort($self, reason, /)\n--\n\nTell the peers that this rank cannot continue; their waits fail with `reason`."},
     {0},
 };
 

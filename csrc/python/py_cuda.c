@@ -28,13 +28,6 @@ static PyObject *gpus(int n)
     return list;
 }
 
-PyDoc_STRVAR(
-    machine_doc,
-    "machine($module, /)\n--\n\nDescribe the machine in a dict: loops (the instruction set of the CPU kernels), "
-    "targets (the GPU architectures the CUDA kernels were compiled for), built (the CUDA version they were compiled "
-    "with: 13000 is 13.0, 0 means no kernels), driver and version (the CUDA driver), problem (why the driver is "
-    "unavailable, else \"\") and gpus. Initializes the CUDA driver, if there is one: do not fork afterwards.");
-
 static PyObject *machine(PyObject *module, PyObject *unused)
 {
     static const char *const sets[ZS_ISA_COUNT] = {"base", "avx2", "avx512"};
@@ -52,7 +45,11 @@ static PyObject *machine(PyObject *module, PyObject *unused)
 }
 
 static PyMethodDef functions[] = {
-    {"machine", machine, METH_NOARGS, machine_doc},
+    {"machine", machine, METH_NOARGS,
+     "machine($module, /)\n--\n\nDescribe the machine in a dict: loops (the instruction set of the CPU kernels), "
+     "targets (the GPU architectures the CUDA kernels were compiled for), built (the CUDA version they were compiled "
+     "with: 13000 is 13.0, 0 means no kernels), driver and version (the CUDA driver), problem (why the driver is "
+     "unavailable, else \"\") and gpus."},
     {0},
 };
 

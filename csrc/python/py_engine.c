@@ -70,8 +70,6 @@ static Py_hash_t engine_hash(engine_object *self)
     return (Py_hash_t)((uintptr_t)self->engine >> 4);
 }
 
-PyDoc_STRVAR(engine_adopt_doc, "adopt($self, unit, /)\n--\n\nMove a unit to this engine from the one it belongs to.");
-
 static PyObject *engine_adopt(engine_object *self, PyObject *object)
 {
     zs_unit *unit = zs_py_unit(object);
@@ -79,9 +77,6 @@ static PyObject *engine_adopt(engine_object *self, PyObject *object)
     zs_clear_error();
     return zs_py_none(zs_engine_adopt(self->engine, unit));
 }
-
-PyDoc_STRVAR(engine_set_order_doc, "set_order($self, units, /)\n--\n\nSet the order of the engine's units: the order "
-                                   "of their modules, parents before children.");
 
 static PyObject *engine_set_order(engine_object *self, PyObject *list)
 {
@@ -94,9 +89,6 @@ static PyObject *engine_set_order(engine_object *self, PyObject *list)
     return zs_py_none(status);
 }
 
-PyDoc_STRVAR(engine_set_prefetch_doc, "set_prefetch($self, forward, backward, /)\n--\n\nSet how many units ahead to "
-                                      "prefetch in forward and in backward.");
-
 static PyObject *engine_set_prefetch(engine_object *self, PyObject *args)
 {
     zs_prefetch prefetch;
@@ -106,10 +98,6 @@ static PyObject *engine_set_prefetch(engine_object *self, PyObject *args)
     zs_engine_set_prefetch(self->engine, prefetch);
     Py_RETURN_NONE;
 }
-
-PyDoc_STRVAR(engine_set_codes_doc,
-             "set_codes($self, gradients, parameters, /)\n--\n\nCode gradients and parameters of units that are "
-             "created from now on where they cross hosts: 0 leaves them exact, 1 is bfloat16, 2 int8.");
 
 static PyObject *engine_set_codes(engine_object *self, PyObject *args)
 {
@@ -122,18 +110,11 @@ static PyObject *engine_set_codes(engine_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_codes_gradients_doc,
-             "codes_gradients($self, /)\n--\n\nReturn whether gradients cross hosts as codes.");
-
 static PyObject *engine_codes_gradients(engine_object *self, PyObject *unused)
 {
     (void)unused;
     return PyBool_FromLong(zs_engine_codes_gradients(self->engine));
 }
-
-PyDoc_STRVAR(engine_rescale_doc,
-             "rescale($self, factor, /)\n--\n\nTell that gradients are `factor` times as large from now "
-             "on: what codes have lost of them is multiplied by it.");
 
 static PyObject *engine_rescale(engine_object *self, PyObject *factor)
 {
@@ -142,12 +123,6 @@ static PyObject *engine_rescale(engine_object *self, PyObject *factor)
     zs_engine_rescale(self->engine, value);
     Py_RETURN_NONE;
 }
-
-PyDoc_STRVAR(engine_set_offload_doc,
-             "set_offload($self, directory, params, grads, state, fraction, /)\n--\n\nOffload units that are created "
-             "from now on: of the given kinds of memory, keep `fraction` of the model's bytes in files in `directory`. "
-             "directory '' means the GPU's host memory; None is for dry runs. Collective. Raises OSError, on all "
-             "ranks, if a file cannot be created.");
 
 static PyObject *engine_set_offload(engine_object *self, PyObject *args)
 {
@@ -171,16 +146,11 @@ static PyObject *without_gil(engine_object *self, zs_status (*call)(zs_engine *)
     return zs_py_shown(self->engine, status);
 }
 
-PyDoc_STRVAR(engine_open_doc,
-             "open($self, /)\n--\n\nOpen a session in which Unit.unshard() may be called. Collective.");
-
 static PyObject *engine_open(engine_object *self, PyObject *unused)
 {
     (void)unused;
     return without_gil(self, zs_engine_open);
 }
-
-PyDoc_STRVAR(engine_close_doc, "close($self, /)\n--\n\nClose the session that open() opened.");
 
 static PyObject *engine_close(engine_object *self, PyObject *unused)
 {
@@ -188,18 +158,11 @@ static PyObject *engine_close(engine_object *self, PyObject *unused)
     return without_gil(self, zs_engine_close);
 }
 
-PyDoc_STRVAR(
-    engine_begin_write_doc,
-    "begin_write($self, /)\n--\n\nTo be called before shards are written between passes. Tells the other ranks if a "
-    "backward has raised on this one, and waits until none of them reads this rank's shards.");
-
 static PyObject *engine_begin_write(engine_object *self, PyObject *unused)
 {
     (void)unused;
     return without_gil(self, zs_engine_write_begin);
 }
-
-PyDoc_STRVAR(engine_end_write_doc, "end_write($self, /)\n--\n\nThe write is complete. Not needed if it has raised.");
 
 static PyObject *engine_end_write(engine_object *self, PyObject *unused)
 {
@@ -210,29 +173,17 @@ static PyObject *engine_end_write(engine_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(
-    engine_meet_doc,
-    "meet($self, /)\n--\n\nNote a barrier of all ranks: the script's writes to shards are complete, and earlier "
-    "evaluations by lone ranks no longer count. No-op within a pass and a write.");
-
 static PyObject *engine_meet(engine_object *self, PyObject *unused)
 {
     (void)unused;
     return without_gil(self, zs_writing_barrier);
 }
 
-PyDoc_STRVAR(engine_before_step_doc, "before_step($self, /)\n--\n\nbegin_write() for an optimizer's step. Raises "
-                                     "RuntimeError if .grad holds what a failed backward has left there.");
-
 static PyObject *engine_before_step(engine_object *self, PyObject *unused)
 {
     (void)unused;
     return without_gil(self, zs_engine_before_step);
 }
-
-PyDoc_STRVAR(engine_note_step_doc,
-             "note_step($self, settings, counts, /)\n--\n\nNote an optimizer's step, which all ranks make, or none. "
-             "settings: a digest of its param groups; counts: the step count in its state.");
 
 static PyObject *engine_note_step(engine_object *self, PyObject *const *args, Py_ssize_t n)
 {
@@ -244,11 +195,6 @@ static PyObject *engine_note_step(engine_object *self, PyObject *const *args, Py
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(
-    engine_tell_settings_doc,
-    "tell_settings($self, lines, /)\n--\n\nHave messages about ranks that step with other settings say which: for "
-    "each setting a line of its name, a tab, and its values.");
-
 static PyObject *engine_tell_settings(engine_object *self, PyObject *lines)
 {
     const char *text = PyUnicode_AsUTF8(lines);
@@ -256,11 +202,6 @@ static PyObject *engine_tell_settings(engine_object *self, PyObject *lines)
     zs_engine_publish_settings(self->engine, text);
     Py_RETURN_NONE;
 }
-
-PyDoc_STRVAR(
-    engine_compare_doc,
-    "compare($self, /)\n--\n\nRaise DivergenceError, on all ranks, if they have not made the same steps, loads and "
-    "writes. Collective.");
 
 static PyObject *engine_compare_ranks(engine_object *self, PyObject *unused)
 {
@@ -310,16 +251,10 @@ static PyObject *over_ranks(engine_object *self, PyObject *numbers, bool max)
     return reduce_numbers(max ? ranks->all : ranks->shards, mine, n, max);
 }
 
-PyDoc_STRVAR(engine_sum_doc, "sum_over_ranks($self, numbers, /)\n--\n\nReturn the sums of a list of floats over the "
-                             "ranks of one replica, added in rank order. Collective.");
-
 static PyObject *engine_sum(engine_object *self, PyObject *numbers)
 {
     return over_ranks(self, numbers, false);
 }
-
-PyDoc_STRVAR(engine_max_doc, "max_over_ranks($self, numbers, /)\n--\n\nReturn the maximum of each float over all "
-                             "ranks; NaN if any rank's is NaN. Collective.");
 
 static PyObject *engine_max(engine_object *self, PyObject *numbers)
 {
@@ -327,31 +262,58 @@ static PyObject *engine_max(engine_object *self, PyObject *numbers)
 }
 
 static PyMethodDef engine_methods[] = {
-    {"adopt", (PyCFunction)engine_adopt, METH_O, engine_adopt_doc},
-    {"set_order", (PyCFunction)engine_set_order, METH_O, engine_set_order_doc},
-    {"set_prefetch", (PyCFunction)engine_set_prefetch, METH_VARARGS, engine_set_prefetch_doc},
-    {"set_codes", (PyCFunction)engine_set_codes, METH_VARARGS, engine_set_codes_doc},
+    {"adopt", (PyCFunction)engine_adopt, METH_O,
+     "adopt($self, unit, /)\n--\n\nMove a unit to this engine from the one it belongs to."},
+    {"set_order", (PyCFunction)engine_set_order, METH_O,
+     "set_order($self, units, /)\n--\n\nSet the order of the engine's units: the order of their modules, parents "
+     "before children."},
+    {"set_prefetch", (PyCFunction)engine_set_prefetch, METH_VARARGS,
+     "set_prefetch($self, forward, backward, /)\n--\n\nSet how many units ahead to prefetch in forward and in "
+     "backward."},
+    {"set_codes", (PyCFunction)engine_set_codes, METH_VARARGS,
+     "set_codes($self, gradients, parameters, /)\n--\n\nCode gradients and parameters of units that are created from "
+     "now on where they cross hosts: 0 leaves them exact, 1 is bfloat16, 2 int8."},
     {"add_leaves", (PyCFunction)zs_py_add_leaves, METH_O, zs_py_add_leaves_doc},
     {"leaves", (PyCFunction)zs_py_leaves, METH_NOARGS, zs_py_leaves_doc},
     {"begin_leaf", (PyCFunction)zs_py_begin_leaf, METH_NOARGS, zs_py_begin_leaf_doc},
     {"leaf_is_done", (PyCFunction)zs_py_leaf_is_done, METH_NOARGS, zs_py_leaf_is_done_doc},
     {"restart_step", (PyCFunction)zs_py_restart_step, METH_NOARGS, zs_py_restart_step_doc},
-    {"codes_gradients", (PyCFunction)engine_codes_gradients, METH_NOARGS, engine_codes_gradients_doc},
-    {"rescale", (PyCFunction)engine_rescale, METH_O, engine_rescale_doc},
-    {"set_offload", (PyCFunction)engine_set_offload, METH_VARARGS, engine_set_offload_doc},
+    {"codes_gradients", (PyCFunction)engine_codes_gradients, METH_NOARGS,
+     "codes_gradients($self, /)\n--\n\nReturn whether gradients cross hosts as codes."},
+    {"rescale", (PyCFunction)engine_rescale, METH_O,
+     "rescale($self, factor, /)\n--\n\nTell that gradients are `factor` times as large from now on: what codes have "
+     "lost of them is multiplied by it."},
+    {"set_offload", (PyCFunction)engine_set_offload, METH_VARARGS,
+     "set_offload($self, directory, params, grads, state, fraction, /)\n--\n\nOffload units that are created from now "
+     "on: of the given kinds of memory, keep `fraction` of the model's bytes in files in `directory`. directory '' "
+     "means the GPU's host memory; None is for dry runs. Collective."},
     {"sync_buffers", (PyCFunction)zs_py_sync_buffers, METH_VARARGS, zs_py_sync_buffers_doc},
     {"broadcast_buffers", (PyCFunction)zs_py_broadcast_buffers, METH_NOARGS, zs_py_broadcast_buffers_doc},
-    {"open", (PyCFunction)engine_open, METH_NOARGS, engine_open_doc},
-    {"before_step", (PyCFunction)engine_before_step, METH_NOARGS, engine_before_step_doc},
-    {"note_step", (PyCFunction)(void (*)(void))engine_note_step, METH_FASTCALL, engine_note_step_doc},
-    {"tell_settings", (PyCFunction)engine_tell_settings, METH_O, engine_tell_settings_doc},
-    {"compare", (PyCFunction)engine_compare_ranks, METH_NOARGS, engine_compare_doc},
-    {"begin_write", (PyCFunction)engine_begin_write, METH_NOARGS, engine_begin_write_doc},
-    {"meet", (PyCFunction)engine_meet, METH_NOARGS, engine_meet_doc},
-    {"end_write", (PyCFunction)engine_end_write, METH_NOARGS, engine_end_write_doc},
-    {"close", (PyCFunction)engine_close, METH_NOARGS, engine_close_doc},
-    {"sum_over_ranks", (PyCFunction)engine_sum, METH_O, engine_sum_doc},
-    {"max_over_ranks", (PyCFunction)engine_max, METH_O, engine_max_doc},
+    {"open", (PyCFunction)engine_open, METH_NOARGS,
+     "open($self, /)\n--\n\nOpen a session in which Unit.unshard() may be called. Collective."},
+    {"before_step", (PyCFunction)engine_before_step, METH_NOARGS,
+     "before_step($self, /)\n--\n\nbegin_write() for an optimizer's step."},
+    {"note_step", (PyCFunction)(void (*)(void))engine_note_step, METH_FASTCALL,
+     "note_step($self, settings, counts, /)\n--\n\nNote an optimizer's step, which all ranks make, or none."},
+    {"tell_settings", (PyCFunction)engine_tell_settings, METH_O,
+     "tell_settings($self, lines, /)\n--\n\nHave messages about ranks that step with other settings say which: for "
+     "each setting a line of its name, a tab, and its values."},
+    {"compare", (PyCFunction)engine_compare_ranks, METH_NOARGS,
+     "compare($self, /)\n--\n\nRaise DivergenceError, on all ranks, if they have not made the same steps, loads and "
+     "writes. Collective."},
+    {"begin_write", (PyCFunction)engine_begin_write, METH_NOARGS,
+     "begin_write($self, /)\n--\n\nTo be called before shards are written between passes."},
+    {"meet", (PyCFunction)engine_meet, METH_NOARGS,
+     "meet($self, /)\n--\n\nNote a barrier of all ranks: the script's writes to shards are complete, and earlier "
+     "evaluations by lone ranks no longer count."},
+    {"end_write", (PyCFunction)engine_end_write, METH_NOARGS, "end_write($self, /)\n--\n\nThe write is complete."},
+    {"close", (PyCFunction)engine_close, METH_NOARGS, "close($self, /)\n--\n\nClose the session that open() opened."},
+    {"sum_over_ranks", (PyCFunction)engine_sum, METH_O,
+     "sum_over_ranks($self, numbers, /)\n--\n\nReturn the sums of a list of floats over the ranks of one replica, "
+     "added in rank order. Collective."},
+    {"max_over_ranks", (PyCFunction)engine_max, METH_O,
+     "max_over_ranks($self, numbers, /)\n--\n\nReturn the maximum of each float over all ranks; NaN if any rank's is "
+     "NaN. Collective."},
     {"memory", (PyCFunction)zs_py_memory, METH_NOARGS, zs_py_memory_doc},
     {"peak", (PyCFunction)zs_py_peak, METH_NOARGS, zs_py_peak_doc},
     {"predict", (PyCFunction)zs_py_predict, METH_O, zs_py_predict_doc},

@@ -5,7 +5,7 @@
  * ends. In between, the guard checks whether a parameter is unsharded (py_guard.c). */
 #include "python/py_faces.h"
 
-#include "engine/forward_writes.h"
+#include "engine/engine.h"
 #include "engine/history.h"
 #include "engine/writing.h"
 #include "python/py_slices.h"

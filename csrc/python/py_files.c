@@ -50,9 +50,6 @@ static PyObject *opened(file_object *self, zs_status status)
     return NULL;
 }
 
-PyDoc_STRVAR(open_doc, "open($type, path, follow=True, /)\n--\n\nOpen a regular file for reading. Raises OSError, also "
-                       "for a symbolic link if `follow` is false; ValueError if the path is not a regular file.");
-
 static PyObject *file_open(PyObject *type, PyObject *args)
 {
     PyObject *path;
@@ -66,9 +63,6 @@ static PyObject *file_open(PyObject *type, PyObject *args)
     return opened(self, status);
 }
 
-PyDoc_STRVAR(open_to_write_doc, "open_to_write($type, path, /)\n--\n\nOpen an existing regular file for writing, "
-                                "without following a symbolic link. Raises OSError and ValueError as open() does.");
-
 static PyObject *file_open_to_write(PyObject *type, PyObject *path)
 {
     file_object *self = new_file(type, path);
@@ -78,9 +72,6 @@ static PyObject *file_open_to_write(PyObject *type, PyObject *path)
     ZS_PY_NOGIL(status, zs_ckpt_file_open_to_write(name, &self->file));
     return opened(self, status);
 }
-
-PyDoc_STRVAR(create_doc, "create($type, path, size, /)\n--\n\nCreate a file of `size` zero bytes for writing. Reserves "
-                         "the disk space if the file system can. Raises OSError, and then leaves no file behind.");
 
 static PyObject *file_create(PyObject *type, PyObject *args)
 {
@@ -94,9 +85,6 @@ static PyObject *file_create(PyObject *type, PyObject *args)
     ZS_PY_NOGIL(status, zs_ckpt_file_create(name, size, &self->file));
     return opened(self, status);
 }
-
-PyDoc_STRVAR(close_doc, "close($self, /)\n--\n\nClose the file; no-op if it is closed. Raises OSError if written data "
-                        "is known to be lost, and RuntimeError while another thread uses the file.");
 
 static PyObject *file_close(file_object *self, PyObject *unused)
 {
@@ -160,9 +148,6 @@ static PyObject *file_path(file_object *self, void *unused)
     return Py_NewRef(self->path);
 }
 
-PyDoc_STRVAR(sync_doc, "sync($self, /)\n--\n\nfsync the file. Raises OSError: the state of the written data is then "
-                       "unknown, and calling sync() again would not tell.");
-
 static PyObject *file_sync(file_object *self, PyObject *unused)
 {
     (void)unused;
@@ -171,9 +156,6 @@ static PyObject *file_sync(file_object *self, PyObject *unused)
     ZS_PY_NOGIL(status, zs_ckpt_file_sync(&self->file));
     return done(self, status, Py_NewRef(Py_None));
 }
-
-PyDoc_STRVAR(read_doc, "read($self, ranges, /)\n--\n\nRead into all ranges [(offset in the file, writable memory)]. "
-                       "Raises OSError, and ValueError with the path and offset if the file is too short.");
 
 static PyObject *file_read(file_object *self, PyObject *list)
 {
@@ -226,13 +208,6 @@ static PyObject *write_ranges(file_object *self, const zs_py_ranges *ranges, int
     return done(self, status, result);
 }
 
-PyDoc_STRVAR(write_doc,
-             "write($self, ranges, block, strange=None, /)\n--\n\nWrite all ranges [(offset in the file, memory)]. "
-             "Returns the checksums of what was written, cut at multiples of `block` in the file: three native 64-bit "
-             "integers for each piece (offset, bytes, crc32c). A range may be (offset, memory, format), with format "
-             "'BF16', 'F16', 'F32' or 'F64'; if it contains a NaN or an infinity, its index in `ranges` is appended to "
-             "the list `strange`. Raises OSError, and ValueError if a block would cut a number.");
-
 static PyObject *file_write(file_object *self, PyObject *args)
 {
     PyObject *list, *strange = Py_None;
@@ -266,10 +241,6 @@ static PyObject *check_range(file_object *self, const zs_ckpt_range *range, int6
     return zs_py_raise_at(self->path, NULL);
 }
 
-PyDoc_STRVAR(check_doc, "check($self, begin, end, block, /)\n--\n\nRead bytes [begin, end) of the file in small pieces "
-                        "and return only their checksums, in the format of write(). Raises OSError, and ValueError "
-                        "with the path and offset if the file is too short.");
-
 static PyObject *file_check(file_object *self, PyObject *args)
 {
     long long from, to, block;
@@ -284,14 +255,23 @@ static PyObject *file_check(file_object *self, PyObject *args)
 }
 
 static PyMethodDef file_methods[] = {
-    {"open", file_open, METH_VARARGS | METH_CLASS, open_doc},
-    {"open_to_write", file_open_to_write, METH_O | METH_CLASS, open_to_write_doc},
-    {"create", file_create, METH_VARARGS | METH_CLASS, create_doc},
-    {"read", (PyCFunction)(void (*)(void))file_read, METH_O, read_doc},
-    {"write", (PyCFunction)(void (*)(void))file_write, METH_VARARGS, write_doc},
-    {"check", (PyCFunction)(void (*)(void))file_check, METH_VARARGS, check_doc},
-    {"sync", (PyCFunction)(void (*)(void))file_sync, METH_NOARGS, sync_doc},
-    {"close", (PyCFunction)(void (*)(void))file_close, METH_NOARGS, close_doc},
+    {"open", file_open, METH_VARARGS | METH_CLASS,
+     "open($type, path, follow=True, /)\n--\n\nOpen a regular file for reading."},
+    {"open_to_write", file_open_to_write, METH_O | METH_CLASS,
+     "open_to_write($type, path, /)\n--\n\nOpen an existing regular file for writing, without following a symbolic "
+     "link."},
+    {"create", file_create, METH_VARARGS | METH_CLASS,
+     "create($type, path, size, /)\n--\n\nCreate a file of `size` zero bytes for writing."},
+    {"read", (PyCFunction)(void (*)(void))file_read, METH_O,
+     "read($self, ranges, /)\n--\n\nRead into all ranges [(offset in the file, writable memory)]."},
+    {"write", (PyCFunction)(void (*)(void))file_write, METH_VARARGS,
+     "write($self, ranges, block, strange=None, /)\n--\n\nWrite all ranges [(offset in the file, memory)]."},
+    {"check", (PyCFunction)(void (*)(void))file_check, METH_VARARGS,
+     "check($self, begin, end, block, /)\n--\n\nRead bytes [begin, end) of the file in small pieces and return only "
+     "their checksums, in the format of write()."},
+    {"sync", (PyCFunction)(void (*)(void))file_sync, METH_NOARGS, "sync($self, /)\n--\n\nfsync the file."},
+    {"close", (PyCFunction)(void (*)(void))file_close, METH_NOARGS,
+     "close($self, /)\n--\n\nClose the file; no-op if it is closed."},
     {"__enter__", (PyCFunction)(void (*)(void))file_enter, METH_NOARGS, "__enter__($self, /)\n--\n\nReturn the file."},
     {"__exit__", (PyCFunction)(void (*)(void))file_exit, METH_VARARGS,
      "__exit__($self, type, value, traceback, /)\n--\n\nClose the file."},

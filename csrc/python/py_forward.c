@@ -2,7 +2,7 @@
  *
  * They are plain C methods bound to the unit, so a module's forward costs two C calls and no Python frame. A
  * backward is announced once, with its roots; its hooks are C all the way. */
-#include "engine/entries.h"
+#include "engine/engine.h"
 #include "python/py_faces.h"
 #include "python/py_slices.h"
 
@@ -137,10 +137,6 @@ static zs_status visit(void *roots, const zs_graph_visitor *visitor)
     return zs_py_visit_graph(roots, visitor);
 }
 
-PyDoc_STRVAR(before_backward_doc,
-             "before_backward($module, roots, /)\n--\n\nHave the backward from these roots, the tuple that autograd's "
-             "engine gets, unshard each unit where it comes to what a forward of the unit has recorded.");
-
 static PyObject *before_backward(PyObject *module, PyObject *roots)
 {
     (void)module;
@@ -149,7 +145,9 @@ static PyObject *before_backward(PyObject *module, PyObject *roots)
 }
 
 static PyMethodDef functions[] = {
-    {"before_backward", before_backward, METH_O, before_backward_doc},
+    {"before_backward", before_backward, METH_O,
+     "before_backward($module, roots, /)\n--\n\nHave the backward from these roots, the tuple that autograd's engine "
+     "gets, unshard each unit where it comes to what a forward of the unit has recorded."},
     {0},
 };
 

@@ -300,10 +300,6 @@ static PyObject *run_lists(PyObject *operation, PyObject *types, const arguments
 
 /* --- the functions of the module ---------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(guarded_doc,
-             "guarded($module, operation, types, args, kwargs, /)\n--\n\nRun an operation on guarded slices if it is "
-             "elementwise or asks for facts, else call the handler. What __torch_function__ is.");
-
 /* Is it named like an operation that writes to its first argument? `add_`, `__setitem__`, `__set__`. */
 static bool is_named_as_writing(PyObject *operation)
 {
@@ -364,19 +360,11 @@ static PyObject *guarded(PyObject *module, PyObject *const *args, Py_ssize_t n)
     }
 }
 
-PyDoc_STRVAR(names_a_write_doc,
-             "names_a_write($module, operation, /)\n--\n\nReturn whether an operation is called like "
-             "one that writes to its first argument.");
-
 static PyObject *names_a_write(PyObject *module, PyObject *operation)
 {
     (void)module;
     return PyBool_FromLong(is_named_as_writing(operation));
 }
-
-PyDoc_STRVAR(slice_part_doc,
-             "slice_part($module, tensor, /)\n--\n\nReturn the Part that a guarded tensor is a slice of; "
-             "None for any other, and for a parameter that is whole right now.");
 
 static PyObject *slice_part(PyObject *module, PyObject *object)
 {
@@ -385,9 +373,6 @@ static PyObject *slice_part(PyObject *module, PyObject *object)
     if (zs_py_slice_part(object, &part) < 0) return NULL;
     return Py_NewRef(part != NULL ? part : Py_None);
 }
-
-PyDoc_STRVAR(mark_slice_doc, "mark_slice($module, tensor, part, /)\n--\n\nHave a plain tensor guarded if it has the "
-                             "Part's local shape and is no unreduced gradient of no_sync(). Returns the tensor.");
 
 static PyObject *mark_slice(PyObject *module, PyObject *args)
 {
@@ -400,12 +385,6 @@ static PyObject *mark_slice(PyObject *module, PyObject *args)
     if (is_local_grad(object)) return Py_NewRef(object);
     return marked(Py_NewRef(object), &slice);
 }
-
-PyDoc_STRVAR(set_guard_doc,
-             "set_guard($module, types, rules, parts, handler, /)\n--\n\nSet what the guard works with: (Tensor, "
-             "Parameter, their guarded subclasses, and that of Parameter for whole ones), {operation: rule}, "
-             "{id(parameter): (reference, Part)}, and the "
-             "function that is called with (operation, types, args, kwargs) for all others.");
 
 static PyObject *set_guard(PyObject *module, PyObject *args)
 {
@@ -427,11 +406,22 @@ static PyObject *set_guard(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
-    {"guarded", (PyCFunction)(void (*)(void))guarded, METH_FASTCALL, guarded_doc},
-    {"names_a_write", names_a_write, METH_O, names_a_write_doc},
-    {"slice_part", slice_part, METH_O, slice_part_doc},
-    {"mark_slice", mark_slice, METH_VARARGS, mark_slice_doc},
-    {"set_guard", set_guard, METH_VARARGS, set_guard_doc},
+    {"guarded", (PyCFunction)(void (*)(void))guarded, METH_FASTCALL,
+     "guarded($module, operation, types, args, kwargs, /)\n--\n\nRun an operation on guarded slices if it is "
+     "elementwise or asks for facts, else call the handler."},
+    {"names_a_write", names_a_write, METH_O,
+     "names_a_write($module, operation, /)\n--\n\nReturn whether an operation is called like one that writes to its "
+     "first argument."},
+    {"slice_part", slice_part, METH_O,
+     "slice_part($module, tensor, /)\n--\n\nReturn the Part that a guarded tensor is a slice of; None for any other, "
+     "and for a parameter that is whole right now."},
+    {"mark_slice", mark_slice, METH_VARARGS,
+     "mark_slice($module, tensor, part, /)\n--\n\nHave a plain tensor guarded if it has the Part's local shape and is "
+     "no unreduced gradient of no_sync()."},
+    {"set_guard", set_guard, METH_VARARGS,
+     "set_guard($module, types, rules, parts, handler, /)\n--\n\nSet what the guard works with: (Tensor, Parameter, "
+     "their guarded subclasses, and that of Parameter for whole ones), {operation: rule}, {id(parameter): (reference, "
+     "Part)}, and the function that is called with (operation, types, args, kwargs) for all others."},
     {0},
 };
 

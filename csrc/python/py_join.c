@@ -1,6 +1,5 @@
 /* py_join.c - _core.Engine: the announcements of join() for Python. See engine/join.h. */
 #include "engine/join.h"
-#include "engine/join_follow.h"
 #include "python/py_engine.h"
 #include "python/py_faces.h"
 

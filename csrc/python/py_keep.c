@@ -1,14 +1,10 @@
 /* py_keep.c - what a kept run needs of the core: memory in files, and steps that another process can finish. */
-#include "base/kept.h"
-#include "base/mappings.h"
+#include "base/file.h"
 #include "optim/kept_step.h"
 #include "optim/optim.h"
 #include "python/py_util.h"
 
 #include <stdlib.h>
-
-PyDoc_STRVAR(memory_doc, "keep_memory($module, /)\n--\n\nPut this process's parameters, gradients and optimizer state "
-                         "into files of memory from now on.");
 
 static PyObject *keep_memory(PyObject *module, PyObject *unused)
 {
@@ -18,17 +14,12 @@ static PyObject *keep_memory(PyObject *module, PyObject *unused)
     return zs_py_none(zs_kept_begin());
 }
 
-PyDoc_STRVAR(keeps_doc, "keeps_memory($module, /)\n--\n\nWhether keep_memory() was called.");
-
 static PyObject *keeps_memory(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
     return PyBool_FromLong(zs_mem_is_diverted());
 }
-
-PyDoc_STRVAR(place_doc, "kept_place($module, tensor, /)\n--\n\nReturn (descriptor, offset in that file) of a "
-                        "contiguous tensor's elements, or None if they do not lie in a file of memory.");
 
 static PyObject *kept_place(PyObject *module, PyObject *object)
 {
@@ -51,8 +42,6 @@ static PyObject *kept_place(PyObject *module, PyObject *object)
 
 /* --- the area ----------------------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(bytes_doc, "kept_bytes($module, runs, threads, /)\n--\n\nReturn the bytes of an area for kept_write().");
-
 static PyObject *kept_bytes(PyObject *module, PyObject *args)
 {
     zs_kept_room room;
@@ -62,9 +51,6 @@ static PyObject *kept_bytes(PyObject *module, PyObject *args)
     room = (zs_kept_room){runs, threads};
     return PyLong_FromSize_t(zs_kept_bytes(&room));
 }
-
-PyDoc_STRVAR(format_doc, "kept_format($module, area, runs, threads, /)\n--\n\nMake a new area in a writable buffer of "
-                         "kept_bytes() bytes, which begins at a page.");
 
 static PyObject *kept_format(PyObject *module, PyObject *args)
 {
@@ -80,9 +66,6 @@ static PyObject *kept_format(PyObject *module, PyObject *args)
     PyBuffer_Release(&area);
     return zs_py_none(status);
 }
-
-PyDoc_STRVAR(mark_doc, "kept_mark($module, area, at, number, /)\n--\n\nStore a number, 8 bytes, after all stores "
-                       "before and ahead of all later ones.");
 
 static PyObject *kept_mark(PyObject *module, PyObject *args)
 {
@@ -135,8 +118,6 @@ static zs_update_job *jobs_of(PyObject *list, int64_t *runs)
     return jobs;
 }
 
-PyDoc_STRVAR(runs_doc, "kept_runs($module, plans, /)\n--\n\nReturn how many runs prepared OptimPlans have.");
-
 static PyObject *kept_runs(PyObject *module, PyObject *list)
 {
     int64_t runs;
@@ -147,10 +128,6 @@ static PyObject *kept_runs(PyObject *module, PyObject *list)
     PyMem_Free(jobs);
     return PyLong_FromLongLong(runs);
 }
-
-PyDoc_STRVAR(files_doc,
-             "kept_files($module, plans, /)\n--\n\nReturn the descriptors of the files in which the gradients "
-             "of prepared plans lie.");
 
 static PyObject *kept_files(PyObject *module, PyObject *list)
 {
@@ -174,9 +151,6 @@ static PyObject *kept_files(PyObject *module, PyObject *list)
     return found;
 }
 
-PyDoc_STRVAR(again_doc, "kept_look_again($module, plans, /)\n--\n\nMake sure that gradients are as they were when the "
-                        "plans were prepared. Raises RuntimeError if not.");
-
 static PyObject *kept_look_again(PyObject *module, PyObject *list)
 {
     (void)module;
@@ -190,8 +164,6 @@ static PyObject *kept_look_again(PyObject *module, PyObject *list)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(count_doc, "kept_count($module, plans, /)\n--\n\nCount the prepared step in the optimizers' state.");
-
 static PyObject *kept_count(PyObject *module, PyObject *list)
 {
     (void)module;
@@ -203,10 +175,6 @@ static PyObject *kept_count(PyObject *module, PyObject *list)
     }
     Py_RETURN_NONE;
 }
-
-PyDoc_STRVAR(write_doc, "kept_write($module, area, step, plans, /)\n--\n\nRecord step number `step` of prepared "
-                        "OptimPlans in an area; update nothing. Raises ValueError for memory that\ndoes not lie in "
-                        "files, naming it.");
 
 static PyObject *kept_write(PyObject *module, PyObject *args)
 {
@@ -240,11 +208,6 @@ static int add_file(PyObject *pair, zs_kept_range *out, Py_buffer *buffer)
     return 0;
 }
 
-PyDoc_STRVAR(finish_doc, "kept_finish($module, area, step, files=None, /)\n--\n\nUpdate what is left of step `step`, "
-                         "recorded in an area. files: None for the process that\nrecorded it; else the files of "
-                         "memory, a list of (descriptor in that process, writable buffer). Raises\nRuntimeError if "
-                         "there is no such record, ValueError if it is damaged; then nothing has changed.");
-
 static PyObject *kept_finish(PyObject *module, PyObject *args)
 {
     Py_buffer area;
@@ -277,18 +240,36 @@ static PyObject *kept_finish(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
-    {"keep_memory", keep_memory, METH_NOARGS, memory_doc},
-    {"keeps_memory", keeps_memory, METH_NOARGS, keeps_doc},
-    {"kept_place", kept_place, METH_O, place_doc},
-    {"kept_bytes", kept_bytes, METH_VARARGS, bytes_doc},
-    {"kept_format", kept_format, METH_VARARGS, format_doc},
-    {"kept_mark", kept_mark, METH_VARARGS, mark_doc},
-    {"kept_files", kept_files, METH_O, files_doc},
-    {"kept_runs", kept_runs, METH_O, runs_doc},
-    {"kept_look_again", kept_look_again, METH_O, again_doc},
-    {"kept_count", kept_count, METH_O, count_doc},
-    {"kept_write", kept_write, METH_VARARGS, write_doc},
-    {"kept_finish", kept_finish, METH_VARARGS, finish_doc},
+    {"keep_memory", keep_memory, METH_NOARGS,
+     "keep_memory($module, /)\n--\n\nPut this process's parameters, gradients and optimizer state into files of memory "
+     "from now on."},
+    {"keeps_memory", keeps_memory, METH_NOARGS, "keeps_memory($module, /)\n--\n\nWhether keep_memory() was called."},
+    {"kept_place", kept_place, METH_O,
+     "kept_place($module, tensor, /)\n--\n\nReturn (descriptor, offset in that file) of a contiguous tensor's "
+     "elements, or None if they do not lie in a file of memory."},
+    {"kept_bytes", kept_bytes, METH_VARARGS,
+     "kept_bytes($module, runs, threads, /)\n--\n\nReturn the bytes of an area for kept_write()."},
+    {"kept_format", kept_format, METH_VARARGS,
+     "kept_format($module, area, runs, threads, /)\n--\n\nMake a new area in a writable buffer of kept_bytes() bytes, "
+     "which begins at a page."},
+    {"kept_mark", kept_mark, METH_VARARGS,
+     "kept_mark($module, area, at, number, /)\n--\n\nStore a number, 8 bytes, after all stores before and ahead of all "
+     "later ones."},
+    {"kept_files", kept_files, METH_O,
+     "kept_files($module, plans, /)\n--\n\nReturn the descriptors of the files in which the gradients of prepared "
+     "plans lie."},
+    {"kept_runs", kept_runs, METH_O,
+     "kept_runs($module, plans, /)\n--\n\nReturn how many runs prepared OptimPlans have."},
+    {"kept_look_again", kept_look_again, METH_O,
+     "kept_look_again($module, plans, /)\n--\n\nMake sure that gradients are as they were when the plans were "
+     "prepared."},
+    {"kept_count", kept_count, METH_O,
+     "kept_count($module, plans, /)\n--\n\nCount the prepared step in the optimizers' state."},
+    {"kept_write", kept_write, METH_VARARGS,
+     "kept_write($module, area, step, plans, /)\n--\n\nRecord step number `step` of prepared OptimPlans in an area; "
+     "update nothing."},
+    {"kept_finish", kept_finish, METH_VARARGS,
+     "kept_finish($module, area, step, files=None, /)\n--\n\nUpdate what is left of step `step`, recorded in an area."},
     {0},
 };
 

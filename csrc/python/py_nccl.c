@@ -4,11 +4,6 @@
 #include "comm/nccl/nccl_comm.h"
 #include "comm/nccl/nccl_lib.h"
 
-PyDoc_STRVAR(library_doc,
-             "nccl_library($module, path, /)\n--\n\nLoad libnccl, unless it is loaded: from ZSHARD_NCCL_LIB, else the "
-             "one that torch has loaded, else the file `path` (or None), else the system's. Returns its version "
-             "(\"2.28.9\") and its path. Raises NotImplementedError if none is found.");
-
 static PyObject *nccl_library(PyObject *module, PyObject *object)
 {
     const char *path = object == Py_None ? NULL : PyUnicode_AsUTF8(object);
@@ -24,9 +19,6 @@ static PyObject *nccl_library(PyObject *module, PyObject *object)
     return Py_BuildValue("(ss)", version, nccl->where);
 }
 
-PyDoc_STRVAR(abort_doc, "nccl_abort($module, why, /)\n--\n\nAbort all NCCL communicators of this process: their "
-                        "kernels end, and all later calls fail with `why`. Called at interpreter exit.");
-
 static PyObject *nccl_abort(PyObject *module, PyObject *object)
 {
     (void)module;
@@ -39,8 +31,12 @@ static PyObject *nccl_abort(PyObject *module, PyObject *object)
 }
 
 static PyMethodDef functions[] = {
-    {"nccl_library", nccl_library, METH_O, library_doc},
-    {"nccl_abort", nccl_abort, METH_O, abort_doc},
+    {"nccl_library", nccl_library, METH_O,
+     "nccl_library($module, path, /)\n--\n\nLoad libnccl, unless it is loaded: from ZSHARD_NCCL_LIB, else the one that "
+     "torch has loaded, else the file `path` (or None), else the system's."},
+    {"nccl_abort", nccl_abort, METH_O,
+     "nccl_abort($module, why, /)\n--\n\nAbort all NCCL communicators of this process: their kernels end, and all "
+     "later calls fail with `why`."},
     {0},
 };
 

@@ -67,12 +67,6 @@ static zs_status add_tensor(norm_batch *batch, PyObject *object)
     return status;
 }
 
-PyDoc_STRVAR(
-    power_sum_doc,
-    "power_sum($module, tensors, p, /)\n--\n\nReturn the sum of |x|**p (p = 1 or 2), or the maximum of |x| (p = inf), "
-    "over all elements of a list of\ncontiguous CPU or GPU tensors. Accumulates in double, in an order that depends on "
-    "the lengths only.\nAn empty list gives 0.0; NaN and inf propagate. Raises TypeError for other tensors.");
-
 static PyObject *power_sum(PyObject *module, PyObject *args)
 {
     PyObject *tensors;
@@ -121,9 +115,6 @@ static zs_status look_at_gpu(PyObject *object, on_gpu *out)
     return status;
 }
 
-PyDoc_STRVAR(on_gpu_doc, "on_gpu($module, tensors, /)\n--\n\nWhether these are contiguous floating-point tensors "
-                         "on\none GPU (at least one), as queue_power_sum and scale_by require.");
-
 static PyObject *all_on_gpu(PyObject *module, PyObject *list)
 {
     if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "on_gpu() expects a list of tensors");
@@ -139,9 +130,6 @@ static PyObject *all_on_gpu(PyObject *module, PyObject *list)
     }
     return PyBool_FromLong(all);
 }
-
-PyDoc_STRVAR(capturing_doc, "capturing($module, tensors, /)\n--\n\nWhether any of these tensors is on a GPU whose "
-                            "current\ntorch stream is being captured into a CUDA graph.");
 
 static PyObject *any_capturing(PyObject *module, PyObject *list)
 {
@@ -192,11 +180,6 @@ static zs_status list_numbers(PyObject *list, zs_numbers *numbers, const zs_devi
     return ZS_OK;
 }
 
-PyDoc_STRVAR(queue_power_sum_doc,
-             "queue_power_sum($module, tensors, p, room, /)\n--\n\nQueue power_sum of contiguous tensors on one GPU, "
-             "without synchronizing; the result goes to room[0].\nroom: float64 workspace on that GPU of norm_room() "
-             "elements plus two per tensor. Raises TypeError for other tensors.");
-
 static PyObject *queue_power_sum(PyObject *module, PyObject *args)
 {
     PyObject *list, *room;
@@ -218,9 +201,6 @@ static PyObject *queue_power_sum(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(norm_room_doc, "norm_room($module, /)\n--\n\nReturn the workspace size of queue_power_sum in float64 "
-                            "elements, without the two per tensor.");
-
 static PyObject *norm_room(PyObject *module, PyObject *unused)
 {
     (void)module;
@@ -239,9 +219,6 @@ static zs_status join_ranks(zs_comm *comm, double *numbers, double p)
     return zs_device_norm_join(comm->device, &job);
 }
 
-PyDoc_STRVAR(gpu_ranks_doc, "gpu_ranks($module, engine, /)\n--\n\nReturn the number of ranks that reduce this model's "
-                            "gradients on GPUs;\n0 if the model is not on a GPU.");
-
 static PyObject *gpu_ranks(PyObject *module, PyObject *object)
 {
     (void)module;
@@ -250,12 +227,6 @@ static PyObject *gpu_ranks(PyObject *module, PyObject *object)
     const zs_comm *all = zs_engine_ranks(engine)->all;
     return PyLong_FromLong(all->device->ops->queues ? all->world : 0);
 }
-
-PyDoc_STRVAR(queue_over_ranks_doc,
-             "queue_over_ranks($module, engine, p, numbers, /)\n--\n\nQueue the reduction of numbers[0] over the ranks "
-             "of one replica, in place and without synchronizing: the sum in\nrank order (p = 1 or 2), or the maximum "
-             "(p = inf; NaN if any is). numbers: float64 on the model's GPU, one element\nplus one per rank. "
-             "Collective. Raises NotImplementedError if the model is not on a GPU.");
 
 static PyObject *queue_over_ranks(PyObject *module, PyObject *args)
 {
@@ -303,11 +274,6 @@ static zs_status scale_all(PyObject *list, zs_numbers *numbers, const float *fac
     return device != NULL ? zs_device_scale_by(device, &run, factor) : ZS_OK;
 }
 
-PyDoc_STRVAR(scale_by_doc,
-             "scale_by($module, tensors, factor, /)\n--\n\nMultiply contiguous tensors on one GPU in place by "
-             "a\nfloat32 scalar tensor on that GPU. Computes in float32 (float64 for float64 tensors) and rounds once; "
-             "adjacent\ntensors share a kernel launch. Raises TypeError for other tensors.");
-
 static PyObject *scale_by(PyObject *module, PyObject *args)
 {
     PyObject *list, *factor;
@@ -331,14 +297,31 @@ static PyObject *scale_by(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
-    {"power_sum", power_sum, METH_VARARGS, power_sum_doc},
-    {"on_gpu", all_on_gpu, METH_O, on_gpu_doc},
-    {"capturing", any_capturing, METH_O, capturing_doc},
-    {"queue_power_sum", queue_power_sum, METH_VARARGS, queue_power_sum_doc},
-    {"norm_room", norm_room, METH_NOARGS, norm_room_doc},
-    {"gpu_ranks", gpu_ranks, METH_O, gpu_ranks_doc},
-    {"queue_over_ranks", queue_over_ranks, METH_VARARGS, queue_over_ranks_doc},
-    {"scale_by", scale_by, METH_VARARGS, scale_by_doc},
+    {"power_sum", power_sum, METH_VARARGS,
+     "power_sum($module, tensors, p, /)\n--\n\nReturn the sum of |x|**p (p = 1 or 2), or the maximum of |x| (p = inf), "
+     "over all elements of a list of contiguous CPU or GPU tensors."},
+    {"on_gpu", all_on_gpu, METH_O,
+     "on_gpu($module, tensors, /)\n--\n\nWhether these are contiguous floating-point tensors on one GPU (at least "
+     "one), as queue_power_sum and scale_by require."},
+    {"capturing", any_capturing, METH_O,
+     "capturing($module, tensors, /)\n--\n\nWhether any of these tensors is on a GPU whose current torch stream is "
+     "being captured into a CUDA graph."},
+    {"queue_power_sum", queue_power_sum, METH_VARARGS,
+     "queue_power_sum($module, tensors, p, room, /)\n--\n\nQueue power_sum of contiguous tensors on one GPU, without "
+     "synchronizing; the result goes to room[0]."},
+    {"norm_room", norm_room, METH_NOARGS,
+     "norm_room($module, /)\n--\n\nReturn the workspace size of queue_power_sum in float64 elements, without the two "
+     "per tensor."},
+    {"gpu_ranks", gpu_ranks, METH_O,
+     "gpu_ranks($module, engine, /)\n--\n\nReturn the number of ranks that reduce this model's gradients on GPUs; 0 if "
+     "the model is not on a GPU."},
+    {"queue_over_ranks", queue_over_ranks, METH_VARARGS,
+     "queue_over_ranks($module, engine, p, numbers, /)\n--\n\nQueue the reduction of numbers[0] over the ranks of one "
+     "replica, in place and without synchronizing: the sum in rank order (p = 1 or 2), or the maximum (p = inf; NaN if "
+     "any is). Collective."},
+    {"scale_by", scale_by, METH_VARARGS,
+     "scale_by($module, tensors, factor, /)\n--\n\nMultiply contiguous tensors on one GPU in place by a float32 scalar "
+     "tensor on that GPU."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -11,9 +11,6 @@ static const zs_unit *offloader_of(const zs_tensor *param)
     return unit != NULL && unit->offloads.state ? unit : NULL;
 }
 
-PyDoc_STRVAR(offloads_doc,
-             "offloads_state($module, param, /)\n--\n\nWhether the optimizer state of this parameter is offloaded.");
-
 static PyObject *offloads_state(PyObject *module, PyObject *param)
 {
     (void)module;
@@ -24,10 +21,6 @@ static PyObject *offloads_state(PyObject *module, PyObject *param)
     zs_tensor_free(handle);
     return PyBool_FromLong(found);
 }
-
-PyDoc_STRVAR(zeros_doc, "offloaded_zeros($module, param, numel, /)\n--\n\nReturn a new offloaded tensor of `numel` "
-                        "zeros, with the dtype of `param`, for which offloads_state() must hold. Raises OSError if the "
-                        "disk is full, and ValueError for other tensors.");
 
 static PyObject *offloaded_zeros(PyObject *module, PyObject *args)
 {
@@ -49,9 +42,6 @@ static PyObject *offloaded_zeros(PyObject *module, PyObject *args)
     return zs_py_wrap_new(made);
 }
 
-PyDoc_STRVAR(limit_doc, "set_pager_limit($module, bytes, /)\n--\n\nSet how many bytes of offloaded data may stay "
-                        "resident in memory while unused, over all models.");
-
 static PyObject *set_pager_limit(PyObject *module, PyObject *object)
 {
     (void)module;
@@ -62,9 +52,14 @@ static PyObject *set_pager_limit(PyObject *module, PyObject *object)
 }
 
 static PyMethodDef functions[] = {
-    {"offloads_state", offloads_state, METH_O, offloads_doc},
-    {"offloaded_zeros", offloaded_zeros, METH_VARARGS, zeros_doc},
-    {"set_pager_limit", set_pager_limit, METH_O, limit_doc},
+    {"offloads_state", offloads_state, METH_O,
+     "offloads_state($module, param, /)\n--\n\nWhether the optimizer state of this parameter is offloaded."},
+    {"offloaded_zeros", offloaded_zeros, METH_VARARGS,
+     "offloaded_zeros($module, param, numel, /)\n--\n\nReturn a new offloaded tensor of `numel` zeros, with the dtype "
+     "of `param`, for which offloads_state() must hold."},
+    {"set_pager_limit", set_pager_limit, METH_O,
+     "set_pager_limit($module, bytes, /)\n--\n\nSet how many bytes of offloaded data may stay resident in memory while "
+     "unused, over all models."},
     {0},
 };
 

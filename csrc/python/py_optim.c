@@ -303,15 +303,6 @@ static PyObject *members_with(const plan_object *self, Py_ssize_t n, zs_verdict 
     return result;
 }
 
-PyDoc_STRVAR(step_doc,
-             "step($self, group, state, live=None, /)\n--\n\nUpdate the group's parameters that have a gradient. "
-             "Returns the indices of the parameters that were not\nupdated because they are not supported (the caller "
-             "updates them), or None, with nothing done, if this plan\nis out of date: create the missing state and a "
-             "new plan.\n\nlive: for capturable steps, the GPU tensors (room, lr, grad_factor, found_inf) with what "
-             "changes from step\nto step. room: float64, 16 elements per parameter, a workspace; lr: float64, or None "
-             "to use the group's;\ngrad_factor, found_inf: float32 or None. Raises NotImplementedError, with nothing "
-             "done, for parameters that\na capturable step does not support.");
-
 /* Checks, then steps if `now`; returns what is left to the caller, None, or an exception. */
 static PyObject *step_with(plan_object *self, Py_ssize_t n, const zs_hyper *hyper, const zs_live *live, bool now)
 {
@@ -356,9 +347,6 @@ static PyObject *plan_step(plan_object *self, PyObject *const *args, Py_ssize_t 
     return begin_step(self, args, n_args, true);
 }
 
-PyDoc_STRVAR(prepare_doc, "prepare($self, group, state, /)\n--\n\nAs step(), but update nothing yet: kept_write() and "
-                          "kept_finish() do.");
-
 static PyObject *plan_prepare(plan_object *self, PyObject *const *args, Py_ssize_t n_args)
 {
     return begin_step(self, args, n_args, false);
@@ -397,14 +385,6 @@ static void plan_dealloc(plan_object *self)
     Py_DECREF(type);
 }
 
-PyDoc_STRVAR(plan_doc,
-             "OptimPlan(rule, params, state, fresh, numbers=None, steps=None)\n\nA plan to update the parameters of "
-             "one param group in a single call. rule: 'adam' (also AdamW) or 'sgd', or\nthese with 8-bit state, "
-             "'adam8bit' and 'sgd8bit'; params: the group's list; state: "
-             "the optimizer's; fresh: the set of parameters whose momentum_buffer is new;\nnumbers: for stochastic "
-             "rounding, the global index of each parameter's first element; steps: for capturable\nsteps, the step "
-             "count of each parameter. The plan keeps references to all arguments except numbers and steps.");
-
 zs_optim *zs_py_plan(PyObject *object)
 {
     if (Py_TYPE(object)->tp_dealloc == (destructor)plan_dealloc) return ((plan_object *)object)->plan;
@@ -413,13 +393,16 @@ zs_optim *zs_py_plan(PyObject *object)
 }
 
 static PyMethodDef plan_methods[] = {
-    {"step", (PyCFunction)(void (*)(void))plan_step, METH_FASTCALL, step_doc},
-    {"prepare", (PyCFunction)(void (*)(void))plan_prepare, METH_FASTCALL, prepare_doc},
+    {"step", (PyCFunction)(void (*)(void))plan_step, METH_FASTCALL,
+     "step($self, group, state, live=None, /)\n--\n\nUpdate the group's parameters that have a gradient."},
+    {"prepare", (PyCFunction)(void (*)(void))plan_prepare, METH_FASTCALL,
+     "prepare($self, group, state, /)\n--\n\nAs step(), but update nothing yet: kept_write() and kept_finish() do."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot plan_slots[] = {
-    {Py_tp_doc, (void *)plan_doc},
+    {Py_tp_doc, (void *)"OptimPlan(rule, params, state, fresh, numbers=None, steps=None)  A plan to update the "
+                        "parameters of one param group in a single call."},
     {Py_tp_new, plan_new},
     {Py_tp_dealloc, plan_dealloc},
     {Py_tp_traverse, plan_traverse},

@@ -19,11 +19,6 @@ static zs_status new_rows(zs_comm *comm, size_t row, const zs_tensor *like, zs_t
     return status;
 }
 
-PyDoc_STRVAR(rows_doc, "shared_rows($module, comm, bytes, like, /)\n--\n\nReturn a new tensor of shape (ranks, at "
-                       "least `bytes`) that all ranks of a shared-memory transport map, with the dtype of `like`,\n"
-                       "uint8. Each rank writes its own row only; the others' are read-only. Collective. Raises "
-                       "NotImplementedError for other transports.");
-
 static PyObject *shared_rows(PyObject *module, PyObject *args)
 {
     PyObject *object, *prototype;
@@ -42,7 +37,9 @@ static PyObject *shared_rows(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
-    {"shared_rows", shared_rows, METH_VARARGS, rows_doc},
+    {"shared_rows", shared_rows, METH_VARARGS,
+     "shared_rows($module, comm, bytes, like, /)\n--\n\nReturn a new tensor of shape (ranks, at least `bytes`) that "
+     "all ranks of a shared-memory transport map, with the dtype of `like`, uint8. Collective."},
     {0},
 };
 

@@ -2,13 +2,10 @@
  * exits. */
 #define _GNU_SOURCE 1 /* gettid */
 #include "comm/script.h"
-#include "engine/position.h"
+#include "engine/engine.h"
 #include "python/py_util.h"
 
 #include <unistd.h>
-
-PyDoc_STRVAR(begin_call_doc, "begin_call($module, name, /)\n--\n\nName the public call that this thread is in from now "
-                             "on. Return whether it was in none before; then call end_call().");
 
 static PyObject *begin_call(PyObject *module, PyObject *name)
 {
@@ -16,8 +13,6 @@ static PyObject *begin_call(PyObject *module, PyObject *name)
     const char *text = PyUnicode_AsUTF8(name);
     return text != NULL ? PyBool_FromLong(zs_call_begin(text)) : NULL;
 }
-
-PyDoc_STRVAR(end_call_doc, "end_call($module, /)\n--\n\nEnd the call that begin_call() named.");
 
 static PyObject *end_call(PyObject *module, PyObject *unused)
 {
@@ -27,18 +22,12 @@ static PyObject *end_call(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(is_stopped_doc, "is_stopped($module, comm, /)\n--\n\nReturn whether a rank has told those of a transport "
-                             "that it cannot continue, though none has gone (shm).");
-
 static PyObject *is_stopped(PyObject *module, PyObject *object)
 {
     (void)module;
     zs_comm *comm = zs_py_comm(object);
     return comm != NULL ? PyBool_FromLong(zs_comm_is_stopped(comm)) : NULL;
 }
-
-PyDoc_STRVAR(outlive_doc, "outlive($module, comm, seconds, /)\n--\n\nIf a wait of this rank has failed, wait until the "
-                          "processes of ranks that have left have ended, for so long at most (shm).");
 
 static PyObject *outlive(PyObject *module, PyObject *args)
 {
@@ -53,12 +42,6 @@ static PyObject *outlive(PyObject *module, PyObject *args)
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
-
-PyDoc_STRVAR(
-    position_doc,
-    "position($module, /)\n--\n\nReturn (call, pass, steps, unit) of this thread's script, on another thread than "
-    "the main one of the main thread's if it is in no call: the public call and the pass that run, the "
-    "optimizer's steps, and the unit that was unsharded last. '' and 0: none.");
 
 static PyObject *position(PyObject *module, PyObject *unused)
 {
@@ -97,9 +80,20 @@ static void look(char *text, size_t size)
 }
 
 static PyMethodDef methods[] = {
-    {"position", position, METH_NOARGS, position_doc},  {"outlive", outlive, METH_VARARGS, outlive_doc},
-    {"is_stopped", is_stopped, METH_O, is_stopped_doc}, {"begin_call", begin_call, METH_O, begin_call_doc},
-    {"end_call", end_call, METH_NOARGS, end_call_doc},  {0},
+    {"position", position, METH_NOARGS,
+     "position($module, /)\n--\n\nReturn (call, pass, steps, unit) of this thread's script, on another thread than the "
+     "main one of the main thread's if it is in no call: the public call and the pass that run, the optimizer's steps, "
+     "and the unit that was unsharded last. '' and 0: none."},
+    {"outlive", outlive, METH_VARARGS,
+     "outlive($module, comm, seconds, /)\n--\n\nIf a wait of this rank has failed, wait until the processes of ranks "
+     "that have left have ended, for so long at most (shm)."},
+    {"is_stopped", is_stopped, METH_O,
+     "is_stopped($module, comm, /)\n--\n\nReturn whether a rank has told those of a transport that it cannot continue, "
+     "though none has gone (shm)."},
+    {"begin_call", begin_call, METH_O,
+     "begin_call($module, name, /)\n--\n\nName the public call that this thread is in from now on."},
+    {"end_call", end_call, METH_NOARGS, "end_call($module, /)\n--\n\nEnd the call that begin_call() named."},
+    {0},
 };
 
 int zs_py_script_init(PyObject *module)

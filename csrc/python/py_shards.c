@@ -1,7 +1,7 @@
 /* py_shards.c - questions about tensors: is this a shard, whose gradient is that?
  *
  * The block of memory under a tensor identifies it, by naming its unit; no registry is needed. */
-#include "engine/pin.h"
+#include "engine/engine.h"
 #include "python/py_unit.h"
 #include "reduce/local_grads.h"
 
@@ -33,9 +33,6 @@ static zs_unit *user_of(PyObject *object, zs_mem_role role, zs_tensor **handle)
     return mem != NULL && mem->role == role ? mem->user : NULL;
 }
 
-PyDoc_STRVAR(shard_info_doc, "shard_info($module, tensor, /)\n--\n\nReturn the facts of a sharded parameter, as "
-                             "Unit.param() does, or None for any other tensor.");
-
 static PyObject *shard_info(PyObject *module, PyObject *object)
 {
     (void)module;
@@ -52,10 +49,6 @@ static PyObject *shard_info(PyObject *module, PyObject *object)
     return result;
 }
 
-PyDoc_STRVAR(
-    is_shard_doc,
-    "is_shard($module, tensor, /)\n--\n\nWhether the tensor is in a unit's shard (or in its mapped full buffer).");
-
 static PyObject *is_shard(PyObject *module, PyObject *object)
 {
     (void)module;
@@ -64,10 +57,6 @@ static PyObject *is_shard(PyObject *module, PyObject *object)
     zs_tensor_free(handle);
     return PyErr_Occurred() ? NULL : PyBool_FromLong(found);
 }
-
-PyDoc_STRVAR(grad_owner_doc,
-             "grad_owner($module, tensor, /)\n--\n\nReturn the Engine whose gradient shard contains the tensor, or "
-             "None. Raises RuntimeError for a gradient that no_sync() accumulated and that is not reduced yet.");
 
 /* -1 with an exception for a gradient that has not been reduced. */
 static int check_reduced(PyObject *object)
@@ -95,10 +84,6 @@ static PyObject *grad_owner(PyObject *module, PyObject *object)
     return zs_py_engine_wrap(zs_engine_of(unit));
 }
 
-PyDoc_STRVAR(
-    has_local_grads_doc,
-    "has_local_grads($module, /)\n--\n\nWhether any unit has unreduced gradients from no_sync() on this rank.");
-
 static PyObject *has_local_grads(PyObject *module, PyObject *unused)
 {
     (void)module;
@@ -106,17 +91,12 @@ static PyObject *has_local_grads(PyObject *module, PyObject *unused)
     return PyBool_FromLong(zs_local_grads_any());
 }
 
-PyDoc_STRVAR(has_held_units_doc, "has_held_units($module, /)\n--\n\nWhether any unit is kept unsharded by unshard().");
-
 static PyObject *has_held_units(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
     return PyBool_FromLong(zs_pinned_any());
 }
-
-PyDoc_STRVAR(held_unit_doc, "held_unit($module, tensor, /)\n--\n\nReturn the name of the unit that the tensor belongs "
-                            "to if unshard() keeps it unsharded, else None.");
 
 static PyObject *held_unit(PyObject *module, PyObject *object)
 {
@@ -129,10 +109,6 @@ static PyObject *held_unit(PyObject *module, PyObject *object)
     return PyUnicode_FromString(unit->name);
 }
 
-PyDoc_STRVAR(mappings_doc,
-             "mappings($module, /)\n--\n\nReturn how often this process has mapped memory for parameters, gradients "
-             "and the like. Constant once a model's steps have all the memory they need.");
-
 static PyObject *mappings(PyObject *module, PyObject *unused)
 {
     (void)module;
@@ -141,13 +117,23 @@ static PyObject *mappings(PyObject *module, PyObject *unused)
 }
 
 static PyMethodDef functions[] = {
-    {"mappings", mappings, METH_NOARGS, mappings_doc},
-    {"has_held_units", has_held_units, METH_NOARGS, has_held_units_doc},
-    {"held_unit", held_unit, METH_O, held_unit_doc},
-    {"has_local_grads", has_local_grads, METH_NOARGS, has_local_grads_doc},
-    {"shard_info", shard_info, METH_O, shard_info_doc},
-    {"is_shard", is_shard, METH_O, is_shard_doc},
-    {"grad_owner", grad_owner, METH_O, grad_owner_doc},
+    {"mappings", mappings, METH_NOARGS,
+     "mappings($module, /)\n--\n\nReturn how often this process has mapped memory for parameters, gradients and the "
+     "like."},
+    {"has_held_units", has_held_units, METH_NOARGS,
+     "has_held_units($module, /)\n--\n\nWhether any unit is kept unsharded by unshard()."},
+    {"held_unit", held_unit, METH_O,
+     "held_unit($module, tensor, /)\n--\n\nReturn the name of the unit that the tensor belongs to if unshard() keeps "
+     "it unsharded, else None."},
+    {"has_local_grads", has_local_grads, METH_NOARGS,
+     "has_local_grads($module, /)\n--\n\nWhether any unit has unreduced gradients from no_sync() on this rank."},
+    {"shard_info", shard_info, METH_O,
+     "shard_info($module, tensor, /)\n--\n\nReturn the facts of a sharded parameter, as Unit.param() does, or None for "
+     "any other tensor."},
+    {"is_shard", is_shard, METH_O,
+     "is_shard($module, tensor, /)\n--\n\nWhether the tensor is in a unit's shard (or in its mapped full buffer)."},
+    {"grad_owner", grad_owner, METH_O,
+     "grad_owner($module, tensor, /)\n--\n\nReturn the Engine whose gradient shard contains the tensor, or None."},
     {0},
 };
 

@@ -1,5 +1,5 @@
 /* py_state.c - optimizer state that the ranks of one host read from each other's memory. */
-#include "base/kept.h"
+#include "base/file.h"
 #include "python/py_util.h"
 
 #include <stdlib.h>
@@ -12,8 +12,6 @@ static zs_comm *sharing(PyObject *object)
     PyErr_Format(PyExc_NotImplementedError, "ranks over transport '%s' do not share memory", comm->ops->name);
     return NULL;
 }
-
-PyDoc_STRVAR(shares_doc, "shares_state($module, comm, /)\n--\n\nWhether peers can read optimizer state in place.");
 
 static PyObject *shares_state(PyObject *module, PyObject *object)
 {
@@ -40,11 +38,6 @@ static zs_status new_zeros(zs_comm *comm, const zs_tensor *like, int64_t numel, 
     return status;
 }
 
-PyDoc_STRVAR(zeros_doc, "shared_zeros($module, comm, numel, like, /)\n--\n\nReturn a new tensor of `numel` zeros in "
-                        "memory that the peers can read, with the dtype of `like`, which is on the CPU.\nRaises "
-                        "NotImplementedError if shares_state() is false. comm=None: in memory that outlives this "
-                        "process.");
-
 static PyObject *shared_zeros(PyObject *module, PyObject *args)
 {
     PyObject *object, *prototype;
@@ -60,9 +53,6 @@ static PyObject *shared_zeros(PyObject *module, PyObject *args)
     if (status != ZS_OK) return zs_py_raise(module);
     return zs_py_wrap_new(made);
 }
-
-PyDoc_STRVAR(place_doc, "state_place($module, comm, tensor, /)\n--\n\nReturn where a tensor of shared_zeros() begins, "
-                        "in bytes, for read_state(); None for any other memory.");
 
 static PyObject *state_place(PyObject *module, PyObject *args)
 {
@@ -85,8 +75,6 @@ static PyObject *state_place(PyObject *module, PyObject *args)
     return PyLong_FromUnsignedLongLong(offset + (uint64_t)((char *)data - (char *)mem->ptr));
 }
 
-PyDoc_STRVAR(post_doc, "post($module, comm, text, /)\n--\n\nReplace the bytes that peers get from posted().");
-
 static PyObject *post(PyObject *module, PyObject *args)
 {
     PyObject *object;
@@ -99,9 +87,6 @@ static PyObject *post(PyObject *module, PyObject *args)
     zs_clear_error();
     return zs_py_none(comm->ops->state->post(comm, text, (size_t)size));
 }
-
-PyDoc_STRVAR(posted_doc,
-             "posted($module, comm, rank, /)\n--\n\nReturn what a rank has posted last, b'' at first. Any time.");
 
 static PyObject *posted(PyObject *module, PyObject *args)
 {
@@ -120,9 +105,6 @@ static PyObject *posted(PyObject *module, PyObject *args)
     return found;
 }
 
-PyDoc_STRVAR(left_doc,
-             "has_left($module, comm, rank, /)\n--\n\nWhether a rank has closed its Comm, so that it reads no more.");
-
 static PyObject *has_left(PyObject *module, PyObject *args)
 {
     PyObject *object;
@@ -134,9 +116,6 @@ static PyObject *has_left(PyObject *module, PyObject *args)
     if (rank < 0 || rank >= comm->world) return PyErr_Format(PyExc_ValueError, "there is no rank %d", rank);
     return PyBool_FromLong(comm->ops->state->left(comm, rank));
 }
-
-PyDoc_STRVAR(read_doc, "read_state($module, comm, rank, place, tensor, /)\n--\n\nFill a contiguous CPU tensor from "
-                       "the memory of a rank; place: from its state_place().");
 
 static PyObject *read_state(PyObject *module, PyObject *args)
 {
@@ -165,10 +144,23 @@ static PyObject *read_state(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
-    {"shares_state", shares_state, METH_O, shares_doc},    {"shared_zeros", shared_zeros, METH_VARARGS, zeros_doc},
-    {"state_place", state_place, METH_VARARGS, place_doc}, {"post", post, METH_VARARGS, post_doc},
-    {"posted", posted, METH_VARARGS, posted_doc},          {"has_left", has_left, METH_VARARGS, left_doc},
-    {"read_state", read_state, METH_VARARGS, read_doc},    {0},
+    {"shares_state", shares_state, METH_O,
+     "shares_state($module, comm, /)\n--\n\nWhether peers can read optimizer state in place."},
+    {"shared_zeros", shared_zeros, METH_VARARGS,
+     "shared_zeros($module, comm, numel, like, /)\n--\n\nReturn a new tensor of `numel` zeros in memory that the peers "
+     "can read, with the dtype of `like`, which is on the CPU."},
+    {"state_place", state_place, METH_VARARGS,
+     "state_place($module, comm, tensor, /)\n--\n\nReturn where a tensor of shared_zeros() begins, in bytes, for "
+     "read_state(); None for any other memory."},
+    {"post", post, METH_VARARGS, "post($module, comm, text, /)\n--\n\nReplace the bytes that peers get from posted()."},
+    {"posted", posted, METH_VARARGS,
+     "posted($module, comm, rank, /)\n--\n\nReturn what a rank has posted last, b'' at first."},
+    {"has_left", has_left, METH_VARARGS,
+     "has_left($module, comm, rank, /)\n--\n\nWhether a rank has closed its Comm, so that it reads no more."},
+    {"read_state", read_state, METH_VARARGS,
+     "read_state($module, comm, rank, place, tensor, /)\n--\n\nFill a contiguous CPU tensor from the memory of a rank; "
+     "place: from its state_place()."},
+    {0},
 };
 
 int zs_py_state_init(PyObject *module)

@@ -4,8 +4,6 @@
 #include "python/py_engine.h"
 #include "python/py_util.h"
 
-PyDoc_STRVAR(trace_start_doc, "trace_start($module, /)\n--\n\nStart to record ranges. Return False if a trace runs.");
-
 static PyObject *trace_start(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
@@ -24,10 +22,6 @@ static int append(PyObject *list, const zs_profile *range)
     return result;
 }
 
-PyDoc_STRVAR(trace_stop_doc,
-             "trace_stop($module, /)\n--\n\nStop the trace. Return its ranges that are over, as (name, thread, begin, "
-             "end) in nanoseconds of CLOCK_MONOTONIC, last first, and the number of ranges that it had no room for.");
-
 static PyObject *trace_stop(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
@@ -41,9 +35,6 @@ static PyObject *trace_stop(PyObject *module, PyObject *unused)
     return list != NULL ? Py_BuildValue("(Nn)", list, (Py_ssize_t)lost) : NULL;
 }
 
-PyDoc_STRVAR(trace_add_doc, "trace_add($module, name, begun, /)\n--\n\nAdd a range that began at `begun`, a result of "
-                            "time.monotonic_ns(), and ends now. No-op without a trace.");
-
 static PyObject *trace_add(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -53,9 +44,6 @@ static PyObject *trace_add(PyObject *module, PyObject *args)
     zs_profile_add(name, begun);
     Py_RETURN_NONE;
 }
-
-PyDoc_STRVAR(pace_doc, "pace($module, engine, /)\n--\n\nReturn what was counted between the model's last two optimizer "
-                       "steps, by the names of model.metrics(); empty if there were no two.");
 
 static PyObject *pace(PyObject *module, PyObject *object)
 {
@@ -72,10 +60,14 @@ static PyObject *pace(PyObject *module, PyObject *object)
 }
 
 static PyMethodDef functions[] = {
-    {"trace_start", trace_start, METH_NOARGS, trace_start_doc},
-    {"trace_stop", trace_stop, METH_NOARGS, trace_stop_doc},
-    {"trace_add", trace_add, METH_VARARGS, trace_add_doc},
-    {"pace", pace, METH_O, pace_doc},
+    {"trace_start", trace_start, METH_NOARGS, "trace_start($module, /)\n--\n\nStart to record ranges."},
+    {"trace_stop", trace_stop, METH_NOARGS, "trace_stop($module, /)\n--\n\nStop the trace."},
+    {"trace_add", trace_add, METH_VARARGS,
+     "trace_add($module, name, begun, /)\n--\n\nAdd a range that began at `begun`, a result of time.monotonic_ns(), "
+     "and ends now."},
+    {"pace", pace, METH_O,
+     "pace($module, engine, /)\n--\n\nReturn what was counted between the model's last two optimizer steps, by the "
+     "names of model.metrics(); empty if there were no two."},
     {0},
 };
 

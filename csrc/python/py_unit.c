@@ -1,6 +1,6 @@
 /* py_unit.c - _core.Unit: one unit, for Python. Its forward hooks are in py_forward.c. */
+#include "engine/engine.h"
 #include "engine/history.h"
-#include "engine/pin.h"
 #include "engine/recording.h"
 #include "python/py_faces.h"
 
@@ -181,9 +181,6 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-PyDoc_STRVAR(unit_check_doc, "check($type, name, names, tensors, /)\n--\n\nRaise what Unit(...) would raise for these "
-                             "parameters; creates nothing.");
-
 static PyObject *unit_check(PyObject *type, PyObject *args)
 {
     (void)type;
@@ -246,9 +243,6 @@ static void unit_dealloc(unit_object *self)
 
 /* --- by hand ------------------------------------------------------------------------------------------------------ */
 
-PyDoc_STRVAR(unit_unshard_doc, "unshard($self, exact=False, /)\n--\n\nUnshard (all-gather) the parameters, within an "
-                               "engine's session. exact: in their original dtype, not in the compute dtype.");
-
 static PyObject *unit_unshard(unit_object *self, PyObject *args)
 {
     int exact = 0;
@@ -258,8 +252,6 @@ static PyObject *unit_unshard(unit_object *self, PyObject *args)
     return zs_py_shown(zs_engine_of(self->unit), status);
 }
 
-PyDoc_STRVAR(unit_reshard_doc, "reshard($self, /)\n--\n\nReshard the parameters, freeing the full buffer.");
-
 static PyObject *unit_reshard(unit_object *self, PyObject *unused)
 {
     (void)unused;
@@ -267,10 +259,6 @@ static PyObject *unit_reshard(unit_object *self, PyObject *unused)
     ZS_PY_NOGIL(status, zs_engine_dismiss(self->unit));
     return zs_py_shown(zs_engine_of(self->unit), status);
 }
-
-PyDoc_STRVAR(unit_pin_doc, "pin($self, exact=False, /)\n--\n\nUnshard the parameters and pin them until unpin() or "
-                           "the end of the next backward. exact: in their original dtype. Returns False if they were "
-                           "pinned already or are never sharded. Collective.");
 
 static PyObject *unit_pin(unit_object *self, PyObject *args)
 {
@@ -284,10 +272,6 @@ static PyObject *unit_pin(unit_object *self, PyObject *args)
     zs_py_show(zs_engine_of(self->unit));
     return status != ZS_OK ? zs_py_raise(NULL) : PyBool_FromLong(pinned);
 }
-
-PyDoc_STRVAR(unit_unpin_doc,
-             "unpin($self, keep=None, /)\n--\n\nReshard parameters that pin() pinned or that a forward left "
-             "unsharded. keep: whether in-place changes are kept (True) or dropped (False); None: they are an error.");
 
 static PyObject *unit_unpin(unit_object *self, PyObject *args)
 {
@@ -304,10 +288,6 @@ static PyObject *unit_unpin(unit_object *self, PyObject *args)
     return zs_py_shown(engine, status);
 }
 
-PyDoc_STRVAR(unit_unwind_doc, "unwind($self, n_open, what, /)\n--\n\nEnd the forwards and sessions of the unit's "
-                              "model that were opened since n_open was `n_open`, after an exception. what: a clause "
-                              "for the other ranks' errors, as 'raised ValueError: text in forward', or ''.");
-
 static PyObject *unit_unwind(unit_object *self, PyObject *args)
 {
     Py_ssize_t n;
@@ -318,9 +298,6 @@ static PyObject *unit_unwind(unit_object *self, PyObject *args)
     ZS_PY_NOGIL(status, zs_engine_unwind(zs_engine_of(self->unit), (size_t)n));
     return zs_py_shown(zs_engine_of(self->unit), status);
 }
-
-PyDoc_STRVAR(unit_note_load_doc, "note_load($self, index, content, /)\n--\n\nA parameter has been loaded. content: an "
-                                 "int below 2**64, the same on ranks that loaded the same.");
 
 static PyObject *unit_note_load(unit_object *self, PyObject *args)
 {
@@ -359,9 +336,6 @@ static int64_t check_index(const zs_unit *unit, Py_ssize_t i)
     return -1;
 }
 
-PyDoc_STRVAR(unit_read_param_doc, "read_param($self, index, out, /)\n--\n\nCopy a full parameter into a contiguous "
-                                  "tensor of its shape and dtype. The unit must be unsharded.");
-
 static PyObject *unit_read_param(unit_object *self, PyObject *args)
 {
     Py_ssize_t i;
@@ -370,9 +344,6 @@ static PyObject *unit_read_param(unit_object *self, PyObject *args)
     zs_clear_error();
     return zs_py_none(read_into(self->unit, i, out));
 }
-
-PyDoc_STRVAR(unit_param_doc, "param($self, index, /)\n--\n\nReturn the facts of a parameter: name, unit, full shape, "
-                             "and the range (begin, numel) of its elements, in row-major order, that this rank owns.");
 
 static PyObject *unit_param(unit_object *self, PyObject *index)
 {
@@ -388,13 +359,21 @@ static PyMethodDef unit_methods[] = {
     {"post_forward", (PyCFunction)(void (*)(void))zs_py_post_forward, METH_FASTCALL, zs_py_post_forward_doc},
     {"read", (PyCFunction)zs_py_read, METH_O, zs_py_read_doc},
     {"unread", (PyCFunction)zs_py_unread, METH_NOARGS, zs_py_unread_doc},
-    {"unshard", (PyCFunction)unit_unshard, METH_VARARGS, unit_unshard_doc},
-    {"reshard", (PyCFunction)unit_reshard, METH_NOARGS, unit_reshard_doc},
+    {"unshard", (PyCFunction)unit_unshard, METH_VARARGS,
+     "unshard($self, exact=False, /)\n--\n\nUnshard (all-gather) the parameters, within an engine's session."},
+    {"reshard", (PyCFunction)unit_reshard, METH_NOARGS,
+     "reshard($self, /)\n--\n\nReshard the parameters, freeing the full buffer."},
     {"prefetch", (PyCFunction)zs_py_unit_prefetch, METH_VARARGS, zs_py_unit_prefetch_doc},
-    {"pin", (PyCFunction)unit_pin, METH_VARARGS, unit_pin_doc},
-    {"unpin", (PyCFunction)unit_unpin, METH_VARARGS, unit_unpin_doc},
-    {"unwind", (PyCFunction)unit_unwind, METH_VARARGS, unit_unwind_doc},
-    {"note_load", (PyCFunction)unit_note_load, METH_VARARGS, unit_note_load_doc},
+    {"pin", (PyCFunction)unit_pin, METH_VARARGS,
+     "pin($self, exact=False, /)\n--\n\nUnshard the parameters and pin them until unpin() or the end of the next "
+     "backward. Collective."},
+    {"unpin", (PyCFunction)unit_unpin, METH_VARARGS,
+     "unpin($self, keep=None, /)\n--\n\nReshard parameters that pin() pinned or that a forward left unsharded."},
+    {"unwind", (PyCFunction)unit_unwind, METH_VARARGS,
+     "unwind($self, n_open, what, /)\n--\n\nEnd the forwards and sessions of the unit's model that were opened since "
+     "n_open was `n_open`, after an exception."},
+    {"note_load", (PyCFunction)unit_note_load, METH_VARARGS,
+     "note_load($self, index, content, /)\n--\n\nA parameter has been loaded."},
     {"step_in_backward", (PyCFunction)zs_py_step_in_backward, METH_VARARGS, zs_py_step_in_backward_doc},
     {"step_by_hand", (PyCFunction)zs_py_step_by_hand, METH_NOARGS, zs_py_step_by_hand_doc},
     {"watch", (PyCFunction)zs_py_unit_watch, METH_O, zs_py_unit_watch_doc},
@@ -404,9 +383,14 @@ static PyMethodDef unit_methods[] = {
     {"begin_write", (PyCFunction)zs_py_unit_begin_write, METH_VARARGS, zs_py_unit_begin_write_doc},
     {"end_write", (PyCFunction)zs_py_unit_end_write, METH_NOARGS, zs_py_unit_end_write_doc},
     {"guard", (PyCFunction)zs_py_unit_guard, METH_NOARGS, zs_py_unit_guard_doc},
-    {"read_param", (PyCFunction)unit_read_param, METH_VARARGS, unit_read_param_doc},
-    {"check", unit_check, METH_VARARGS | METH_CLASS, unit_check_doc},
-    {"param", (PyCFunction)unit_param, METH_O, unit_param_doc},
+    {"read_param", (PyCFunction)unit_read_param, METH_VARARGS,
+     "read_param($self, index, out, /)\n--\n\nCopy a full parameter into a contiguous tensor of its shape and dtype."},
+    {"check", unit_check, METH_VARARGS | METH_CLASS,
+     "check($type, name, names, tensors, /)\n--\n\nRaise what Unit(...) would raise for these parameters; creates "
+     "nothing."},
+    {"param", (PyCFunction)unit_param, METH_O,
+     "param($self, index, /)\n--\n\nReturn the facts of a parameter: name, unit, full shape, and the range (begin, "
+     "numel) of its elements, in row-major order, that this rank owns."},
     {0},
 };
 

@@ -9,7 +9,7 @@
 #include "reduce/local_grads.h"
 #include "reduce/squares.h"
 #include "unit/context.h"
-#include "unit/unit_memory.h"
+#include "unit/unit.h"
 
 #include <string.h>
 

@@ -5,7 +5,7 @@
 #include "device/pending.h"
 #include "unit/context.h"
 #include "unit/offload.h"
-#include "unit/unit_memory.h"
+#include "unit/unit.h"
 
 static const zs_tensor *view_of(const zs_param *param, zs_view view)
 {

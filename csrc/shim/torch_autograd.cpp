@@ -286,7 +286,7 @@ extern "C" {
 
 zs_status zs_grad_describe(const zs_tensor *handle, zs_grad_info *info)
 {
-    return guarded("zs_grad_describe", [&] {
+    return guarded([&] {
         const at::Tensor &grad = handle->tensor.grad();
         *info = zs_grad_info{grad.defined(), ZS_BYTES, 0, false, {}, nullptr, nullptr, 0};
         if (!grad.defined()) return ZS_OK;
@@ -303,7 +303,7 @@ zs_status zs_grad_describe(const zs_tensor *handle, zs_grad_info *info)
 
 zs_status zs_grad_copy(const zs_tensor *handle, void *dst, zs_dtype dtype, bool add)
 {
-    return guarded("zs_grad_copy", [&] {
+    return guarded([&] {
         const at::Tensor &grad = handle->tensor.grad();
         copy_elements(dst, grad, handle->tensor.sizes(), zs::scalar_type_of(dtype, grad.scalar_type()), add);
         return ZS_OK;
@@ -312,7 +312,7 @@ zs_status zs_grad_copy(const zs_tensor *handle, void *dst, zs_dtype dtype, bool 
 
 zs_status zs_grad_set(zs_tensor *handle, const zs_tensor *grad)
 {
-    return guarded("zs_grad_set", [&] {
+    return guarded([&] {
         handle->tensor.mutable_grad() = grad == nullptr ? at::Tensor() : grad->tensor;
         return ZS_OK;
     });
@@ -320,7 +320,7 @@ zs_status zs_grad_set(zs_tensor *handle, const zs_tensor *grad)
 
 zs_status zs_grad_is(const zs_tensor *handle, const zs_tensor *grad, bool *same)
 {
-    return guarded("zs_grad_is", [&] {
+    return guarded([&] {
         *same = handle->tensor.grad().is_same(grad->tensor);
         return ZS_OK;
     });
@@ -330,7 +330,7 @@ zs_status zs_grad_is(const zs_tensor *handle, const zs_tensor *grad, bool *same)
 
 zs_status zs_hook_grad_ready(zs_tensor *handle, const zs_hook *hook)
 {
-    return guarded("zs_hook_grad_ready", [&] {
+    return guarded([&] {
         const at::Tensor &tensor = handle->tensor;
         forget_node_of_other_form(tensor);
         GradReady *ours = our_hook(tensor);
@@ -353,7 +353,7 @@ void zs_grad_keep_nodes(bool keep)
 
 zs_status zs_hook_grad_remove(zs_tensor *handle)
 {
-    return guarded("zs_hook_grad_remove", [&] {
+    return guarded([&] {
         GradReady *ours = our_hook(handle->tensor);
         if (ours == nullptr) return ZS_OK;
         std::unique_ptr<ag::PostAccumulateGradHook> users = std::move(ours->users);
@@ -370,7 +370,7 @@ bool zs_hook_has_users(const zs_tensor *handle)
 
 zs_status zs_hook_run_users(zs_tensor *handle)
 {
-    return guarded("zs_hook_run_users", [&] {
+    return guarded([&] {
         GradReady *ours = our_hook(handle->tensor);
         if (ours != nullptr && ours->users != nullptr) (*ours->users)(handle->tensor);
         return ZS_OK;
@@ -379,7 +379,7 @@ zs_status zs_hook_run_users(zs_tensor *handle)
 
 zs_status zs_hook_backward_end(const zs_hook *hook)
 {
-    return guarded("zs_hook_backward_end", [&] {
+    return guarded([&] {
         auto end = std::make_shared<BackwardEnd>(*hook);
         ag::Engine::get_default_engine().queue_callback([end] { end->run(); });
         return ZS_OK;
@@ -409,7 +409,7 @@ bool zs_grad_mode(void)
 // There may be casts even if autocast is off: its context may be inside one that has it on.
 void zs_autocast_forget(void)
 {
-    (void)guarded("zs_autocast_forget", [] {
+    (void)guarded([] {
         at::autocast::clear_cache();
         return ZS_OK;
     });
@@ -427,7 +427,7 @@ uint64_t zs_node_thread(void)
 
 zs_status zs_hook_node(zs_node *handle, const zs_hook *hook)
 {
-    return guarded("zs_hook_node", [&] {
+    return guarded([&] {
         auto *node = reinterpret_cast<ag::Node *>(handle);
         for (const auto &each : node->pre_hooks()) {
             auto *ours = dynamic_cast<BeforeBackward *>(each.get());
@@ -440,7 +440,7 @@ zs_status zs_hook_node(zs_node *handle, const zs_hook *hook)
 
 zs_status zs_py_visit_graph(PyObject *roots, const zs_graph_visitor *visitor)
 {
-    return guarded("zs_py_visit_graph", [&] {
+    return guarded([&] {
         GraphWalk walk(*visitor);
         for (Py_ssize_t i = 0; PyTuple_Check(roots) && i < PyTuple_GET_SIZE(roots); i++)
             ZS_TRY(walk.go_from(root_node(PyTuple_GET_ITEM(roots, i))));

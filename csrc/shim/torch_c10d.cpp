@@ -57,7 +57,7 @@ zs_status kind_of(const std::string &words)
 
 zs_status fail(const char *where, const std::string &words)
 {
-    return zs_fail_at(__FILE__, __LINE__, kind_of(words), "%s: %s", where, words.c_str());
+    return zs_fail(kind_of(words), "%s: %s", where, words.c_str());
 }
 
 // Runs `body`; no exception escapes. Disables the user's Python dispatch modes (a FLOP counter, a fake mode): these

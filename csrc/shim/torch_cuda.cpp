@@ -28,7 +28,7 @@ zs_status out_of_memory(const char *text)
     Py_XDECREF(kind);
     Py_XDECREF(torch);
     PyGILState_Release(gil);
-    return zs::fail_torch("zs_torch_cuda_alloc", text);
+    return zs::fail_torch(text);
 }
 
 } // namespace
@@ -37,7 +37,7 @@ extern "C" {
 
 zs_status zs_torch_cuda_alloc(int index, size_t bytes, void **ptr, void **owner)
 {
-    return guarded("zs_torch_cuda_alloc", [&] {
+    return guarded([&] {
         try {
             const c10::DeviceGuard guard(gpu(index));
             auto data = std::make_unique<c10::DataPtr>(c10::GetAllocator(at::kCUDA)->allocate(bytes));
@@ -60,7 +60,7 @@ void zs_torch_cuda_free(void *owner)
 
 zs_status zs_torch_cuda_stream(int index, void **stream)
 {
-    return guarded("zs_torch_cuda_stream", [&] {
+    return guarded([&] {
         *stream = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(gpu(index)).native_handle();
         return ZS_OK;
     });

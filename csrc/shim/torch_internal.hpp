@@ -47,13 +47,13 @@ struct zs_storage {
 namespace zs {
 
 // Records a failure inside torch.
-inline zs_status fail_torch(const char *where, const char *what)
+inline zs_status fail_torch(const char *what)
 {
-    return zs_fail_at(where, 0, ZS_ERR_TORCH, "%s", what);
+    return zs_fail(ZS_ERR_TORCH, "%s", what);
 }
 
 // Runs `body`, and turns any exception into a status. A python_error stays set as the current Python exception.
-template <typename Body> zs_status guarded(const char *where, Body body) noexcept
+template <typename Body> zs_status guarded(Body body) noexcept
 {
     try {
         return body();
@@ -61,13 +61,13 @@ template <typename Body> zs_status guarded(const char *where, Body body) noexcep
         PyGILState_STATE gil = PyGILState_Ensure();
         error.restore();
         PyGILState_Release(gil);
-        return fail_torch(where, "a Python exception was raised");
+        return fail_torch("a Python exception was raised");
     } catch (const c10::Error &error) {
-        return fail_torch(where, error.what_without_backtrace());
+        return fail_torch(error.what_without_backtrace());
     } catch (const std::exception &error) {
-        return fail_torch(where, error.what());
+        return fail_torch(error.what());
     } catch (...) {
-        return fail_torch(where, "unknown C++ exception");
+        return fail_torch("unknown C++ exception");
     }
 }
 

@@ -144,7 +144,7 @@ void zs_tensor_free(zs_tensor *tensor)
 
 zs_status zs_tensor_describe(const zs_tensor *handle, zs_tensor_info *info)
 {
-    return guarded("zs_tensor_describe", [&] {
+    return guarded([&] {
         const at::Tensor &tensor = handle->tensor;
         info->dtype = dtype_of(tensor.scalar_type());
         info->itemsize = tensor.element_size();
@@ -166,7 +166,7 @@ zs_status zs_tensor_describe(const zs_tensor *handle, zs_tensor_info *info)
 
 zs_status zs_tensor_data(const zs_tensor *handle, void **data)
 {
-    return guarded("zs_tensor_data", [&] {
+    return guarded([&] {
         *data = handle->tensor.data_ptr();
         return ZS_OK;
     });
@@ -174,7 +174,7 @@ zs_status zs_tensor_data(const zs_tensor *handle, void **data)
 
 zs_status zs_tensor_read(const zs_tensor *handle, int64_t begin, int64_t numel, void *dst, zs_where where)
 {
-    return guarded("zs_tensor_read", [&] {
+    return guarded([&] {
         const at::Tensor source = handle->tensor.detach().contiguous();
         if (where.type != ZS_ON_CPU || !source.device().is_cpu()) {
             const at::Tensor part = source.view({-1}).narrow(0, begin, numel);
@@ -190,7 +190,7 @@ zs_status zs_tensor_read(const zs_tensor *handle, int64_t begin, int64_t numel, 
 
 zs_status zs_tensor_write(const zs_tensor *handle, const void *src)
 {
-    return guarded("zs_tensor_write", [&] {
+    return guarded([&] {
         const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks); // no script has asked for this
         const at::Tensor target = handle->tensor.variable_data();
         target.copy_(zs::view_of(const_cast<void *>(src), target.sizes(), target.scalar_type(), target.device()));
@@ -234,7 +234,7 @@ bool zs_tensor_has_own_grad_dtype(const zs_tensor *handle)
 
 zs_status zs_storage_new(zs_where where, size_t bytes, const char *message, zs_storage **out)
 {
-    return guarded("zs_storage_new", [&] {
+    return guarded([&] {
         const c10::Device device = zs::device_of(where);
         auto impl =
             c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(bytes),
@@ -258,7 +258,7 @@ int64_t zs_storage_users(const zs_storage *storage)
 
 zs_status zs_storage_fill(zs_storage *storage, zs_mem *mem, void *data)
 {
-    return guarded("zs_storage_fill", [&] {
+    return guarded([&] {
         c10::StorageImpl *impl = storage->storage.unsafeGetStorageImpl();
         impl->set_data_ptr_noswap(at::DataPtr(data, zs_mem_retain(mem), zs::release_mem, storage->device));
         clear_mark(*impl);
@@ -268,7 +268,7 @@ zs_status zs_storage_fill(zs_storage *storage, zs_mem *mem, void *data)
 
 zs_status zs_storage_clear(zs_storage *storage, const char *message)
 {
-    return guarded("zs_storage_clear", [&] {
+    return guarded([&] {
         c10::StorageImpl *impl = storage->storage.unsafeGetStorageImpl();
         impl->set_data_ptr_noswap(at::DataPtr(nullptr, storage->device));
         impl->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
@@ -278,7 +278,7 @@ zs_status zs_storage_clear(zs_storage *storage, const char *message)
 
 zs_status zs_tensor_bind(zs_tensor *handle, const zs_place *place)
 {
-    return guarded("zs_tensor_bind", [&] {
+    return guarded([&] {
         put(handle->tensor, *place);
         return ZS_OK;
     });
@@ -286,7 +286,7 @@ zs_status zs_tensor_bind(zs_tensor *handle, const zs_place *place)
 
 zs_status zs_tensor_new_on(const zs_place *place, const zs_tensor *like, zs_tensor **out)
 {
-    return guarded("zs_tensor_new_on", [&] {
+    return guarded([&] {
         at::NoGradGuard no_grad;
         at::Tensor tensor = at::empty({0}, like->tensor.options());
         put(tensor, *place);
@@ -328,7 +328,7 @@ zs_status zs_py_tensor(PyObject *object, zs_tensor **out)
 {
     if (!THPVariable_Check(object))
         return ZS_FAIL(ZS_ERR_TYPE, "expected a torch.Tensor, got %s", Py_TYPE(object)->tp_name);
-    return guarded("zs_py_tensor", [&] {
+    return guarded([&] {
         *out = new zs_tensor(THPVariable_Unpack(object));
         return ZS_OK;
     });

@@ -17,7 +17,7 @@ typedef struct zs_ranks {
     /* The ranks over which one copy of the model is sharded; hybrid strategies have several copies. `all` if there is
      * one. */
     zs_comm *shards;
-    /* The ranks that gather from each other: `shards`, or with secondary shards (secondary.h) the ranks of one such
+    /* The ranks that gather from each other: `shards`, or with secondary shards (secondary.c) the ranks of one such
      * copy. */
     zs_comm *shard_group;
     zs_comm *replica_group; /* the ranks with the same secondary shard; NULL without them */

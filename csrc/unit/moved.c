@@ -4,7 +4,7 @@
  * begins. Other tensors that lie there, such as an earlier `p.data`, would be overwritten: an error. The storage
  * then has more users than the unit knows.
  */
-#include "unit/moved.h"
+#include "unit/unit.h"
 
 #include "device/device.h"
 #include "unit/context.h"

@@ -1,5 +1,5 @@
-/* pinned.c - see pinned.h. */
-#include "unit/pinned.h"
+/* pinned.c - counts the units that pin.c has unsharded by hand, for the layers below it. See unit.h. */
+#include "unit/unit.h"
 
 #include "unit/context.h"
 

@@ -1,5 +1,10 @@
-/* secondary.c - see secondary.h. */
-#include "unit/secondary.h"
+/* secondary.c - secondary shards: a copy of the parameters that stays between steps, sharded over fewer ranks.
+ *
+ * The optimizer's shards are spread over all ranks; forward and backward gather from a copy that the shard group shares
+ * (a host's ranks, or with zero1 each rank alone). The replica group, whose ranks have the same secondary shard, renews
+ * it when shards have changed. A rank finds that out by itself: the copy holds what it gave last.
+ See unit.h. */
+#include "unit/unit.h"
 
 #include "device/arena.h"
 #include "unit/context.h"

@@ -86,7 +86,7 @@ typedef struct zs_flat {
     zs_layout layout;
     zs_flat_mem mem;         /* shard, and full if the transport maps it; unused in units that are always unsharded */
     zs_flat_mem low;         /* the same in `compute`, if that is another dtype; unused in replicated units */
-    zs_flat_mem secondary;   /* the secondary shard, gathered from instead; see secondary.h */
+    zs_flat_mem secondary;   /* the secondary shard, gathered from instead; see secondary.c */
     bool spoiled;            /* `secondary` is invalid */
     zs_mem *full_mem;        /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
     zs_gathering *gathering; /* the gather in flight; owned */
@@ -357,5 +357,55 @@ size_t zs_unit_grad_bytes(const zs_unit *unit);
 
 /* Bytes of gradients that the unit holds now, except in a slot. */
 size_t zs_unit_held_grad_bytes(const zs_unit *unit);
+
+/* --- moved.c ------------------------------------------------------------------------------------------------------ */
+
+/* Returns the failure of a parameter that was moved `when` it must not be. */
+zs_status zs_moved_error(const zs_unit *unit, const zs_param *param, const char *when);
+
+/* --- pinned.c ----------------------------------------------------------------------------------------------------- */
+
+/* Counts one more pinned unit. */
+void zs_pinned_begin(void);
+
+/* The unit stops being pinned: for zs_unit_reshard, before the schedule clears record.pinned, and for freeing it. No-op
+ * if it is not pinned. */
+void zs_pinned_end(zs_unit *unit);
+
+/* Bytes of the copy, if it lies in no slot. */
+size_t zs_pinned_bytes(const zs_unit *unit);
+
+/* Is any unit of this process pinned? From any thread. */
+bool zs_pinned_any(void);
+
+/* --- secondary.c -------------------------------------------------------------------------------------------------- */
+
+/* Allocates the flat's copy, without values, if its engine keeps one. */
+zs_status zs_secondary_new(zs_unit *unit, zs_flat *flat);
+
+/* Renews the copies of those flats whose shard has changed on any rank of the replica group. Collective there; call
+ * where no peer reads. A failure invalidates the copies, and the next call renews them. */
+zs_status zs_secondary_refresh(zs_comm *replica_group, zs_record *const *records, size_t n);
+
+/* Fills `slot` with the full parameters in their own dtype, where the copy has another. Collective over all ranks. */
+zs_status zs_secondary_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *slot);
+
+/* Invalidates the unit's copies, after another write than a refresh. */
+void zs_secondary_spoil(zs_unit *unit);
+
+/* --- unit_memory.c ------------------------------------------------------------------------------------------------ */
+
+/* Decides where each parameter lies in its flat, and each gradient in a bucket. */
+zs_status zs_unit_lay_out(zs_unit *unit);
+
+/* Allocates that memory, zeroed: shards, or full memory where parameters are always unsharded; gradient shards and the
+ * views of them; the transport's record. */
+zs_status zs_unit_take_memory(zs_unit *unit);
+
+/* Copies this rank's shard of each parameter into that memory. */
+zs_status zs_unit_take_values(zs_unit *unit);
+
+/* New view of a parameter's gradient, on memory with the layout of its flat's gradient shard. */
+zs_status zs_unit_new_grad_view(const zs_unit *unit, const zs_param *param, const zs_storage *storage, zs_tensor **out);
 
 #endif

@@ -8,10 +8,7 @@
 #include "device/device.h"
 #include "pager/pager.h"
 #include "unit/context.h"
-#include "unit/moved.h"
 #include "unit/offload.h"
-#include "unit/pinned.h"
-#include "unit/secondary.h"
 #include "unit/unit.h"
 
 #include <stdlib.h>

@@ -1,11 +1,15 @@
-/* unit_memory.c - see unit_memory.h. */
-#include "unit/unit_memory.h"
+/* unit_memory.c - the memory of a unit's parameters and gradients, allocated when the unit is created (gradients of
+ * parameters that are unfrozen later: then).
+ *
+ * Sizes come first, then memory, then values: a dry run's unit (zs_unit_spec) stops after the sizes. For unit_life.c
+ * and kept_grads.c.
+ See unit.h. */
 
 #include "base/tree.h"
 #include "device/device.h"
 #include "unit/context.h"
 #include "unit/offload.h"
-#include "unit/secondary.h"
+#include "unit/unit.h"
 
 #include <stdlib.h>
 #include <string.h>

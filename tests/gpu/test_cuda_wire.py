@@ -1,4 +1,4 @@
-"""The kernels of wire codes against the CPU's code (comm/wire_code.h), bit for bit; on any machine.
+"""The kernels of wire codes against the CPU's code (comm/wire_code.c), bit for bit; on any machine.
 
 They run as test_cuda_kernels.py says.
 """

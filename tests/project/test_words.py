@@ -19,12 +19,12 @@ C_NAME = re.compile(r"\b[a-z_]\w*_\w*\b")
 
 # What to look for, how often it may stand, and what to write instead.
 WORDS = [
-    ("slices?", 34, "shard"),
+    ("slices?", 32, "shard"),
     ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 30, "name the subject: no rank, a script"),
     ("(?:goes|go|going|went) on", 27, "continue"),
     ("(?:gives?|gave|given) (?:it )?back", 19, "free, return, drop"),
     ("hears?|heard", 12, "receive, learn"),
-    ("tells?|told", 74, "report, publish, show"),
+    ("tells?|told", 73, "report, publish, show"),
     ("mishaps?|kin|deaf|soil|last words?", 10, "failure, process, failed, mark dirty, message"),
     ("alike", 12, "the same, equal"),
     ("lets? go|letting go", 0, "release, unpin"),

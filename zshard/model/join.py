@@ -1,7 +1,7 @@
 """model.join(...): continue to train when some ranks have fewer batches than others.
 
 A rank whose data has ended stays at the end of the with block and follows the others: the core runs
-their passes without modules (csrc/engine/join_follow.h), and this file repeats what they do between
+their passes without modules (csrc/engine/join_follow.c), and this file repeats what they do between
 passes, with their values. So its shard, its optimizers' state and its settings are always as if it
 had data whose gradients are zero.
 """

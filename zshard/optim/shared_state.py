@@ -1,6 +1,6 @@
 """Full optimizer state on one rank alone: over shm it reads the other ranks' shards in place.
 
-Sharded state lies in memory that the peers can read (csrc/comm/shm/shm_state.h): zshard's
+Sharded state lies in memory that the peers can read (csrc/comm/shm/shm_state.c): zshard's
 optimizers create it there, and other optimizers' state is moved there after the step that creates
 it. Each rank posts what it has and where, as one text for all its models. A rank that wants full
 state opens a reader session, so that no rank steps, and copies.

@@ -1,4 +1,4 @@
-/* gpu_coded.c - parameters and gradients that cross hosts in fewer bytes, on GPUs. See gpu.h, comm/wire_code.h.
+/* gpu_coded.c - parameters and gradients that cross hosts in fewer bytes, on GPUs. See gpu.h, comm/wire_code.c.
  *
  * The numbers are those of the hosts transport (hosts_coded.c, hosts_params.c). A host first sums its own ranks'
  * gradients: each rank the shards of its counterparts, the ranks at its place on the hosts. What a code loses of these

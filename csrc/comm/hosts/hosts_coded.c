@@ -1,10 +1,10 @@
-/* hosts_coded.c - sums of gradients that cross hosts in fewer bytes. See hosts.h, wire_code.h.
+/* hosts_coded.c - sums of gradients that cross hosts in fewer bytes. See hosts.h, wire_code.c.
  *
  * All hosts decode the same bytes, a host its own too, so ranks that sum the same shard have the same sum. What a
  * code loses of one round's sums is added to those of the next for the same host, so over many rounds nothing is
  * lost. */
 #include "comm/hosts/hosts.h"
-#include "comm/wire_code.h"
+#include "comm/wire_sizes.h"
 
 #include <math.h>
 #include <stdlib.h>

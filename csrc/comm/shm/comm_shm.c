@@ -10,15 +10,10 @@
  *   shm_place.c  where the ranks' scripts are       shm_report.c   the texts of messages
  */
 #define _GNU_SOURCE 1 /* sched_getaffinity, syscall */
-#include "comm/shm/shm_flats.h"
+#include "comm/shm/shm.h"
 #include "comm/shm/shm_link.h"
-#include "comm/shm/shm_needs.h"
 #include "comm/shm/shm_place.h"
 #include "comm/shm/shm_reader.h"
-#include "comm/shm/shm_report.h"
-#include "comm/shm/shm_round.h"
-#include "comm/shm/shm_state.h"
-#include "comm/shm/shm_wait.h"
 #include "comm/where.h"
 
 #include <errno.h>

@@ -6,7 +6,7 @@
  *   control  one file per rank, a zs_shm_control: state words, mailboxes, and a heap of records, one per unit and per
  *            reader. All ranks create the same records in the same order, so a record has the same offset in all heaps.
  *   buckets  one file per rank: full gradients, at offsets that the owner publishes with each post; and optimizer
- *            state (shm_state.h)
+ *            state (shm_state.c)
  *   flats    one file for all: for each flat the shards of all ranks, side by side, so that one mapping is the full
  *            buffer
  *
@@ -95,7 +95,7 @@ typedef struct zs_shm_control {
     uint64_t sent_bytes[2]; /* bytes left of the broadcast when piece n was sent, by parity of n */
     char doing[ZS_CALL];    /* the call that the last exchange or broadcast belonged to */
 
-    /* The last text that the owner posted, see shm_state.h: odd while it changes. */
+    /* The last text that the owner posted, see shm_state.c: odd while it changes. */
     _Atomic uint64_t post_number, post_at, post_bytes;
 
     /* The end. `stopped` is set after the text is complete. */
@@ -109,7 +109,7 @@ typedef struct zs_shm_control {
     alignas(4096) zs_shm_mailbox mail[2]; /* by parity of the exchange's number */
     alignas(4096) char stage[2][ZS_SHM_STAGE];
     alignas(4096) char heap[ZS_SHM_HEAP];
-    _Atomic uint64_t freed[ZS_SHM_FLATS / 64]; /* own; which of its flats, as a bitmap; see shm_flats.h */
+    _Atomic uint64_t freed[ZS_SHM_FLATS / 64]; /* own; which of its flats, as a bitmap; see shm_flats.c */
 } zs_shm_control;
 
 /* One round's post. There are two, by parity of the round: no rank posts round k + 2 before all have released round
@@ -260,5 +260,95 @@ int zs_shm_missing_from(const zs_shm *shm, int who, zs_shm_act act, int from);
 
 /* Has rank `r` not yet done what this rank needs for `act`? */
 bool zs_shm_is_missing(const zs_shm *shm, int r, zs_shm_act act);
+
+/* --- shm_needs.c -------------------------------------------------------------------------------------------------- */
+
+/* ZS_ERR_UNSUPPORTED, with the limit, what is left of it and what is needed, if rank `rank` cannot join `world`
+ * ranks. A limit that cannot be read (no /proc) is not checked. */
+zs_status zs_shm_check_limits(int rank, int world);
+
+/* --- shm_state.c -------------------------------------------------------------------------------------------------- */
+
+/* See zs_state_ops. */
+extern const zs_state_ops zs_shm_state;
+
+/* --- shm_wait.c --------------------------------------------------------------------------------------------------- */
+
+/* Waits until no rank is missing. Fails with ZS_ERR_PEER (one died, left or aborted), ZS_ERR_DIVERGED (proven: all
+ * ranks wait for each other), ZS_ERR_TIMEOUT, or ZS_ERR_TORCH (interrupted). */
+zs_status zs_shm_wait(zs_shm *shm, zs_shm_act act);
+
+/* The same, but returns with *reached false instead of ZS_ERR_DIVERGED. */
+zs_status zs_shm_wait_or_yield(zs_shm *shm, zs_shm_act act, bool *reached);
+
+/* outlive. */
+void zs_shm_outlive(zs_comm *comm, double seconds);
+
+/* --- shm_wake.c --------------------------------------------------------------------------------------------------- */
+
+/* Before a sleep, while this rank's wait for `act` is published: gives a missing rank the turn to wake this one.
+ * False: no rank is missing any more. *seen is for zs_shm_sleep. */
+bool zs_shm_prepare_sleep(zs_shm *shm, zs_shm_act act, uint32_t *seen);
+
+/* Sleeps until woken since *seen, or for `seconds`; may return early without a reason. */
+void zs_shm_sleep(zs_shm *shm, uint32_t seen, double seconds);
+
+/* The wait is over: no rank is to wake this one. */
+void zs_shm_get_up(zs_shm *shm);
+
+/* --- shm_flats.c -------------------------------------------------------------------------------------------------- */
+
+/* flat_new. */
+zs_status zs_shm_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out);
+
+/* numbers and continue_from, see comm_ops.h: of flats, and how much of the flats' file and of the records' heap is in
+ * use. */
+void zs_shm_numbers(const zs_comm *comm, uint64_t *out);
+void zs_shm_continue_from(zs_comm *comm, const uint64_t *numbers);
+
+/* The transport closes: flats freed after this keep their pages, as others may continue to evaluate, until all
+ * processes have closed the file. */
+void zs_shm_flats_end(zs_shm *shm);
+
+/* --- shm_report.c ------------------------------------------------------------------------------------------------- */
+
+enum { ZS_SHM_PHRASE = 192 }; /* bytes of the text of what one rank does */
+
+/* What this rank waits for, without the numbers that change from step to step: "reduce gradients of unit 'a'". */
+void zs_shm_describe(const zs_shm *shm, zs_shm_act act, char *text, size_t size);
+
+/* Failures with their messages: a peer's death, an orderly exit, a deadline, a circle. `missing` is the rank waited
+ * for; `moments` [world] are those of the proof, as the ranks may have moved on by the time of the message. */
+zs_status zs_shm_fail_dead(const zs_shm *shm, zs_shm_act act, int dead, int missing);
+zs_status zs_shm_fail_left(const zs_shm *shm, zs_shm_act act, int left);
+zs_status zs_shm_fail_timeout(const zs_shm *shm, zs_shm_act act, int missing, double waited);
+zs_status zs_shm_fail_circle(const zs_shm *shm, const zs_shm_moment *moments);
+
+/* Rank `r` has reached an exchange of another kind. */
+zs_status zs_shm_fail_apart(const zs_shm *shm, zs_shm_act act, int r);
+
+/* Prints a line on stderr about a long wait, and one for each rank that says where it is. */
+void zs_shm_print_stall(zs_shm *shm, zs_shm_act act, double waited);
+
+/* --- shm_round.c -------------------------------------------------------------------------------------------------- */
+
+/* A unit. Its record stays after it is freed: peers may still read it. */
+typedef struct zs_shm_unit {
+    zs_cunit base;
+    uint32_t record; /* offset in the heap */
+    bool compared;   /* the peers' records describe the same unit */
+} zs_shm_unit;
+
+/* Of units. */
+zs_status zs_shm_unit_init(zs_comm *comm, zs_cunit *cunit);
+void zs_shm_renamed(zs_comm *comm, zs_cunit *cunit);
+
+/* Of rounds. `send` never waits. */
+zs_status zs_shm_send(zs_comm *comm, zs_cunit *cunit);
+zs_status zs_shm_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
+zs_status zs_shm_share(zs_comm *comm, zs_cunit *cunit);
+zs_status zs_shm_arrive_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
+zs_status zs_shm_release(zs_comm *comm, zs_cunit *cunit);
+zs_status zs_shm_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
 
 #endif

@@ -1,6 +1,10 @@
-/* shm_flats.c - see shm_flats.h. */
+/* shm_flats.c - the memory of shards, which outlives its model until all ranks have freed theirs.
+ *
+ * A rank that deletes its model may be ahead of others that still evaluate with its shards. All ranks create the
+ * same flats in the same order, so each publishes in a bitmap which it has freed, and the last to free one frees the
+ * pages of all. See shm.h. */
 #define _GNU_SOURCE 1 /* fallocate */
-#include "comm/shm/shm_flats.h"
+#include "comm/shm/shm.h"
 
 #include <fcntl.h>
 

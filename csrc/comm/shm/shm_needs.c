@@ -1,6 +1,9 @@
-/* shm_needs.c - see shm_needs.h. */
+/* shm_needs.c - what a rank needs of the system to connect to its peers, compared with what is left.
+ *
+ * With many ranks, the process reaches its limits before memory runs out. Its needs are known, so a rank that lacks
+ * something reports it, with numbers, before anything is created. See shm.h. */
 #define _GNU_SOURCE 1 /* RLIM_INFINITY */
-#include "comm/shm/shm_needs.h"
+#include "comm/shm/shm.h"
 
 #include "comm/shm/shm_link.h"
 

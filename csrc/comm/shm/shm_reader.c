@@ -19,7 +19,7 @@
 #include "comm/shm/shm_reader.h"
 
 #include "base/fold.h"
-#include "comm/shm/shm_wait.h"
+#include "comm/shm/shm.h"
 #include "comm/shm/shm_word.h"
 #include "comm/where.h"
 

@@ -2,7 +2,7 @@
  *
  * Every act has one verb phrase, in the infinitive, that fits after "waiting for rank 1 to" and after "last
  * operation:". So it serves for the missing peer, for what a peer itself waits for, and for what it did last. */
-#include "comm/shm/shm_report.h"
+#include "comm/shm/shm.h"
 
 #include "comm/shm/shm_place.h"
 #include "comm/where.h"

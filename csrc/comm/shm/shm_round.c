@@ -3,9 +3,8 @@
  * A round is three counters per unit and rank (posted, shared, released), each raised by its owner alone. Gradients
  * are never copied: peers map a bucket when they first use it, and read their shard in place. */
 #define _GNU_SOURCE 1 /* MAP_NORESERVE */
-#include "comm/shm/shm_round.h"
 
-#include "comm/shm/shm_wait.h"
+#include "comm/shm/shm.h"
 #include "comm/where.h"
 
 #include <errno.h>

@@ -1,6 +1,10 @@
-/* shm_state.c - see shm_state.h. */
+/* shm_state.c - optimizer state that peers may read: it lies in the file of this rank's buckets.
+ *
+ * A rank posts a text (optim/shared_state.py) that says where each tensor lies, and replaces it as a whole. Texts
+ * and tensors are copied out of the file by pread, so no mapping is needed, and a rank that has exited is read like any
+ * other. See shm.h. */
 #define _GNU_SOURCE 1 /* fallocate, pread */
-#include "comm/shm/shm_state.h"
+#include "comm/shm/shm.h"
 
 #include <errno.h>
 #include <fcntl.h>
