@@ -19,7 +19,6 @@ enum {
 /* What travels with a rank's gradients. */
 typedef struct zs_round_header {
     uint64_t flags;
-    uint64_t offer;             /* memory that the rank can spare, in bytes; see unit/context.h */
     zs_fingerprint fingerprint; /* what the rank has done to the model */
     uint64_t used[];            /* bitmap of the parameters that had a gradient */
 } zs_round_header;

@@ -369,7 +369,6 @@ static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status deliver
 {
     zs_engine *engine = zs_engine_of_schedule(schedule);
     bool stepped = engine->history.in_pass, good = reduced == ZS_OK && !schedule->gave_up;
-    zs_keep_gathered_settle(engine, good && engine->context.met);
     zs_history_reduced(engine, good);
     if (good && delivered == ZS_OK) zs_leaves_count(&engine->context);
     if (good) zs_pace_reduced(engine, steps_in_backward(engine));

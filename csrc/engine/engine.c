@@ -100,7 +100,7 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     engine->context.calls = &hooks->calls;
     engine->context.ranks = *ranks;
     engine->history.window = engine->history.load_number = 1;
-    zs_keep_gathered_set(engine, 0, false);
+    zs_keep_gathered_set(engine, 0);
     retain_ranks(ranks);
     zs_comm_set_near(ranks->all, ranks->shard_group);
     zs_status status = ZS_OK;

@@ -40,48 +40,13 @@ void zs_keep_gathered_choose(zs_engine *engine)
     if (before > 0 || keep_gathered->bytes > 0) zs_context_replan(&engine->context);
 }
 
-void zs_keep_gathered_set(zs_engine *engine, size_t most, bool measured)
+void zs_keep_gathered_set(zs_engine *engine, size_t most)
 {
-    engine->keep_gathered.most = measured ? 0 : most;
-    engine->keep_gathered.measured = measured;
-    engine->keep_gathered.decided = false;
-    engine->context.offer = engine->context.least_offer = ZS_NO_OFFER;
+    engine->keep_gathered.most = most;
     zs_keep_gathered_choose(engine);
 }
 
 zs_keep_gathered zs_keep_gathered_of(const zs_engine *engine)
 {
     return engine->keep_gathered;
-}
-
-void zs_keep_gathered_offer(zs_engine *engine, size_t bytes)
-{
-    const zs_keep_gathered *keep_gathered = &engine->keep_gathered;
-    if (!keep_gathered->measured) return;
-    engine->context.offer = keep_gathered->decided && bytes > keep_gathered->most ? keep_gathered->most : bytes;
-}
-
-static void decide(zs_engine *engine, size_t most)
-{
-    engine->keep_gathered.most = most;
-    engine->keep_gathered.decided = true;
-    zs_keep_gathered_choose(engine);
-}
-
-bool zs_keep_gathered_give_up(zs_engine *engine)
-{
-    if (!engine->keep_gathered.measured || engine->keep_gathered.bytes == 0) return false;
-    decide(engine, 0);
-    engine->context.offer = 0;
-    return true;
-}
-
-void zs_keep_gathered_settle(zs_engine *engine, bool met)
-{
-    const zs_keep_gathered *keep_gathered = &engine->keep_gathered;
-    uint64_t least = engine->context.least_offer;
-    engine->context.least_offer = ZS_NO_OFFER;
-    if (!met || !keep_gathered->measured || least == ZS_NO_OFFER) return;
-    engine->context.offer = ZS_NO_OFFER;
-    if (!keep_gathered->decided || least < keep_gathered->most) decide(engine, (size_t)least);
 }

@@ -72,12 +72,11 @@ zs_status zs_engine_reserve(zs_engine *engine)
         return ZS_OK;
     zs_engine_note_peak(engine);
     zs_status status = fit(engine);
-    if (status == ZS_ERR_MEMORY && zs_keep_gathered_give_up(engine)) {
-        zs_clear_error();
-        status = fit(engine);
-    }
     engine->context.reserved = status == ZS_OK;
     if (status == ZS_OK) engine->keep_gathered.reserved = engine->keep_gathered.bytes;
+    if (status == ZS_ERR_MEMORY && engine->keep_gathered.bytes > 0)
+        zs_rephrase("%s; %zu MiB of it are for parameters that stay gathered: pass FSDP(keep_gathered=False)",
+                    zs_last_message(), engine->keep_gathered.bytes >> 20);
     return status;
 }
 

@@ -17,8 +17,7 @@ PyObject *zs_py_predict_events(engine_object *self, PyObject *unused);
 PyObject *zs_py_predict_mappings(engine_object *self, PyObject *unused);
 PyObject *zs_py_set_calls(engine_object *self, PyObject *list);
 PyObject *zs_py_reserve(engine_object *self, PyObject *unused);
-PyObject *zs_py_keep_gathered(engine_object *self, PyObject *args);
-PyObject *zs_py_offer_memory(engine_object *self, PyObject *bytes);
+PyObject *zs_py_keep_gathered(engine_object *self, PyObject *bytes);
 PyObject *zs_py_kept(engine_object *self, PyObject *unused);
 
 /* Methods of py_buffers.c, and their docstrings. */
@@ -64,7 +63,6 @@ extern const char zs_py_predict_mappings_doc[];
 extern const char zs_py_set_calls_doc[];
 extern const char zs_py_reserve_doc[];
 extern const char zs_py_keep_gathered_doc[];
-extern const char zs_py_offer_memory_doc[];
 extern const char zs_py_kept_doc[];
 
 #endif

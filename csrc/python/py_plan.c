@@ -151,40 +151,26 @@ PyObject *zs_py_reserve(engine_object *self, PyObject *unused)
 }
 
 const char zs_py_keep_gathered_doc[] =
-    "keep_gathered($self, most, measured, /)\n--\n\nHave units stay gathered from forward to backward where a gather "
-    "costs, up to `most` bytes of full parameters. measured: up to what all ranks offer, and none before they have.";
+    "keep_gathered($self, most, /)\n--\n\nHave units stay gathered from forward to backward where a gather costs, up "
+    "to `most` bytes of full parameters, the same on all ranks.";
 
-PyObject *zs_py_keep_gathered(engine_object *self, PyObject *args)
+PyObject *zs_py_keep_gathered(engine_object *self, PyObject *bytes)
 {
-    Py_ssize_t most;
-    int measured;
-    if (!PyArg_ParseTuple(args, "np:keep_gathered", &most, &measured)) return NULL;
-    zs_keep_gathered_set(self->engine, most == PY_SSIZE_T_MAX ? SIZE_MAX : (size_t)most, measured != 0);
-    Py_RETURN_NONE;
-}
-
-const char zs_py_offer_memory_doc[] =
-    "offer_memory($self, bytes, /)\n--\n\nTell the other ranks, with the next gradients, how many bytes of full "
-    "parameters this rank can keep.";
-
-PyObject *zs_py_offer_memory(engine_object *self, PyObject *bytes)
-{
-    size_t offered = PyLong_AsSize_t(bytes);
-    if (PyErr_Occurred()) return NULL;
-    zs_keep_gathered_offer(self->engine, offered);
+    Py_ssize_t most = PyLong_AsSsize_t(bytes);
+    if (most == -1 && PyErr_Occurred()) return NULL;
+    zs_keep_gathered_set(self->engine, most == PY_SSIZE_T_MAX ? SIZE_MAX : (size_t)most);
     Py_RETURN_NONE;
 }
 
 const char zs_py_kept_doc[] =
     "kept($self, /)\n--\n\nReturn a tuple: bytes of full parameters that stay gathered from the next forward on; "
-    "those that memory is reserved for by now; is the model still to decide by what ranks measure; does a gather cost.";
+    "those that memory is reserved for by now; does a gather cost.";
 
 PyObject *zs_py_kept(engine_object *self, PyObject *unused)
 {
     (void)unused;
     zs_keep_gathered keep_gathered = zs_keep_gathered_of(self->engine);
-    bool open = keep_gathered.measured && !keep_gathered.decided,
-         cost = zs_engine_context(self->engine)->schedule.gathers_cost;
-    return Py_BuildValue("nnNN", (Py_ssize_t)keep_gathered.bytes, (Py_ssize_t)keep_gathered.reserved,
-                         PyBool_FromLong(open), PyBool_FromLong(cost));
+    bool cost = zs_engine_context(self->engine)->schedule.gathers_cost;
+    return Py_BuildValue("nnN", (Py_ssize_t)keep_gathered.bytes, (Py_ssize_t)keep_gathered.reserved,
+                         PyBool_FromLong(cost));
 }

@@ -152,7 +152,6 @@ static zs_status post(zs_unit *unit, const zs_bucket *bucket)
         held |= unit->params[i].held;
     header->flags = (held ? ZS_ROUND_HELD : 0) | (context->schedule.gave_up ? ZS_ROUND_GAVE_UP : 0) |
                     (unit->record.early.over ? ZS_ROUND_OVER : 0);
-    header->offer = context->offer;
     header->fingerprint = context->fingerprint;
     if (bucket != NULL)
         memcpy(header->used, unit->used, zs_unit_bitmap_words(unit) * sizeof *unit->used);

@@ -222,19 +222,6 @@ static zs_status check_fingerprints(const summing *s)
     return status;
 }
 
-/* Records what all ranks can spare, if all have reported it in this round. */
-static void note_offers(const summing *s)
-{
-    zs_context *context = s->unit->context;
-    uint64_t least = ZS_NO_OFFER;
-    for (int r = 0; r < s->world; r++) {
-        uint64_t offer = s->sources->headers[r]->offer;
-        if (offer == ZS_NO_OFFER) return;
-        if (offer < least) least = offer;
-    }
-    if (least < context->least_offer) context->least_offer = least;
-}
-
 /* Copies bytes [begin, stop) of a flat's full sum from the rank that owns them; adds them to an earlier round's, if
  * any. */
 static zs_status fetch_piece(const summing *s, const zs_flat *flat, size_t begin, size_t stop, bool add)
@@ -404,7 +391,6 @@ zs_status zs_reduce_sum(zs_record *record, zs_wait wait, bool *done, bool *over)
         ZS_THEN(status, check_held(&s));
         ZS_THEN(status, check_fingerprints(&s));
     }
-    note_offers(&s);
     *over = over_everywhere(&s);
     ZS_TRY(zs_cunit_release(comm, unit->cunit));
     return status;

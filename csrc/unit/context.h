@@ -41,9 +41,6 @@ typedef struct zs_context_calls {
 /* A micro-batch is begun by the script, and is done when its one backward has ended; a failed one is NONE. */
 typedef enum zs_leaf_state { ZS_LEAF_NONE, ZS_LEAF_BEGUN, ZS_LEAF_DONE } zs_leaf_state;
 
-/* A rank has not measured yet. */
-#define ZS_NO_OFFER UINT64_MAX
-
 struct zs_context {
     zs_schedule schedule;
     const zs_context_calls *calls;
@@ -59,10 +56,6 @@ struct zs_context {
     /* (if met) The fingerprint in the last round of gradients, in which all ranks' were equal. */
     zs_fingerprint met_fingerprint;
     bool met;
-    /* Bytes that this rank can spare for parameters that stay gathered, as the peers are told in rounds of
-     * gradients; the least that all ranks have offered in a round of this backward. ZS_NO_OFFER: nothing. See
-     * engine/keep_gathered.h. */
-    uint64_t offer, least_offer;
     /* How gradients and parameters of units created from now on travel between hosts. */
     zs_wire grads_code, params_code;
     struct zs_tree *tree; /* in which order to add gradients; owned; NULL: in the order of ranks */

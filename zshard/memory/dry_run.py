@@ -94,7 +94,7 @@ class DryRun:
         options = planned[-1][1]
         self.engine = _core.Engine(type(module).__name__, *comms)
         self.engine.set_prefetch(*options.prefetch.ahead)
-        self.engine.keep_gathered(*options.keep)
+        self.engine.keep_gathered(options.keep or 0)
         self.engine.set_codes(*options.wire.codes)
         if options.micro_batches:
             self.engine.add_leaves(options.micro_batches)

@@ -29,7 +29,7 @@ from zshard.ranks.groups import _env_int
 from zshard.ranks.meeting import host_id
 from zshard.ranks.transports import Comms
 from zshard.strategy import ShardingStrategy
-from zshard.units.units import KeepFull, State
+from zshard.units.units import State
 
 MemoryLimit = int | str | None
 KeepGathered = bool | int | str
@@ -102,23 +102,23 @@ def parse_size(name: str, size: int | str, others: str = "", base: int = 1024) -
     return size
 
 
-def parse_keep(keep_gathered: KeepGathered, limit: MemoryLimit) -> KeepFull:
-    """Translate FSDP()'s argument. "auto" keeps nothing without a limit.
+def parse_keep(keep_gathered: KeepGathered, limit: MemoryLimit) -> int | None:
+    """Translate FSDP()'s argument to Options.keep. "auto" keeps nothing without a limit.
 
     Raises TypeError for an argument of another type, ValueError for a malformed size.
     """
     if isinstance(keep_gathered, bool):
-        return KeepFull(_ALL if keep_gathered else 0)
+        return _ALL if keep_gathered else 0
     if keep_gathered == "auto":
-        return KeepFull(0, measured=limit is not None)
-    return KeepFull(parse_size("keep_gathered", keep_gathered, ', "auto", True or False'))
+        return None if limit is not None else 0
+    return parse_size("keep_gathered", keep_gathered, ', "auto", True or False')
 
 
-def words_of(keep: KeepFull) -> str:
+def words_of(keep: int | None) -> str:
     """Return the value that ranks must agree on, as a script would write it."""
-    if keep.measured:
+    if keep is None:
         return "'auto'"
-    return str(keep.most > 0) if keep.most in (0, _ALL) else f"{keep.most} bytes"
+    return str(keep > 0) if keep in (0, _ALL) else f"{keep} bytes"
 
 
 def check_fits(
@@ -296,8 +296,8 @@ def _alternatives(model: _Model) -> Iterator[tuple[str, tuple[int, int]]]:
         )
         on_disk = Offload(directory=".", grads=True)
         yield words, _total(model, _changed(model, offload=on_disk))
-    if usual.keep.most > 0:
-        yield "keep_gathered=False", _total(model, _changed(model, keep=KeepFull()))
+    if usual.keep:
+        yield "keep_gathered=False", _total(model, _changed(model, keep=0))
     if model.world.size > 1:
         if usual.strategy is not ShardingStrategy.FULL_SHARD:
             yield 'strategy="full_shard"', _total(model, _sharded(model))

@@ -311,9 +311,10 @@ def _head_of(states: Sequence[State], comms: Comms, wire: Wire) -> str:
     if replica_group is not None:
         ranks = f"secondary shards over {shard_group.world} rank(s)"
         parts.append(f"{ranks}, transport {shard_group.transport}")
-    kept, _, is_open, costs = states[0].unit.engine.kept()
-    if costs and is_open:
-        parts.append('keep_gathered="auto" decides after the first steps')
+    kept, _, _ = states[0].unit.engine.kept()
+    spare = states[0].spare
+    if spare is not None and spare.is_open:
+        parts.append('keep_gathered="auto" decides after the second step')
     elif kept:
         parts.append(f"{_words_of(kept)} stay gathered from forward to backward")
     words = wire_words(comm, wire, [state.unit for state in states])

@@ -5,9 +5,8 @@ what Adam's state adds. The first step knows the optimizer: state that exceeds w
 control groups leave is an error with numbers, whatever memory_limit is, instead of a process that
 the kernel kills.
 
-The memory of activations is unknown before a step. So with keep_gathered="auto" a rank measures its
-first steps and offers what is left. The core takes the least offer of all ranks, at the end of a
-backward that all ranks ran (csrc/engine/keep_gathered.h). Later measurements can only lower it.
+The memory of activations is unknown before a step. So with keep_gathered="auto" the ranks measure
+their first two steps, and agree once on what all of them have left.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from zshard import _core
 from zshard.memory.fits import MemoryLimit, room_of_gpu
 from zshard.memory.host_limits import Sharing, resident, rooms
 from zshard.memory.report import STATE_TENSORS, memory_of
+from zshard.optim.announce import is_joined
 from zshard.optim.hooks import before_first_steps
 from zshard.optim.step_digest import watch_steps
+from zshard.ranks.agreement import PublicCall
 from zshard.ranks.devices import CPU
-from zshard.units.units import KeepFull, state_of, units_of
+from zshard.units.units import state_of, units_of
 
-_FIRST = 2  # always measure these steps: optimizers may create state in the second one, too
-_EACH = 100  # then measure one step in so many
-_MARGIN = 10  # leave a tenth of the rank's limit for longer batches
+_STEPS = 2  # optimizers may create state in the second step, too
 
 _MIB = 1 << 20
 
@@ -41,19 +40,20 @@ def crosses_hosts(comm: _core.Comm) -> bool:
     return comm.per_host > 0
 
 
-def keep_between(keep: KeepFull, comm: _core.Comm) -> KeepFull:
-    """Resolve `keep` between these ranks: "auto" keeps nothing within one host, where a gather is
-    cheap."""
-    return keep if not keep.measured or crosses_hosts(comm) else KeepFull()
+def keep_between(keep: int | None, comm: _core.Comm) -> int | None:
+    """Resolve Options.keep between these ranks: "auto" keeps nothing within one host, where a
+    gather is cheap."""
+    return keep if keep is not None or crosses_hosts(comm) else 0
 
 
 class Spare:
-    """Measures a model's steps on this rank. The root's State holds it."""
+    """Decides what stays gathered of a model, after its second step. The root's State holds it."""
 
     def __init__(self, module: nn.Module, limit: MemoryLimit, sharing: Sharing) -> None:
         self._module = weakref.ref(module)
         self._limit, self._sharing = limit, sharing
-        self._steps = self._peak = self._kept = self._offered = self._reserved = 0
+        self._steps = 0
+        self.is_open = True
         _spares.add(self)
         watch_steps(state_of(module).unit.engine_id, self)
 
@@ -62,56 +62,45 @@ class Spare:
         return Spare(module, self._limit, self._sharing)
 
     def note_step(self) -> None:
-        """Note a step of the model by an optimizer. After some of the steps, offer the remaining
-        memory."""
+        """Note a step of the model by an optimizer, which all ranks make. After the second, agree
+        with the other ranks."""
         module = self._module()
-        if module is None:
-            return
-        _, reserved, _, costs = state_of(module).unit.engine.kept()
         self._steps += 1
-        known = reserved == self._reserved  # measure the first step after a change, too
-        if not costs or (self._steps > _FIRST and self._steps % _EACH and known):
+        if module is None or not self.is_open or self._steps < _STEPS:
             return
-        if _core.capturing([next(module.parameters())]):
-            return  # CUDA may not be asked for its free memory
-        self._reserved = reserved
-        limit, peak = self._measured(module)
-        if peak > self._peak:
-            self._peak, self._kept = peak, reserved
-        left = limit - (self._peak - self._kept) - self._promised_to_others()
-        self._offered = min(max(left, 0), sum(s.unit.bytes["full"] for _, s in units_of(module)))
-        state_of(module).unit.engine.offer_memory(self._offered)
+        engine = state_of(module).unit.engine
+        if is_joined(engine) or _core.capturing([next(module.parameters())]):
+            return  # later: a rank may be without data, or CUDA cannot be asked for free memory
+        self.is_open = False
+        if not engine.kept()[2]:  # a gather costs nothing
+            return
+        with PublicCall("optimizer.step()"):
+            least = -engine.max_over_ranks([-float(self._left(module))])[0]
+        engine.keep_gathered(int(least * 0.9))  # the rest is for longer batches
 
-    def _measured(self, module: nn.Module) -> tuple[int, int]:
-        """Return the bytes that this rank may use altogether, and the most that it has used."""
-        if isinstance(self._limit, int):  # no activations, no margin
-            return self._limit, memory_of(module, "peak")["total"]
+    def _left(self, module: nn.Module) -> int:
+        """Return the bytes that this rank has never used, and has not promised to other models."""
+        if isinstance(self._limit, int):
+            return max(self._limit - memory_of(module, "peak")["total"], 0)
         device = next(module.parameters()).device
         if device.type == "cuda":
             limit = room_of_gpu(device) + torch.cuda.memory_allocated(device)
-            return limit - limit // _MARGIN, torch.cuda.max_memory_reserved(device)
-        found = resident()
-        left = rooms(self._sharing)
-        if found is None or not left:
-            return 0, 0
-        limit = min(left).bytes + found.now
-        return limit - limit // _MARGIN, found.peak
-
-    def _promised_to_others(self) -> int:
-        """Return the bytes of the same memory that other models of this process will take."""
-        if isinstance(self._limit, int):
-            return 0
-        return sum(each._promised() for each in _spares if each is not self)
+            peak = torch.cuda.max_memory_reserved(device)
+        else:
+            found, left = resident(), rooms(self._sharing)
+            if found is None or not left:
+                return 0
+            limit, peak = min(left).bytes + found.now, found.peak
+        others = sum(each._promised() for each in _spares if each is not self)
+        return max(limit - peak - others, 0)
 
     def _promised(self) -> int:
-        """Return the bytes that are offered or kept, but not in this process's memory yet."""
+        """Return the bytes that will stay, but are not in this process's memory yet."""
         module = self._module()
         if module is None or isinstance(self._limit, int):
             return 0
-        kept, reserved, is_open, costs = state_of(module).unit.engine.kept()
-        if not costs:
-            return 0
-        return self._offered if is_open else max(kept - reserved, 0)
+        kept, reserved, _ = state_of(module).unit.engine.kept()
+        return max(kept - reserved, 0)
 
 
 _spares: weakref.WeakSet[Spare] = weakref.WeakSet()

@@ -246,7 +246,7 @@ class ShardingPlan:
         """Make the engine, with the options that apply to the model."""
         engine = _core.Engine(type(self.module).__name__, *self.comms)
         engine.set_prefetch(*self.options.prefetch.ahead)
-        engine.keep_gathered(*self.options.keep)
+        engine.keep_gathered(self.options.keep or 0)
         engine.set_codes(*self.options.wire.codes)
         if self.options.micro_batches:
             engine.add_leaves(self.options.micro_batches)
@@ -312,7 +312,7 @@ class ShardingPlan:
         for each in EXTENSIONS:
             each.finish(module)
         watch_first_steps(module, limit, self.sharing, settings.device)
-        if self.options.keep.measured:
+        if self.options.keep is None:
             state_of(module).spare = Spare(module, limit, self.sharing)
         guard_steps(module, settings.checks)
         introduce(module)

@@ -23,7 +23,7 @@ from zshard.optim.step_guard import guard_of
 from zshard.units.shards import units_stepped_by
 
 __all__ = [
-    *("Act", "Joined", "options_of"),
+    *("Act", "Joined", "is_joined", "options_of"),
     *("say_clip", "say_norm", "say_step", "say_unscale"),
 ]
 
@@ -130,6 +130,11 @@ def _packed(value: object) -> bytes:
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
+
+
+def is_joined(engine: _core.Engine) -> bool:
+    """Return whether the model is in join(), where ranks follow what others announce."""
+    return engine in _live
 
 
 def _speaking(engines: Iterable[_core.Engine]) -> Iterator[Joined]:

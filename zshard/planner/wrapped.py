@@ -116,7 +116,7 @@ class Wrapped:
         calls, marks = self._calls(traced)
         self.run.engine.set_calls(calls)
         if self.kept:
-            self.run.engine.keep_gathered(sys.maxsize, False)
+            self.run.engine.keep_gathered(sys.maxsize)
         return self.run.engine.predict_events(), marks
 
     def _calls(self, traced: Traced) -> tuple[list[tuple[_core.Unit, int]], dict[int, int]]:

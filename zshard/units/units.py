@@ -53,17 +53,6 @@ class Prefetch(NamedTuple):
         return self.forward, self.backward
 
 
-class KeepFull(NamedTuple):
-    """What stays gathered from forward to backward where a gather is expensive, in the order of
-    Engine.keep_gathered's arguments.
-
-    most: bytes of full parameters. measured: instead, as many bytes as every rank can spare.
-    """
-
-    most: int = 0
-    measured: bool = False
-
-
 class Options(NamedTuple):
     """The options that a unit was wrapped with."""
 
@@ -71,13 +60,17 @@ class Options(NamedTuple):
     precision: Precision
     prefetch: Prefetch
     offload: Offload | None = None
-    keep: KeepFull = KeepFull()  # the root's applies to the model
+    # Bytes of full parameters that stay gathered from forward to backward; None: decided after the
+    # second step. The root's applies to the model.
+    keep: int | None = 0
     wire: Wire = Wire()
     micro_batches: int = 0  # in a step with deterministic="any-world"; 0: without
 
 
 class Measurement(Protocol):
-    """Measures a model's steps: memory/spare.py's Spare."""
+    """Decides what stays gathered: memory/spare.py's Spare."""
+
+    is_open: bool  # not decided yet
 
     def like(self, module: nn.Module) -> Measurement:
         """Return the same for a copy of the model."""
