@@ -251,6 +251,11 @@ zs_status zs_cunit_collect(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *re
             drop(comm, unit);
         }
     }
+    if (status == ZS_ERR_MEMORY && *ready && !is_collective(comm) && unit->spec.mode == ZS_REDUCE_SCATTER) {
+        unit->state = ZS_ROUND_COLLECTED; /* all have posted, and wait for this rank's release */
+        (void)zs_cunit_release(comm, unit);
+        return status;
+    }
     *ready = *ready && status == ZS_OK;
     if (!*ready) return status;
     unit->state = ZS_ROUND_COLLECTED;

@@ -84,7 +84,8 @@ zs_round_header *zs_cunit_header(zs_cunit *unit);
  * NULL: the sum needs room. */
 zs_status zs_cunit_post(zs_comm *comm, zs_cunit *unit, const zs_bucket *bucket);
 
-/* Sets *ready and `out` once all ranks have posted this round; see zs_wait for how long to wait for that. */
+/* Sets *ready and `out` once all ranks have posted this round; see zs_wait for how long to wait for that. Fails with
+ * ZS_ERR_MEMORY and *ready where this rank cannot map what a peer has posted: it has released the round. */
 zs_status zs_cunit_collect(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *ready, zs_sources *out);
 
 /* (ZS_REDUCE_ALL) The caller has written the sum of its own shards into its own bucket, in place. */

@@ -71,13 +71,13 @@ static zs_status make_spare(zs_unit *unit, int f)
 {
     zs_flat *flat = &unit->flats[f];
     const zs_device *device = zs_context_device(unit->context);
-    size_t bytes = flat->grad_mem->bytes;
+    size_t bytes = zs_flat_own_bytes(unit, flat);
     zs_mem *mem = NULL;
     if (unit->offloads.grads)
         ZS_TRY(zs_disk_take(unit->offloads.disk, bytes, &mem));
     else
         ZS_TRY(zs_device_mem_lend(device, bytes, &mem));
-    mem->role = flat->grad_mem->role;
+    mem->role = unit->record.is.replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
     mem->user = unit;
     flat->spare_mem = mem;
     ZS_TRY(zs_storage_new(device->where, bytes, "", &flat->spare_grads));
@@ -128,6 +128,11 @@ static zs_status renew_flat(zs_unit *unit, int f)
         }
     }
     take_turns(unit, f);
+    unit->grads_held = true;
+    if (flat->spare_mem == NULL) { /* a step in backward has given it back */
+        zs_kept_grads_free(flat, unit);
+        return ZS_OK;
+    }
     if (!has_below(unit, f)) return ZS_OK;
     zs_pending_settle(flat->spare_mem);
     const void *before = flat->spare_mem->ptr;

@@ -101,6 +101,7 @@ static zs_status move(zs_unit *unit)
     ZS_THEN(status, zs_device_copy(device, ZS_STREAM_COMPUTE, unit->local->ptr, before->ptr, before->bytes));
     ZS_THEN(status, take_over(unit, was));
     zs_mem_release(before);
+    if (unit->local == NULL) zs_record_forget_local(&unit->record); /* no memory: what .grad shows is the user's */
     return status;
 }
 

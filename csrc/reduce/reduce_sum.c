@@ -141,7 +141,9 @@ static void look_for_nonfinite(const summing *s, int f)
     }
 }
 
-/* Sums the runs of neighboring parameters that are treated the same, and the padding between them. */
+/* Sums the runs of neighboring parameters that are treated the same. The padding between them is summed with them, as
+ * it is zero in buckets; but where the sum is added to gradients whose squares are asked for, it is left out: the
+ * padding of their memory has any values. */
 static zs_status sum_flat(summing *s, int f)
 {
     zs_flat *flat = &s->unit->flats[f];
@@ -156,7 +158,7 @@ static zs_status sum_flat(summing *s, int f)
             run_class class = classify(s, i);
             zs_squares_count(s->unit, i, class != SKIP);
             if (param->in_shard.numel == 0) continue;
-            if (class != run.class) {
+            if (class != run.class || (class == ADD && s->squares != NULL)) {
                 ZS_TRY(sum_run(s, flat, run));
                 run = (shard_run){param->in_shard.begin, param->in_shard.begin, class};
             }
@@ -381,7 +383,10 @@ zs_status zs_reduce_sum(zs_record *record, zs_wait wait, bool *done, bool *over)
     bool ready = false;
     zs_status taken = take_sum(&s, wait, &ready);
     *done = ready || (taken == ZS_ERR_DIVERGED && !zs_cunit_is_out(unit->cunit));
-    if (taken != ZS_OK) return *done ? end_failed(unit, taken) : taken;
+    if (taken != ZS_OK) {
+        if (ready && zs_cunit_is_out(unit->cunit)) (void)zs_cunit_release(comm, unit->cunit); /* peers wait for it */
+        return *done ? end_failed(unit, taken) : taken;
+    }
     if (!ready) return ZS_OK;
     zs_offload_done_grads(unit);
     /* A user with models on a disk is short of memory, while that of the packed gradients lies idle on the heap. */

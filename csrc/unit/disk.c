@@ -97,11 +97,9 @@ static zs_status describe_own(const zs_disk *disk, calling_card *card)
     return ZS_OK;
 }
 
-/* Opens the files of all ranks of `shards`. */
-static zs_status meet(zs_disk *disk, zs_comm *shards)
+/* Opens the files of all ranks of `shards`. cards: [world + 1] */
+static zs_status meet(zs_disk *disk, zs_comm *shards, calling_card *cards)
 {
-    calling_card *cards = calloc((size_t)shards->world + 1, sizeof *cards);
-    if (cards == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating file names");
     calling_card *own = &cards[shards->world];
     zs_status status = describe_own(disk, own);
     own->failed = status != ZS_OK;
@@ -109,7 +107,6 @@ static zs_status meet(zs_disk *disk, zs_comm *shards)
     ZS_ALSO(status, met);
     for (int r = 0; r < shards->world && status == ZS_OK; r++)
         if (r != disk->rank && !cards[r].failed) status = open_peer(&cards[r], r, &disk->fds[r]);
-    free(cards);
     return status;
 }
 
@@ -148,15 +145,23 @@ static zs_disk *disk_alloc(void)
 
 zs_status zs_disk_new(const char *directory, zs_comm *all, zs_comm *shards, zs_disk **out)
 {
+    const int world = shards->ops->mapped ? shards->world : 1;
     zs_disk *disk = disk_alloc();
-    if (disk == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an offload directory");
-    disk->mapped = shards->ops->mapped;
-    disk->world = disk->mapped ? shards->world : 1;
-    disk->rank = disk->mapped ? shards->rank : 0;
-    zs_status status = agree(all, open_own(disk, directory), "could not create its file");
-    if (status == ZS_OK && disk->world > 1) status = meet(disk, shards);
-    if (status == ZS_OK || disk->world > 1) status = agree(all, status, "could not open the files of its peers");
-    if (disk->file != NULL) zs_file_hide(disk->file);
+    calling_card *cards = calloc((size_t)world + 1, sizeof *cards); /* before the peers wait for this rank */
+    zs_status status;
+    if (disk == NULL || cards == NULL) {
+        status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an offload directory");
+    } else {
+        disk->mapped = shards->ops->mapped;
+        disk->world = world;
+        disk->rank = disk->mapped ? shards->rank : 0;
+        status = open_own(disk, directory);
+    }
+    status = agree(all, status, "could not create its file");
+    if (status == ZS_OK && world > 1) status = meet(disk, shards, cards);
+    if (status == ZS_OK || world > 1) status = agree(all, status, "could not open the files of its peers");
+    free(cards);
+    if (disk != NULL && disk->file != NULL) zs_file_hide(disk->file);
     if (status != ZS_OK) {
         zs_disk_release(disk);
         return status;

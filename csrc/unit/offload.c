@@ -106,11 +106,17 @@ void zs_offload_filled(const zs_unit *unit)
 
 zs_status zs_offload_want_grads(const zs_unit *unit)
 {
-    for (int f = 0; f < unit->n_flats && unit->offloads.grads; f++) {
+    zs_status status = ZS_OK;
+    int f = 0;
+    for (; f < unit->n_flats && unit->offloads.grads && status == ZS_OK; f++) {
         const zs_mem *mem = unit->flats[f].grad_mem;
-        if (mem != NULL) ZS_TRY(zs_pager_want(mem->ptr, mem->bytes, ZS_PAGER_WRITE));
+        if (mem != NULL) status = zs_pager_want(mem->ptr, mem->bytes, ZS_PAGER_WRITE);
     }
-    return ZS_OK;
+    if (status == ZS_OK) return ZS_OK;
+    for (f--; f-- > 0;)
+        if (unit->flats[f].grad_mem != NULL)
+            zs_pager_done(unit->flats[f].grad_mem->ptr, unit->flats[f].grad_mem->bytes);
+    return status;
 }
 
 void zs_offload_done_grads(const zs_unit *unit)

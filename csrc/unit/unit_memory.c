@@ -160,7 +160,12 @@ static zs_status make_grad_memory(zs_unit *unit, zs_flat *flat)
     size_t bytes = zs_flat_own_bytes(unit, flat);
     ZS_TRY(zs_storage_new(zs_context_device(unit->context)->where, bytes, "", &flat->grads));
     if (!unit->offloads.grads) return ZS_OK; /* a backward takes it */
-    ZS_TRY(zs_disk_take(unit->offloads.disk, bytes, &flat->grad_mem));
+    zs_status status = zs_disk_take(unit->offloads.disk, bytes, &flat->grad_mem);
+    if (status != ZS_OK) { /* so that the next attempt makes both */
+        zs_storage_free(flat->grads);
+        flat->grads = NULL;
+        return status;
+    }
     flat->grad_mem->role = unit->record.is.replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
     flat->grad_mem->user = unit;
     return zs_storage_fill(flat->grads, flat->grad_mem, flat->grad_mem->ptr);

@@ -1,0 +1,162 @@
+"""The memory of gradients: what it held before, what a script keeps of it, and none being left."""
+
+from __future__ import annotations
+
+import math
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from nursery import fork_ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP
+
+MICRO_BATCHES = ("a", "b", "ab", "abc", "c")
+
+
+class Three(nn.Module):
+    """Parameters whose sizes are no multiple of the layout's alignment, used as a call says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(40))
+        self.c = nn.Parameter(torch.ones(1000))
+
+    def forward(self, names: str) -> Any:
+        return sum((getattr(self, name) * 2).sum() for name in names)
+
+
+def soil(value: float) -> None:
+    """Leave `value` in freed memory of the sizes that gradients take."""
+    for size in (64, 128, 256, 512, 576, 640, 1024, 1040, 2048):
+        _ = [torch.full((size,), value) for _ in range(200)]
+
+
+def norm_of(model: Any) -> float:
+    return float(model.clip_grad_norm_(math.inf))
+
+
+def right_norm(gradients: int, names: str) -> float:
+    """Of `gradients` times 2 in each element of the parameters."""
+    return 2 * gradients * math.sqrt(sum({"a": 40, "b": 40, "c": 1000}[name] for name in names))
+
+
+def norms_after_soil(transport: str, value: float) -> list[tuple[float, float]]:
+    found = []
+    model = FSDP(Three(), transport=transport)
+    model("abc").backward()
+    norm_of(model)  # from now on, sums take squares
+
+    def renew() -> None:
+        model.zero_grad()
+        soil(value)
+
+    renew()
+    used = ""
+    for names in MICRO_BATCHES:  # each adds to what earlier ones have left
+        model(names).backward()
+        used += names
+        squares = sum((2 * used.count(n)) ** 2 * {"a": 40, "b": 40, "c": 1000}[n] for n in "abc")
+        found.append((norm_of(model), math.sqrt(squares)))
+    renew()
+    model("abc").backward()
+    held = [param.grad for param in model.parameters()]
+    soil(value)
+    model("abc").backward()  # into new memory, as the script keeps the old
+    found.append((norm_of(model), right_norm(2, "abc")))
+    del held
+    renew()
+    model("abc").backward()
+    saved = [param.grad.clone() for param in model.parameters()]
+    renew()
+    for param, grad in zip(model.parameters(), saved, strict=True):
+        param.grad = grad
+    model("abc").backward()
+    found.append((norm_of(model), right_norm(2, "abc")))
+    return found
+
+
+@pytest.mark.parametrize("value", [1e10, math.nan])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_norms_do_not_see_what_memory_held_before(pool2: Any, transport: str, value: float) -> None:
+    for found in pool2.run(norms_after_soil, transport, value):
+        for ours, right in found:
+            assert ours == pytest.approx(right, rel=1e-6)
+
+
+def kept_under_steps_in_backward(transport: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = FSDP(nn.Linear(100, 100), transport=transport)
+    optimizer = zshard.SGD(model.parameters(), lr=0.1)
+    kept: list[Any] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+    handle = model.optimizer_in_backward(optimizer)
+    model(torch.ones(2, 100)).sum().backward()
+    handle.remove()
+    model(torch.ones(2, 100)).sum().backward()
+    assert len(kept) == 4
+    return [zshard.full_tensor(param.grad) for param in model.parameters()]
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_grad_kept_from_a_step_in_backward_is_no_trap(pool2: Any, transport: str) -> None:
+    for weight, bias in pool2.run(kept_under_steps_in_backward, transport):
+        assert torch.equal(weight, torch.full((100, 100), 2.0))
+        assert torch.equal(bias, torch.full((100,), 2.0))
+
+
+class LimitsMemory(torch.autograd.Function):
+    """Its first backward leaves the process 16 MiB of address space."""
+
+    on = True
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if LimitsMemory.on:
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+            resource.setrlimit(resource.RLIMIT_AS, (size + (16 << 20), resource.RLIM_INFINITY))
+        return grad
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8192, 4096, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(LimitsMemory.apply(x)).sum()  # type: ignore[no-untyped-call]
+
+
+def after_a_failed_sum(transport: str, everywhere: bool) -> list[str]:
+    dist.init_process_group("gloo")
+    LimitsMemory.on = everywhere or dist.get_rank() == 1
+    model = FSDP(Wide(), transport=transport, timeout=30)
+    outcomes = []
+    for _ in range(3):
+        try:
+            model(torch.ones(1, 8192, requires_grad=True)).backward()
+            outcomes.append("ok")
+        except MemoryError:
+            outcomes.append("MemoryError")
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        LimitsMemory.on = False
+        model.zero_grad()
+    return outcomes
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["all ranks", "rank 1"])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_training_continues_after_a_sum_without_memory(transport: str, everywhere: bool) -> None:
+    found = [r.value for r in fork_ranks(after_a_failed_sum, 2, transport, everywhere, check=True)]
+    first = "MemoryError" if everywhere else "ok"
+    assert found == [[first, "ok", "ok"], ["MemoryError", "ok", "ok"]]
