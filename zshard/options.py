@@ -119,8 +119,7 @@ def prefetch_of(
         )
     units = 1 if limit_all_gathers else 2
     backward = units if name == "backward_pre" else 0
-    asked = bool(forward_prefetch)
-    return Prefetch(units if asked else backward, backward, asked)
+    return Prefetch(units if forward_prefetch else backward, backward)
 
 
 def check_use_orig_params(use_orig_params: bool) -> None:

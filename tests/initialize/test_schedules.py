@@ -67,7 +67,8 @@ def test_schedule_resumes_from_its_state() -> None:
     ("kind", "params", "message"),
     [
         ("Warmup", {}, "unknown 'scheduler.type' 'Warmup' .* WarmupLR"),
-        ("StepLR", {}, "unknown 'scheduler.type' 'StepLR' .* pass a function of the optimizer"),
+        ("LRRangeTest", {}, "OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR; for another"),
+        ("StepLR", {}, r"'StepLR' .* pass one of torch.optim.lr_scheduler .* LambdaLR\(optimizer"),
         ("WarmupLR", {"warmup_steps": 3}, "'scheduler.params' in the DeepSpeed config: "),
         ("WarmupLR", {"warmup_num_steps": 2.5}, "'warmup_num_steps' must be an integer, got 2.5"),
         ("WarmupLR", {"warmup_type": "cubic"}, "'warmup_type' must be 'log' or 'linear'"),

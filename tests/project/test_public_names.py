@@ -46,7 +46,7 @@ TORCHS = {  # see docs/migration.md
     *("OffloadPolicy", "OptimStateDictConfig"),
     *("ShardedGradScaler", "ShardedOptimStateDictConfig", "ShardedStateDictConfig"),
     *("StateDictConfig", "StateDictSettings", "StateDictType", "UnshardHandle", "fully_shard"),
-    *("register_fsdp_forward_method", "share_comm_ctx"),
+    "register_fsdp_forward_method",
 }
 DEEPSPEEDS = {"DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "zero"}
 RETURNED = {"Export", "Loaded", "SaveHandle", "ShardParameter", "ShardTensor"}  # for annotations

@@ -1,4 +1,4 @@
-"""Attributes of torch's wrappers that zshard only answers: `model.rank`, no-op setters.
+"""Names of torch's wrappers that scripts use and zshard only answers: `model.rank`, no-op setters.
 
 A module's own attributes win: many models have a `rank` or a `device`, so these are looked up only
 where neither the module nor its class has one. Any other name is an AttributeError, so hasattr() is
@@ -15,10 +15,7 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard.compat.classes import BackwardPrefetch
 from zshard.model.methods import GradientReductionHandle, check_bool
-from zshard.offload import CPUOffload
-from zshard.precision import MixedPrecision, Precision
 from zshard.ranks.transports import group_of
 from zshard.strategy import ShardingStrategy
 from zshard.units.units import State, is_unit, state_of, units_of
@@ -41,25 +38,6 @@ def _process_group(state: State) -> object:
     return group_of(state.comms.shards) if state.group_given is None else state.group_given
 
 
-def _mixed_precision(state: State) -> MixedPrecision:
-    own = state.options.precision
-    if own == Precision():
-        return MixedPrecision()
-    return MixedPrecision(
-        param_dtype=own.compute,
-        reduce_dtype=own.wire,
-        buffer_dtype=own.buffers,
-        cast_forward_inputs=own.cast_inputs,
-        cast_root_forward_inputs=own.cast_root_inputs,
-        _module_classes_to_ignore=own.keep,
-    )
-
-
-def _backward_prefetch(state: State) -> BackwardPrefetch:
-    ahead = state.options.prefetch.backward > 0
-    return BackwardPrefetch.BACKWARD_PRE if ahead else BackwardPrefetch.BACKWARD_POST
-
-
 def _device(state: State) -> torch.device:
     return next((param.device for param in state.unit.params), torch.device("cpu"))
 
@@ -69,37 +47,15 @@ def _device_ids(state: State) -> list[int] | None:
     return None if device.type == "cpu" else [device.index or 0]
 
 
-def _output_device(state: State) -> int | None:
-    ids = _device_ids(state)
-    return None if ids is None else ids[0]
-
-
 _OF_STATE: dict[str, Callable[[State], object]] = {
     # FSDP1
     "sharding_strategy": _sharding_strategy,
     "process_group": _process_group,
     "rank": lambda state: state.comms.shards.rank,
     "world_size": lambda state: state.comms.shards.world,
-    "mixed_precision": _mixed_precision,
-    "cpu_offload": lambda state: CPUOffload(state.options.offload is not None),
-    "backward_prefetch": _backward_prefetch,
-    "forward_prefetch": lambda state: state.options.prefetch.forward_asked,
-    "limit_all_gathers": lambda state: max(state.options.prefetch.ahead) < 2,
-    "compute_device": _device,
-    "_is_root": lambda state: not state.unit.name,
-    "_use_orig_params": lambda state: True,
     # DDP
     "device": _device,
-    "device_type": lambda state: _device(state).type,
     "device_ids": _device_ids,
-    "output_device": _output_device,
-    "dim": lambda state: 0,
-    "is_multi_device_module": lambda state: False,
-    "broadcast_buffers": lambda state: bool(state.sync_buffers),
-    "forward_sync_buffers": lambda state: bool(state.sync_buffers),
-    "find_unused_parameters": lambda state: True,
-    "static_graph": lambda state: False,
-    "gradient_as_bucket_view": lambda state: False,
 }
 
 _PAGE = "docs/migration.md says what to use instead of names of torch's FSDP and DDP"
@@ -117,16 +73,6 @@ class TorchNames(nn.Module):
             if name not in _OF_STATE:
                 raise AttributeError(f"{error}; {_PAGE}") from None
         return _OF_STATE[name](state_of(self))
-
-    # --- FSDP1 ------------------------------------------------------------------------------------
-
-    @property
-    def _fsdp_wrapped_module(self) -> Any:
-        return self.module
-
-    def check_is_root(self) -> bool:
-        """Return whether this is the outermost unit of its model."""
-        return not state_of(self).unit.name
 
     # --- FSDP2 ------------------------------------------------------------------------------------
 
@@ -170,10 +116,6 @@ class TorchNames(nn.Module):
                 _core.grad_owner(param.grad)
         return GradientReductionHandle() if async_op else None
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """FSDP2's earlier name of set_gradient_divide_factor()."""
-        self.set_gradient_divide_factor(factor)
-
     # --- DDP --------------------------------------------------------------------------------------
 
     @property
@@ -186,18 +128,6 @@ class TorchNames(nn.Module):
     def require_backward_grad_sync(self, value: bool) -> None:
         for _, state in units_of(self):
             state.unit.sync = bool(value)
-
-    def will_sync_module_buffers(self) -> bool:
-        """Return whether forward broadcasts buffers from rank 0 (forward_sync_buffers=True)."""
-        state = state_of(self)
-        return (
-            bool(state.sync_buffers)
-            and state.comms.all.world > 1
-            and any(True for _ in self.buffers())
-        )
-
-    def _set_static_graph(self) -> None:
-        """Accepted for compatibility with DDP; no effect: graphs may change."""
 
 
 # --- state dicts ----------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from zshard.model.methods import (
     GradientReductionHandle,
     UnshardHandle,
     register_forward_method,
-    sharded_modules,
 )
 from zshard.offload import OffloadPolicy, offload_of
 from zshard.options import OffloadPolicyLike, PrecisionLike
@@ -48,7 +47,6 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
-    "share_comm_ctx",
 ]
 
 FSDPModule = FSDP  # for isinstance()
@@ -273,17 +271,3 @@ def _params(ignored: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
         if not isinstance(param, nn.Parameter):
             raise TypeError(f"ignored_params must contain parameters, got {type(param).__name__}")
     return params
-
-
-def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
-    """Accepted for compatibility with FSDP2; no effect.
-
-    In FSDP2, several models share streams. In zshard, models over the same ranks share a transport
-    anyway.
-
-    Args:
-        modules: sharded modules.
-
-    Raises TypeError if a module is not sharded.
-    """
-    sharded_modules(modules, "modules of share_comm_ctx()")

@@ -85,8 +85,8 @@ def initialize(
         (engine, optimizer, loader, scheduler); the last three are None where there is none.
 
     Raises:
-        ValueError, TypeError: an argument, a key or a value of the config is invalid; the message
-            names it.
+        ValueError, TypeError: an argument or a value of the config is invalid; the message names
+            it.
         NotImplementedError: the config asks for something that would change numbers and that zshard
             does not support.
         DivergenceError: the ranks' models or configs differ. And what FSDP() raises.

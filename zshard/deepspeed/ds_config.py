@@ -21,8 +21,7 @@ from zshard.deepspeed.keys import (
     STEPS,
     TRAIN,
     ConfigValues,
-    check_keys,
-    cleaned,
+    checked,
     fill,
     must_be,
 )
@@ -119,14 +118,12 @@ def read(config: object) -> dict[str, Any]:
 def settings_of(config: Mapping[str, Any], args: object, world: int, rank: int) -> Settings:
     """Return the settings of a config that read() returned.
 
-    args: resolves "auto". world: the number of ranks. Rank 0 warns of keys in use that have no
-    effect here.
+    args: resolves "auto". world: the number of ranks. Rank 0 warns of keys that have no effect.
 
-    Raises ValueError for an unknown key or an invalid value, TypeError for a value of the wrong
-    type, NotImplementedError for what zshard does not support.
+    Raises ValueError for an invalid value, TypeError for a value of the wrong type,
+    NotImplementedError for what zshard does not support.
     """
-    plain, comments = cleaned(config)
-    ignored = check_keys(plain)
+    plain, ignored = checked(config)
     filled, assumed = fill(plain, args)
     values = ConfigValues(filled)
     settings = _settings(values, world)
@@ -136,12 +133,11 @@ def settings_of(config: Mapping[str, Any], args: object, world: int, rank: int) 
             f"defaults of transformers' TrainingArguments: {', '.join(assumed)}",
             flush=True,
         )
-    for what, names in (("keys", ignored), ("comments", comments)):
-        if names and rank == 0:
-            warn(
-                f"zshard ignores these {what} of the DeepSpeed config, which change no numbers: "
-                + ", ".join(names),
-            )
+    if ignored and rank == 0:
+        warn(
+            f"zshard ignores these keys of the DeepSpeed config: {', '.join(ignored)}; "
+            "docs/deepspeed.md lists those that work"
+        )
     return settings
 
 

@@ -1,8 +1,8 @@
-"""The keys of a DeepSpeed config: supported, without effect, or refused.
+"""The keys of a DeepSpeed config: supported, refused, or ignored.
 
-Every key that DeepSpeed knows is in one of three tables, under its full name with dots. Any other
-key is an error that names the nearest one, so no key is silently dropped. All values are checked as
-soon as the config is read, whether or not they have an effect.
+Supported and refused ones are in two tables, under their full names with dots. Any other key has no
+effect; one warning names them all, so none is silently dropped. The values of supported keys are
+checked as soon as the config is read, whether or not they have an effect.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -129,144 +129,71 @@ WORKS: dict[str, Check] = {
 }
 """The keys that have their effect, with the checks of their values."""
 
-_STAGE3 = (  # also with "stage3_" before it
-    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold "
-    "max_live_parameters max_reuse_distance module_granularity_threshold "
-    "gather_16bit_weights_on_model_save gather_fp16_weights_on_model_save"
-)
 _ZERO = (
-    "contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions "
-    "allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint sub_group_size "
-    "cpu_offload_use_pin_memory ignore_unused_parameters legacy_stage1 round_robin_gradients "
-    "zero_hpz_partition_size memory_efficient_linear"
+    *("zenflow", "zeropp_loco_param", "zero_quantized_weights", "zero_quantized_gradients"),
+    *("zero_quantized_nontrainable_weights", "mics_shard_size", "mics_hierarchical_params_gather"),
 )
-_OFFLOADED = (
-    "buffer_count buffer_size max_in_cpu pin_memory pipeline pipeline_read pipeline_write fast_init"
+REFUSED = frozenset(
+    (
+        *("amp", "sparse_attention", "curriculum_learning", "data_efficiency", "random_ltd"),
+        *("progressive_layer_drop", "compression_training", "quantize_training", "eigenvalue"),
+        *("weight_quantization", "elasticity", "pipeline", "tensor_parallel", "expert_parallel"),
+        *("sequence_parallel_size", "data_parallel_size", "hybrid_engine"),
+        *("data_types.param_dtype", "torch_autocast.lower_precision_safe_modules"),
+        *("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"),
+        "bf16.bf16_optimizer_states",
+        *(f"zero_optimization.{key}" for key in _ZERO),
+    )
 )
-_TOP = (
-    "wall_clock_breakdown memory_breakdown dump_state disable_allgather prescale_gradients "
-    "gradient_predivide_factor fp32_allreduce sparse_gradients zero_allow_untested_optimizer "
-    "zero_force_ds_cpu_optimizer activation_checkpointing aio flops_profiler comms_logger "
-    "comms_config monitor_config tensorboard wandb csv_monitor comet autotuning compile"
-)
-_BF16 = (
-    "immediate_grad_update loss_scale initial_scale_power loss_scale_window hysteresis "
-    "min_loss_scale consecutive_hysteresis auto_cast"
-)
-_CHECKPOINT = "tag_validation load_universal parallel_write writer"
-IGNORED = frozenset(
-    [
-        *_TOP.split(),
-        *(
-            f"zero_optimization.{stage3}{key}"
-            for key in _STAGE3.split()
-            for stage3 in ("", "stage3_")
-        ),
-        *(f"zero_optimization.{key}" for key in _ZERO.split()),
-        *(f"zero_optimization.offload_param.{key}" for key in _OFFLOADED.split()),
-        *(f"zero_optimization.offload_optimizer.{key}" for key in _OFFLOADED.split()),
-        *(f"bf16.{key}" for key in _BF16.split()),
-        *(f"checkpoint.{key}" for key in _CHECKPOINT.split()),
-    ]
-)
-"""The keys that change neither losses nor what a script sees: one warning names those in use."""
+"""The keys that would change numbers and are not supported: docs/deepspeed.md says what to use."""
 
-_PURE = (
-    "zshard keeps float32 copies: omit it, or train in pure bfloat16 with model.bfloat16() and "
-    "zshard.AdamW(..., stochastic_rounding=True)"
-)
-_QUANTIZED = (
-    "quantized communication changes numbers: remove it, or train with FSDP(wire='int8') and your "
-    "own loop (docs/strategies.md)"
-)
-_DENSE = "zshard trains all layers and all tokens: remove it"
-_PARALLEL = "zshard has data parallelism only: remove it, or set its size to 1"
-REFUSED = {
-    "amp": "Apex is not supported: use 'bf16', 'fp16' or 'torch_autocast'",
-    "sparse_attention": "replace it by attention layers of the model",
-    **dict.fromkeys(("curriculum_learning", "data_efficiency"), "change the data in the script"),
-    **dict.fromkeys(("progressive_layer_drop", "random_ltd"), _DENSE),
-    "compression_training": "compress the model in the script",
-    **dict.fromkeys(("quantize_training", "weight_quantization"), "quantize it in the script"),
-    "eigenvalue": "it belongs to quantized training: remove it",
-    "elasticity": "set the batch sizes for the number of ranks that you start",
-    **dict.fromkeys(("pipeline", "tensor_parallel", "sequence_parallel_size"), _PARALLEL),
-    "data_parallel_size": "zshard shards over all ranks: remove it",
-    "hybrid_engine": "call engine.module.generate()",
-    "fp16.fp16_master_weights_and_grads": "zshard keeps float32 copies: omit it",
-    **dict.fromkeys(("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"), _PURE),
-    "zero_optimization.zero_quantized_weights": _QUANTIZED,
-    "zero_optimization.zero_quantized_nontrainable_weights": _QUANTIZED,
-    "zero_optimization.zero_quantized_gradients": _QUANTIZED,
-    "zero_optimization.zeropp_loco_param": _QUANTIZED,
-    "zero_optimization.mics_shard_size": (
-        "use the strategy 'hybrid_shard' with FSDP() and your own loop (docs/strategies.md)"
-    ),
-    "zero_optimization.mics_hierarchical_params_gather": "remove it",
-}
-"""The keys that would change numbers and are not supported, with what to do instead."""
-
-_KNOWN = {*WORKS, *IGNORED, *REFUSED}
 SECTIONS = frozenset(name[:i] for name in WORKS for i in (name.find("."), name.rfind(".")) if i > 0)
 FREE = ("optimizer.params", "scheduler.params")  # each type has its own: see check_params()
 _OLD_NAMES = {"bfloat16": "bf16"}
 _OFF: tuple[object, ...] = (None, False, 0, 1, {}, [], AUTO, "none", "")
+_PLACES = [name.rpartition(".") for name in (*WORKS, *sorted(SECTIONS))]
+_CLOSE = 0.75  # difflib's ratio of a name and the one that was meant
 
 
-def cleaned(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a copy of the config under current names, without entries that have no content: a null
-    value counts as absent, and a key that does not begin with a letter is a comment ("_comment",
-    "//"). The second result lists the full names of comments."""
+def checked(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a copy of the config under current names, without nulls and comments, and what it
+    ignores: keys that have no effect, with the key that was meant if one has nearly that name.
+
+    A null value counts as absent, and a key that does not begin with a letter is a comment
+    ("_comment", "//"). Raises TypeError for a section that is not a dict, NotImplementedError for a
+    key that would change numbers and is not supported.
+    """
     found = {_OLD_NAMES.get(key, key): value for key, value in config.items()}
     if isinstance(found.get("zero_optimization"), bool):  # DeepSpeed 0.1
         found["zero_optimization"] = {"stage": int(found["zero_optimization"])}
-    comments: list[str] = []
-    return _cleaned(found, "", comments), comments
+    ignored: list[str] = []
+    return _checked(found, "", ignored), ignored
 
 
-def _cleaned(section: Mapping[str, Any], path: str, comments: list[str]) -> dict[str, Any]:
+def _checked(section: Mapping[str, Any], path: str, ignored: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in section.items():
         name = f"{path}.{key}" if path else str(key)
         if not str(key)[:1].isalpha():
-            comments.append(name)
-        elif (name in SECTIONS or name in FREE) and isinstance(value, Mapping):
-            found[key] = _cleaned(value, name, comments)
-        elif value is not None or path in FREE:
-            found[key] = value
+            ignored.append(name)
+            continue
+        if value is None and path not in FREE:
+            continue
+        found[key] = value
+        if name in SECTIONS or name in FREE:
+            if not isinstance(value, Mapping):
+                raise TypeError(must_be(name, "a dict", value))
+            found[key] = _checked(value, name, ignored)
+        elif name in REFUSED and not _is_off(value):
+            raise NotImplementedError(
+                f"'{name}' in the DeepSpeed config would change numbers, and zshard does not "
+                "support it: remove it (docs/deepspeed.md says what to use instead)"
+            )
+        elif path not in FREE and name not in WORKS and name not in REFUSED:
+            beside = [own for at, _, own in _PLACES if at == path]
+            near = difflib.get_close_matches(str(key), beside, 1, _CLOSE)
+            ignored.append(f"{name} (did you mean '{near[0]}'?)" if near else name)
     return found
-
-
-def check_keys(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of the keys in use that have no effect here.
-
-    Raises ValueError for an unknown key, TypeError for a section that is not a dict,
-    NotImplementedError for a key that would change numbers and is not supported.
-    """
-    ignored = []
-    for name, value in _items(config, ""):
-        if name in REFUSED:
-            if not _is_off(value):
-                raise NotImplementedError(
-                    f"the DeepSpeed config has '{name}', which is not supported: {REFUSED[name]}"
-                )
-        elif name in IGNORED:
-            ignored += [] if _is_off(value) else [name]
-        elif name not in WORKS:
-            raise ValueError(_unknown(name))
-    return ignored
-
-
-def _items(section: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a section by their full names, with values."""
-    for key, value in section.items():
-        name = f"{path}.{key}" if path else str(key)
-        if name not in SECTIONS and name not in FREE:
-            yield name, value
-        elif not isinstance(value, Mapping):
-            raise TypeError(f"'{name}' in the DeepSpeed config must be a dict, got {value!r}")
-        elif name not in FREE:
-            yield from _items(value, name)
 
 
 def _is_off(value: object) -> bool:
@@ -276,20 +203,6 @@ def _is_off(value: object) -> bool:
         inner = value.get("enabled", value.get("autotp_size"))
         return not value or (inner is not None and _is_off(inner))
     return value is not True and value in _OFF
-
-
-def _unknown(name: str) -> str:
-    path, _, key = name.rpartition(".")
-    parts = [each.rpartition(".") for each in (*_KNOWN, *SECTIONS)]
-    beside = [last for before, _, last in parts if before == path]
-    where = f"in '{path}' of the DeepSpeed config" if path else "in the DeepSpeed config"
-    near = difflib.get_close_matches(key, beside, 1)
-    if near:
-        return f"unknown key '{key}' {where}: did you mean '{near[0]}'?"
-    elsewhere = sorted(each for each in _KNOWN if each.rpartition(".")[2] == key)
-    if elsewhere:
-        return f"unknown key '{key}' {where}: it belongs to '{elsewhere[0].rpartition('.')[0]}'"
-    return f"unknown key '{key}' {where}: remove it (docs/deepspeed.md lists all keys)"
 
 
 # --- values ---------------------------------------------------------------------------------------

@@ -290,9 +290,9 @@ def schedule_of(section: dict[str, Any], optimizer: Optimizer) -> Schedule:
     name, params = section["type"], section.get("params") or {}
     if name not in _SCHEDULES:
         raise ValueError(
-            f"unknown 'scheduler.type' {name!r} in the DeepSpeed config: expected "
-            f"{', '.join(_SCHEDULES)}; for another, pass a function of the optimizer as "
-            "lr_scheduler= to zshard.initialize()"
+            f"unknown 'scheduler.type' {name!r} in the DeepSpeed config: expected one of "
+            f"{', '.join(_SCHEDULES)}; for another, pass one of torch.optim.lr_scheduler as "
+            "lr_scheduler=, such as lambda optimizer: LambdaLR(optimizer, factor_of_step)"
         )
     kind = _SCHEDULES[name]
     check_params("scheduler.params", kind, params)

@@ -93,7 +93,7 @@ class DryRun:
         self._dtype = dtype
         options = planned[-1][1]
         self.engine = _core.Engine(type(module).__name__, *comms)
-        self.engine.set_prefetch(*options.prefetch.ahead)
+        self.engine.set_prefetch(*options.prefetch)
         self.engine.keep_gathered(options.keep or 0)
         self.engine.set_codes(*options.wire.codes)
         if options.micro_batches:

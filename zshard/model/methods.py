@@ -420,18 +420,14 @@ def check_bool(name: str, value: object) -> None:
 
 
 def _prefetchable(modules: Iterable[nn.Module]) -> list[_core.Unit]:
-    return [state_of(module).unit for module in sharded_modules(modules, "modules to prefetch")]
-
-
-def sharded_modules(modules: Iterable[nn.Module], what: str) -> list[nn.Module]:
-    """Return the modules as a list. Raises TypeError, which names `what`, if one is not sharded."""
+    """Return the modules' units. Raises TypeError if one is not sharded."""
     if isinstance(modules, nn.Module):
-        raise TypeError(f"{what} must be a list of sharded modules, got one module")
+        raise TypeError("modules to prefetch must be a list of sharded modules, got one module")
     listed = list(modules)
     for module in listed:
         if not isinstance(module, nn.Module) or not is_unit(module):
             raise TypeError(
-                f"{what} must be sharded, but {type(module).__name__} is not: call "
+                f"modules to prefetch must be sharded, but {type(module).__name__} is not: call "
                 "fully_shard(...) on it first"
             )
-    return listed
+    return [state_of(module).unit for module in listed]

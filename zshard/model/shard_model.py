@@ -245,7 +245,7 @@ class ShardingPlan:
     def make_engine(self) -> _core.Engine:
         """Make the engine, with the options that apply to the model."""
         engine = _core.Engine(type(self.module).__name__, *self.comms)
-        engine.set_prefetch(*self.options.prefetch.ahead)
+        engine.set_prefetch(*self.options.prefetch)
         engine.keep_gathered(self.options.keep or 0)
         engine.set_codes(*self.options.wire.codes)
         if self.options.micro_batches:

@@ -38,19 +38,10 @@ Hook = tuple["weakref.ref[nn.Module]", int]
 
 
 class Prefetch(NamedTuple):
-    """How many units to prefetch in forward and in backward.
-
-    forward_asked: the script set forward's; otherwise it goes as far as backward's.
-    """
+    """How many units to prefetch in forward and in backward: Engine.set_prefetch's arguments."""
 
     forward: int = 1
     backward: int = 1
-    forward_asked: bool = False
-
-    @property
-    def ahead(self) -> tuple[int, int]:
-        """Return Engine.set_prefetch's arguments."""
-        return self.forward, self.backward
 
 
 class Options(NamedTuple):
