@@ -66,7 +66,6 @@ messages: ## every text that a user may read, with its file and line (ARGS=csrc/
 	@$(PYTHON) tools/messages.py $(ARGS)
 
 docs: build $(VENV)/.docs ## the site, in build/site; broken links fail (look: python3 -m http.server -d build/site)
-	$(PY) tools/message_page.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 format: $(VENV)/.lint ## apply what lint checks
