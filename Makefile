@@ -48,7 +48,7 @@ test: build $(VENV)/.test $(if $(filter 1,$(CUDA)),$(VENV)/.nccl) ## the tests (
 	$(PY) -m pytest $(TESTS) $(ARGS) $(if $(ARGS)$(filter-out tests,$(TESTS)),,$$($(WORKERS)))
 
 test-trainers: build $(VENV)/.test $(VENV)/.trainers ## the tests with real trainers (TESTS=tests/trainers/test_lightning.py)
-	$(PY) -m pytest $(if $(filter tests,$(TESTS)),tests/trainers,$(TESTS)) $(ARGS) $(if $(ARGS),,$$($(WORKERS)))
+	$(PY) -m pytest $(if $(filter tests,$(TESTS)),tests/trainers tests/checkpoint/test_fixtures.py,$(TESTS)) $(ARGS) $(if $(ARGS),,$$($(WORKERS)))
 
 bench: build $(VENV)/.demo ## the benchmarks (ARGS=...)
 	$(PY) benchmarks/run.py $(ARGS)
@@ -66,7 +66,6 @@ messages: ## every text that a user may read, with its file and line (ARGS=csrc/
 	@$(PYTHON) tools/messages.py $(ARGS)
 
 docs: build $(VENV)/.docs ## the site, in build/site; broken links fail (look: python3 -m http.server -d build/site)
-	$(PY) tools/message_page.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 format: $(VENV)/.lint ## apply what lint checks

@@ -1,7 +1,4 @@
-"""Write docs/messages.md: every message of zshard, with its exception, its remedy and its file.
-
-    python tools/message_page.py            # write the page (`make docs` does so too)
-    python tools/message_page.py --check    # exit 1 if the page is not up to date
+"""The site's page of every message of zshard, with its exception, its remedy and its file.
 
 The list is made from the sources alone, by tools/messages.py, so no message is written twice. What
 a message puts in at run time is shown as "…". A message names its own remedy after a colon or a
@@ -22,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import messages
 
 ROOT = messages.ROOT
-PAGE = ROOT / "docs" / "messages.md"
 VALUE = re.compile(
     r"%[-+#0-9.*]*(?:ll|[lzhjt])?[diouxXeEfgGcspRUSA]"  # of C
     r"|\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"  # of Python
@@ -62,7 +58,7 @@ INTRODUCTION = """# Every message
 Search this page for a part of your message without names and numbers: "…" stands for these.
 [errors.md](errors.md) says what each exception means, and explains the common messages. The last
 table has warnings, lines that zshard prints, and pieces of which longer messages are made.
-Files are those of `csrc` and `zshard`. `make docs` writes this page from them.
+Files are those of `csrc` and `zshard`, which this page is made from.
 """
 GROUPS = {  # heading -> folders and files, below csrc and zshard, whose messages it has
     "Wrapping and options": (
@@ -184,17 +180,3 @@ def page() -> str:
     for message in all_messages():
         by_group[group_of(message)].append(message)
     return "\n".join([INTRODUCTION, *(table(*each) for each in by_group.items())])
-
-
-def main() -> int:
-    text = page()
-    if "--check" in sys.argv[1:]:
-        return int(not PAGE.exists() or PAGE.read_text() != text)
-    if not PAGE.exists() or PAGE.read_text() != text:
-        PAGE.write_text(text)
-        print(f"wrote {PAGE.relative_to(ROOT)}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

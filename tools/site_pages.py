@@ -1,7 +1,7 @@
 """A hook of mkdocs (mkdocs.yml): what the site of `make docs` has beyond docs/.
 
-- Pages of other folders (README.md, ARCHITECTURE.md, benchmarks/...), the API from docstrings, and
-  the calculator's data from the planner.
+- Pages of other folders (README.md, ARCHITECTURE.md, benchmarks/...), the API from docstrings, the
+  messages from the sources, and the calculator's data from the planner.
 - Links between all of these. In the repository they are relative to its root; a link to a file
   that is no page leads to the repository (`repo_url`), or becomes plain text.
 - Each page as Markdown, training.md beside training/, and llms.txt, which lists them.
@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import api_page  # noqa: E402
 import calculator_data  # noqa: E402
+import message_page  # noqa: E402
 
 PAGES = {  # path in the repository -> page of the site
     "README.md": "index.md",
@@ -48,6 +49,7 @@ def on_files(files: Files, config: Any) -> Files:
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     files.append(File.generated(config, "api.md", content=api_page.page()))
+    files.append(File.generated(config, "messages.md", content=message_page.page()))
     files.append(File.generated(config, "calculator_data.js", content=calculator_data.script()))
     return files
 

@@ -55,7 +55,6 @@ from zshard.weights.delta import Exported
 from zshard.weights.export import Export as Export
 from zshard.weights.export import export
 from zshard.weights.send import receive_export
-from zshard.weights.shared import SharedWeights
 from zshard.wrap.meta import uninitialized
 
 # Types that functions return serve annotations: Export, Loaded, SaveHandle, ShardParameter,
@@ -88,7 +87,6 @@ __all__ = [
     "SGD8bit",
     "ShardError",
     "ShardingStrategy",
-    "SharedWeights",
     "WholeMatrix",
     "Wire",
     "available_features",
@@ -126,11 +124,17 @@ else:
         """Import torch's, DeepSpeed's and the planner's names when a script first uses one."""
         import importlib
 
+        from zshard._errors import warn
+        from zshard._removed import removal
+
         for package in ("compat", "deepspeed", "planner") if not name.startswith("__") else ():
             module = importlib.import_module(f"zshard.{package}")
             if name in module.__all__:
                 return getattr(module, name)
-        raise AttributeError(f"module 'zshard' has no attribute '{name}'")
+        text = removal(name)
+        if text is not None:
+            warn(text)  # `from zshard import ...` replaces the text of the error below
+        raise AttributeError(text or f"module 'zshard' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

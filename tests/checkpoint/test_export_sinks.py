@@ -1,11 +1,10 @@
-"""Where exports go: a Hugging Face folder, a process group, shared memory; and what of a model has
-changed since the last one."""
+"""Where exports go: a Hugging Face folder, a process group; and what of a model has changed since the
+last one."""
 
 from __future__ import annotations
 
-import copy
 import os
-import time
+import tempfile
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from nursery import fork_ranks
 from spawn import ranks
 
 import zshard
-from zshard import FSDP, AdamW, Exported, SharedWeights
+from zshard import FSDP, AdamW, Exported
 
 BOTH = ["shm", "c10d"]
 
@@ -54,11 +53,6 @@ def full(model):
 
 def joined(buckets):
     return {name: value for bucket in buckets for name, value in bucket.items()}
-
-
-def name_of(what):
-    """A name in shared memory that no other test has."""
-    return f"test-{os.environ['MASTER_PORT']}-{what}"
 
 
 # --- changes --------------------------------------------------------------------------------------
@@ -168,6 +162,14 @@ def test_folders(pool, transport, tmp_path):
     pool.run(writes_folders, transport, str(tmp_path))
 
 
+def test_folder_in_memory_for_processes_of_the_host():
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    plain = make(Net)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        zshard.export(plain).save(f"{folder}/policy")
+        same(load_file(f"{folder}/policy/model.safetensors"), full(plain))
+
+
 def fails_in_the_middle(transport, folder, monkeypatched):
     from zshard.weights import hf_folder as module
 
@@ -256,152 +258,3 @@ def receiver_leaves():
 
 def test_a_receiver_may_leave_early():
     fork_ranks(in_group, 2, receiver_leaves.__name__, check=True)
-
-
-# --- shared memory --------------------------------------------------------------------------------
-
-
-def shares(transport):
-    model, optimizer = built(transport)
-    name, first = name_of(transport), dist.get_rank() == 0
-    shared = SharedWeights(name)
-    if first:
-        with pytest.raises(FileNotFoundError, match="no process of this host"), shared.read():
-            pass
-    assert shared.generation() == 0
-    dist.barrier()
-    since = Exported()
-    for number in range(3):
-        zshard.export(model, since=since, bucket=1500).share(name)
-        expected = full(model)
-        dist.barrier()
-        with shared.read() as tensors:
-            same(dict(tensors), expected)
-            tensors["norm.bias"].zero_()  # stays in this process
-            kept = tensors["head.weight"]
-        assert kept.numel() == 0
-        assert shared.generation() == number + 1
-        dist.barrier()
-        step(model, optimizer)
-    inode = os.stat(shared._path).st_ino
-    zshard.export(model, since=Exported()).share(name)  # another one's: all tensors
-    zshard.export(model, since=since).share(name)
-    expected = full(model)
-    dist.barrier()
-    assert os.stat(shared._path).st_ino == inode
-    with shared.read() as tensors:
-        same(dict(tensors), expected)
-    dist.barrier()
-    zshard.export(model, since=since, dtype=torch.bfloat16).share(name)  # another layout
-    dist.barrier()
-    assert os.stat(shared._path).st_ino != inode
-    with shared.read() as tensors:
-        same(dict(tensors), {name: value.bfloat16() for name, value in expected.items()})
-    dist.barrier()
-    shared.unlink()
-    shared.unlink()
-
-
-@ranks(2)
-@pytest.mark.parametrize("transport", BOTH)
-def test_shared_memory(pool, transport):
-    pool.run(shares, transport)
-
-
-def locks(transport):
-    model, _ = built(transport)
-    name, first = name_of(f"locks-{transport}"), dist.get_rank() == 0
-    shared = SharedWeights(name)
-    zshard.export(model).share(name)
-    dist.barrier()
-    with shared.read():
-        if transport == "c10d" or first:
-            with pytest.raises(TimeoutError, match="a process reads"):
-                zshard.export(model).share(name, timeout=0.2)
-        dist.barrier()
-    for bad in ("", "a/b", "x" * 300, 3):
-        with pytest.raises(ValueError, match="name must be"):
-            SharedWeights(bad)
-    dist.barrier()
-    if first:
-        shared.unlink()
-
-
-@ranks(2)
-@pytest.mark.parametrize("transport", BOTH)
-def test_an_export_waits_for_readers(pool, transport):
-    pool.run(locks, transport)
-
-
-def dies_in_the_middle(name):
-    plain = make(Net)
-    zshard.export(plain).share(name)
-
-    class Bad(torch.nn.Module):
-        pass
-
-    from zshard.weights.export import Rounds
-
-    fill = Rounds.fill
-    calls = []
-
-    def dying(*args):
-        calls.append(1)
-        if len(calls) == 2:
-            os._exit(7)
-        fill(*args)
-
-    Rounds.fill = dying
-    zshard.export(plain, bucket=1000).share(name)
-
-
-def test_a_half_written_export_is_refused():
-    name = f"test-{os.getpid()}-half"
-    shared = SharedWeights(name)
-    (result,) = fork_ranks(dies_in_the_middle, 1, name)
-    assert result.returncode == 7
-    with pytest.raises(RuntimeError, match="did not finish"), shared.read():
-        pass
-    plain = make(Net)
-    zshard.export(plain).share(name)
-    with shared.read() as tensors:
-        same(dict(tensors), full(plain))
-    assert shared.generation() == 2
-    shared.unlink()
-
-
-def reads_all_the_time(name, seconds):
-    """Rank 0 writes models of one number each, rank 1 reads: it must never see two numbers."""
-    shared, plain = SharedWeights(name), make(Net)
-    with torch.no_grad():
-        for number in range(1000):
-            if dist.get_rank() == 0:
-                for param in plain.parameters():
-                    param.fill_(number)
-                zshard.export(plain, bucket=1000).share(name)
-                time.sleep(0.001)
-            if number == 0:
-                dist.barrier()
-                end = time.monotonic() + seconds
-            if dist.get_rank() == 1:
-                with shared.read() as tensors:
-                    seen = {float(v) for each in tensors.values() for v in (each.min(), each.max())}
-                assert len(seen) == 1, seen
-            if time.monotonic() > end:
-                break
-    dist.barrier()
-
-
-def test_a_reader_sees_one_export_only():
-    name = f"test-{os.getpid()}-race"
-    fork_ranks(in_group, 2, reads_all_the_time.__name__, name, 2.0, check=True)
-    SharedWeights(name).unlink()
-
-
-def test_a_plain_model_shares_alone():
-    plain = copy.deepcopy(make(Net))
-    name = f"test-{os.getpid()}-plain"
-    zshard.export(plain).share(name)
-    with SharedWeights(name).read() as tensors:
-        same(dict(tensors), full(plain))
-    SharedWeights(name).unlink()

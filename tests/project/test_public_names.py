@@ -8,14 +8,17 @@ from the top without standing there; so are DeepSpeed's, which are in zshard.dee
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 
 import zshard
 import zshard.compat
 import zshard.deepspeed
+from zshard._removed import REMOVED
 
 PUBLIC = {
     *("FSDP", "EMA", "Adam", "AdamW", "SGD", "Adam8bit", "AdamW8bit", "SGD8bit", "Muon"),
@@ -24,7 +27,7 @@ PUBLIC = {
     "NonFiniteError",
     *("CheckpointError", "CudaError", "DivergenceError", "NcclError", "PeerError"),
     *("PeerTimeoutError", "ShardError", "KeeperError", "keep"),
-    *("export", "Exported", "receive_export", "SharedWeights"),
+    *("export", "Exported", "receive_export"),
     *("save", "load", "latest_checkpoint", "rng_state", "set_rng_state"),
     *("load_state_dict", "optim_state_dict", "load_optim_state_dict"),
     *(
@@ -96,6 +99,24 @@ def test_names_of_torch_and_deepspeed_are_importable_from_the_top() -> None:
         for name in names:
             assert getattr(zshard, name) is getattr(module, name), name
     assert [name for name in RETURNED if not hasattr(zshard, name)] == []
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_name_says_what_to_use(name: str) -> None:
+    owner, _, last = name.rpartition(".")
+    holder = object.__new__(getattr(zshard, owner)) if owner else zshard
+    text = re.escape(f"zshard.{name} was removed in 0.1.0: use {REMOVED[name]}")
+    with pytest.raises(AttributeError, match=f"^{text}$"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        getattr(holder, last)
+    with pytest.raises(AttributeError, match=f"no attribute '{last}_'"):
+        getattr(holder, f"{last}_")
+
+
+def test_an_import_of_a_removed_name_warns_what_to_use() -> None:
+    """Python's ImportError has a text of its own."""
+    with pytest.warns(UserWarning, match="use zshard.export"), pytest.raises(ImportError):
+        from zshard import SharedWeights  # noqa: F401
 
 
 @pytest.mark.parametrize("module", [zshard, zshard.compat, zshard.deepspeed])

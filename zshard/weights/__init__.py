@@ -1,1 +1,1 @@
-"""Full weights while a model trains: in buckets, to a folder, a process group or shared memory."""
+"""Full weights while a model trains: in buckets, to a folder or a process group."""

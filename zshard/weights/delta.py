@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -40,23 +39,12 @@ class Exported:
     """
 
     def __init__(self) -> None:
-        self._id = os.urandom(16)
         self._count = 0  # complete exports
         self._digests: dict[str, bytes] = {}  # by name and dtype
 
     def reset(self) -> None:
         """Make the next export send all tensors."""
         self._digests = {}
-
-    @property
-    def stamp(self) -> bytes:
-        """24 bytes: what a receiver that has got all exports so far has got."""
-        return self._id + self._count.to_bytes(8, "little")
-
-    @property
-    def next_stamp(self) -> bytes:
-        """The stamp after the export that is under way."""
-        return self._id + (self._count + 1).to_bytes(8, "little")
 
     @contextlib.contextmanager
     def news(

@@ -6,8 +6,7 @@ tensor is copied, and cast, once: from the full buffer, which over shm is the ma
 ranks' shards, to the place where it is wanted. A bucket has memory of its own, so a script
 that keeps its tensors keeps right values.
 
-A sink (hf_folder.py, send.py, shared.py) is a loop over the same rounds with another place to copy
-to.
+A sink (hf_folder.py, send.py) is a loop over the same rounds with another place to copy to.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zshard import _core
+from zshard._removed import removal
 from zshard.checkpoint.contents import tensors_of
 from zshard.guard.slices import plain
 from zshard.memory.fits import parse_size
@@ -178,23 +178,12 @@ class Export:
 
         broadcast(self, group)
 
-    def share(self, name: str, timeout: float = 60.0) -> None:
-        """Write all tensors to shared memory, where zshard.SharedWeights(name) finds them.
+    if not TYPE_CHECKING:
 
-        One rank writes: the lowest of `ranks`, by default rank 0. The memory holds the tensors
-        once, and each export writes to it in place, with `since` only what has changed. It remains
-        when this process ends, until SharedWeights(name).unlink() or the machine's next start.
-
-        Args:
-            name: letters, digits, ".", "_" and "-".
-            timeout: seconds to wait while a process reads.
-
-        Raises what iterating does; ValueError for another name; TimeoutError if a process still
-        reads after `timeout`; OSError if there is not enough shared memory.
-        """
-        from zshard.weights.shared import share
-
-        share(self, name, timeout)
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say what to use instead of a method that was removed."""
+            unknown = f"'Export' object has no attribute '{name}'"
+            raise AttributeError(removal(f"Export.{name}") or unknown)
 
     @property
     def sender(self) -> frozenset[int]:
@@ -311,7 +300,7 @@ def export(
         ranks: the rank, or ranks, of the model's process group that get the tensors; None: all.
         since: a zshard.Exported: only tensors that have changed since its last complete export.
 
-    Returns an Export, an iterable with the methods save(), broadcast() and share().
+    Returns an Export, an iterable with the methods save() and broadcast().
 
     Raises TypeError or ValueError, which name the argument, or the tensor, for what cannot be
     exported; RuntimeError during a forward or backward, while unshard() keeps parameters unsharded,
