@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
-from zshard import _torch_check, wrap  # noqa: F401 - the check before the core is loaded
+from zshard import _build_check, wrap  # noqa: F401 - the check before the core is loaded
 from zshard import bitsandbytes as _bitsandbytes  # noqa: F401 - these register themselves
 from zshard import peft as _peft  # noqa: F401
 from zshard import transformers as _transformers  # noqa: F401

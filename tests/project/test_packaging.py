@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -22,7 +23,8 @@ import torch
 from test_build import FLAGS, Project
 
 import zshard
-from zshard import _torch_check
+from zshard import _build_check
+from zshard._built import built_with, digest
 
 ROOT = Path(__file__).resolve().parents[2]
 MINOR = ".".join(torch.__version__.split(".")[:2])
@@ -97,24 +99,65 @@ except ImportError as error:
     said = run(sys.executable, "-c", script, cwd=tmp_path).stdout
     assert f"zshard was built with torch {torch.__version__}, but torch 2.99.1+cu199" in said
     assert f"pip install 'torch=={MINOR}.*'" in said and "make build" in said
-    assert "'zshard._torch_check'" not in said  # a module that raises is not kept
+    assert "'zshard._build_check'" not in said  # a module that raises is not kept
 
 
 @pytest.mark.parametrize("version", [f"{MINOR}.99", f"{MINOR}.0a0+git1", f"{MINOR}.0+cu126"])
 def test_another_patch_version_will_do(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    _torch_check._check()
+    _build_check._check()
 
 
-def test_sources_that_are_not_built_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zshard._built_with", None)
-    with pytest.raises(ImportError, match="extension is not built: in a clone, run `make build`"):
-        _torch_check._check()
+CORE = f"zshard/_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+OTHERS = "zshard/_core.cpython-399-x86_64-linux-gnu.so"
+NOT_BUILT = (
+    f"zshard's extension is not built for Python {sys.version_info[0]}.{sys.version_info[1]}"
+)
+CHANGED = "the C sources in {} have changed since zshard's extension was built: build it again"
+
+
+@pytest.mark.parametrize(
+    ("there", "edited", "says"),
+    [
+        ({}, False, NOT_BUILT),
+        ({OTHERS: "2.99.0+cpu {digest}"}, False, NOT_BUILT),  # of another Python
+        ({CORE: None}, False, NOT_BUILT),  # by a build before notes
+        ({CORE: "2.99.0+cpu {digest}"}, True, CHANGED),
+        ({CORE: "2.99.0+cpu {digest}"}, False, None),
+        ({CORE: "2.99.0+cpu"}, True, None),  # as installed: a folder csrc beside it is not ours
+        # each Python has its own torch
+        ({CORE: "2.99.0+cpu {digest}", OTHERS: "2.98.0+cpu {digest}"}, False, None),
+    ],
+)
+def test_builds_that_a_clone_may_have(
+    tmp_path: Path, there: dict[str, str | None], edited: bool, says: str | None
+) -> None:
+    """A clone with a torch 2.99.1; `there`: its extensions and the notes on them."""
+    for name in ("csrc", "torch", "zshard"):
+        (tmp_path / name).mkdir()
+    for name in ("_built.py", "_build_check.py"):
+        shutil.copy(ROOT / "zshard" / name, tmp_path / "zshard")
+    (tmp_path / "zshard" / "__init__.py").write_text("from zshard import _build_check\n")
+    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.99.1+cpu'\n")
+    (tmp_path / "csrc" / "one.c").write_text("int one;\n")
+    for name, note in there.items():
+        (tmp_path / name).write_text("")
+        if note is not None:
+            text = note.format(digest=digest(tmp_path))
+            built_with(tmp_path / name).write_text(text)
+    if edited:
+        (tmp_path / "csrc" / "one.c").write_text("int two;\n")
+    done = run(sys.executable, "-c", "import zshard; print('imported')", cwd=tmp_path)
+    if says is None:
+        assert done.stdout == "imported\n"
+    else:
+        assert f"ImportError: {says.format(tmp_path)}" in done.stdout
+        assert "run `make build` or `pip install --no-build-isolation .`" in done.stdout
 
 
 # --- the source distribution and its wheel --------------------------------------------------------
 
-BUILT = ("build", "dist", "*.egg-info", "__pycache__", "*.so", "_built_with.py", ".*", "runs")
+BUILT = ("build", "dist", "*.egg-info", "__pycache__", "*.so", "*.built", ".*", "runs")
 BUILD = "import sys; sys.path.insert(0, 'tools'); import build_backend as b; b.build_{}({!r})"
 
 
@@ -188,7 +231,8 @@ def test_source_distribution_has_all_files_of_the_repository(source: Path) -> No
     missing = [n for n in missing if not n.startswith(("benchmarks/results/", ".github/"))]
     assert not (source / "benchmarks" / "results").exists()
     assert missing == [".ci/run", ".gitignore"]
-    assert not list(source.glob("zshard/*.so")) + list(source.glob("zshard/_built_with.py"))
+    with tarfile.open(next(source.parent.glob("zshard-*.tar.gz"))) as file:
+        assert [name for name in file.getnames() if name.endswith((".so", ".built"))] == []
 
 
 @pytest.mark.thorough
@@ -197,10 +241,10 @@ def test_what_the_wheel_says_of_itself(wheel: Path) -> None:
         names = set(file.namelist())
         metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
         told = Parser().parsestr(file.read(metadata).decode())
-        built_with = file.read("zshard/_built_with.py").decode()
+        notes = [file.read(name).decode() for name in names if name.endswith(".built")]
     plain = [line for line in told.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert plain == [f"torch=={MINOR}.*"]
-    assert f'TORCH = "{torch.__version__}"' in built_with
+    assert notes == [f"{torch.__version__}\n"]
     assert told["Version"] == f"{zshard.__version__}+torch{MINOR}"
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert wheel.name.startswith(f"zshard-{told['Version']}-{python}-{python}-linux")
@@ -211,7 +255,7 @@ def test_what_the_wheel_says_of_itself(wheel: Path) -> None:
     assert {"zshard/py.typed", "zshard/_core.pyi"} <= names
     assert {name.split("/")[0] for name in names} == {"zshard", metadata.split("/")[0]}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "zshard").rglob("*.py")}
-    assert sources | {"zshard/_built_with.py"} == {name for name in names if name.endswith(".py")}
+    assert sources == {name for name in names if name.endswith(".py")}
 
 
 TRAIN = """
