@@ -116,6 +116,29 @@ __all__ = [
     "wrap",
 ]
 
+# Torch's, DeepSpeed's and the planner's names, imported when a script first uses one. The tests of
+# dir() compare each list with its package's.
+_LATER = {
+    **dict.fromkeys(
+        (
+            *("BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "DataParallelMeshDims"),
+            *("DistributedDataParallel", "FSDPModule", "FlatParameter", "FullOptimStateDictConfig"),
+            *("FullStateDictConfig", "FullyShardedDataParallel", "GradientReductionHandle"),
+            *("LocalOptimStateDictConfig", "LocalStateDictConfig", "MixedPrecisionPolicy"),
+            *("OffloadPolicy", "OptimStateDictConfig", "ShardedGradScaler"),
+            *("ShardedOptimStateDictConfig", "ShardedStateDictConfig", "StateDictConfig"),
+            *("StateDictSettings", "StateDictType", "UnshardHandle", "fully_shard"),
+            *("register_fsdp_forward_method", "share_comm_ctx"),
+        ),
+        "compat",
+    ),
+    **dict.fromkeys(
+        ("DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "zero"),
+        "deepspeed",
+    ),
+    **dict.fromkeys(("Dims", "Plan", "plan"), "planner"),
+}
+
 if _TYPE_CHECKING:
     from zshard.compat import *  # noqa: F403
     from zshard.deepspeed import *  # noqa: F403
@@ -123,16 +146,13 @@ if _TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Import torch's, DeepSpeed's and the planner's names when a script first uses one."""
+        if name not in _LATER:
+            raise AttributeError(f"module 'zshard' has no attribute '{name}'")
         import importlib
 
-        for package in ("compat", "deepspeed", "planner") if not name.startswith("__") else ():
-            module = importlib.import_module(f"zshard.{package}")
-            if name in module.__all__:
-                return getattr(module, name)
-        raise AttributeError(f"module 'zshard' has no attribute '{name}'")
+        return getattr(importlib.import_module(f"zshard.{_LATER[name]}"), name)
 
 
 def __dir__() -> list[str]:
     """List only the public names: not the submodules, which also become attributes on import."""
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *_LATER, *(name for name in globals() if name.startswith("__"))})
