@@ -27,7 +27,8 @@ from setuptools.errors import CompileError
 sys.path.insert(0, "tools")
 from cuda_image import compile_image
 
-built_with, digest = map(runpy.run_path("zshard/_built.py").get, ("built_with", "digest"))
+built = runpy.run_path("zshard/_built.py")
+note_on, digest = built["note_on"], built["digest"]
 
 VARIANTS = {
     "release": ["-O3", "-DNDEBUG"],
@@ -112,7 +113,7 @@ class BuildCore(build_ext):
 
     def copy_extensions_to_source(self):
         super().copy_extensions_to_source()
-        note = built_with(self.get_ext_filename("zshard._core"))
+        note = note_on(self.get_ext_filename("zshard._core"))
         version = Path(self.build_lib, note).read_text()
         note.write_text(f"{version}{digest(Path())}\n")
 
@@ -147,7 +148,7 @@ class BuildCore(build_ext):
         target = self.get_ext_fullpath(ext.name)
         self.mkpath(os.path.dirname(target))
         shutil.copy(folder / "_core.so", target)
-        built_with(target).write_text(f"{version}\n")
+        note_on(target).write_text(f"{version}\n")
 
 
 if __name__ == "__main__":

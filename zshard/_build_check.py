@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from zshard._built import built_with, digest
+from zshard._built import digest, note_on
 
 __all__: list[str] = []
 
@@ -25,7 +25,7 @@ def _check() -> None:
     """Raise ImportError unless the build saw this Python, torch's minor version and the sources."""
     # In this folder: an import would also find that of another clone, installed editable.
     spec = PathFinder.find_spec("zshard._core", [str(Path(__file__).parent)])
-    note = built_with(spec.origin) if spec is not None and spec.origin else None
+    note = note_on(spec.origin) if spec is not None and spec.origin else None
     if note is None or not note.exists():
         python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
         raise ImportError(f"zshard's extension is not built for {python}: {_BUILD}")

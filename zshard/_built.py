@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-__all__ = ["built_with", "digest"]
+__all__ = ["digest", "note_on"]
 
 _COMPILED = {".c", ".h", ".cpp", ".hpp", ".cu", ".cuh"}
 
 
-def built_with(extension: str | Path) -> Path:
+def note_on(extension: str | Path) -> Path:
     """Return the path of the note on the extension: the version of torch, and if it lies beside
     its sources, their digest."""
     return Path(extension).with_suffix(".built")

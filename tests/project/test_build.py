@@ -17,7 +17,7 @@ import pytest
 import torch
 from c_sources import DEFINED, Symbols, release_objects, source, symbols, symbols_by_source
 
-from zshard._built import built_with, digest
+from zshard._built import digest, note_on
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -131,7 +131,7 @@ def test_wheel_leaves_the_extension_in_the_clone(project: Project) -> None:
     done = project.run("setup.py", "-q", "bdist_wheel")
     assert done.returncode == 0, done.stdout
     assert project.answer() == "42"
-    note = built_with(project.folder / f"zshard/_core{sysconfig.get_config_var('EXT_SUFFIX')}")
+    note = note_on(project.folder / f"zshard/_core{sysconfig.get_config_var('EXT_SUFFIX')}")
     assert note.read_text().split() == [torch.__version__, digest(project.folder)]
     done = project.run("setup.py", "-q", "build", "--build-lib", "apart")  # of no package: apart
     (apart,) = project.folder.glob("apart/zshard/*.built")
@@ -216,7 +216,7 @@ def test_wheel_has_the_extension_and_the_types(project: Project) -> None:
     installed = {path.name for path in (project.folder / "site/zshard").iterdir()} - {"__pycache__"}
     core = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
     modules = {"__init__.py", "_version.py", "_built.py"}
-    assert installed == {*modules, "_core.pyi", "py.typed", core, built_with(core).name}
+    assert installed == {*modules, "_core.pyi", "py.typed", core, note_on(core).name}
     site = str(project.folder / "site")
     script = "import sys; del sys.path[0]; import zshard._core as c; print(c.answer())"
     done = project.run("-c", script, PYTHONPATH=site)

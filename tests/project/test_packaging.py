@@ -25,7 +25,7 @@ from test_build import FLAGS, Project
 
 import zshard
 from zshard import _build_check
-from zshard._built import built_with, digest
+from zshard._built import digest, note_on
 
 ROOT = Path(__file__).resolve().parents[2]
 MINOR = ".".join(torch.__version__.split(".")[:2])
@@ -145,7 +145,7 @@ def test_builds_that_a_clone_may_have(
         (tmp_path / name).write_text("")
         if note is not None:
             text = note.format(digest=digest(tmp_path))
-            built_with(tmp_path / name).write_text(text)
+            note_on(tmp_path / name).write_text(text)
     if edited:
         (tmp_path / "csrc" / "one.c").write_text("int two;\n")
     done = run(sys.executable, "-c", "import zshard; print('imported')", cwd=tmp_path)
