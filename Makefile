@@ -91,7 +91,7 @@ fuzz: build $(VENV)/.test ## fuzz what reads checkpoints, so sanitized, until Ct
 	    $(ARGS) $(or $(abspath $(INPUT)),$(FUZZ)/corpus)
 
 clean: ## remove what was built; ./.venv stays
-	rm -rf build dist *.egg-info zshard/*.so zshard/_built_with.py .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info zshard/*.so zshard/*.built .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove ./.venv too

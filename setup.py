@@ -27,6 +27,9 @@ from setuptools.errors import CompileError
 sys.path.insert(0, "tools")
 from cuda_image import compile_image
 
+built = runpy.run_path("zshard/_built.py")
+note_on, digest = built["note_on"], built["digest"]
+
 VARIANTS = {
     "release": ["-O3", "-DNDEBUG"],
     "debug": ["-O0", "-g"],
@@ -66,15 +69,16 @@ def up_to_date(target, record, words, inputs):
         return False
 
 
-def make(target, command, inputs=()):
+def make(target, command, inputs=(), place=""):
     """Makes `target` by `command` (without -o), of inputs and those that its compiler lists in a .d
-    file, unless it is up to date. Raises CompileError."""
+    file, unless it is up to date. place: where it stands among all targets, as "[3/9] ". Raises
+    CompileError."""
     words, record = shlex.join([*command, "-o", str(target)]), Path(f"{target}.cmd")
     listed = target.with_suffix(".d")
     text = listed.read_text().replace("\\\n", " ") if listed.exists() else ""
     if up_to_date(target, record, words, [*inputs, *shlex.split(text.partition(": ")[2])]):
         return
-    print(f"{command[0]} {target.stem}\n", end="", flush=True)  # one write: others print too
+    print(f"{place}{command[0]} {target.stem}\n", end="", flush=True)  # one write: others print too
     done = subprocess.run(shlex.split(words), text=True, stdout=-1, stderr=subprocess.STDOUT)
     print(done.stdout, end="", flush=True)
     if done.returncode:
@@ -97,11 +101,21 @@ def recipes(torch, flags, env):
 
 
 class BuildCore(build_ext):
+    """Beside the extension stands what zshard/_build_check.py compares: the version of torch, and
+    in place the digest of the sources, too."""
+
     def run(self):
         super().run()
-        note = Path("." if self.inplace else self.build_lib, "zshard", "_built_with.py")
-        words = '"""The torch that zshard was compiled against. Written by setup.py."""'
-        note.write_text(f'{words}\n\nTORCH = "{find_torch()[1]}"\n')
+        # Python finds the sources in the current folder before what pip installs: with the
+        # extension in them too, a clone runs after a plain install.
+        if "bdist_wheel" in sys.argv:
+            self.copy_extensions_to_source()
+
+    def copy_extensions_to_source(self):
+        super().copy_extensions_to_source()
+        note = note_on(self.get_ext_filename("zshard._core"))
+        version = Path(self.build_lib, note).read_text()
+        note.write_text(f"{version}{digest(Path())}\n")
 
     def build_extension(self, ext):
         torch, version = find_torch()
@@ -115,23 +129,26 @@ class BuildCore(build_ext):
         env = {name: shlex.split(os.environ.get(name, usual)) for name, usual in tools.items()}
         commands, image = recipes(torch, flags, env), compile_image(make)
 
-        def compile_one(source):
+        def compile_one(number, source):
             target = folder / f"{source.name}.o"
             inputs, facts = image if source.name == "cuda_image.c" else ([], [])
             listed = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source)]
-            make(target, [*commands[source.suffix], *listed, *facts], [str(source), *inputs])
+            command = [*commands[source.suffix], *listed, *facts]
+            make(target, command, [str(source), *inputs], f"[{number}/{total}] ")
             return str(target)
 
         # C++ with torch's headers first, so that no long compile is left to the end
         sources = sorted(map(Path, ext.sources), key=lambda path: path.suffix != ".cpp")
+        total = len(sources) + 1
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            objects = list(pool.map(compile_one, sources))
+            objects = list(pool.map(compile_one, range(1, total), sources))
         where = [f"-L{torch}/lib", f"-Wl,-rpath,$ORIGIN/../torch/lib:{torch}/lib"]
         link = [*env["CXX"], "-shared", *flags, *objects, *LIBS, *where, *env["LDFLAGS"]]
-        make(folder / "_core.so", link, objects)
+        make(folder / "_core.so", link, objects, f"[{total}/{total}] ")
         target = self.get_ext_fullpath(ext.name)
         self.mkpath(os.path.dirname(target))
         shutil.copy(folder / "_core.so", target)
+        note_on(target).write_text(f"{version}\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
-from zshard import _torch_check, wrap  # noqa: F401 - the check before the core is loaded
+from zshard import _build_check, wrap  # noqa: F401 - the check before the core is loaded
 from zshard import bitsandbytes as _bitsandbytes  # noqa: F401 - these register themselves
 from zshard import peft as _peft  # noqa: F401
 from zshard import transformers as _transformers  # noqa: F401
@@ -114,6 +114,29 @@ __all__ = [
     "wrap",
 ]
 
+# Torch's, DeepSpeed's and the planner's names, imported when a script first uses one. The tests of
+# dir() compare each list with its package's.
+_LATER = {
+    **dict.fromkeys(
+        (
+            *("BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "DataParallelMeshDims"),
+            *("DistributedDataParallel", "FSDPModule", "FlatParameter", "FullOptimStateDictConfig"),
+            *("FullStateDictConfig", "FullyShardedDataParallel", "GradientReductionHandle"),
+            *("LocalOptimStateDictConfig", "LocalStateDictConfig", "MixedPrecisionPolicy"),
+            *("OffloadPolicy", "OptimStateDictConfig", "ShardedGradScaler"),
+            *("ShardedOptimStateDictConfig", "ShardedStateDictConfig", "StateDictConfig"),
+            *("StateDictSettings", "StateDictType", "UnshardHandle", "fully_shard"),
+            *("register_fsdp_forward_method", "share_comm_ctx"),
+        ),
+        "compat",
+    ),
+    **dict.fromkeys(
+        ("DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "zero"),
+        "deepspeed",
+    ),
+    **dict.fromkeys(("Dims", "Plan", "plan"), "planner"),
+}
+
 if _TYPE_CHECKING:
     from zshard.compat import *  # noqa: F403
     from zshard.deepspeed import *  # noqa: F403
@@ -121,22 +144,19 @@ if _TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Import torch's, DeepSpeed's and the planner's names when a script first uses one."""
+        if name not in _LATER:
+            from zshard._errors import warn
+            from zshard._removed import removal
+
+            text = removal(name)
+            if text is not None:
+                warn(text)  # `from zshard import ...` replaces the text of the error below
+            raise AttributeError(text or f"module 'zshard' has no attribute '{name}'")
         import importlib
 
-        from zshard._errors import warn
-        from zshard._removed import removal
-
-        for package in ("compat", "deepspeed", "planner") if not name.startswith("__") else ():
-            module = importlib.import_module(f"zshard.{package}")
-            if name in module.__all__:
-                return getattr(module, name)
-        text = removal(name)
-        if text is not None:
-            warn(text)  # `from zshard import ...` replaces the text of the error below
-        raise AttributeError(text or f"module 'zshard' has no attribute '{name}'")
+        return getattr(importlib.import_module(f"zshard.{_LATER[name]}"), name)
 
 
 def __dir__() -> list[str]:
     """List only the public names: not the submodules, which also become attributes on import."""
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *_LATER, *(name for name in globals() if name.startswith("__"))})

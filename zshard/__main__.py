@@ -10,11 +10,14 @@ Doctor prints the result of zshard.available_features(): every fact is queried o
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import signal
 import sys
 
 from zshard import trace
+from zshard._version import __version__
 from zshard.checkpoint import cli
 from zshard.doctor import report
 from zshard.planner import command as planner
@@ -24,18 +27,20 @@ from zshard.run import launch
 def main() -> int:
     """Run the command that the arguments name; return its exit status."""
     try:
-        status = _run()
-        sys.stdout.flush()
+        try:
+            return _run()
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:  # `| head` has read enough, and what is left to flush goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    return status
 
 
 def _run() -> int:
     if sys.argv[1:2] == ["run"]:  # run takes torchrun's options after its own
         return launch.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m zshard")
+    parser.add_argument("--version", action="version", version=f"zshard {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     commands.add_parser("run", help=launch.HELP)
     doctor = commands.add_parser(
@@ -47,8 +52,13 @@ def _run() -> int:
     planner.add_command(commands)
     cli.add_commands(commands)
     trace.add_command(commands)
-    args = parser.parse_args()
-    status: int = args.run(args)
+    output = io.StringIO()  # commands report an OSError as their own: a closed pipe is not theirs
+    try:
+        with contextlib.redirect_stdout(output):
+            args = parser.parse_args()
+            status: int = args.run(args)
+    finally:
+        print(output.getvalue(), end="")
     return status
 
 

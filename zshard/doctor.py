@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zshard import _core
+from zshard._version import __version__
 from zshard.keeping.client import KeeperStatus, keepers
 from zshard.ranks import nccl as _nccl
 from zshard.run.cores import Host, as_list, read_host, read_text
@@ -148,6 +149,7 @@ def report() -> tuple[str, int]:
     kernels = f"{' '.join(found['kernels'])} (nvcc {found['kernels_cuda']})"
     gpus = [f"{gpu['name']} ({'.'.join(map(str, gpu['capability']))})" for gpu in found["gpus"]]
     facts = [
+        ("zshard", f"{__version__} in {Path(__file__).parent}"),
         ("torch", found["torch"]),
         ("CPUs", describe(read_host())),
         ("bf16", bf16(read_text(Path("/proc/cpuinfo")) or "")),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from compare import assert_same
 from models import CASES, Net, Tied, differences, make, make_optimizer, wrapped
 from optim_states import FULL, differ, go_on, rank, trained, wrap
+from safetensors.torch import load_file, load_model
 from spawn import RankPool
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig
@@ -244,6 +245,26 @@ def untied(path):
 def test_tied_tensor_loads_under_all_names(pool2, tmp_path):
     zshard.save(tmp_path / "x", make(Tied, 7))
     assert pool2.run(untied, str(tmp_path / "x")) == [([], [])] * 2
+
+
+def save_and_export(path):
+    model = wrapped(Tied, FULL)
+    zshard.save(f"{path}/saved", model)
+    zshard.export(model).save(f"{path}/exported")
+    return model.state_dict()
+
+
+def test_safetensors_own_function_loads_tied_files_into_a_plain_model(pool2, tmp_path):
+    """The page's advice, and why: load_state_dict() of what load_file() returns lacks names."""
+    state = pool2.run(save_and_export, str(tmp_path))[0]
+    for folder in ("saved", "exported"):
+        file = tmp_path / folder / "model.safetensors"
+        model = make(Tied, 3)
+        with pytest.raises(RuntimeError, match=r'Missing key.*"head.weight"'):
+            model.load_state_dict(load_file(file))
+        assert load_model(model, file) == (set(), [])
+        assert model.head.weight is model.embed.weight
+        assert_same(model.state_dict(), state, folder)
 
 
 def behind_a_save(path):

@@ -6,6 +6,7 @@ includes nothing of torch, so that a whole build takes a second.
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,10 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 from c_sources import DEFINED, Symbols, release_objects, source, symbols, symbols_by_source
+
+from zshard._built import digest, note_on
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,7 +62,8 @@ class Project:
         (folder / "tools").mkdir()
         for name in ("build_backend.py", "cuda_image.py"):
             shutil.copy(ROOT / "tools" / name, folder / "tools")
-        self.write("zshard/_version.py", (ROOT / "zshard" / "_version.py").read_text())
+        for name in ("zshard/_version.py", "zshard/_built.py"):
+            self.write(name, (ROOT / name).read_text())
         self.write("README.md", "A project for tests.\n")
 
     def write(self, name: str, text: str) -> None:
@@ -84,7 +89,7 @@ class Project:
         done = self.run("setup.py", "-q", "build_ext", "--inplace", **env)
         assert done.returncode == 0, done.stdout
         made = [line.split() for line in done.stdout.splitlines()]
-        return {words[-1] for words in made if words and words[0] in ("cc", "c++")}
+        return {words[-1] for words in made if words[1:2] in (["cc"], ["c++"])}
 
     def answer(self) -> str:
         """What the built extension answers, in a process of its own."""
@@ -110,6 +115,30 @@ def test_only_changed_files_are_rebuilt(project: Project) -> None:
     assert project.build() == {"answer.c", "plus.cpp", "py_module.c", "_core"}
     assert project.build(CXXFLAGS="-DEDITED") == {"plus.cpp", "_core"}
     assert project.build(LDFLAGS="-s") == {"plus.cpp", "_core"}
+
+
+def test_build_prints_what_it_compiles_and_how_far_it_is(project: Project) -> None:
+    lines = project.run("setup.py", "-q", "build_ext", "--inplace").stdout.splitlines()
+    assert re.fullmatch(r"\[1/5\] c\+\+ plus\.cpp", lines[0]), lines
+    assert sorted(line.split()[0] for line in lines) == [f"[{n}/5]" for n in range(1, 6)]
+    project.write("csrc/base/lone/alone.c", PROJECT["csrc/base/lone/alone.c"] + "/* edited */\n")
+    lines = project.run("setup.py", "-q", "build_ext", "--inplace").stdout.splitlines()
+    assert re.fullmatch(r"\[[2-4]/5\] cc alone\.c", lines[0]) and lines[1] == "[5/5] c++ _core"
+
+
+def test_wheel_leaves_the_extension_in_the_clone(project: Project) -> None:
+    """Python finds the sources before the installed package, so a plain install builds them, too."""
+    done = project.run("setup.py", "-q", "bdist_wheel")
+    assert done.returncode == 0, done.stdout
+    assert project.answer() == "42"
+    note = note_on(project.folder / f"zshard/_core{sysconfig.get_config_var('EXT_SUFFIX')}")
+    assert note.read_text().split() == [torch.__version__, digest(project.folder)]
+    done = project.run("setup.py", "-q", "build", "--build-lib", "apart")  # of no package: apart
+    (apart,) = project.folder.glob("apart/zshard/*.built")
+    assert apart.read_text().split() == [torch.__version__]
+    before = digest(project.folder)
+    project.write("csrc/base/answer.h", PROJECT["csrc/base/answer.h"] + "/* edited */\n")
+    assert digest(project.folder) != before
 
 
 @pytest.mark.thorough
@@ -186,8 +215,8 @@ def test_wheel_has_the_extension_and_the_types(project: Project) -> None:
     assert done.returncode == 0, done.stdout
     installed = {path.name for path in (project.folder / "site/zshard").iterdir()} - {"__pycache__"}
     core = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-    modules = {"__init__.py", "_version.py", "_built_with.py"}
-    assert installed == {*modules, "_core.pyi", "py.typed", core}
+    modules = {"__init__.py", "_version.py", "_built.py"}
+    assert installed == {*modules, "_core.pyi", "py.typed", core, note_on(core).name}
     site = str(project.folder / "site")
     script = "import sys; del sys.path[0]; import zshard._core as c; print(c.answer())"
     done = project.run("-c", script, PYTHONPATH=site)
@@ -348,8 +377,6 @@ def test_extension_exports_only_its_init_function(core: Path) -> None:
 
 
 def test_extension_searches_torch_beside_itself_and_where_it_was_built(core: Path) -> None:
-    import torch
-
     dynamic = subprocess.run(["readelf", "-d", core], text=True, capture_output=True, check=True)
     libraries = Path(torch.__file__).parent / "lib"
     assert f"[$ORIGIN/../torch/lib:{libraries}]" in dynamic.stdout

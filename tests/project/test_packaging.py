@@ -1,4 +1,5 @@
-"""What pip makes of this repository: how a build without torch fails, and what a wheel needs.
+"""What pip makes of this repository: how a build without torch fails, what a wheel needs, and what
+the pages say to type.
 
 The wheel is made from a source distribution, as `python -m build` does it, with the objects of the
 last build, in place: whatever the source distribution lacks makes them out of date, and its build
@@ -11,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -22,7 +24,8 @@ import torch
 from test_build import FLAGS, Project
 
 import zshard
-from zshard import _torch_check
+from zshard import _build_check
+from zshard._built import digest, note_on
 
 ROOT = Path(__file__).resolve().parents[2]
 MINOR = ".".join(torch.__version__.split(".")[:2])
@@ -97,24 +100,65 @@ except ImportError as error:
     said = run(sys.executable, "-c", script, cwd=tmp_path).stdout
     assert f"zshard was built with torch {torch.__version__}, but torch 2.99.1+cu199" in said
     assert f"pip install 'torch=={MINOR}.*'" in said and "make build" in said
-    assert "'zshard._torch_check'" not in said  # a module that raises is not kept
+    assert "'zshard._build_check'" not in said  # a module that raises is not kept
 
 
 @pytest.mark.parametrize("version", [f"{MINOR}.99", f"{MINOR}.0a0+git1", f"{MINOR}.0+cu126"])
 def test_another_patch_version_will_do(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    _torch_check._check()
+    _build_check._check()
 
 
-def test_sources_that_are_not_built_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zshard._built_with", None)
-    with pytest.raises(ImportError, match="extension is not built: in a clone, run `make build`"):
-        _torch_check._check()
+CORE = f"zshard/_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+OTHERS = "zshard/_core.cpython-399-x86_64-linux-gnu.so"
+NOT_BUILT = (
+    f"zshard's extension is not built for Python {sys.version_info[0]}.{sys.version_info[1]}"
+)
+CHANGED = "the C sources in {} have changed since zshard's extension was built: build it again"
+
+
+@pytest.mark.parametrize(
+    ("there", "edited", "says"),
+    [
+        ({}, False, NOT_BUILT),
+        ({OTHERS: "2.99.0+cpu {digest}"}, False, NOT_BUILT),  # of another Python
+        ({CORE: None}, False, NOT_BUILT),  # by a build before notes
+        ({CORE: "2.99.0+cpu {digest}"}, True, CHANGED),
+        ({CORE: "2.99.0+cpu {digest}"}, False, None),
+        ({CORE: "2.99.0+cpu"}, True, None),  # as installed: a folder csrc beside it is not ours
+        # each Python has its own torch
+        ({CORE: "2.99.0+cpu {digest}", OTHERS: "2.98.0+cpu {digest}"}, False, None),
+    ],
+)
+def test_builds_that_a_clone_may_have(
+    tmp_path: Path, there: dict[str, str | None], edited: bool, says: str | None
+) -> None:
+    """A clone with a torch 2.99.1; `there`: its extensions and the notes on them."""
+    for name in ("csrc", "torch", "zshard"):
+        (tmp_path / name).mkdir()
+    for name in ("_built.py", "_build_check.py"):
+        shutil.copy(ROOT / "zshard" / name, tmp_path / "zshard")
+    (tmp_path / "zshard" / "__init__.py").write_text("from zshard import _build_check\n")
+    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.99.1+cpu'\n")
+    (tmp_path / "csrc" / "one.c").write_text("int one;\n")
+    for name, note in there.items():
+        (tmp_path / name).write_text("")
+        if note is not None:
+            text = note.format(digest=digest(tmp_path))
+            note_on(tmp_path / name).write_text(text)
+    if edited:
+        (tmp_path / "csrc" / "one.c").write_text("int two;\n")
+    done = run(sys.executable, "-c", "import zshard; print('imported')", cwd=tmp_path)
+    if says is None:
+        assert done.stdout == "imported\n"
+    else:
+        assert f"ImportError: {says.format(tmp_path)}" in done.stdout
+        assert "run `make build` or `pip install --no-build-isolation .`" in done.stdout
 
 
 # --- the source distribution and its wheel --------------------------------------------------------
 
-BUILT = ("build", "dist", "*.egg-info", "__pycache__", "*.so", "_built_with.py", "runs")
+BUILT = ("build", "dist", "*.egg-info", "__pycache__", "*.so", "*.built", "runs")
 BUILT += (".git", ".venv", ".*_cache", ".hypothesis")
 BUILD = "import sys; sys.path.insert(0, 'tools'); import build_backend as b; b.build_{}({!r})"
 
@@ -178,16 +222,21 @@ def needed_by(name: str, seen: set[str]) -> set[Path]:
     return paths
 
 
-def test_source_distribution_has_all_files_of_the_repository(source: Path) -> None:
+def tracked() -> list[str]:
+    """The files that a clone of this repository would have."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True)
     if listed.returncode != 0:
         pytest.skip("not a clone")
-    tracked = {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
-    missing = [name for name in sorted(tracked) if not (source / name).exists()]
+    return sorted(name for name in listed.stdout.splitlines() if (ROOT / name).exists())
+
+
+def test_source_distribution_has_all_files_of_the_repository(source: Path) -> None:
+    missing = [name for name in tracked() if not (source / name).exists()]
     missing = [n for n in missing if not n.startswith(("benchmarks/results/", ".github/"))]
     assert not (source / "benchmarks" / "results").exists()
     assert missing == [".ci/run", ".gitignore"]
-    assert not list(source.glob("zshard/*.so")) + list(source.glob("zshard/_built_with.py"))
+    with tarfile.open(next(source.parent.glob("zshard-*.tar.gz"))) as file:
+        assert [name for name in file.getnames() if name.endswith((".so", ".built"))] == []
 
 
 @pytest.mark.thorough
@@ -196,10 +245,10 @@ def test_what_the_wheel_says_of_itself(wheel: Path) -> None:
         names = set(file.namelist())
         metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
         told = Parser().parsestr(file.read(metadata).decode())
-        built_with = file.read("zshard/_built_with.py").decode()
+        notes = [file.read(name).decode() for name in names if name.endswith(".built")]
     plain = [line for line in told.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert plain == [f"torch=={MINOR}.*"]
-    assert f'TORCH = "{torch.__version__}"' in built_with
+    assert notes == [f"{torch.__version__}\n"]
     assert told["Version"] == f"{zshard.__version__}+torch{MINOR}"
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert wheel.name.startswith(f"zshard-{told['Version']}-{python}-{python}-linux")
@@ -210,7 +259,7 @@ def test_what_the_wheel_says_of_itself(wheel: Path) -> None:
     assert {"zshard/py.typed", "zshard/_core.pyi"} <= names
     assert {name.split("/")[0] for name in names} == {"zshard", metadata.split("/")[0]}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "zshard").rglob("*.py")}
-    assert sources | {"zshard/_built_with.py"} == {name for name in names if name.endswith(".py")}
+    assert sources == {name for name in names if name.endswith(".py")}
 
 
 TRAIN = """
@@ -250,3 +299,69 @@ def test_wheel_runs_with_nothing_but_torch(clean: Path, tmp_path: Path) -> None:
     for rank in range(2):
         told = (tmp_path / f"told-{rank}").read_text()
         assert told == f"True ['numpy', 'setuptools'] {package}"
+
+
+# --- what the pages say to type ---------------------------------------------------------------------
+
+INSTALLING = ["README.md", "docs/quick_start.md"]
+TORCHRUN = re.compile(r"^torchrun .* train\.py", re.M)
+FIRST_SCRIPT = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+
+
+def install_commands(text: str) -> list[str]:
+    """The lines of the code blocks of a page's section Install."""
+    sections = re.split(r"^## (?:\d\. )?", text, flags=re.M)
+    (install,) = [section for section in sections if section.startswith("Install\n")]
+    return "".join(re.findall(r"^```\w*\n(.*?)^```", install, re.M | re.S)).splitlines()
+
+
+def test_install_commands_are_found() -> None:
+    text = "# A\n\n## 1. Install\n\n```\na  # b\nc\n```\n\nOr\n\n```\nd\n```\n\n## 2. B\n\n```\ne\n```\n"
+    assert install_commands(text) == ["a  # b", "c", "d"]
+    for page in INSTALLING:
+        text = (ROOT / page).read_text()
+        assert "pip install --no-build-isolation ." in "".join(install_commands(text))
+        assert TORCHRUN.search(text) and FIRST_SCRIPT.search(text), page
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("page", INSTALLING)
+def test_page_works_as_typed_in_a_fresh_clone(page: str, tmp_path: Path) -> None:
+    """The commands of Install, in order, in a fresh environment. Then the page's first script and
+    its launch line, in the clone and elsewhere; and the same after an editable install."""
+    clone, elsewhere, home = (tmp_path / name for name in ("clone", "elsewhere", "home"))
+    text = (ROOT / page).read_text()
+    script, launch = FIRST_SCRIPT.search(text), TORCHRUN.search(text)
+    assert script is not None and launch is not None
+    for name in tracked():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, clone / name)
+    elsewhere.mkdir()
+    venv.create(home, symlinks=True, with_pip=True)
+    (tmp_path / "torch.txt").write_text(f"torch=={torch.__version__.partition('+')[0]}\n")
+    env = {
+        "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PIP_CONSTRAINT": str(tmp_path / "torch.txt"),  # the torch that is tested, not the newest
+        "PIP_RETRIES": "1",  # of an index that this machine does not reach
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def type_in(folder: Path, line: str) -> str:
+        done = run("bash", "-c", line, cwd=folder, **env)
+        assert done.returncode == 0, f"{line}\n{done.stdout}"
+        return done.stdout
+
+    def train(package: Path) -> None:
+        for folder in (clone, elsewhere):
+            (folder / "train.py").write_text(script[1])
+            said = type_in(folder, "python -m zshard doctor") + type_in(folder, launch[0])
+            assert "CPU training is available" in said and "loss 0.0" in said
+            assert "Warning" not in said, said
+        where = type_in(elsewhere, "python -c 'import zshard; print(zshard.__path__[0])'")
+        assert Path(where.strip()) == package
+
+    for line in install_commands(text):
+        type_in(clone, line)
+    train(next(home.glob("lib/python3*/site-packages")) / "zshard")
+    type_in(clone, "pip install --no-build-isolation -e .")
+    train(clone / "zshard")

@@ -1,8 +1,8 @@
 """The names that zshard shows: dir() lists the public ones, and nothing else.
 
 What dir() shows is what people and editors take for the interface, so it is compared with a list
-that is written here, and not with `__all__`. torch's names are in zshard.compat, and importable
-from the top without standing there; so are DeepSpeed's, which are in zshard.deepspeed.
+that is written here, and not with `__all__`. torch's names are in zshard.compat, DeepSpeed's in
+zshard.deepspeed and plan() in zshard.planner: the top shows them, and imports them on first use.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 import zshard
 import zshard.compat
 import zshard.deepspeed
+import zshard.planner
 from zshard._removed import REMOVED
 
 PUBLIC = {
@@ -52,11 +53,17 @@ TORCHS = {  # see docs/migration.md
     "register_fsdp_forward_method",
 }
 DEEPSPEEDS = {"DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "zero"}
+PLANNERS = {"Dims", "Plan", "plan"}
+LATER = {zshard.compat: TORCHS, zshard.deepspeed: DEEPSPEEDS, zshard.planner: PLANNERS}
 RETURNED = {"Export", "Loaded", "SaveHandle", "ShardParameter", "ShardTensor"}  # for annotations
 LOOK = """
-import importlib, json, pkgutil
+import importlib, json, pkgutil, sys
 import zshard
 first = dir(zshard)
+imported = [name for name in ("deepspeed", "planner") if f"zshard.{name}" in sys.modules]
+plan = zshard.plan
+imported += [name for name in ("compat.ddp", "deepspeed") if f"zshard.{name}" in sys.modules]
+del sys, plan
 for module in pkgutil.walk_packages(zshard.__path__, "zshard.", onerror=lambda name: None):
     if not module.name.endswith("__main__") and "lightning" not in module.name:  # it needs Lightning
         importlib.import_module(module.name)
@@ -65,7 +72,7 @@ import zshard.wrap, zshard.optim
 from zshard.precision import MixedPrecision
 starred = [name for name in globals() if not name.startswith("_")]
 kinds = [type(each).__name__ for each in (zshard.wrap, zshard.optim, zshard.precision, zshard.fsdp)]
-print(json.dumps([first, dir(zshard), starred, kinds, callable(zshard.fully_shard)]))
+print(json.dumps([first, dir(zshard), starred, kinds, callable(zshard.fully_shard), imported]))
 """
 
 
@@ -76,14 +83,15 @@ def dunders(names: list[str]) -> set[str]:
 def test_dir_shows_the_public_names_only() -> None:
     done = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    first, later, starred, kinds, is_function = json.loads(done.stdout)
+    first, later, starred, kinds, is_function, imported = json.loads(done.stdout)
     for names in (first, later):
-        assert {*names} - dunders(names) == PUBLIC
+        assert {*names} - dunders(names) == PUBLIC | TORCHS | DEEPSPEEDS | PLANNERS
         assert {"__all__", "__doc__", "__file__", "__name__", "__version__"} <= dunders(names)
         assert names == sorted(names)
-    own = {"importlib", "json", "module", "pkgutil", "zshard", "first"}
+    own = {"importlib", "json", "module", "pkgutil", "zshard", "first", "imported"}
     assert {*starred} - own == PUBLIC
     assert kinds == ["module"] * 4, "submodules are attributes once imported"
+    assert imported == [], "dir() imports nothing, and a name only its own package"
     assert is_function, "no submodule takes the place of zshard.fully_shard"
 
 
@@ -92,10 +100,9 @@ def test_all_public_names_exist() -> None:
     assert [name for name in zshard.__all__ if not hasattr(zshard, name)] == []
 
 
-def test_names_of_torch_and_deepspeed_are_importable_from_the_top() -> None:
-    assert {*zshard.compat.__all__} == TORCHS
-    assert {*zshard.deepspeed.__all__} == DEEPSPEEDS
-    for module, names in ((zshard.compat, TORCHS), (zshard.deepspeed, DEEPSPEEDS)):
+def test_names_of_other_packages_are_importable_from_the_top() -> None:
+    for module, names in LATER.items():
+        assert {*module.__all__} == names
         for name in names:
             assert getattr(zshard, name) is getattr(module, name), name
     assert [name for name in RETURNED if not hasattr(zshard, name)] == []

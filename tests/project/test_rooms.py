@@ -23,7 +23,7 @@ import zshard
 PACKAGE = Path(zshard.__file__).parent
 
 CORE = [
-    *("_version", "_built_with", "_torch_check", "_errors", "_removed", "_core"),
+    *("_version", "_built", "_build_check", "_errors", "_removed", "_core"),
     *("precision", "strategy", "keeping", "run", "ranks", "trace", "offload"),
     *(
         "data_position",

@@ -1,2 +1,0 @@
-# The build writes this module: see setup.py.
-TORCH: str
