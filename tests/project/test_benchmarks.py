@@ -236,6 +236,17 @@ def test_predictions_are_compared_by_the_mean_over_ranks() -> None:
     assert record["error"] == pytest.approx(0.05)
 
 
+def test_norms_quick(tmp_path: Path) -> None:
+    """Where gradients are sharded, the norm is the float32 number next to the exact one."""
+    (result,) = quick("norms", tmp_path / "norms.json", "--max-norm=0.1")["results"]
+    sides = result["sides"]
+    full, grads = sides["zshard-full_shard"], sides["zshard-shard_grad_op"]
+    assert max(map(abs, full["errors"])) <= 0.5001 and full["norms"] == grads["norms"]
+    assert sides["zshard-no_shard"] == sides["ddp"]
+    assert min(full["norms"]) > result["max_norm"], "nothing was clipped"
+    assert max(side["loss_difference"] for side in sides.values()) < 1e-5
+
+
 def test_unknown_benchmark_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run.main(["step-tim"])
