@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import subprocess
 import sys
 import types
@@ -283,7 +284,7 @@ def results_files(folder: Path, date: str, names: list[str]) -> tuple[Path, Path
     machine = {"date": date, "cpu": "a CPU", "cores": 2, "memory_bytes": 2**34, "torch": "2.13"}
     spread = {"min": 0.75, "median": 1.25, "max": 1.5}
     step = {"ratio": spread, "samples_ms": [1.0] * 8}
-    peak = {"peak_bytes": 777 * harness.MIB}
+    peak = {"peak_bytes": 777 * harness.MIB, "held_bytes": 555 * harness.MIB}
     paths = folder / f"{date}-step-time.json", folder / f"{date}-memory.json"
     for path, side in zip(paths, (step, peak), strict=True):
         result = {"model": picture.MODEL, "ranks": 2, "sides": dict.fromkeys(names, side)}
@@ -302,8 +303,27 @@ def test_picture_is_reproducible(tmp_path: Path) -> None:
         picture.main([f"--step-time={steps}", f"--memory={peaks}", f"--out={out}"])
         drawn.append(out.read_text())
     assert drawn[0] == drawn[1] and len(drawn[0]) < 60_000
-    for text in (*picture.SIDES.values(), "1.25", "777", "a CPU, 2 cores, 16 GiB", "2026-01-02"):
+    for text in (
+        *picture.SIDES.values(),
+        "1.25",
+        "777 at the peak",
+        "555 between steps",
+        "a CPU, 2 cores, 16 GiB",
+        "2026-01-02",
+    ):
         assert text in drawn[0]
+
+
+def test_each_colour_of_a_picture_has_another_on_a_dark_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    steps, peaks = results_files(tmp_path, "2026-01-03", list(picture.SIDES))
+    picture.main([f"--step-time={steps}", f"--memory={peaks}", f"--out={tmp_path / 'x.svg'}"])
+    style, _, drawn = (tmp_path / "x.svg").read_text().partition("</style>")
+    used = set(re.findall(r"(?:fill|stroke): (#\w+)", drawn))
+    assert picture.INK in used and used <= set(picture.DARK)
+    for colour in used:
+        assert f'[style*="fill: {colour}"] {{fill: {picture.DARK[colour]} !important}}' in style
+    assert not re.search("<text(?![^>]*fill:)", drawn), "black text, also on a dark page"
 
 
 def test_picture_names_missing_results(tmp_path: Path) -> None:
