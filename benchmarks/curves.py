@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import harness, picture
 from benchmarks.eight_bit import BASE, BENCHMARK, COPY
-from benchmarks.picture import FAINT, INK, OUR_COLOUR, PEER_COLOUR, STYLE
+from benchmarks.picture import FAINT, GREEN, INK, OUR_COLOUR, PEER_COLOUR, STYLE
 
 OUT = harness.ROOT / "docs" / "images" / "eight-bit.svg"
 SIZE = (8.6, 3.6)
@@ -29,7 +29,6 @@ class Line(NamedTuple):
 
 
 OURS = "AdamW8bit, float32"
-GREEN = "#1a7f37"
 LINES = {
     BASE: Line("AdamW", INK, "-"),
     OURS: Line("AdamW8bit", OUR_COLOUR, "--"),
@@ -96,9 +95,7 @@ def draw(record: Mapping[str, Any], out: Path) -> None:
         figure.suptitle("Held-out loss, nats per byte", fontsize=11, fontweight="bold", color=INK)
         figure.text(0.012, 0.02, caption(record), fontsize=7.5, color=FAINT)
         figure.subplots_adjust(left=0.065, right=0.985, top=0.84, bottom=0.23, wspace=0.16)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        stamps = {"Date": None, "Creator": None} if out.suffix == ".svg" else {"Software": None}
-        figure.savefig(out, dpi=150, metadata=stamps)
+        picture.save(figure, out)
 
 
 def losses(axes: Any, curves: Curves) -> None:

@@ -1,4 +1,4 @@
-"""Draw README's picture of step time and peak memory from results files.
+"""Draw README's picture of step time and memory from results files.
 
     python -m benchmarks.picture [--step-time FILE] [--memory FILE] [--out docs/images/x.svg]
 
@@ -33,7 +33,22 @@ OURS = "zshard-full_shard"
 OUT = harness.ROOT / "docs" / "images" / "memory-and-speed.svg"
 
 INK, FAINT, PEER_COLOUR, OUR_COLOUR = "#1f2328", "#59636e", "#afb8c1", "#0969da"
-SIZE = (8.6, 3.3)
+PAPER, GREEN = "#ffffff", "#1a7f37"
+PEER_BARS, OUR_BARS = (PEER_COLOUR, "#dbe0e5"), ("#54aeff", "#b6e3ff")
+DARK = {
+    INK: "#f0f6fc",
+    FAINT: "#9198a1",
+    PEER_COLOUR: "#656c76",
+    OUR_COLOUR: "#4493f8",
+    PAPER: "#0d1117",
+    GREEN: "#3fb950",
+    PEER_BARS[1]: "#3d444d",
+    OUR_BARS[0]: "#1f6feb",
+    OUR_BARS[1]: "#0c4a9e",
+}
+"""Colour -> the colour in its place on a dark page."""
+
+SIZE = (8.6, 3.8)
 """Inches: about the width of a page on GitHub."""
 
 STYLE: dict[str, Any] = {
@@ -42,6 +57,9 @@ STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],  # of nearly the same width
     "font.size": 9.5,
+    "figure.facecolor": PAPER,
+    **{f"{name}.color": INK for name in ("text", "xtick", "ytick")},
+    "axes.labelcolor": INK,
 }
 
 
@@ -165,57 +183,80 @@ def draw(steps: Mapping[str, Any], memory: Mapping[str, Any], out: Path) -> None
         raise SystemExit(
             "benchmarks.picture requires matplotlib: run python -m pip install matplotlib"
         ) from error
-    ratios = {name: sides_of(steps)[name]["ratio"] for name in SIDES}
-    peaks = {name: sides_of(memory)[name]["peak_bytes"] / MIB for name in SIDES}
-    ranks = result_of(steps)["ranks"]
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
-        figure = Figure(figsize=SIZE, facecolor="white")
+        figure = Figure(figsize=SIZE)
         left, right = figure.subplots(1, 2, sharey=True)
-        bars(left, {name: ratio["median"] for name, ratio in ratios.items()}, "{:.2f}", ratios)
-        bars(right, peaks, "{:.0f}", {})
-        left.axvline(1.0, color=FAINT, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
-        left.set_title("Step time, ratio to DDP (lower is better)", fontsize=10, color=INK)
-        right.set_title("Peak memory per rank, MiB (lower is better)", fontsize=10, color=INK)
+        draw_steps(left, {name: sides_of(steps)[name]["ratio"] for name in SIDES})
+        draw_memory(right, {name: sides_of(memory)[name] for name in SIDES})
         left.set_yticks(range(len(SIDES)), list(SIDES.values()))
         left.get_yticklabels()[list(SIDES).index(OURS)].set_fontweight("bold")
         left.invert_yaxis()
-        figure.suptitle(f"{TITLE}, {ranks} CPU ranks", fontsize=11, fontweight="bold", color=INK)
-        figure.text(0.012, 0.025, caption(steps, memory), fontsize=7.5, color=FAINT)
-        figure.subplots_adjust(left=0.175, right=0.985, top=0.82, bottom=0.15, wspace=0.06)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        stamps = {"Date": None, "Creator": None} if out.suffix == ".svg" else {"Software": None}
-        figure.savefig(out, dpi=150, metadata=stamps)
+        title = f"{TITLE}, {result_of(steps)['ranks']} CPU ranks of one host"
+        figure.suptitle(title, fontsize=11, fontweight="bold")
+        figure.text(0.012, 0.022, caption(steps, memory), fontsize=7.5, color=FAINT)
+        figure.subplots_adjust(left=0.175, right=0.985, top=0.84, bottom=0.19, wspace=0.06)
+        save(figure, out)
 
 
-def bars(
-    axes: Any,
-    values: Mapping[str, float],
-    form: str,
-    spreads: Mapping[str, Mapping[str, float]],
+def draw_steps(axes: Any, ratios: Mapping[str, Mapping[str, float]]) -> None:
+    """Draw each side's step time, and a line over the range of its rounds."""
+    for row, (name, ratio) in enumerate(ratios.items()):
+        bar(axes, name, (row, 0.62), ratio["median"], f"{ratio['median']:.2f}")
+        if ratio["max"] > ratio["min"]:
+            axes.plot([ratio["min"], ratio["max"]], [row, row], color=INK, linewidth=0.9)
+    axes.axvline(1.0, color=FAINT, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
+    panel(axes, "Step time, ratio to DDP (lower is better)")
+
+
+def draw_memory(axes: Any, sides: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw each side's memory at the peak and between steps; the first side says which is which."""
+    words = [" at the peak", " between steps"]
+    for row, (name, side) in enumerate(sides.items()):
+        peak, held = side["peak_bytes"] / MIB, side["held_bytes"] / MIB
+        bar(axes, name, (row - 0.18, 0.36), peak, f"{peak:.0f}{words[0]}")
+        bar(axes, name, (row + 0.18, 0.36), held, f"{held:.0f}{words[1]}", pale=True)
+        words = ["", ""]
+    panel(axes, "Memory per rank, MiB (lower is better)")
+
+
+def bar(
+    axes: Any, name: str, at: tuple[float, float], value: float, text: str, pale: bool = False
 ) -> None:
-    """Draw one panel: a bar and its value for each side, and a line over the range in `spreads`."""
-    ends = [spreads[name]["max"] if name in spreads else value for name, value in values.items()]
-    longest = max(ends)
-    for row, (name, value) in enumerate(values.items()):
-        ours = name == OURS
-        axes.barh(row, value, height=0.62, color=OUR_COLOUR if ours else PEER_COLOUR, zorder=1)
-        if name in spreads and spreads[name]["max"] > spreads[name]["min"]:
-            limits = [spreads[name]["min"], spreads[name]["max"]]
-            axes.plot(limits, [row, row], color=INK, linewidth=0.9, zorder=2)
-        axes.text(
-            ends[row] + 0.015 * longest,
-            row,
-            form.format(value),
-            va="center",
-            color=INK,
-            fontweight="bold" if ours else "normal",
-        )
-    axes.set_xlim(0, 1.2 * longest)
-    axes.tick_params(axis="y", length=0, colors=INK)
-    axes.tick_params(axis="x", bottom=False, labelbottom=False)
+    """Draw a side's bar at (row, height), in its colour or a paler one, with its number inside."""
+    row, height = at
+    axes.barh(row, value, height=height, color=(OUR_BARS if name == OURS else PEER_BARS)[pale])
+    weight = "bold" if name == OURS else "normal"
+    beside = {"xytext": (5, 0), "textcoords": "offset points"}  # of the bar's beginning
+    axes.annotate(text, (0, row), va="center", color=INK, fontweight=weight, **beside)
+
+
+def panel(axes: Any, title: str) -> None:
+    """Finish a panel: its title, the values of its axis, no frame."""
+    axes.set_title(title, fontsize=10)
+    axes.set_xlim(left=0)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", length=2, labelsize=8.5, colors=FAINT)
     for edge in ("top", "right", "bottom"):
         axes.spines[edge].set_visible(False)
     axes.spines["left"].set_color(PEER_COLOUR)
+
+
+def save(figure: Any, out: Path) -> None:
+    """Write a figure in the colours of DARK's keys, creating its directory.
+
+    An SVG takes DARK's values where the page is dark.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    stamps = {"Date": None, "Creator": None} if out.suffix == ".svg" else {"Software": None}
+    figure.savefig(out, dpi=150, metadata=stamps)
+    if out.suffix == ".svg":
+        rules = [
+            f'[style*="{what}: {light}"] {{{what}: {dark} !important}}'
+            for light, dark in DARK.items()
+            for what in ("fill", "stroke")
+        ]
+        style = "\n@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}</style>"
+        out.write_text(out.read_text().replace("</style>", style, 1))
 
 
 if __name__ == "__main__":

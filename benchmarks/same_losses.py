@@ -1,6 +1,7 @@
 """Draw README's picture of losses: an example under DDP and under full_shard, to the end.
 
     python -m benchmarks.same_losses [--example image_gpt] [--out docs/images/losses.svg]
+    python -m benchmarks.same_losses --results FILE    # draw those of an earlier run again
 
 Both run on two ranks, unless runs/losses has their numbers (from an earlier call). The losses go to
 benchmarks/results, and a line below the picture says in how many of the steps they differ.
@@ -28,26 +29,32 @@ SIDES = {"ddp": ("DDP", INK, "-", 3.2), "full_shard": ("zshard full_shard", OUR_
 def main(argv: Sequence[str] | None = None) -> None:
     made = argparse.ArgumentParser(description="Draw an example's losses under DDP and full_shard.")
     made.add_argument("--example", choices=examples.NAMES, default="image_gpt")
+    made.add_argument(
+        "--results", type=Path, metavar="FILE", help="losses to draw (default: train)"
+    )
     picture.add_out(made, OUT)
     args = made.parse_args(argv)
+    draw(picture.read(args.results) if args.results else train(args.example), args.out)
+    print(f"wrote {args.out}")
+
+
+def train(example: str) -> dict[str, Any]:
+    """Run an example under both, write the losses to benchmarks/results and return the record."""
     folder = harness.ROOT / "runs" / "losses"
     runs = {
-        strategy: examples.run(
-            args.example, strategy, [], folder / f"{args.example}-{strategy}.json"
-        )
+        strategy: examples.run(example, strategy, [], folder / f"{example}-{strategy}.json")
         for strategy in SIDES
     }
     record = {
         "benchmark": "losses",
         "machine": harness.machine(),
-        "example": args.example,
+        "example": example,
         "differs_at": examples.differs_at(runs["full_shard"], runs["ddp"]),
         "losses": {strategy: numbers["losses"] for strategy, numbers in runs.items()},
     }
     today = datetime.date.today().isoformat()
     (harness.RESULTS / f"{today}-losses.json").write_text(json.dumps(record))
-    draw(record, args.out)
-    print(f"wrote {args.out}")
+    return record
 
 
 def caption(record: Mapping[str, Any]) -> str:
@@ -71,7 +78,7 @@ def draw(record: Mapping[str, Any], out: Path) -> None:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
-        figure = Figure(figsize=SIZE, facecolor="white")
+        figure = Figure(figsize=SIZE)
         axes = figure.subplots()
         for strategy, (label, colour, dashes, width) in SIDES.items():
             losses = record["losses"][strategy][0]
@@ -80,7 +87,7 @@ def draw(record: Mapping[str, Any], out: Path) -> None:
         finish(axes, "Training loss of Image GPT on digits, two CPU ranks")
         figure.text(0.012, 0.025, caption(record), fontsize=7.5, color=picture.FAINT)
         figure.subplots_adjust(left=0.06, right=0.985, top=0.89, bottom=0.24)
-        figure.savefig(out, metadata={"Date": None, "Creator": None})
+        picture.save(figure, out)
 
 
 if __name__ == "__main__":

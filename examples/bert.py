@@ -104,7 +104,7 @@ def train(run: common.Run) -> None:
         max_steps=args.steps,
         per_device_train_batch_size=BATCH,
         per_device_eval_batch_size=64,
-        max_grad_norm=0.0,  # with clipping, the last bit of the norm may differ from DDP's
+        max_grad_norm=0.0,  # DDP rounds the norm for clipping differently
         learning_rate=LR,
         lr_scheduler_type="cosine",
         warmup_steps=args.steps // 10,

@@ -66,8 +66,8 @@ QUICK = Plan(  # no clipping, so that losses are bit-identical: see NOTE_ON_CLIP
     goal=5.4,
 )
 NOTE_ON_CLIPPING = (
-    "Losses differ in the last bits because sharded libraries sum the gradient norm for clipping\n"
-    "in another order than DDP. Without clipping (--quick) they are bit-identical."
+    "Losses differ in the last bits because each library rounds the gradient norm for clipping\n"
+    "in its own way (docs/training.md). Without clipping (--quick) they are bit-identical."
 )
 
 

@@ -87,7 +87,7 @@ def trained(
         max_steps=args.steps,
         per_device_train_batch_size=BATCH,
         optim="adamw_torch",  # fused, its last bit depends on where a shard ends
-        max_grad_norm=0.0,  # with clipping, the last bit of the norm may differ from DDP's
+        max_grad_norm=0.0,  # DDP rounds the norm for clipping differently
         learning_rate=2e-3,
         lr_scheduler_type="cosine",
         max_length=LENGTH,

@@ -126,7 +126,7 @@ _LATER = {
             *("OffloadPolicy", "OptimStateDictConfig", "ShardedGradScaler"),
             *("ShardedOptimStateDictConfig", "ShardedStateDictConfig", "StateDictConfig"),
             *("StateDictSettings", "StateDictType", "UnshardHandle", "fully_shard"),
-            *("register_fsdp_forward_method", "share_comm_ctx"),
+            "register_fsdp_forward_method",
         ),
         "compat",
     ),

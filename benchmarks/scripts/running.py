@@ -35,7 +35,7 @@ class Choices:
     """How to run both sides."""
 
     transport: str = ""  # zshard's; "": its default
-    clips: bool = True  # False: leave clipping out, whose norm alone may differ in its last bit
+    clips: bool = True  # False: leave clipping out, whose norm DDP rounds differently
 
 
 def run(script: Script, source: Path, folder: Path, ours: bool, choices: Choices) -> Side:

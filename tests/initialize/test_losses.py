@@ -51,8 +51,8 @@ def compare(kind: str, stage: int, transport: str) -> dict[str, Any]:
 @ranks(2)
 def test_training_matches_ddp(pool: RankPool, kind: str, stage: int, transport: str) -> None:
     for found in pool.run(compare, kind, stage, transport):
-        # The last bit may differ: of the norm for clipping; of a sum of micro-batches, whose order
-        # DDP changes; and at stage 0 of bf16 and fp16, where "no_shard" sums in that dtype.
+        # Rounding may differ: of the norm for clipping (docs/training.md); of a sum of micro-batches,
+        # whose order DDP changes; and at stage 0 of bf16 and fp16, where "no_shard" sums in them.
         half_by_ddp = stage == 0 and ("bf16" in kind or "fp16" in kind)
         exact = "clipped" not in kind and not half_by_ddp and (kind, stage) not in ACCUMULATED
         assert found["apart"] == 0.0 if exact else found["apart"] < (1e-2 if half_by_ddp else 1e-6)

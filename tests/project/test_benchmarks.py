@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import subprocess
 import sys
 import types
@@ -236,6 +237,17 @@ def test_predictions_are_compared_by_the_mean_over_ranks() -> None:
     assert record["error"] == pytest.approx(0.05)
 
 
+def test_norms_quick(tmp_path: Path) -> None:
+    """Where gradients are sharded, the norm is the float32 number next to the exact one."""
+    (result,) = quick("norms", tmp_path / "norms.json", "--max-norm=0.1")["results"]
+    sides = result["sides"]
+    full, grads = sides["zshard-full_shard"], sides["zshard-shard_grad_op"]
+    assert max(map(abs, full["errors"])) <= 0.5001 and full["norms"] == grads["norms"]
+    assert sides["zshard-no_shard"] == sides["ddp"]
+    assert min(full["norms"]) > result["max_norm"], "nothing was clipped"
+    assert max(side["loss_difference"] for side in sides.values()) < 1e-5
+
+
 def test_unknown_benchmark_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run.main(["step-tim"])
@@ -272,7 +284,7 @@ def results_files(folder: Path, date: str, names: list[str]) -> tuple[Path, Path
     machine = {"date": date, "cpu": "a CPU", "cores": 2, "memory_bytes": 2**34, "torch": "2.13"}
     spread = {"min": 0.75, "median": 1.25, "max": 1.5}
     step = {"ratio": spread, "samples_ms": [1.0] * 8}
-    peak = {"peak_bytes": 777 * harness.MIB}
+    peak = {"peak_bytes": 777 * harness.MIB, "held_bytes": 555 * harness.MIB}
     paths = folder / f"{date}-step-time.json", folder / f"{date}-memory.json"
     for path, side in zip(paths, (step, peak), strict=True):
         result = {"model": picture.MODEL, "ranks": 2, "sides": dict.fromkeys(names, side)}
@@ -291,8 +303,27 @@ def test_picture_is_reproducible(tmp_path: Path) -> None:
         picture.main([f"--step-time={steps}", f"--memory={peaks}", f"--out={out}"])
         drawn.append(out.read_text())
     assert drawn[0] == drawn[1] and len(drawn[0]) < 60_000
-    for text in (*picture.SIDES.values(), "1.25", "777", "a CPU, 2 cores, 16 GiB", "2026-01-02"):
+    for text in (
+        *picture.SIDES.values(),
+        "1.25",
+        "777 at the peak",
+        "555 between steps",
+        "a CPU, 2 cores, 16 GiB",
+        "2026-01-02",
+    ):
         assert text in drawn[0]
+
+
+def test_each_colour_of_a_picture_has_another_on_a_dark_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    steps, peaks = results_files(tmp_path, "2026-01-03", list(picture.SIDES))
+    picture.main([f"--step-time={steps}", f"--memory={peaks}", f"--out={tmp_path / 'x.svg'}"])
+    style, _, drawn = (tmp_path / "x.svg").read_text().partition("</style>")
+    used = set(re.findall(r"(?:fill|stroke): (#\w+)", drawn))
+    assert picture.INK in used and used <= set(picture.DARK)
+    for colour in used:
+        assert f'[style*="fill: {colour}"] {{fill: {picture.DARK[colour]} !important}}' in style
+    assert not re.search("<text(?![^>]*fill:)", drawn), "black text, also on a dark page"
 
 
 def test_picture_names_missing_results(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def arguments(folder: str | Path, kind: Any = None, **more: Any) -> Any:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "max_grad_norm": 0.0,  # unless a test clips: the norm's last bit may differ from DDP's
+        "max_grad_norm": 0.0,  # unless a test clips: DDP rounds the norm differently
     }
     return (kind or TrainingArguments)(**{**chosen, **more})
 

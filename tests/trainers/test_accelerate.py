@@ -60,7 +60,7 @@ def compare(kind: str, strategy: str) -> tuple[bool, float]:
 @ranks(2)
 def test_training_matches_ddp(pool: RankPool, kind: str, strategy: str) -> None:
     for same, apart in pool.run(compare, kind, strategy):
-        # The norm for clipping is summed shard by shard: its last bit may differ from DDP's.
+        # DDP rounds the norm for clipping differently (docs/training.md).
         assert same or kind == "clipped"
         assert apart < 1e-6 if kind == "clipped" else apart == 0
 

@@ -164,7 +164,7 @@ def by_transformers(strategy: str | None, within: bool) -> Any:
         eval_steps=2,
         save_strategy="no",
         disable_tqdm=True,
-        max_grad_norm=0.0,  # sums over shards may differ in the last bit
+        max_grad_norm=0.0,  # DDP rounds the norm for clipping differently
     )
     kind: Any = transformers.Trainer
     if strategy is not None:
