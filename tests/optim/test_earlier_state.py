@@ -5,14 +5,18 @@ The reference is a plain model, trained on all ranks' batches, that is never wra
 """
 
 import copy
+import functools
+import io
 
 import pytest
+import torch
 import torch.distributed as dist
 from compare import differences
-from groups import own_group
+from groups import own_group, passing_groups
 from models import COMBINATIONS, loss_of, make, make_optimizer
 from scenarios import Wide, floats
 from spawn import ranks
+from torch import nn
 
 import zshard
 from zshard import FSDP
@@ -88,3 +92,190 @@ def by_layers():
 @ranks(2, 3)
 def test_state_from_before_fully_shard(pool):
     assert pool.run(by_layers) == [[]] * pool.world
+
+
+# --- reads before the first step, or as the first thing after other ways to get state -------------
+
+
+class Several(nn.Module):
+    """Models that one optimizer steps, each of which is sharded by itself."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.parts = nn.ModuleList(Wide() for _ in range(n))
+
+    def forward(self, x):
+        return torch.cat([part(x) for part in self.parts], 1)
+
+
+KINDS = {
+    "torch.AdamW": torch.optim.AdamW,
+    "torch.SGD": functools.partial(torch.optim.SGD, momentum=0.9),
+    "zshard.AdamW": zshard.AdamW,
+    "zshard.AdamW8bit": zshard.AdamW8bit,
+}
+
+
+class Training:
+    """Models with one optimizer, which has two param groups."""
+
+    def __init__(self, name, n, seed=1):
+        self.name, self.n = name, n
+        self.model = make(lambda: Several(n), seed)
+        params = list(self.model.parameters())
+        matrices, rest = ([p for p in params if (p.dim() > 1) is is_one] for is_one in (True, False))
+        groups = [{"params": matrices}, {"params": rest, "lr": 0.02}]
+        self.optimizer = KINDS[name](groups, lr=0.01)
+
+    def load(self, other, model=True, optimizer=True):
+        if model:
+            self.model.load_state_dict(copy.deepcopy(other.model.state_dict()))
+        if optimizer:
+            self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
+
+    def shard(self, settings, by_layers=False):
+        for part in self.model.parts:
+            for each in (part.first, part.second) if by_layers else (part,):
+                FSDP(each, auto_wrap_policy=None, **settings)
+
+    def plain_steps(self, steps):
+        plain_steps(self.model, self.optimizer, steps)
+
+    def own_steps(self, steps):
+        own_steps(self.model, self.optimizer, steps)
+
+
+def loaded_before(name, n, plain, settings):
+    made = Training(name, n, seed=2)
+    made.load(plain)
+    made.shard(settings)
+    return made
+
+
+def stepped_before(name, n, plain, settings):
+    made = Training(name, n)
+    made.plain_steps(range(2))
+    made.shard(settings)
+    return made
+
+
+def loaded_after(name, n, plain, settings):
+    made = Training(name, n, seed=2)
+    made.load(plain, optimizer=False)
+    made.shard(settings)
+    made.load(plain, model=False)
+    return made
+
+
+def stepped_after(name, n, plain, settings):
+    made = Training(name, n)
+    made.shard(settings)
+    made.own_steps(range(2))
+    return made
+
+
+def wrapped_again(name, n, plain, settings):
+    """Inner modules are sharded and stepped, and then the models that they are part of."""
+    made = Training(name, n)
+    made.shard(settings, by_layers=True)
+    made.own_steps(range(2))
+    made.shard(settings)
+    return made
+
+
+def copied(name, n, plain, settings):
+    made = stepped_after(name, n, plain, settings)
+    made.model, made.optimizer = copy.deepcopy((made.model, made.optimizer))
+    return made
+
+
+WAYS = [loaded_before, stepped_before, loaded_after, stepped_after, wrapped_again, copied]
+
+
+def by_number(named):
+    names = [name for group in named["param_groups"] for name in group["params"]]
+    return {i: named["state"][name] for i, name in enumerate(names)}
+
+
+def in_file(made, folder):
+    file = io.BytesIO()
+    torch.save(made.optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file)["state"]
+
+
+def reloaded(made, folder):
+    made.optimizer.load_state_dict(made.optimizer.state_dict())
+    return made.optimizer.state_dict()["state"]
+
+
+def on_rank_0(made, folder):
+    """The others only send their shards."""
+    named = zshard.optim_state_dict(made.model, made.optimizer, rank0_only=True)
+    assert bool(named) is (dist.get_rank() == 0)
+    return by_number(named) if named else None
+
+
+def saved(made, folder):
+    zshard.save(f"{folder}/checkpoint", made.model, made.optimizer)
+    plain = Training(made.name, made.n, seed=3)
+    zshard.load(f"{folder}/checkpoint", plain.model, plain.optimizer)
+    return state_by_number(plain, folder)
+
+
+def state_by_number(made, folder):
+    return made.optimizer.state_dict()["state"]
+
+
+def with_names(made, folder):
+    return by_number(zshard.optim_state_dict(made.model, made.optimizer))
+
+
+def twice(made, folder):
+    state_by_number(made, folder)
+    return with_names(made, folder)
+
+
+LONE = [state_by_number, with_names, in_file, twice]
+TOGETHER = [*LONE, on_rank_0, reloaded, saved]
+
+
+@passing_groups()
+def reads(combination, name, way, n, folder):
+    """Return what differs from the plain models': the state as the first read finds it, on rank 0
+    alone and on all ranks, and, of two ranks, what two more steps make of it."""
+    strategy, transport = combination
+    is_lone = transport == "shm" or strategy == "no_shard"
+    found = []
+    for read, alone in [*((r, True) for r in LONE if is_lone), *((r, False) for r in TOGETHER)]:
+        plain = Training(name, n)
+        plain.plain_steps(range(2))
+        settings = {"process_group": own_group(), "strategy": strategy, "transport": transport}
+        made = way(name, n, plain, {**settings, "timeout": 20})
+        state = read(made, folder) if not alone or dist.get_rank() == 0 else None
+        wrong = [] if state is None else differences(state, state_by_number(plain, folder))
+        plain.plain_steps(range(2, 4))
+        made.own_steps(range(2, 4))
+        ours, theirs = ([m.model.state_dict(), state_by_number(m, folder)] for m in (made, plain))
+        if dist.get_world_size() == 2:  # else the plain model adds the ranks in another order
+            wrong += differences(ours, theirs)
+        found += [f"{read.__name__}, {'alone' if alone else 'together'}: {each}" for each in wrong]
+    return found
+
+
+@ranks(2)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_reads_before_the_next_step(pool, tmp_path, combination, name, way, n):
+    assert pool.run(reads, combination, name, way, n, str(tmp_path)) == [[], []]
+
+
+@ranks(3)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("way", [loaded_before, stepped_before, loaded_after])
+@pytest.mark.parametrize("name", ["torch.AdamW", "zshard.AdamW"])
+def test_reads_before_the_first_step(pool, tmp_path, name, way):
+    assert pool.run(reads, ("full_shard", "shm"), name, way, 1, str(tmp_path)) == [[], [], []]

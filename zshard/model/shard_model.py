@@ -26,6 +26,7 @@ from zshard.memory.fits import MemoryLimit, check_fits, words_of
 from zshard.memory.host_limits import Sharing
 from zshard.memory.spare import Spare, keep_between, watch_first_steps
 from zshard.offload import set_offload
+from zshard.optim.hooks import know_again
 from zshard.optim.shared_state import meet
 from zshard.optim.step_guard import StepChecks, guard_steps
 from zshard.precision import cast_buffers, drop_root_casts, install_casts, install_kept
@@ -382,6 +383,7 @@ def introduce(module: nn.Module) -> None:
     write."""
     state = state_of(module)
     meet(module, state.comms.shards)
+    know_again(state.unit)
     tell_of_barriers(state)
 
 

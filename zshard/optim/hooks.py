@@ -36,7 +36,10 @@ from zshard.optim.step_guard import check_step, end_step
 from zshard.units.shards import Stepped, stepped_by, units_stepped_by
 from zshard.units.units import refuse_averaged
 
-__all__ = ["before_first_steps", "install", "install_steps", "know", "seen_optimizers"]
+__all__ = [
+    *("before_first_steps", "install", "install_steps", "is_older", "know", "know_again"),
+    *("post", "seen_optimizers"),
+]
 
 
 _ELEMENTWISE = (
@@ -89,19 +92,40 @@ def _check_first_step(optimizer: Optimizer) -> None:
 
 def know(optimizer: Optimizer, in_step: bool = False) -> None:
     """Count an optimizer as seen even if its step() is never called. If it is older than one of its
-    sharded models, it may have full state; then this rank keeps its shard of that. Peers that share
-    memory can read its state from now on. in_step: around a step, when nothing else has changed
-    it."""
-    models = stepped_by(optimizer)
-    known = _seen.get(optimizer)
-    if known is not models:
-        # Not if only other models are new: a kept run's state must stay where it is.
-        if known is None or [each.facts for each in known] != [each.facts for each in models]:
+    sharded models, it may have full state; then this rank keeps its shard of that: call this only
+    where all ranks do. Peers that share memory can read its state from now on. in_step: around a
+    step, when nothing else has changed it."""
+    models, older = stepped_by(optimizer), False
+    if _seen.get(optimizer) is not models:
+        older = is_older(optimizer)
+        if older:
             shard_state_of(optimizer)
         _seen[optimizer] = models
-    for each in models:
+    post(optimizer, in_step, older)
+
+
+def is_older(optimizer: Optimizer) -> bool:
+    """Return whether one of its models was sharded after know() last saw it. Not if only other
+    models are new: a kept run's state must stay where it is."""
+    known, models = _seen.get(optimizer), stepped_by(optimizer)
+    return known is None or [each.facts for each in known] != [each.facts for each in models]
+
+
+def post(optimizer: Optimizer, in_step: bool = False, is_new: bool = False) -> None:
+    """Let peers that share memory read an optimizer's state as it is. in_step: as in know().
+    is_new: it may have been sharded since the last call."""
+    _seen.setdefault(optimizer, [])
+    for each in stepped_by(optimizer):
         if each.peers is not None:
-            each.peers.note(optimizer, in_step)
+            each.peers.note(optimizer, in_step, is_new)
+
+
+def know_again(unit: _core.Unit) -> None:
+    """Call know() for the optimizers that had sharded state of parts of a model before FSDP()
+    wrapped the model itself, `unit`."""
+    for optimizer in [each for each, models in _seen.items() if models]:
+        if any(each.engine_id == unit.engine_id for each in units_stepped_by(optimizer)):
+            know(optimizer)
 
 
 def seen_optimizers() -> list[Optimizer]:

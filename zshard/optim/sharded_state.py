@@ -7,7 +7,8 @@ State tensors of one name are adjacent in one block, spaced like the parameters.
 are adjacent in a shard, so is their state, and the C loop updates all of them as one run.
 
 An optimizer may be older than its sharded model and have full state, from a snapshot or from steps
-of the plain model. When zshard first sees it, each rank keeps its shard of that state.
+of the plain model. Before its first step, or where all ranks save it, each rank keeps its shard of
+that state. Until then the state stays full, so that one rank alone can read it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from zshard.ranks.agreement import Fact
 from zshard.units.shards import Part, part_of
 
 __all__ = [
-    *("SCALARS", "HeldState", "class_of_state", "fact_of", "held_by", "held_in", "params_of"),
-    *("move_together", "part_of_state", "scalar_keys", "shard_state_of", "takes_codes"),
+    *("SCALARS", "HeldState", "class_of_state", "fact_of", "full_state_of", "held_by", "held_in"),
+    *("params_of", "move_together", "part_of_state", "scalar_keys", "shard_state_of", "takes_codes"),
     *("takes_full_state", "with_own_dtypes", "zeros_side_by_side"),
 ]
 
@@ -254,12 +255,9 @@ def _places(params: Sequence[Tensor]) -> tuple[list[int], int]:
 # --- full state from before the model was sharded -------------------------------------------------
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-@plain()
-def shard_state_of(optimizer: Optimizer) -> None:
-    """Shard full state of sharded parameters. Not collective: each rank takes its shard of its own
-    state, with which it would continue under DDP."""
+def full_state_of(optimizer: Optimizer) -> dict[Any, list[tuple[Tensor, Part]]]:
+    """Return what is full in the state of sharded parameters: by key, each parameter with the part
+    that this rank is to keep."""
     full: dict[Any, list[tuple[Tensor, Part]]] = {}
     for param in params_of(optimizer):
         part = part_of(param) if param in optimizer.state else None
@@ -270,7 +268,16 @@ def shard_state_of(optimizer: Optimizer) -> None:
             is_full = isinstance(value, Tensor) and tuple(value.shape) == own.shape
             if is_full and (own.shape != () or key not in SCALARS):
                 full.setdefault(key, []).append((param, own))
-    for key, found in full.items():
+    return full
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+@plain()
+def shard_state_of(optimizer: Optimizer) -> None:
+    """Shard full state of sharded parameters. Not collective: each rank takes its shard of its own
+    state, with which it would continue under DDP."""
+    for key, found in full_state_of(optimizer).items():
         old = [(param, part.of(optimizer.state[param][key])) for param, part in found]
         for dtype in dict.fromkeys(value.dtype for _, value in old):
             alike = [(param, value) for param, value in old if value.dtype == dtype]

@@ -94,14 +94,15 @@ class ModelRecord:
         self._counts: Counter[str] = Counter()
         self._params = [weakref.ref(param) for param in params]
 
-    def note(self, optimizer: Optimizer, in_step: bool = False) -> str:
+    def note(self, optimizer: Optimizer, in_step: bool = False, is_new: bool = False) -> str:
         """Post the state of an optimizer that steps parameters of the model, has loaded state, or
-        will be saved. Returns its name, the same on all ranks."""
+        will be saved. Returns its name, the same on all ranks. is_new: even if the tensors that
+        were posted are still there."""
         key = self._keys.get(optimizer)
         if key is None:
             key = self._number(optimizer)
         record = self.optimizers.get(key)
-        if record is not None and not record.is_current(optimizer, in_step):
+        if record is not None and (is_new or not record.is_current(optimizer, in_step)):
             self._record(optimizer, record)
             self.board.show(self)
         return key

@@ -32,10 +32,11 @@ from zshard.guard.slices import plain
 from zshard.guard.whole_values import join
 from zshard.optim.codes import GROUP, has_codes, wants_float32
 from zshard.optim.eight_bit import hidden
-from zshard.optim.hooks import know
+from zshard.optim.hooks import is_older, know, post
 from zshard.optim.sharded_state import (
     HeldState,
     fact_of,
+    full_state_of,
     held_by,
     params_of,
     part_of_state,
@@ -59,12 +60,14 @@ Numbered = Mapping[Any, Mapping[Any, Any]]
 
 _torchs_save = Optimizer.state_dict
 _torchs_load = Optimizer.load_state_dict
+_torchs_set = Optimizer.__setstate__
 
 
 def install() -> None:
     """Make torch's optimizers save and load full tensors. Idempotent."""
     Optimizer.state_dict = _save  # type: ignore[method-assign]
     Optimizer.load_state_dict = _load  # type: ignore[method-assign]
+    Optimizer.__setstate__ = _set  # type: ignore[method-assign]
 
 
 @functools.wraps(_torchs_save)
@@ -86,6 +89,13 @@ def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
     ):
         _torchs_load(self, state_dict)
         know(self)
+
+
+@functools.wraps(_torchs_set)
+def _set(self: Optimizer, state: dict[str, Any]) -> None:
+    _torchs_set(self, state)
+    if _has_parts(self):
+        post(self)  # a copy, made with its model
 
 
 def _has_parts(optimizer: Optimizer) -> bool:
@@ -133,6 +143,10 @@ def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
     if takes_full_state(optimizer):
         optimizer.full_state()  # type: ignore[attr-defined]
         return []
+    held = held_by(optimizer)
+    older = _full_already(optimizer, held)
+    if older is not None:
+        return older if keep else [(param, {}) for param, _ in older]
     know(optimizer)
     held = held_by(optimizer)
     result: FullState = []
@@ -153,6 +167,23 @@ def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
             }
             result.append((each.param, whole if keep else {}))
     return result
+
+
+def _full_already(optimizer: Optimizer, held: Sequence[HeldState]) -> FullState | None:
+    """Return copies of state that is older than the sharded models and that no step has sharded
+    yet: this rank has all of it, so it needs no other rank. None: some of it is sharded, or the
+    ranks read it together, and shard it."""
+    if not is_older(optimizer) or any(each.part.peers is None for each in held):
+        return None
+    full = {(id(p), key) for key, own in full_state_of(optimizer).items() for p, _ in own}
+    cut = {(id(e.param), key) for e in held for key, _, own in e.entries if own is not None}
+    if not full or not cut <= full:
+        return None
+    post(optimizer)
+    return [
+        (e.param, {k: filled(v, None) for k, v, _ in e.entries if (id(e.param), k) in full})
+        for e in held
+    ]
 
 
 def _ranges(comm: _core.Comm, held: Sequence[HeldState]) -> list[list[tuple[int, int]]]:
