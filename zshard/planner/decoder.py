@@ -75,41 +75,47 @@ class Adapted(nn.Linear):
         return found
 
 
-class Layer(nn.Module):
-    """One block: attention, with Q, K and V by three matrices if gated and by one if not; MLP."""
+class Attention(nn.Module):
+    """Q, K and V by three matrices if gated (as Llama), by one if not (as GPT); then the output."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
-        self.dims = dims
-        width, kv = dims.width, dims.width // dims.heads * dims.kv_heads
-        self.norm1, self.norm2 = _norm(dims), _norm(dims)
-        sizes = (width, kv, kv) if dims.gated else (width + 2 * kv,)
-        self.qkv = nn.ModuleList(_linear(dims, width, size) for size in sizes)
-        self.out = _linear(dims, width, width)
-        self.gate = _linear(dims, width, dims.ffn) if dims.gated else None
-        self.up = _linear(dims, width, dims.ffn)
-        self.down = _linear(dims, dims.ffn, width)
+        self.head = dims.width // dims.heads
+        self.sizes = [count * self.head for count in (dims.heads, dims.kv_heads, dims.kv_heads)]
+        matrices = self.sizes if dims.gated else [sum(self.sizes)]
+        self.qkv = nn.ModuleList(_linear(dims, dims.width, size) for size in matrices)
+        self.out = _linear(dims, dims.width, dims.width)
 
     def forward(self, x: torch.Tensor, turn: torch.Tensor | None) -> torch.Tensor:
-        x = x + self._attend(self.norm1(x), turn)
+        parts = [matrix(x) for matrix in self.qkv]
+        if len(parts) == 1:
+            parts = list(parts[0].split(self.sizes, -1))
+        q, k, v = (part.unflatten(-1, (-1, self.head)).transpose(1, 2) for part in parts)
+        if turn is not None:
+            q, k = _rotate(q, turn), _rotate(k, turn)
+        if k.shape != q.shape:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        found: torch.Tensor = self.out(out.transpose(1, 2).reshape(x.shape))
+        return found
+
+
+class Layer(nn.Module):
+    """Attention, then the MLP."""
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = _norm(dims), _norm(dims)
+        self.attention = Attention(dims)
+        self.gate = _linear(dims, dims.width, dims.ffn) if dims.gated else None
+        self.up = _linear(dims, dims.width, dims.ffn)
+        self.down = _linear(dims, dims.ffn, dims.width)
+
+    def forward(self, x: torch.Tensor, turn: torch.Tensor | None) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x), turn)
         y = self.norm2(x)
         hidden = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
         found: torch.Tensor = x + self.down(hidden)
-        return found
-
-    def _attend(self, x: torch.Tensor, turn: torch.Tensor | None) -> torch.Tensor:
-        width, heads, kv = self.dims.width, self.dims.heads, self.dims.kv_heads
-        parts = [matrix(x) for matrix in self.qkv]
-        if len(parts) == 1:
-            kv_width = width // heads * kv
-            parts = list(parts[0].split([width, kv_width, kv_width], -1))
-        q, k, v = (part.unflatten(-1, (-1, width // heads)).transpose(1, 2) for part in parts)
-        if turn is not None:
-            q, k = _rotate(q, turn), _rotate(k, turn)
-        if kv != heads:
-            k, v = (t.repeat_interleave(heads // kv, 1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        found: torch.Tensor = self.out(out.transpose(1, 2).reshape(x.shape))
         return found
 
 
