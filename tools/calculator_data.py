@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from zshard.optim.codes import GROUP, MIN_8BIT_SIZE
-from zshard.planner.decoder import Decoder, Dims
+from zshard.planner.decoder import Dims, decoder_of
 from zshard.planner.gpus import DEVICES
 from zshard.planner.kernels import FORWARD, _Meter, _Tracing
 from zshard.planner.picture import PARTS
@@ -107,9 +107,7 @@ def _traced(variant: Variant) -> dict[tuple[str, int], list[Sum]]:
     """Return the sums alive in each part of a step, as they change, by (phase, place)."""
     gated, grouped, checkpointing, precision = variant
     dims = Dims(LAYERS, HEADS * HEAD, HEADS, 2 if grouped else HEADS, FFN, VOCAB, SEQ, gated)
-    with torch.device("meta"):
-        model = Decoder(dims)
-    model.checkpointing = checkpointing
+    model = decoder_of(dims, checkpointing)
     tracing = _Tracing([model, model.embed, *model.blocks, model.head])
     meter = tracing.meter = _Sums(products(dims))
     dtype = torch.bfloat16 if precision == "bf16" else None

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from zshard.planner.decoder import Decoder, Dims
+from zshard.planner.decoder import Dims, decoder_of
 from zshard.planner.kernels import trace
 from zshard.planner.workloads import decoder
 
@@ -96,9 +96,7 @@ def test_a_loss_that_raises_leaves_the_model_as_it_was():
 
 
 def traced(dims, kind):
-    with torch.device("meta"):
-        model = Decoder(dims)
-    model.checkpointing = kind
+    model = decoder_of(dims, kind)
     tokens = (2, dims.seq)
     return trace(
         model,

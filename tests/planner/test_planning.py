@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import zshard
 from zshard import MixedPrecision
 from zshard.__main__ import main
 from zshard.planner import workloads
+from zshard.planner.decoder import decoder_of
 from zshard.planner.search import GAP
 
 DIMS = zshard.Dims(layers=4, width=256, heads=4, kv_heads=4, ffn=1024, vocab=1000, seq=128)
@@ -72,8 +75,7 @@ def test_wire_bytes_are_three_passes_of_the_parameters():
     (each,) = zshard.plan(
         LARGE, 8, "h100", strategies=["full_shard"], batch=8, precision="fp32"
     ).predictions[:1]
-    with torch.device("meta"):
-        numel = sum(p.numel() for p in zshard.planner.decoder.Decoder(LARGE).parameters())
+    numel = sum(p.numel() for p in decoder_of(LARGE).parameters())
     # the last unit of the forward stays for the backward
     assert 0.9 * 3 * 4 * numel * 7 / 8 < each.traffic.host <= 3 * 4 * numel * 7 / 8
 
@@ -148,6 +150,9 @@ def test_optimizers_with_small_states_take_less():
         ({"gpu": "h1000"}, "unknown GPU 'h1000': known are v100-16gb"),
         ({"gpus": 0}, "gpus must be a positive integer, got 0"),
         ({"gpus": True}, "gpus must be a positive integer, got True"),
+        ({"gpus": None}, "needs gpus= and gpu="),
+        ({"gpu": None}, "needs gpus= and gpu="),
+        ({"gpu": 80}, "unknown GPU 80: known are"),
         ({"precision": "int8"}, "unknown precision 'int8': expected one of 'bf16'"),
         ({"batch": 9}, "batch=9 is not a multiple of gpus=4"),
         ({"per_host": 3}, "gpus=4 is not a multiple of per_host=3"),
@@ -193,13 +198,34 @@ def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
     [
         (DECODER, "--gpus and --gpu say what"),
         ((*DECODER[:4], "--gpus", "2", "--gpu", "h100"), "give either MODEL or all of"),
-        (("--against", "/nowhere.csv"), "No such file"),
+        ((*DECODER, "--gpus", "0", "--gpu", "h100"), "gpus must be a positive integer, got 0"),
     ],
-    ids=["no GPUs", "half a decoder", "no file"],
+    ids=["no GPUs", "half a decoder", "zero GPUs"],
 )
 def test_the_command_refuses(monkeypatch, capsys, words, says):
     status, out, err = command(monkeypatch, capsys, *words)
     assert status == 2 and out == "" and says in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--measure", "--transport", "shm"), "--measure is removed; use gpus= and gpu=, "),
+        (("--against", "runs.csv"), "--against is removed; use python -m benchmarks.plan_against"),
+    ],
+)
+def test_removed_options_say_what_to_use(monkeypatch, capsys, words, says):
+    with pytest.raises(SystemExit, match="2"):
+        command(monkeypatch, capsys, *DECODER, *words)
+    assert says in capsys.readouterr().err
+
+
+def test_removed_arguments_say_what_to_use():
+    for removed in ({"measure": True}, {"transport": "shm"}, {"measure": False}):
+        with pytest.raises(TypeError, match=r"are removed; use gpus= and gpu=, predict_memory"):
+            zshard.plan(DIMS, batch=2, **removed)
+    with pytest.raises(AttributeError, match=r"plan\.beside\(\) is removed; use zshard\.profile"):
+        zshard.plan(DIMS, 1, "h100", batch=1).beside(None)
 
 
 def test_the_command_draws(monkeypatch, capsys, tmp_path):
@@ -237,6 +263,31 @@ class Reads(nn.Module):
 def test_steps_that_are_refused(model, step, words):
     with pytest.raises(ValueError, match=words):
         zshard.plan(model, 1, "h100", step=step, batch=1)
+
+
+WITHOUT_TRANSFORMERS = """
+import sys
+sys.modules["transformers"] = None  # as if it were not installed
+import zshard
+from zshard.__main__ import main
+dims = zshard.Dims(layers=4, width=64, heads=2, kv_heads=2, ffn=128, vocab=100, seq=32)
+print(zshard.plan(dims, 2, "h100", batch=2))
+try:
+    zshard.plan("config", 2, "h100")
+except TypeError as error:
+    print(error)
+sys.argv = ["zshard", "plan", "--layers=2", "--width=64", "--heads=2", "--vocab=100", "--seq=32"]
+sys.argv += ["--gpus=2", "--gpu=h100", "--batch=2"]
+sys.exit(main())
+"""
+
+
+def test_numbers_need_no_transformers():
+    words = [sys.executable, "-c", WITHOUT_TRANSFORMERS]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("FSDP(model") == 2
+    assert "configs need transformers: pip install transformers" in done.stdout
 
 
 def test_anything_else_is_a_type_error():

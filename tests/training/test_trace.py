@@ -23,9 +23,9 @@ from torch import nn
 
 import zshard
 from zshard import FSDP, _core, trace
-from zshard.trace import RankTrace, Trace, bounds, own_times
+from zshard.trace import RankTrace, Trace, bounds
 from zshard.trace.records import Memory
-from zshard.trace.times import Arrival, arrivals_of, summary_of
+from zshard.trace.times import Arrival, arrivals_of, own_times, summary_of
 
 LATE = 1.0  # seconds: far more than a busy machine delays the other rank by
 

@@ -1,8 +1,8 @@
 """Memory and speed of training on GPUs that need not be there: zshard.plan().
 
 workloads.py says what is trained, kernels.py what that computes; prediction.py predicts one way to
-do so on a cluster (durations.py, timeline.py), and search.py looks for the best way. against.py
-holds predictions against published runs.
+do so on a cluster (durations.py, timeline.py), and search.py looks for the best way.
+benchmarks/plan_against.py holds predictions against published runs.
 """
 
 from zshard.planner.decoder import Dims as Dims

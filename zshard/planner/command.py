@@ -2,27 +2,27 @@
 
 python -m zshard plan config.json --gpus 16 --gpu h100
 python -m zshard plan --layers 32 --width 4096 --heads 32 --vocab 32000 --gpus 8 --gpu h100
-torchrun --standalone --nproc-per-node 2 -m zshard plan config.json --batch 8 --measure
-python -m zshard plan --against runs.csv
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from zshard.offload import Offload
-from zshard.planner import against
 from zshard.planner.decoder import Dims
 from zshard.planner.gpus import DEVICES
-from zshard.planner.search import plan
+from zshard.planner.search import INSTEAD_OF_MEASURE, plan
 from zshard.planner.ways import PRECISIONS
 
-HELP = "predict memory and speed of training a model on GPUs; hold the predictions against runs"
+HELP = "predict memory and speed of training a model on GPUs"
+
+REMOVED = {
+    "--measure": INSTEAD_OF_MEASURE,
+    "--against": "python -m benchmarks.plan_against CSV, in a clone of zshard",
+}
 
 
 def add_command(commands: Any) -> None:
@@ -62,29 +62,30 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--wire", help="as FSDP's: bf16 or int8 between hosts")
     parser.add_argument("--per-host", type=int, help="GPUs of a host (default: 8, or all)")
     parser.add_argument("--nic", type=float, help="Gbit/s of a host (default: the GPU's usual)")
-    parser.add_argument(
-        "--measure", action="store_true", help="on the ranks of this run, in place of --gpus, --gpu"
-    )
-    parser.add_argument("--transport", help="with --measure: as FSDP's")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", type=Path, help="draw memory and the step (needs matplotlib)")
-    parser.add_argument("--against", type=Path, metavar="CSV", help="compare with published runs")
+    for name, instead in REMOVED.items():
+        parser.add_argument(name, action=_Removed, nargs=0, const=instead, help=argparse.SUPPRESS)
+
+
+class _Removed(argparse.Action):
+    """An option that says what to use instead."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        parser.error(f"{self.option_strings[0]} is removed; use {self.const}")
 
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        return _against(args) if args.against is not None else _plan(args)
+        return _plan(args)
     except (ValueError, TypeError, OSError) as error:
         print(f"python -m zshard plan: {error}", file=sys.stderr)
         return 2
 
 
 def _plan(args: argparse.Namespace) -> int:
-    if not args.measure and (args.gpus is None or args.gpu is None):
-        raise ValueError(
-            "--gpus and --gpu say what the model is to train on, or --measure: the ranks of this "
-            "run, started by torchrun"
-        )
+    if args.gpus is None or args.gpu is None:
+        raise ValueError("--gpus and --gpu say what the model is to train on")
     found = plan(
         _model(args),
         args.gpus,
@@ -98,11 +99,7 @@ def _plan(args: argparse.Namespace) -> int:
         wire=args.wire,
         per_host=args.per_host,
         nic=args.nic,
-        measure=args.measure,
-        transport=args.transport,
     )
-    if args.measure and os.environ.get("RANK", "0") != "0":
-        return 0  # rank 0 prints what all have found
     print(found.to_json() if args.json else found)
     if args.picture is not None:
         from zshard.planner.picture import draw
@@ -131,12 +128,3 @@ def _model(args: argparse.Namespace) -> Any:
     seq = args.seq or 4096
     sizes = args.layers, args.width, args.heads, kv_heads, ffn, args.vocab, seq
     return Dims(*sizes, gated=not args.gpt, lora=args.lora)
-
-
-def _against(args: argparse.Namespace) -> int:
-    found, left = against.compare(against.read(args.against))
-    if args.json:
-        print(json.dumps(against.as_json(found, left), indent=1))
-    else:
-        print(against.report(found, left))
-    return 0

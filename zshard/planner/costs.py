@@ -1,29 +1,22 @@
-"""What the units of a model cost on a cluster: seconds, of data sheets or measured; and bytes."""
+"""What the units of a model cost on a cluster: seconds, by data sheets, and bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-from torch import nn
-
-from zshard.memory.fits import parse_keep
-from zshard.memory.report import dry_run_of
 from zshard.planner.durations import Compute, all_reduce, exchange, gather
 from zshard.planner.kernels import Traced
-from zshard.planner.measured import Cost, FsdpArgs, Idle, Machine
 from zshard.planner.timeline import Durations
 from zshard.planner.traffic import CODE_BYTES, Traffic, ring, swap, swap_by_host
 from zshard.planner.update import orthogonalize_seconds, orthogonalize_traffic, update_seconds
-from zshard.planner.ways import options_of
 from zshard.planner.wrapped import Wrapped
 
 Acts = Mapping[tuple[str, int], int]
 """(act, unit) -> how often a micro-batch does it."""
 
 
-class Modelled:
-    """Costs by data sheets."""
+class Costs:
+    """What a step costs."""
 
     def __init__(self, wrapped: Wrapped, acts: Acts) -> None:
         self._wrapped, self._acts = wrapped, acts
@@ -123,8 +116,7 @@ class Modelled:
         """Return what a rank receives to sum its shard."""
         size, ranks, code = self._sizes[i], self._ranks, self._way.wire.gradients
         shards = self._over.reduce
-        by_host = code is not None or self._cluster.transport == "hosts"
-        if by_host and ranks > self._per_host:
+        if code is not None and ranks > self._per_host:
             coded = size.trained / shards * CODE_BYTES[code]
             return swap_by_host(size.grads / shards, coded, ranks, self._per_host)
         return swap(size.grads / shards, ranks, self._per_host)
@@ -132,59 +124,3 @@ class Modelled:
     def _orthogonalized(self) -> Traffic:
         over, ranks = self._over, self._ranks
         return orthogonalize_traffic(self._wrapped.matrices, ranks, over.steps, self._per_host)
-
-
-class Measured:
-    """Costs that the ranks at hand measure. Collective."""
-
-    def __init__(self, wrapped: Wrapped, acts: Acts, machine: Machine) -> None:
-        self._wrapped, self._acts, self._machine = wrapped, acts, machine
-        way = wrapped.way
-        args = (way.strategy, way.precision, way.optimizer, way.offload, way.wire, wrapped.kept)
-        sizes = sorted({each.numel for each in wrapped.sizes if each.numel})
-        chosen = {sizes[0], sizes[len(sizes) // 2], sizes[-1]}
-        self._exchange = machine.exchange(
-            FsdpArgs(*args), chosen, lambda n: _gathered_again(wrapped, n)
-        )
-
-    def durations(self, traced: Traced) -> Durations:
-        """Return the seconds of the parts of a micro-batch."""
-        gathers = [self._exchange.gather.at(size.numel) for size in self._wrapped.sizes]
-        reduces = [self._exchange.reduce.at(size.trained) for size in self._wrapped.sizes]
-        forward = self._machine.of_segments(traced.forward)
-        if not any(act == "gather" for act, _ in self._acts):  # the rest of a unit's forward
-            for mark, (at, begins) in enumerate(traced.marks):
-                forward[mark + 1] += gathers[at].seconds if begins else 0.0
-        return Durations(
-            forward,
-            self._machine.of_segments(traced.backward),
-            traced.owners,
-            [self._on_wire(cost) for cost in gathers],
-            [self._on_wire(cost) for cost in reduces],
-            {
-                "gather": [cost.work for cost in gathers],
-                "reduce": [cost.work for cost in reduces],
-            },
-        )
-
-    def _on_wire(self, cost: Cost) -> float:
-        """Return the seconds until a collective is over. Over shm there is no wire: what it took
-        beside its work was a wait for ranks that were late, and the same for all collectives."""
-        return cost.work if self._machine.transport == "shm" else cost.seconds
-
-    def copy_seconds(self) -> float:
-        """Return 0: gathers include it."""
-        return 0.0
-
-    def step_seconds(self) -> float:
-        """Return how long the optimizer's step takes."""
-        return self._exchange.step.at(sum(each.trained for each in self._wrapped.sizes)).seconds
-
-
-def _gathered_again(wrapped: Wrapped, n: int) -> float:
-    """Return how often a backward gathers a unit, in the mean over `n` idle ones."""
-    model = nn.Sequential(*(Idle(1, torch.device("meta")) for _ in range(n)))
-    options = options_of(wrapped.way)._replace(keep=parse_keep(wrapped.kept, None))
-    run = dry_run_of(model, {Idle}, options, wrapped.world)
-    acts = [act for act, _ in run.engine.predict_events()]
-    return acts[acts.index("backward") :].count("gather") / n

@@ -1,4 +1,4 @@
-"""A transformer from its dimensions, to be traced: GPT's block or Llama's, with a causal mask."""
+"""A decoder from numbers: `decoder_of` builds GPT's or Llama's on the meta device, to be traced."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch.utils.checkpoint import (
 )
 
 aten = torch.ops.aten
+
+SIZES = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "seq")
 
 
 class Dims(NamedTuple):
@@ -39,6 +41,26 @@ class Dims(NamedTuple):
     lora: int = 0
 
 
+def decoder_of(dims: Dims, checkpointing: str = "") -> Decoder:
+    """Return a decoder on the meta device. checkpointing: see Decoder.
+
+    Raises ValueError for dimensions that do not fit.
+    """
+    sizes = {name: getattr(dims, name) for name in SIZES}
+    wrong = [name for name, size in sizes.items() if not isinstance(size, int) or size < 1]
+    if wrong:
+        raise ValueError(f"Dims: {wrong[0]} must be a positive integer, got {sizes[wrong[0]]!r}")
+    if not isinstance(dims.lora, int) or dims.lora < 0:
+        raise ValueError(f"Dims: lora must be a rank, or 0 for no adapters, got {dims.lora!r}")
+    if dims.width % (2 * dims.heads) or dims.heads % dims.kv_heads:
+        raise ValueError(
+            f"Dims: width={dims.width} must be a multiple of 2 * heads={dims.heads}, and heads of "
+            f"kv_heads={dims.kv_heads}"
+        )
+    with torch.device("meta"):
+        return Decoder(dims, checkpointing)
+
+
 class Adapted(nn.Linear):
     """A linear layer with LoRA's two small matrices beside it."""
 
@@ -53,47 +75,37 @@ class Adapted(nn.Linear):
         return found
 
 
-def _linear(dims: Dims, inputs: int, outputs: int) -> nn.Linear:
-    if dims.lora:
-        return Adapted(inputs, outputs, dims.lora, dims.bias)
-    return nn.Linear(inputs, outputs, bias=dims.bias)
-
-
 class Attention(nn.Module):
     """Q, K and V by three matrices if gated (as Llama), by one if not (as GPT); then the output."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
-        self.dims = dims
-        head = dims.width // dims.heads
-        kv = dims.kv_heads * head
-        sizes = (dims.width, kv, kv) if dims.gated else (dims.width + 2 * kv,)
-        self.qkv = nn.ModuleList(_linear(dims, dims.width, size) for size in sizes)
+        self.head = dims.width // dims.heads
+        self.sizes = [count * self.head for count in (dims.heads, dims.kv_heads, dims.kv_heads)]
+        matrices = self.sizes if dims.gated else [sum(self.sizes)]
+        self.qkv = nn.ModuleList(_linear(dims, dims.width, size) for size in matrices)
         self.out = _linear(dims, dims.width, dims.width)
 
     def forward(self, x: torch.Tensor, turn: torch.Tensor | None) -> torch.Tensor:
-        batch, seq, width = x.shape
-        heads, kv, head = self.dims.heads, self.dims.kv_heads, self.dims.width // self.dims.heads
         parts = [matrix(x) for matrix in self.qkv]
         if len(parts) == 1:
-            parts = list(parts[0].split([heads * head, kv * head, kv * head], -1))
-        q, k, v = (part.view(batch, seq, -1, head).transpose(1, 2) for part in parts)
+            parts = list(parts[0].split(self.sizes, -1))
+        q, k, v = (part.unflatten(-1, (-1, self.head)).transpose(1, 2) for part in parts)
         if turn is not None:
             q, k = _rotate(q, turn), _rotate(k, turn)
-        if kv != heads:
-            k, v = (t.repeat_interleave(heads // kv, 1) for t in (k, v))
+        if k.shape != q.shape:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        found: torch.Tensor = self.out(out.transpose(1, 2).reshape(batch, seq, width))
+        found: torch.Tensor = self.out(out.transpose(1, 2).reshape(x.shape))
         return found
 
 
 class Layer(nn.Module):
-    """One layer."""
+    """Attention, then the MLP."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
-        norm = nn.RMSNorm if dims.gated else nn.LayerNorm
-        self.norm1, self.norm2 = norm(dims.width), norm(dims.width)
+        self.norm1, self.norm2 = _norm(dims), _norm(dims)
         self.attention = Attention(dims)
         self.gate = _linear(dims, dims.width, dims.ffn) if dims.gated else None
         self.up = _linear(dims, dims.width, dims.ffn)
@@ -107,12 +119,6 @@ class Layer(nn.Module):
         return found
 
 
-def _rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """Return x [batch, heads, seq, head] with rotary positions. turn: [2, seq, head]."""
-    left, right = x.chunk(2, -1)
-    return x * turn[0] + torch.cat((-right, left), -1) * turn[1]
-
-
 class Decoder(nn.Module):
     """The model: tokens [batch, seq] -> the loss of predicting each token's successor.
 
@@ -121,48 +127,53 @@ class Decoder(nn.Module):
     torchtitan's default).
     """
 
-    checkpointing: str
     turn: torch.Tensor | None
 
-    def __init__(self, dims: Dims) -> None:
+    def __init__(self, dims: Dims, checkpointing: str = "") -> None:
         super().__init__()
-        self.dims = dims
+        self.dims, self.checkpointing = dims, checkpointing
         self.embed = nn.Embedding(dims.vocab, dims.width)
         self.positions = None if dims.gated else nn.Embedding(dims.seq, dims.width)
         self.blocks = nn.ModuleList(Layer(dims) for _ in range(dims.layers))
-        self.norm = (nn.RMSNorm if dims.gated else nn.LayerNorm)(dims.width)
+        self.norm = _norm(dims)
         self.head = nn.Linear(dims.width, dims.vocab, bias=False)
+        turn = torch.zeros(2, dims.seq, dims.width // dims.heads) if dims.gated else None
+        self.register_buffer("turn", turn, persistent=False)
         if dims.tied:
             self.head.weight = self.embed.weight
-        self.checkpointing = ""
-        head = dims.width // dims.heads
-        turn = torch.zeros(2, dims.seq, head, dtype=self.embed.weight.dtype) if dims.gated else None
-        self.register_buffer("turn", turn, persistent=False)
-        if dims.lora:
-            self.requires_grad_(False)
-        for module in self.modules():
-            if isinstance(module, Adapted):
-                module.adapters.requires_grad_(True)
+        for name, param in self.named_parameters() if dims.lora else ():
+            param.requires_grad_(".adapters." in name)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         if self.positions is not None:
             x = x + self.positions.weight
-        for i, block in enumerate(self.blocks):
-            x = self.run(block, x, i)
-        logits = self.head(self.norm(x)).float()
-        return F.cross_entropy(logits.view(-1, self.dims.vocab), tokens.reshape(-1))
-
-    def run(self, block: nn.Module, x: torch.Tensor, i: int) -> torch.Tensor:
-        found: torch.Tensor
-        if not self.checkpointing or (self.checkpointing == "alternate" and i % 2 == 1):
-            found = block(x, self.turn)
-            return found
         contexts: dict[str, Any] = {}
         if self.checkpointing == "selective":
             contexts["context_fn"] = _keep_some
-        found = checkpoint(block, x, self.turn, use_reentrant=False, **contexts)
-        return found
+        for i, block in enumerate(self.blocks):
+            if not self.checkpointing or (self.checkpointing == "alternate" and i % 2 == 1):
+                x = block(x, self.turn)
+            else:
+                x = checkpoint(block, x, self.turn, use_reentrant=False, **contexts)
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.view(-1, self.dims.vocab), tokens.reshape(-1))
+
+
+def _norm(dims: Dims) -> nn.Module:
+    return (nn.RMSNorm if dims.gated else nn.LayerNorm)(dims.width)
+
+
+def _linear(dims: Dims, inputs: int, outputs: int) -> nn.Linear:
+    if dims.lora:
+        return Adapted(inputs, outputs, dims.lora, dims.bias)
+    return nn.Linear(inputs, outputs, bias=dims.bias)
+
+
+def _rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """Return x [batch, heads, seq, head] with rotary positions. turn: [2, seq, head]."""
+    left, right = x.chunk(2, -1)
+    return x * turn[0] + torch.cat((-right, left), -1) * turn[1]
 
 
 def _keep_some() -> Any:

@@ -75,7 +75,7 @@ DEVICES = {
 
 def device_of(name: str) -> tuple[str, Device]:
     """Return a device and its name in DEVICES. Raises ValueError for an unknown one."""
-    key = name.lower().replace("_", "-").replace(" ", "-")
+    key = str(name).lower().replace("_", "-").replace(" ", "-")
     if key not in DEVICES:
         raise ValueError(f"unknown GPU {name!r}: known are {', '.join(DEVICES)}")
     return key, DEVICES[key]

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
 
     kind: "matmul", "attention" or "move" (anything that is bound by memory). flops: a multiply-add
     counts 2. bytes: read and written. dtype: of the result. shape: (m, n, k) of a matmul, else ().
-    again: a checkpoint computes it a second time. operation: itself.
+    again: a checkpoint computes it a second time.
     """
 
     kind: str
@@ -47,24 +47,6 @@ class Kernel(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
     again: bool = False
-    operation: TorchCall | None = None
-
-
-class Layout(NamedTuple):
-    """A tensor without its values, as an operation got it."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    is_param: bool
-
-
-class TorchCall(NamedTuple):
-    """A function of torch and its arguments: leaves of a tree, with layouts for tensors."""
-
-    func: Any
-    arguments: tuple[Any, ...]
-    tree: Any
 
 
 class Segment(NamedTuple):
@@ -242,7 +224,6 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._segments: dict[tuple[str, int], tuple[list[Kernel], list[int]]] = {}
         self._now = self._of(FORWARD, 0)
         self._known: set[int] = set()
-        self._params: set[int] = set()
 
     def _of(self, phase: str, i: int) -> tuple[list[Kernel], list[int]]:
         return self._segments.setdefault((phase, i), ([], [self.live, self.live]))
@@ -261,7 +242,6 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore(self, tensor: torch.Tensor) -> None:
         """Do not count this tensor's memory, which the caller keeps."""
         self._known.add(id(tensor.untyped_storage()))
-        self._params.add(id(tensor.untyped_storage()))
 
     def segment(self, phase: str, i: int) -> Segment:
         kernels, (start, peak) = self._of(phase, i)
@@ -276,19 +256,8 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if any(made) or func._schema.is_mutable:
                 made_by = _kernel(func, args, kwargs or {}, inputs, outputs, out)
                 again = self.phase == BACKWARD and torch.is_grad_enabled()
-                operation = self._operation(func, args, kwargs or {})
-                self._now[0].append(made_by._replace(again=again, operation=operation))
+                self._now[0].append(made_by._replace(again=again))
         return out
-
-    def _operation(self, func: Any, args: Any, kwargs: Any) -> TorchCall:
-        leaves, tree = tree_flatten((args, kwargs))
-        return TorchCall(func, tuple(self._layout(leaf) for leaf in leaves), tree)
-
-    def _layout(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        is_param = id(leaf.untyped_storage()) in self._params
-        return Layout(tuple(leaf.shape), leaf.stride(), leaf.dtype, is_param)
 
     def _track(self, tensor: torch.Tensor) -> bool:
         """Count a tensor's memory; return whether it is new."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from zshard.planner.costs import Measured, Modelled
+from zshard.planner.costs import Costs
 from zshard.planner.timeline import Timeline, play
 from zshard.planner.traffic import Traffic
 from zshard.planner.ways import Cluster, Way
@@ -18,10 +18,10 @@ from zshard.planner.wrapped import Wrapped
 class Prediction(NamedTuple):
     """A step of a rank.
 
-    seconds: of the step. memory: bytes at the peak by part, with
-    "activations" and "total". flops: that the model needs, without recomputation; causal attention
-    counts half. tokens: of the rank. traffic: bytes that the rank receives in the step. timeline:
-    of one micro-batch. units: their names, as in a trace.
+    seconds: of the step. memory: bytes at the peak by part, with "activations" and "total". flops:
+    that the model needs, without recomputation; causal attention counts half. tokens: of the rank.
+    traffic: bytes that the rank receives in the step. timeline: of one micro-batch. units: the
+    names of those that its spans number.
     """
 
     way: Way
@@ -51,19 +51,13 @@ class Prediction(NamedTuple):
 
 
 def predict(workload: Workload, way: Way, cluster: Cluster) -> Prediction:
-    """Predict a step. Raises what FSDP raises for the way, and what the model raises.
-
-    Collective if the cluster's ranks measure.
-    """
+    """Predict a step. Raises what FSDP raises for the way, and what the model raises."""
     wrapped = Wrapped(workload, way, cluster)
     dtype = None if way.precision == "fp32" else torch.bfloat16
     traced = workload.traced(wrapped.modules, way.micro_batch, way.checkpointing, dtype)
     memory = wrapped.memory(traced)
     events, marks = wrapped.schedule(traced)
-    acts = Counter(events)
-    modelled = Modelled(wrapped, acts)
-    machine = cluster.machine
-    costs = modelled if machine is None else Measured(wrapped, acts, machine)
+    costs = Costs(wrapped, Counter(events))
     timeline = play(events, marks, costs.durations(traced))
     times = way.accumulate
     return Prediction(
@@ -72,7 +66,7 @@ def predict(workload: Workload, way: Way, cluster: Cluster) -> Prediction:
         memory,
         times * traced.flops,
         times * way.micro_batch * workload.tokens,
-        modelled.traffic(times),
+        costs.traffic(times),
         timeline,
         wrapped.names,
     )

@@ -5,23 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-import torch
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 from zshard.offload import Offload, offload_of, offload_on
 from zshard.options import OffloadLike
-from zshard.planner.beside import Beside, beside
 from zshard.planner.gpus import GIB, Network, cluster_network, device_of
-from zshard.planner.measured import Machine
 from zshard.planner.prediction import Prediction, predict
 from zshard.planner.ways import PRECISIONS, Cluster, Way
 from zshard.planner.workloads import TrainStep, Workload, workload_of
-from zshard.ranks.agreement import PublicCall
 from zshard.ranks.wire import Wire, check_wire, spelled
-from zshard.trace import Trace
 
 GAP = 1.08
 """What torch's allocator reserves, beside what is allocated at the peak."""
@@ -38,6 +31,10 @@ COMMENTS = {
 STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard")
 BETWEEN_HOSTS = ("hybrid_shard", "hybrid_full")
 MOST_SAMPLES = 256
+
+INSTEAD_OF_MEASURE = (
+    "gpus= and gpu=, predict_memory() for the memory of other ranks, and zshard.profile() for times"
+)
 
 OFFLOADS = (Offload(), Offload(grads=True))
 """What is tried where nothing fits without."""
@@ -94,16 +91,11 @@ class Plan:
         comment = COMMENTS.get(way.checkpointing, "")
         return f"FSDP({', '.join(words)}){comment}"
 
-    def beside(self, trace: Trace, prediction: Prediction | None = None) -> Beside:
-        """Compare a planned step, by default the recommended one, with a trace of the model: see
-        zshard.planner.beside.
-
-        Raises ValueError if the trace has no optimizer step, or nothing fits and none is given.
-        """
-        chosen = prediction or self.best
-        if chosen is None:
-            raise ValueError("nothing fits: pass one of plan.predictions to compare")
-        return beside(trace, chosen)
+    def beside(self, *_: object) -> NoReturn:
+        """Removed: use zshard.profile(), whose report has each unit's times."""
+        raise AttributeError(
+            "plan.beside() is removed; use zshard.profile(), whose report has each unit's times"
+        )
 
     def to_json(self) -> str:
         """Return everything as JSON: times in seconds, memory in bytes. "received_bytes": of a rank
@@ -203,11 +195,10 @@ def plan(
     wire: str | Wire | None = None,
     per_host: int | None = None,
     nic: float | None = None,
-    measure: bool = False,
-    transport: str | None = None,
+    measure: None = None,
+    transport: None = None,
 ) -> Plan:
-    """Predict memory and speed of training a model, for each strategy: on GPUs that need not be
-    there, or (`measure`) on the ranks of this run.
+    """Predict memory and speed of training, for each strategy, on GPUs that need not be there.
 
     Args:
         model: a module (on the meta device, or any other; not changed), a transformers config or
@@ -226,14 +217,17 @@ def plan(
         wire: as for FSDP.
         per_host: GPUs of a host. Default: 8, or all.
         nic: Gbit/s of a host to the others. Default: what hosts with such GPUs usually have.
-        measure: in place of `gpus` and `gpu`: the ranks of this run measure the model's operations
-            and FSDP's own work, all together (a minute for a few hundred million parameters). Needs
-            `batch`.
-        transport: with `measure`: as for FSDP.
+        measure, transport: removed; use `gpus` and `gpu`.
 
     Raises ValueError or TypeError for unknown names, NotImplementedError for an offload to disk,
-    and what the model raises; with `measure`, what FSDP raises.
+    and what the model raises.
     """
+    if measure is not None or transport is not None:
+        raise TypeError(f"plan(measure=, transport=) are removed; use {INSTEAD_OF_MEASURE}")
+    if gpus is None or gpu is None:
+        raise ValueError("plan() needs gpus= and gpu=: how many GPUs, and which")
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
+        raise ValueError(f"gpus must be a positive integer, got {gpus!r}")
     if precision not in PRECISIONS:
         known = ", ".join(repr(each) for each in PRECISIONS)
         raise ValueError(f"unknown precision {precision!r}: expected one of {known}")
@@ -241,53 +235,13 @@ def plan(
         precision=precision,
         optimizer=optimizer,
         compiled=compiled,
-        offload=offload_of(offload),
+        offload=offload_on(offload_of(offload), "cuda"),
         wire=check_wire(wire),
     )
     workload = workload_of(model, step, seq)._replace(traces={})
-    if measure:
-        others = {"gpus": gpus, "gpu": gpu, "per_host": per_host, "nic": nic}
-        _check_measurable(usual, batch, others)
-        with PublicCall("plan()"):
-            here = _device_here()
-            usual = usual._replace(offload=offload_on(usual.offload, here.type))
-            cluster = Cluster.of(machine := Machine(here, transport))
-            wanted = {"batch": batch, "strategies": strategies, "arguments": usual}
-            machine.agree([(name, repr(value)) for name, value in wanted.items()])
-            return _plan(_Search(workload, cluster, batch), usual, strategies, False, here.type)
-    if gpus is None or gpu is None or transport is not None:
-        raise ValueError(
-            "plan() needs gpus= and gpu=, or measure=True for the ranks of this run (which alone "
-            "takes transport=)"
-        )
-    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
-        raise ValueError(f"gpus must be a positive integer, got {gpus!r}")
     name, device = device_of(gpu)
-    usual = usual._replace(offload=offload_on(usual.offload, "cuda"))
     cluster = Cluster(device, gpus, cluster_network(device, gpus, per_host, nic))
     return _plan(_Search(workload, cluster, batch), usual, strategies, offload is None, name)
-
-
-def _check_measurable(way: Way, batch: int | None, others: Mapping[str, object]) -> None:
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise ValueError(
-            f"measure=True plans for the ranks of this run: leave {given[0]}= out, and start as "
-            "many ranks as the plan is for"
-        )
-    if batch is None:
-        raise ValueError("measure=True needs batch=: the samples of a step on all ranks")
-    if way.compiled or way.precision == "fp8":
-        raise ValueError(
-            "measure=True measures PyTorch's own kernels: compiled=True and precision='fp8' are "
-            "planned with gpus= and gpu= only"
-        )
-
-
-def _device_here() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
 
 
 def _plan(
@@ -314,10 +268,7 @@ def _title(workload: Workload, way: Way, cluster: Cluster, gpu: str) -> str:
     network = cluster.network
     hosts = ""
     if cluster.ranks > network.per_host:
-        nic = f", {network.nic:g} Gbit/s between hosts" if cluster.machine is None else ""
-        hosts = f", {network.per_host} in a host{nic}"
-    if cluster.machine is not None:
-        hosts += f", measured over {cluster.transport}"
+        hosts = f", {network.per_host} in a host, {network.nic:g} Gbit/s between hosts"
     wire = f", wire {spelled(way.wire)}" if hosts and way.wire != Wire() else ""
     return (
         f"{numel / 1e6:,.1f} M parameters{sample}, {way.precision}, optimizer {way.optimizer}, on "

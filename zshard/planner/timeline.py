@@ -33,8 +33,7 @@ class Durations(NamedTuple):
     """Seconds of each part of a step.
 
     forward, backward: between marks, as in kernels.Traced. owners: the units that they belong to.
-    gather, reduce: of each unit. work: of these, the seconds that each takes from the kernels,
-    where both run on the same core.
+    gather, reduce: of each unit.
     """
 
     forward: Sequence[float]
@@ -42,7 +41,6 @@ class Durations(NamedTuple):
     owners: Sequence[int]
     gather: Sequence[float]
     reduce: Sequence[float]
-    work: Mapping[str, Sequence[float]] = {}
 
 
 class Timeline(NamedTuple):
@@ -114,20 +112,16 @@ class _Player:
     def _run(self, phase: str, segment: int) -> None:
         durations = self._durations
         seconds = (durations.forward if phase == "forward" else durations.backward)[segment]
-        self._compute(phase, seconds, durations.owners[segment])
-
-    def _compute(self, what: str, seconds: float, unit: int) -> None:
         if seconds > 0:
-            self.spans.append(Interval(COMPUTE, what, unit, self._now, self._now + seconds))
-            self._now += seconds
+            end, unit = self._now + seconds, durations.owners[segment]
+            self.spans.append(Interval(COMPUTE, phase, unit, self._now, end))
+            self._now = end
 
     def _send(self, what: str, unit: int, seconds: float) -> None:
         if seconds > 0:
             start = max(self._now, self._free)
             self._free = self._ends[what, unit] = start + seconds
             self.spans.append(Interval(WIRE, what, unit, start, start + seconds))
-        if what in self._durations.work:
-            self._compute(what, self._durations.work[what][unit], unit)
 
     def _wait(self, what: str, unit: int, end: float) -> None:
         if end > self._now:

@@ -7,8 +7,7 @@ network adapter: on average 1 / per_host of a rank's bytes come from other hosts
 
 Gradients: each rank gets its shard from every other one (csrc/comm/gpu/gpu_round.c). Where codes
 cross hosts, a host's ranks first get the shards of their counterparts and sum them; then each gets
-one code of its shard from each other host (csrc/comm/gpu/gpu_coded.c). The transport "hosts" does
-the same, also without codes.
+one code of its shard from each other host (csrc/comm/gpu/gpu_coded.c).
 """
 
 from __future__ import annotations

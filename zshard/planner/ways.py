@@ -9,8 +9,7 @@ import torch
 from zshard.memory.dry_run import World
 from zshard.memory.fits import parse_keep
 from zshard.offload import Offload
-from zshard.planner.gpus import GIB, Device, Network
-from zshard.planner.measured import Machine
+from zshard.planner.gpus import Device, Network
 from zshard.precision import MixedPrecision, precision_of
 from zshard.ranks.wire import Wire
 from zshard.strategy import strategy_of
@@ -22,9 +21,8 @@ PRECISIONS = ("bf16", "fp32", "fp8")
 class Cluster(NamedTuple):
     """The hardware: one rank per GPU.
 
-    transport: between all ranks: "nccl", "shm", "hosts" or "c10d". reduces_by_ring: gradients are
-    reduced by NCCL's rings, as torch's FSDP does, and not as zshard does. machine: measures
-    durations, in place of the data sheets'; None: it is not at hand.
+    transport: between all ranks: "nccl", "shm" or "c10d". reduces_by_ring: gradients are reduced by
+    NCCL's rings, as torch's FSDP does, and not as zshard does.
     """
 
     device: Device
@@ -32,21 +30,12 @@ class Cluster(NamedTuple):
     network: Network
     transport: str = "nccl"
     reduces_by_ring: bool = False
-    machine: Machine | None = None
-
-    @classmethod
-    def of(cls, machine: Machine) -> Cluster:
-        """Return the cluster of the ranks at hand. Collective."""
-        device = Device(machine.room() / GIB, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, reserved=0)
-        network = Network(0, 0, machine.per_host)
-        return cls(device, machine.ranks, network, machine.transport, machine=machine)
 
     def world(self, group: int) -> World:
         """Return the ranks for FSDP, with shard groups of that size."""
-        inside = "shm" if self.transport == "hosts" else self.transport
-        per_host = self.network.per_host
+        kind, per_host = self.transport, self.network.per_host
         equal = self.ranks > per_host and self.ranks % per_host == 0
-        return World(self.ranks, group, self.transport, inside, per_host if equal else 0)
+        return World(self.ranks, group, kind, kind, per_host if equal else 0)
 
 
 class Way(NamedTuple):

@@ -15,15 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zshard.planner.decoder import Decoder, Dims
+from zshard.planner.decoder import Decoder, Dims, decoder_of
 from zshard.planner.kernels import Traced, trace
 from zshard.units.units import is_unit
 
 STRETCHED = 3
 """Periods of a decoder's blocks that are traced; the middle one stands for all others. A period is
 one block, or two if every second one is checkpointed."""
-
-_SIZES = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "seq")
 
 TrainStep = Callable[[nn.Module, int], torch.Tensor]
 """Runs the model on a micro-batch of that many samples, which it makes, and returns the loss."""
@@ -91,19 +89,8 @@ def workload_of(model: Any, step: TrainStep | None = None, seq: int | None = Non
 
 def decoder(dims: Dims) -> Workload:
     """Return the training of a decoder. Raises ValueError for dimensions that do not fit."""
-    sizes = {name: getattr(dims, name) for name in _SIZES}
-    wrong = [name for name, size in sizes.items() if not isinstance(size, int) or size < 1]
-    if wrong:
-        raise ValueError(f"Dims: {wrong[0]} must be a positive integer, got {sizes[wrong[0]]!r}")
-    if not isinstance(dims.lora, int) or dims.lora < 0:
-        raise ValueError(f"Dims: lora must be a rank, or 0 for no adapters, got {dims.lora!r}")
-    if dims.width % (2 * dims.heads) or dims.heads % dims.kv_heads:
-        raise ValueError(
-            f"Dims: width={dims.width} must be a multiple of 2 * heads={dims.heads}, and heads of "
-            f"kv_heads={dims.kv_heads}"
-        )
     kinds = ("", "selective", "alternate", "full")
-    return Workload(_decoder(dims), _run_decoder, dims.seq, "tokens", kinds, _set, dims)
+    return Workload(decoder_of(dims), _run_decoder, dims.seq, "tokens", kinds, _set, dims)
 
 
 def _set(model: Decoder, kind: str) -> None:
@@ -113,12 +100,6 @@ def _set(model: Decoder, kind: str) -> None:
 def _run_decoder(model: Any, micro_batch: int) -> torch.Tensor:
     loss: torch.Tensor = model(torch.zeros(micro_batch, model.dims.seq, dtype=torch.int64))
     return loss
-
-
-@functools.lru_cache(maxsize=8)
-def _decoder(dims: Dims) -> Decoder:
-    with torch.device("meta"):
-        return Decoder(dims)
 
 
 def _names_of(model: nn.Module, modules: list[nn.Module]) -> tuple[str, ...]:
@@ -134,9 +115,7 @@ def _decoder_trace(
     others."""
     period = _period(kind)
     times, rest = divmod(dims.layers, period)
-    with torch.device("meta"):
-        few = Decoder(dims._replace(layers=STRETCHED * period + rest))
-    few.checkpointing = kind
+    few = decoder_of(dims._replace(layers=STRETCHED * period + rest), kind)
     here = dict(few.named_modules())
     modules = [here[name] for name in names if name in here]
     found = trace(few, modules, lambda model: _run_decoder(model, micro_batch), dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import NamedTuple
 
 import torch
@@ -68,10 +67,7 @@ class Wrapped:
         model, options = workload.model, options_of(way)
         group = way.group or min(cluster.network.per_host, cluster.ranks)
         self.over = _over(options.strategy, group, cluster.ranks)
-        self.world = cluster.world(group)
-        # ranks at hand have memory to spare, so keep_gathered="auto" keeps all units between hosts
-        self.kept = cluster.machine is not None and self.world.per_host > 0
-        self.run = dry_run_of(model, "auto", options, self.world)
+        self.run = dry_run_of(model, "auto", options, cluster.world(group))
         size_of = size_of_state(way.optimizer, model)
         self.state = self.run.trained_bytes(False, size_of)
         self.offloaded_state = self.run.trained_bytes(True, size_of)
@@ -115,8 +111,6 @@ class Wrapped:
         call."""
         calls, marks = self._calls(traced)
         self.run.engine.set_calls(calls)
-        if self.kept:
-            self.run.engine.keep_gathered(sys.maxsize)
         return self.run.engine.predict_events(), marks
 
     def _calls(self, traced: Traced) -> tuple[list[tuple[_core.Unit, int]], dict[int, int]]:

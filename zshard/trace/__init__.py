@@ -26,12 +26,12 @@ from zshard import _core
 from zshard._errors import warn
 from zshard.ranks.meeting import host_id
 from zshard.trace.records import RankTrace, apart, read_ranks, write_ranks
-from zshard.trace.times import arrivals_of, own_times, parts_of, summary_of, text_of
+from zshard.trace.times import arrivals_of, parts_of, summary_of, text_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["RankTrace", "Trace", "own_times", "parts_of", "profile", "read"]
+__all__ = ["RankTrace", "Trace", "parts_of", "profile", "read"]
 
 _ROUNDS = 20  # barriers in which hosts compare their clocks
 

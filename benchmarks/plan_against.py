@@ -1,14 +1,20 @@
-"""Predictions held against published runs: rows of a CSV file, with the columns of `COLUMNS`.
+"""Predictions beside published runs: rows of a CSV file, with the columns of `COLUMNS`.
 
-A row is predicted if it says what the prediction needs. Nothing is guessed from its results: a row
-without a sequence length, or with ranks that split a model by tensors or layers, is left out with
-that reason. Runs by other software than torch's FSDP or DeepSpeed are predicted and listed apart.
+    python -m benchmarks.plan_against RUNS.csv > docs/planner_accuracy.md
+    python -m benchmarks.plan_against RUNS.csv --json
+
+The file of runs is not part of the repository. A row is predicted if it says what the prediction
+needs. Nothing is guessed from its results: a row without a sequence length, or with ranks that
+split a model by tensors or layers, is left out with that reason. Runs by other software than
+torch's FSDP or DeepSpeed are predicted and listed apart.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import csv
+import json
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,9 +39,37 @@ COLUMNS = (
 NUMBERS = ("layers", "hidden", "heads", "vocab", "seq", "micro_batch", "n_gpus")
 NEEDED = (*NUMBERS, "strategy", "gpu")
 
-
 FEW = 5
 """Rows of a source whose median says something."""
+
+WORST = 10
+
+FULL = (
+    "its GPUs' memory is nearly full, where torch's allocator frees and allocates anew in each step"
+)
+ODD = "the source contradicts itself: its neighbours are faster"
+REASONS = {
+    "mosaic-140": "64 GPUs, 2 sequences each: the wire is exposed, and memory is nearly full",
+    "mosaic-080": ODD,
+    "mosaic-021": ODD,
+    "mosaic-179": ODD,
+    "tinyllama-001": "its own fused kernels for the norm, the MLP and the loss",
+    "yafsdp-013": "the network is not stated; 400 Gbit/s are assumed",
+    **dict.fromkeys(("mosaic-143", "mosaic-144", "mosaic-149", "mosaic-150", "mosaic-151"), FULL),
+    **dict.fromkeys(("mosaic-020", "mosaic-022", "mosaic-071"), FULL),
+    **dict.fromkeys(("mosaic-030", "mosaic-031", "mosaic-032", "mosaic-033"), FULL),
+}
+"""Likely reasons for large errors, of rows by id."""
+
+HEAD = """# The planner beside published runs
+
+`python -m benchmarks.plan_against RUNS.csv` predicts runs that others published, and compares. This
+page is its result for {rows} rows of {sources} sources that state what a prediction needs. Each
+device has one set of constants, fitted to its rows; no source and no row has constants of its own.
+Where a row does not state the network, the device's usual one is assumed. Tokens per second or
+seconds are compared, never TFLOP/s, which sources count in different ways. The file says where its
+rows come from; write one with the same columns to compare runs of your own.
+"""
 
 
 class Unpredictable(Exception):
@@ -247,35 +281,59 @@ def as_json(found: Iterable[Compared], left: Iterable[LeftOut]) -> list[dict[str
     return [*numbers, *(each._asdict() for each in left)]
 
 
-def report(found: Sequence[Compared], left: Sequence[LeftOut]) -> str:
-    """Return a page of text: medians, rows, and why rows were left out."""
-    return "\n".join(_report(found, left))
-
-
-def _report(found: Sequence[Compared], left: Sequence[LeftOut]) -> Iterator[str]:
-    rows = {each.id for each in found}
-    yield f"{len(rows)} rows predicted, {len(left)} left out. Error: predicted / published - 1."
+def page(found: Sequence[Compared], left: Sequence[LeftOut]) -> Iterator[str]:
+    """Yield the lines of docs/planner_accuracy.md."""
+    rows, sources = {each.id for each in found}, {each.source for each in found}
+    yield HEAD.format(rows=len(rows), sources=len(sources))
     for what in ("speed", "memory"):
         for apart in (False, True):
             chosen = [each for each in found if (each.what, bool(each.apart)) == (what, apart)]
             if chosen:
-                yield from _section(what + (", other software" if apart else ""), chosen)
-    yield "\nLeft out:"
+                yield from _section(what, apart, chosen)
+    yield "## Rows left out\n"
+    yield "| rows | why |\n| --- | --- |"
     reasons = collections.Counter(each.reason for each in left)
-    yield from (f"  {count:4d}  {reason}" for reason, count in reasons.most_common())
+    yield from (f"| {count} | {reason} |" for reason, count in reasons.most_common())
 
 
-def _section(title: str, chosen: Sequence[Compared]) -> Iterator[str]:
-    yield f"\n{title}: {len(chosen)} rows"
+def _section(what: str, apart: bool, chosen: Sequence[Compared]) -> Iterator[str]:
+    title = "Speed" if what == "speed" else "Memory"
+    yield f"## {title}, {'other software' if apart else 'FSDP and DeepSpeed'}\n"
     for key in ("source", "device"):
         groups = medians(chosen, key)
-        yield f"  by {key}: median of absolute errors (rows)"
-        yield from (f"    {name:14s} {error:6.1%}  ({n})" for name, (n, error) in groups.items())
         errors = [error for n, error in groups.values() if n >= FEW]
+        yield f"| {key} | rows | median of absolute errors |\n| --- | --- | --- |"
+        for name, (n, error) in sorted(groups.items(), key=lambda item: -item[1][0]):
+            yield f"| {name} | {n} | {error:.1%} |"
         if errors:
-            yield f"    median of those with {FEW} rows or more: {statistics.median(errors):.1%}"
-    yield "  rows: predicted, published, error"
-    for each in sorted(chosen, key=lambda each: -abs(each.error)):
-        numbers = f"{each.predicted:12,.4g} {each.published:12,.4g} {each.unit:12s}"
-        words = f"{each.device}  {each.apart}".rstrip()
-        yield f"    {each.id:18s} {numbers} {each.error:+7.1%}  {words}"
+            words = f"median of those with {FEW} rows or more"
+            yield f"| **{words}** | | **{statistics.median(errors):.1%}** |"
+        yield ""
+    if what == "speed" and not apart:
+        yield from _worst(chosen)
+
+
+def _worst(chosen: Sequence[Compared]) -> Iterator[str]:
+    yield f"The {WORST} largest errors:\n"
+    yield "| row | device | predicted | published | error | likely reason |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for each in sorted(chosen, key=lambda each: -abs(each.error))[:WORST]:
+        numbers = f"{each.predicted:,.4g} | {each.published:,.4g} {each.unit} | {each.error:+.0%}"
+        yield f"| {each.id} | {each.device} | {numbers} | {REASONS.get(each.id, 'not known')} |"
+    yield ""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    made = argparse.ArgumentParser(description="Compare the planner with published runs.")
+    made.add_argument("runs", type=Path, metavar="CSV", help="with the columns of COLUMNS")
+    made.add_argument("--json", action="store_true", help="print each number, not the page")
+    args = made.parse_args(argv)
+    try:
+        found, left = compare(read(args.runs))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"plan_against: {error}") from error
+    print(json.dumps(as_json(found, left), indent=1) if args.json else "\n".join(page(found, left)))
+
+
+if __name__ == "__main__":
+    main()
