@@ -129,7 +129,7 @@ static zs_status renew_flat(zs_unit *unit, int f)
     }
     take_turns(unit, f);
     unit->grads_held = true;
-    if (flat->spare_mem == NULL) { /* a step in backward has given it back */
+    if (flat->spare_mem == NULL) { /* a step in backward has freed it */
         zs_kept_grads_free(flat, unit);
         return ZS_OK;
     }

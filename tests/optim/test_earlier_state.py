@@ -98,7 +98,7 @@ def test_state_from_before_fully_shard(pool):
 
 
 class Several(nn.Module):
-    """Models that one optimizer steps, each of which is sharded by itself."""
+    """Models that one optimizer steps, and that are sharded one by one."""
 
     def __init__(self, n):
         super().__init__()
@@ -123,7 +123,9 @@ class Training:
         self.name, self.n = name, n
         self.model = make(lambda: Several(n), seed)
         params = list(self.model.parameters())
-        matrices, rest = ([p for p in params if (p.dim() > 1) is is_one] for is_one in (True, False))
+        matrices, rest = (
+            [p for p in params if (p.dim() > 1) is is_one] for is_one in (True, False)
+        )
         groups = [{"params": matrices}, {"params": rest, "lr": 0.02}]
         self.optimizer = KINDS[name](groups, lr=0.01)
 

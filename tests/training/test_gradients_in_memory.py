@@ -31,7 +31,7 @@ class Three(nn.Module):
         return sum((getattr(self, name) * 2).sum() for name in names)
 
 
-def soil(value: float) -> None:
+def dirty_heap(value: float) -> None:
     """Leave `value` in freed memory of the sizes that gradients take."""
     for size in (64, 128, 256, 512, 576, 640, 1024, 1040, 2048):
         _ = [torch.full((size,), value) for _ in range(200)]
@@ -46,7 +46,7 @@ def right_norm(gradients: int, names: str) -> float:
     return 2 * gradients * math.sqrt(sum({"a": 40, "b": 40, "c": 1000}[name] for name in names))
 
 
-def norms_after_soil(transport: str, value: float) -> list[tuple[float, float]]:
+def norms_on_a_dirty_heap(transport: str, value: float) -> list[tuple[float, float]]:
     found = []
     model = FSDP(Three(), transport=transport)
     model("abc").backward()
@@ -54,7 +54,7 @@ def norms_after_soil(transport: str, value: float) -> list[tuple[float, float]]:
 
     def renew() -> None:
         model.zero_grad()
-        soil(value)
+        dirty_heap(value)
 
     renew()
     used = ""
@@ -66,7 +66,7 @@ def norms_after_soil(transport: str, value: float) -> list[tuple[float, float]]:
     renew()
     model("abc").backward()
     held = [param.grad for param in model.parameters()]
-    soil(value)
+    dirty_heap(value)
     model("abc").backward()  # into new memory, as the script keeps the old
     found.append((norm_of(model), right_norm(2, "abc")))
     del held
@@ -84,7 +84,7 @@ def norms_after_soil(transport: str, value: float) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("value", [1e10, math.nan])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_norms_do_not_see_what_memory_held_before(pool2: Any, transport: str, value: float) -> None:
-    for found in pool2.run(norms_after_soil, transport, value):
+    for found in pool2.run(norms_on_a_dirty_heap, transport, value):
         for ours, right in found:
             assert ours == pytest.approx(right, rel=1e-6)
 
