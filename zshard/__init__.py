@@ -126,11 +126,16 @@ else:
         """Import torch's, DeepSpeed's and the planner's names when a script first uses one."""
         import importlib
 
+        from zshard._errors import did_you_mean
+
+        known = list(__all__)
         for package in ("compat", "deepspeed", "planner") if not name.startswith("__") else ():
             module = importlib.import_module(f"zshard.{package}")
             if name in module.__all__:
                 return getattr(module, name)
-        raise AttributeError(f"module 'zshard' has no attribute '{name}'")
+            known += module.__all__
+        text = f"module 'zshard' has no attribute '{name}'{did_you_mean(name, known)}"
+        raise AttributeError(text, name=name, obj=None)  # without `obj`, Python adds its own hint
 
 
 def __dir__() -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import traceback
 
 import pytest
 
@@ -102,3 +103,21 @@ def test_names_of_torch_and_deepspeed_are_importable_from_the_top() -> None:
 def test_another_name_is_an_attribute_error(module) -> None:
     with pytest.raises(AttributeError, match="no attribute 'PipelineModule'"):
         module.PipelineModule  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("FulyShard", "fully_shard"),
+        ("FulyShardedDataParallel", "FullyShardedDataParallel"),
+        ("adamw", "AdamW"),
+        ("initialise", "initialize"),
+        ("plans", "plan"),
+    ],
+)
+def test_slip_of_a_name_is_named_once(slip: str, meant: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(zshard, slip)
+    shown = traceback.format_exception(caught.value)[-1]  # where Python adds hints
+    assert shown.lower().count("did you mean") == 1 and f"did you mean '{meant}'?" in shown
+    assert not hasattr(zshard, slip)

@@ -7,13 +7,14 @@ soon as the config is read, whether or not they have an effect.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
+
+from zshard._errors import did_you_mean
 
 AUTO = "auto"
 Check = Callable[[str, object], None]  # raises for an invalid value of the key
@@ -283,9 +284,8 @@ def _unknown(name: str) -> str:
     parts = [each.rpartition(".") for each in (*_KNOWN, *SECTIONS)]
     beside = [last for before, _, last in parts if before == path]
     where = f"in '{path}' of the DeepSpeed config" if path else "in the DeepSpeed config"
-    near = difflib.get_close_matches(key, beside, 1)
-    if near:
-        return f"unknown key '{key}' {where}: did you mean '{near[0]}'?"
+    if near := did_you_mean(key, beside):
+        return f"unknown key '{key}' {where}{near}"
     elsewhere = sorted(each for each in _KNOWN if each.rpartition(".")[2] == key)
     if elsewhere:
         return f"unknown key '{key}' {where}: it belongs to '{elsewhere[0].rpartition('.')[0]}'"
