@@ -114,15 +114,6 @@ def test_one_rank_of_a_group_says_nothing(said: Callable[[], str], group_ends: N
     assert said() == ""
 
 
-def test_child_of_multiprocessing_is_warned(
-    said: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("multiprocessing.parent_process", lambda: "a process")
-    with pytest.warns(RuntimeWarning, match="started by multiprocessing"):
-        WRAPS["FSDP"](model())
-    assert said() == ""
-
-
 def group_comes_late(how: str) -> list[str]:
     """Return the errors of a model that was wrapped before init_process_group(), repeatedly; and of
     one that was wrapped after it."""
