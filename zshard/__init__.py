@@ -145,13 +145,15 @@ else:
 
     def __getattr__(name: str) -> object:
         if name not in _LATER:
-            from zshard._errors import warn
+            from zshard._errors import did_you_mean, warn
             from zshard._removed import removal
 
             text = removal(name)
             if text is not None:
                 warn(text)  # `from zshard import ...` replaces the text of the error below
-            raise AttributeError(text or f"module 'zshard' has no attribute '{name}'")
+            hint = did_you_mean(name, [*__all__, *_LATER]) if not name.startswith("__") else ""
+            text = text or f"module 'zshard' has no attribute '{name}'{hint}"
+            raise AttributeError(text, name=name, obj=None)  # with `obj`, Python adds its own hint
         import importlib
 
         return getattr(importlib.import_module(f"zshard.{_LATER[name]}"), name)

@@ -5,9 +5,11 @@ This module imports nothing of zshard, so that any other module can raise and ca
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 
 
 class CheckpointError(ValueError):
@@ -28,6 +30,14 @@ class NonFiniteError(FloatingPointError):
 class ShardError(RuntimeError):
     """An operation needs the full tensor but got this rank's shard of it. The message names the
     parameter and what to write."""
+
+
+def did_you_mean(given: str, names: Iterable[str], likeness: float = 0.6) -> str:
+    """Return the end of an error that names what `given` may be a slip of; "" if nothing is like
+    it. likeness: difflib's ratio."""
+    names = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(given.lower(), names, 1, likeness)
+    return f": did you mean '{names[near[0]]}'?" if near else ""
 
 
 _PACKAGE = os.path.dirname(__file__) + os.sep

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zshard._errors import did_you_mean
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.load import load
 from zshard.checkpoint.per_host.hosts import is_anywhere
@@ -81,7 +82,8 @@ def _unpickled(kind: type[Any], state: dict[str, Any]) -> Any:
 def check_arguments(call: str, arguments: Mapping[str, Any]) -> None:
     """Raise TypeError if FSDP(model, **arguments) lacks one of them."""
     for name in arguments.keys() - ARGUMENTS:
-        raise TypeError(f"{call} takes the arguments of FSDP(), which has no {name!r}")
+        hint = did_you_mean(name, ARGUMENTS)
+        raise TypeError(f"{call} takes the arguments of FSDP(), which has no {name!r}{hint}")
 
 
 def _check_accelerator(accelerator: Any) -> None:

@@ -38,6 +38,7 @@ from zshard.options import (
     WrapPolicyLike,
     check_environment,
     check_use_orig_params,
+    checks_names,
     either,
     one_device,
     prefetch_of,
@@ -88,8 +89,8 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
 
         strategy: what to shard and for how long. "full_shard" (ZeRO-3, the default),
             "shard_grad_op" (ZeRO-2), "zero1", "no_shard" (DDP), "hybrid_shard" or
-            "hybrid_shard_zero2" (HSDP), "hybrid_full" (HFSDP); or a zshard.ShardingStrategy, or
-            torch's enum.
+            "hybrid_shard_zero2" (HSDP), "hybrid_full" (HFSDP); or a name in parentheses, such as
+            "zero3"; or a zshard.ShardingStrategy, or torch's enum.
         sharding_strategy: FSDP1's name for `strategy`. Pass only one of them.
         process_group: the ranks to shard over. For a hybrid strategy, a pair: the ranks to shard
             over and the ranks to replicate over. Default: None, the default process group; under
@@ -214,6 +215,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         PeerError: another rank exited. PeerTimeoutError: another rank did not arrive in time.
     """
 
+    @checks_names("FSDP()")
     def __new__(
         cls,
         module: _M,

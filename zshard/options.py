@@ -8,13 +8,16 @@ checkers import torch's FSDP, which takes long to import.
 from __future__ import annotations
 
 import enum
+import functools
+import inspect
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
 
+from zshard._errors import did_you_mean
 from zshard.offload import CPUOffload, Offload, OffloadPolicy
 from zshard.precision import MixedPrecision, MixedPrecisionPolicy, precision_of
 from zshard.strategy import ShardingStrategy, strategy_of
@@ -81,6 +84,33 @@ DeviceLike = int | str | torch.device
 OffloadLike = Offload | str | os.PathLike[str]
 CPUOffloadLike = bool | Offload | CPUOffload | OffloadPolicy | TorchCPUOffload | TorchOffloadPolicy
 OffloadPolicyLike = Offload | OffloadPolicy | TorchOffloadPolicy
+
+# --- names ----------------------------------------------------------------------------------------
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def checks_names(call: str, others: Collection[str] = ()) -> Callable[[_F], _F]:
+    """Decorator: an argument that `call` lacks is a TypeError that names the one that was meant.
+
+    others: the names that the function takes as **options.
+    """
+
+    def decorate(function: _F) -> _F:
+        known = {*inspect.signature(function).parameters, *others}
+
+        @functools.wraps(function)
+        def checked(*args: Any, **arguments: Any) -> Any:
+            for name in arguments:
+                if name not in known:
+                    hint = did_you_mean(name, known)
+                    raise TypeError(f"{call} got an unexpected argument '{name}'{hint}")
+            return function(*args, **arguments)
+
+        return cast("_F", checked)
+
+    return decorate
+
 
 # --- parsing --------------------------------------------------------------------------------------
 

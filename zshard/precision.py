@@ -131,7 +131,7 @@ def precision_of(given: object) -> Precision:
     if not hasattr(given, "param_dtype") or not hasattr(given, "reduce_dtype"):
         raise TypeError(
             "mixed_precision must be a MixedPrecision or MixedPrecisionPolicy, zshard's or "
-            f"torch's, got {given!r}"
+            f"torch's, such as MixedPrecision(param_dtype=torch.bfloat16), got {given!r}"
         )
     if getattr(given, "keep_low_precision_grads", False):
         raise NotImplementedError(

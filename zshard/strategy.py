@@ -5,12 +5,14 @@ A strategy has one name, given as a string or as a `zshard.ShardingStrategy`.
 
 from __future__ import annotations
 
-import difflib
 import enum
+
+from zshard._errors import did_you_mean
 
 
 class ShardingStrategy(str, enum.Enum):
-    """Sharding strategies. FSDP also accepts each as its string value ("full_shard", ...).
+    """Sharding strategies. FSDP also accepts each as its string value ("full_shard", ...), or the
+    name in parentheses.
 
     FULL_SHARD: parameters, gradients and optimizer state are sharded (ZeRO-3).
     SHARD_GRAD_OP: FULL_SHARD, but parameters stay unsharded from forward to backward (ZeRO-2).
@@ -79,9 +81,22 @@ _HYBRIDS = {
 }
 _ALIASES = {
     "zero3": ShardingStrategy.FULL_SHARD,
+    "fsdp": ShardingStrategy.FULL_SHARD,
     "zero2": ShardingStrategy.SHARD_GRAD_OP,
+    "zero0": ShardingStrategy.NO_SHARD,
     "ddp": ShardingStrategy.NO_SHARD,
+    "hsdp": ShardingStrategy.HYBRID_SHARD,
+    "hfsdp": ShardingStrategy.HYBRID_FULL,
 }
+_NAMES = {each.value: each for each in ShardingStrategy} | _ALIASES
+
+
+def _plain(name: str) -> str:
+    """Return a name as it is compared: "ZeRO-3" and "zero_3" are "zero3"."""
+    return name.lower().replace("-", "").replace("_", "")
+
+
+_BY_PLAIN_NAME = {_plain(name): each for name, each in _NAMES.items()}
 
 
 def strategy_of(given: object) -> ShardingStrategy:
@@ -89,17 +104,13 @@ def strategy_of(given: object) -> ShardingStrategy:
 
     Raises ValueError for an unknown name, TypeError for any other type.
     """
-    value = given.name.lstrip("_") if isinstance(given, enum.Enum) else given
+    value = given.name if isinstance(given, enum.Enum) else given
     if not isinstance(value, str):
         raise TypeError(f"strategy must be a string or an enum member, got {value!r}")
-    key = value.lower()
-    if key in _ALIASES:
-        return _ALIASES[key]
-    try:
-        return ShardingStrategy(key)
-    except ValueError:
-        names = [s.value for s in ShardingStrategy] + list(_ALIASES)
-        near = difflib.get_close_matches(key, names, 1)
-        hint = f"did you mean {near[0]!r}? Expected" if near else "expected"
-        known = ", ".join(map(repr, names))
-        raise ValueError(f"unknown strategy {value!r}: {hint} one of {known}") from None
+    found = _BY_PLAIN_NAME.get(_plain(value))
+    if found is None:
+        known = ", ".join(map(repr, _NAMES))
+        raise ValueError(
+            f"unknown strategy {value!r}, expected one of {known}{did_you_mean(value, _NAMES)}"
+        )
+    return found

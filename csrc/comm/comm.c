@@ -92,6 +92,8 @@ zs_status zs_comm_align(zs_comm *comm)
     for (int r = 0; r < comm->world; r++)
         for (int i = 0; i < ALL; i++)
             if (all[r][i] > mine[i]) mine[i] = all[r][i];
+    zs_comm_publish(comm, ZS_ON_FAILURE, "");
+    zs_comm_set_others(comm, NULL);
     comm->models = mine[MODELS];
     if (ops->continue_from != NULL) ops->continue_from(comm, mine + OWN);
     return ZS_OK;

@@ -42,8 +42,8 @@ bool zs_comm_is_stopped(zs_comm *comm);
 /* gather_start, then gather_finish. */
 zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to);
 
-/* Makes all ranks number from here on in the same way: some may have failed where others created a model.
- * Collective. */
+/* Makes all ranks number from here on in the same way: some may have failed where others created a model. What failed
+ * before is forgotten. Collective. */
 zs_status zs_comm_align(zs_comm *comm);
 
 /* How messages name a unit of this name: "(root)" for the outermost, whose name is empty; borrowed. */

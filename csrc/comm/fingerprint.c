@@ -69,10 +69,23 @@ static const char *said(const zs_comm *comm, int rank, zs_topic topic)
     return zs_comm_published(comm, rank, topic);
 }
 
+/* Do all ranks report the same failure? Then that is not why they differ. */
+static bool have_same_failure(const zs_comm *comm)
+{
+    const char *first = said(comm, 0, ZS_ON_FAILURE);
+    bool same = first != NULL;
+    for (int r = 1; r < comm->world && same; r++) {
+        const char *what = said(comm, r, ZS_ON_FAILURE);
+        same = what != NULL && strcmp(what, first) == 0;
+    }
+    return same;
+}
+
 void zs_comm_failures(const zs_comm *comm, char *text, size_t size)
 {
     size_t used = 0;
     text[0] = 0;
+    if (have_same_failure(comm)) return;
     for (int r = 0; r < comm->world && used < size; r++) {
         const char *what = said(comm, r, ZS_ON_FAILURE);
         if (what != NULL && *what != 0) used += (size_t)snprintf(text + used, size - used, "; rank %d %.500s", r, what);

@@ -30,8 +30,8 @@ void zs_fingerprint_replace(zs_fingerprint *fingerprint, const zs_fingerprint *b
 
 /* What a rank keeps a text about. */
 typedef enum zs_topic {
-    ZS_ON_FAILURE,  /* what has failed lately, as a clause that continues "rank 0 "; "": nothing */
-    ZS_ON_WRITE,    /* what was written in place last, such as "mul_() on 'weight'"; "": nothing */
+    ZS_ON_FAILURE,  /* what has failed since the ranks last met, as a clause that continues "rank 0 "; "": nothing */
+    ZS_ON_WRITE,    /* what was written in place last to the model that communicates, such as "mul_() on 'weight'" */
     ZS_ON_SETTINGS, /* the param groups: lines of a name, a tab, and values with commas between them */
 } zs_topic;
 
@@ -52,7 +52,7 @@ void zs_comm_publish(zs_comm *comm, zs_topic topic, const char *text);
 /* The size of the text of zs_comm_failures. */
 enum { ZS_FAILURES = 1024 };
 
-/* "; rank 0 raised ..." for each rank whose failure this rank knows; "" if there is none. */
+/* "; rank 0 raised ..." for each rank whose failure this rank knows; "" if there is none, or all have the same. */
 void zs_comm_failures(const zs_comm *comm, char *text, size_t size);
 
 /* Sets the peers' texts where a transport got them in another way: [world], *steals*; NULL: forgets them. */

@@ -30,7 +30,6 @@ typedef struct zs_history {
      * of the load, for zs_param.loaded_in. */
     uint64_t full_load, loads, n_loaded, load_number;
     char written[256]; /* the last write, for the peers' messages */
-    bool untold;       /* it is not published yet */
     bool in_pass;      /* a hook of the running backward made a step */
 } zs_history;
 
@@ -60,7 +59,6 @@ struct zs_engine {
     bool sampled;
     bool writing;   /* a write has begun, and neither it nor a pass has ended it */
     bool by_hand;   /* a script has written to shards since the last pass or known write */
-    bool failure;   /* a failure is published */
     zs_join *join;  /* owned; NULL outside join() */
     zs_call *calls; /* [n_calls] owned: the events of a forward of the modules in their order */
     size_t n_calls;

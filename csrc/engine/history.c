@@ -116,7 +116,6 @@ void zs_unit_note_write(zs_unit *unit, int64_t i, const zs_tensor *written, cons
     } else {
         return; /* it is a copy */
     }
-    history->untold = true;
 }
 
 void zs_unit_note_draw(zs_unit *unit, int64_t i, uint64_t drawn)
@@ -149,15 +148,14 @@ static void tell(const zs_engine *engine, zs_topic topic, const char *text)
     zs_comm *each[ZS_RANKS];
     size_t n = zs_ranks_list(&engine->context.ranks, each);
     for (size_t i = 0; i < n; i++)
-        zs_comm_publish(each[i], topic, text);
+        if (*text != 0 || *zs_diagnostics_on(&each[i]->words, topic) != 0) zs_comm_publish(each[i], topic, text);
 }
 
 void zs_history_publish(zs_engine *engine)
 {
     zs_history *history = &engine->history;
     zs_fingerprint now = fingerprint_of(engine), *told = &engine->context.fingerprint;
-    if (history->untold) tell(engine, ZS_ON_WRITE, history->written);
-    history->untold = false;
+    tell(engine, ZS_ON_WRITE, history->written); /* the last text may be another model's */
     history->told_writes = history->writes;
     history->told_grads = history->grads;
     history->told_draws = history->draws;
@@ -173,8 +171,6 @@ void zs_history_publish(zs_engine *engine)
 
 void zs_engine_publish_failure(zs_engine *engine, const char *what)
 {
-    if (*what == 0 && !engine->failure) return;
-    engine->failure = *what != 0;
     tell(engine, ZS_ON_FAILURE, what);
 }
 
@@ -204,13 +200,12 @@ static void agree(zs_engine *engine)
 void zs_history_reduced(zs_engine *engine, bool good)
 {
     engine->history.in_pass = false;
-    if (!good) return;
-    zs_engine_publish_failure(engine, "");
-    if (!engine->context.met) return; /* no communication in no_sync() */
+    if (!good || !engine->context.met) return; /* no communication in no_sync() */
     engine->context.met = false;
     agree(engine);
-    if (*engine->history.written != 0) tell(engine, ZS_ON_WRITE, "");
     *engine->history.written = 0;
+    tell(engine, ZS_ON_WRITE, "");
+    zs_engine_publish_failure(engine, ""); /* of any model: all ranks have met since */
 }
 
 zs_status zs_engine_compare(zs_engine *engine)

@@ -16,8 +16,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from compare import differences
-from models import TRANSPORTS, Mlp, ddp, make
-from scenarios import Stack, floats, forward_backward, loss_of, message_of, over, stack, units_of
+from models import COMBINATIONS, TRANSPORTS, Mlp, ddp, make
+from scenarios import (
+    Stack,
+    floats,
+    forward_backward,
+    loss_of,
+    message_of,
+    over,
+    stack,
+    units_of,
+    whole,
+    whole_grads,
+)
 from torch import nn
 
 import zshard
@@ -159,6 +170,63 @@ def factor_of_replicated_units():
 def test_divide_factor_of_a_replicated_unit_is_refused(pool2):
     for message in pool2.run(factor_of_replicated_units):
         assert "not sharded" in message
+
+
+# --- torch's own wrappers around zshard's model -------------------------------------------------------
+
+
+def wrapped_by_torch(strategy, transport):
+    """Return the errors of torch's wrappers, and what they have changed."""
+    from torch.distributed._composable import replicate as ddps
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    model = FSDP(make(Stack), strategy=strategy, transport=transport)
+    before, on_cpu = whole(model), {"device_id": torch.device("cpu")}
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    twice = [lambda: torchs.fully_shard(model, mesh=mesh)] * 2
+    blocks = list(model.blocks)
+    attempts = [*twice, lambda: replicate(model, mesh=mesh), lambda: ddps(model)]
+    attempts.append(lambda: torchs.fully_shard(blocks, mesh=mesh))
+    errors = [message_of(attempt, TypeError) for attempt in attempts]
+    forward_backward(model, dist.get_rank())
+    rest = []
+    if strategy != "no_shard":  # otherwise torch gets full parameters
+        part, outer = next(blocks[0].children()), nn.Sequential(model)
+        for attempt in (
+            lambda: torchs.fully_shard(part, mesh=mesh),
+            lambda: torchs.fully_shard(outer, mesh=mesh),
+            lambda: torchs.FullyShardedDataParallel(model, **on_cpu),
+            lambda: torchs.FullyShardedDataParallel(outer, use_orig_params=True, **on_cpu),
+        ):
+            rest.append(message_of(attempt, zshard.ShardError))
+    return errors, rest, differences(whole(model), before)
+
+
+@pytest.mark.parametrize(("strategy", "transport"), COMBINATIONS)
+def test_torchs_wrappers_refuse_a_wrapped_model(pool2, strategy, transport):
+    for errors, rest, wrong in pool2.run(wrapped_by_torch, strategy, transport):
+        assert wrong == []
+        for text in errors:
+            assert "() cannot wrap a model that zshard has wrapped" in text and "Remove" in text
+        for text in rest:
+            assert "remove that call" in text and "Muon" not in text
+
+
+def left_alone_by_torch():
+    """Return what differs if torch wraps a module around a model of zshard, and ignores that."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    plain = nn.Sequential(nn.Linear(9, 9), make(Stack))
+    outer = copy.deepcopy(plain)
+    inner = FSDP(outer[1])
+    torchs.fully_shard(outer, mesh=mesh, ignored_params=set(inner.parameters()))
+    for each in (outer, plain):
+        loss_of(each(floats(0))).backward()
+    expected = {name: param.grad for name, param in plain[1].named_parameters()}
+    return differences(whole_grads(inner), expected)
+
+
+def test_torchs_fully_shard_ignores_a_wrapped_model(pool2):
+    assert pool2.run(left_alone_by_torch) == [[], []]
 
 
 # --- training -----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+import traceback
 import warnings
 
 import pytest
@@ -130,3 +131,21 @@ def test_an_import_of_a_removed_name_warns_what_to_use() -> None:
 def test_another_name_is_an_attribute_error(module) -> None:
     with pytest.raises(AttributeError, match="no attribute 'PipelineModule'"):
         module.PipelineModule  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("FulyShard", "fully_shard"),
+        ("FulyShardedDataParallel", "FullyShardedDataParallel"),
+        ("adamw", "AdamW"),
+        ("initialise", "initialize"),
+        ("plans", "plan"),
+    ],
+)
+def test_slip_of_a_name_is_named_once(slip: str, meant: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(zshard, slip)
+    shown = traceback.format_exception(caught.value)[-1]  # where Python adds hints
+    assert shown.lower().count("did you mean") == 1 and f"did you mean '{meant}'?" in shown
+    assert not hasattr(zshard, slip)

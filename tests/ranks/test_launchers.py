@@ -1,12 +1,13 @@
 """Ranks without a process group do not silently train alone.
 
 SLURM and MPI publish the number of processes, and so does a process group that is created after
-FSDP(...); mp.spawn publishes nothing.
+FSDP(...); mp.spawn publishes nothing. A script that was started without torchrun prints a line.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP, MixedPrecision
+from zshard.ranks import groups
 
 VARIABLES = {
     "srun": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "8"},
@@ -73,6 +75,43 @@ def test_single_task_trains_alone(size: str | None, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", size)
         monkeypatch.setenv("SLURM_NTASKS", "8")
     FSDP(model())(torch.ones(1, 4))
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """Return the function for what was printed, in a process that has not said it yet."""
+    groups._say_alone.cache_clear()
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda: capfd.readouterr().err
+
+
+@pytest.mark.parametrize("wrap", [name for name in WRAPS if name != "initialize"])
+def test_lone_process_says_so_once(wrap: str, said: Callable[[], str]) -> None:
+    for _ in range(2):
+        WRAPS[wrap](model())
+    line = "zshard: 1 rank: nothing is sharded; to use N ranks, start with torchrun"
+    assert said() == f"{line} --nproc-per-node N\n"
+
+
+def test_lone_process_of_initialize_says_so(said: Callable[[], str], group_ends: None) -> None:
+    WRAPS["initialize"](model())
+    assert said().count("1 rank: nothing is sharded") == 1
+
+
+def test_one_rank_of_torchrun_says_nothing(
+    said: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    WRAPS["FSDP"](model())
+    assert said() == ""
+
+
+def test_one_rank_of_a_group_says_nothing(said: Callable[[], str], group_ends: None) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    WRAPS["FSDP"](model())
+    assert said() == ""
 
 
 def group_comes_late(how: str) -> list[str]:

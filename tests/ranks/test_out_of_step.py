@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from groups import own_group, passing_groups
 from models import COMBINATIONS, loss_of, make
-from scenarios import Stack, floats, learn, whole
+from scenarios import Stack, floats, learn, message_of, whole
 
 import zshard
 from zshard import FSDP
@@ -130,3 +130,55 @@ def all_do(combination):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_same_action_on_all_ranks_is_allowed(pool2, combination):
     pool2.run(all_do, combination)
+
+
+# --- what errors quote ----------------------------------------------------------------------------
+
+
+def fail_before_forward(module, args):
+    raise LookupError("no batch")
+
+
+@passing_groups()
+def error_after_a_failure(transport, failing, between):
+    """Return the error after rank 0 alone has written to a model, and another one has failed before
+    that."""
+    group = own_group()
+    failed, model = (
+        FSDP(make(Stack), process_group=group, transport=transport, timeout=10) for _ in range(2)
+    )
+    if failing == "all ranks":
+        failed.half()
+        with pytest.raises(ValueError, match="changed its dtype"):
+            failed(floats(0))
+    elif dist.get_rank() == 0:
+        failed.register_forward_pre_hook(fail_before_forward, prepend=True)
+        with pytest.raises(LookupError):
+            failed(floats(0))
+    if between == "a backward":
+        loss_of(model(floats(dist.get_rank()))).backward()
+    elif between == "a new model":
+        model = FSDP(make(Stack), process_group=group, transport=transport, timeout=10)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model.head.weight.mul_(2.0)
+    return message_of(lambda: model(floats(0)), zshard.DivergenceError)
+
+
+QUOTES = [("one rank", "nothing", True), ("all ranks", "nothing", False)]
+QUOTES += [
+    (failing, between, False)
+    for failing in ("one rank", "all ranks")
+    for between in ("a backward", "a new model")
+]
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize(("failing", "between", "quotes"), QUOTES)
+def test_failure_of_another_model_is_quoted_only_if_it_may_be_why(
+    pool2, transport, failing, between, quotes
+):
+    for text in pool2.run(error_after_a_failure, transport, failing, between):
+        assert ("; rank 0 raised LookupError: no batch in forward" in text) == quotes
+        assert text.count("raised") == quotes
+        assert "rank 0's last was mul_() on 'head.weight'; rank 1 made none" in text

@@ -60,13 +60,27 @@ def test_arguments_match_fsdp1():
         (torch_fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2, "shard_grad_op"),
         ("zero3", "full_shard"),
         ("ZeRO2", "shard_grad_op"),
+        ("ZeRO-3", "full_shard"),
+        ("zero_2", "shard_grad_op"),
+        ("ZeRO-1", "full_shard"),
+        ("ZeRO-0", "no_shard"),
         ("ddp", "no_shard"),
+        ("fsdp", "full_shard"),
+        ("hsdp", "full_shard"),
+        ("HFSDP", "full_shard"),
+        ("Full-Shard", "full_shard"),
         (None, "full_shard"),
     ],
 )
 @pytest.mark.parametrize("argument", ["sharding_strategy", "strategy"])
 def test_names_of_a_strategy(argument, value, expected):
     assert units(FSDP(Mlp(), auto_wrap_policy=None, **{argument: value})) == {"": expected}
+
+
+def test_other_names_of_hybrid_strategies():
+    given = ("hsdp", "HFSDP", "zero-1")
+    found = [FSDP(Mlp(), strategy=name).sharding_strategy.value for name in given]
+    assert found == ["hybrid_shard", "hybrid_full", "zero1"]
 
 
 def test_torch_argument_objects_are_accepted():

@@ -130,6 +130,10 @@ def test_refused_model_stays_unchanged():
 def test_unknown_strategy(name):
     outcome = error_of(FSDP, two_linears(), **{name: "full_shrad"})
     check(outcome, ValueError, "'full_shrad'", "'full_shard', 'shard_grad_op', 'no_shard'")
+    check(outcome, ValueError, "did you mean 'full_shard'?")
+    unlike = error_of(FSDP, two_linears(), **{name: "xyz"})
+    check(unlike, ValueError, "'xyz', expected one of")
+    assert "did you mean" not in unlike[1]
 
 
 def test_strategy_of_another_type():
@@ -177,8 +181,35 @@ def test_arguments_of_another_kind(argument, value, kind):
     check(outcome, kind, argument.replace("_", " ").split()[-1])
 
 
-def test_unknown_argument():
-    check(error_of(FSDP, two_linears(), transprot="shm"), TypeError, "transprot")
+@pytest.mark.parametrize("given", ["bf16", torch.bfloat16, {"dtype": torch.bfloat16}])
+def test_mixed_precision_by_its_dtype(given):
+    words = ("mixed_precision", "MixedPrecision(param_dtype=torch.bfloat16)", repr(given))
+    check(error_of(FSDP, two_linears(), mixed_precision=given), TypeError, *words)
+    check(error_of(zshard.fully_shard, two_linears(), mp_policy=given), TypeError, *words)
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "meant"),
+    [
+        (FSDP, "transprot", "transport"),
+        (FSDP, "stratgy", "strategy"),
+        (zshard.FullyShardedDataParallel, "auto_wrap_polcy", "auto_wrap_policy"),
+        (zshard.fully_shard, "mp_polcy", "mp_policy"),
+        (zshard.DistributedDataParallel, "brodcast_buffers", "broadcast_buffers"),
+        (zshard.DistributedDataParallel, "offlod", "offload"),  # one of FSDP()'s
+    ],
+)
+def test_unknown_argument(function, given, meant):
+    model = two_linears()
+    words = (f"unexpected argument '{given}': did you mean '{meant}'?",)
+    check(error_of(function, model, **{given: "shm"}), TypeError, *words)
+    assert type(model) is nn.Sequential
+    check(error_of(function, model, qqq=1), TypeError, "unexpected argument 'qqq'")
+
+
+def test_missing_and_positional_arguments_are_pythons_errors():
+    check(error_of(FSDP), TypeError, "missing 1 required positional argument: 'module'")
+    check(error_of(FSDP, *range(99)), TypeError, "positional arguments but")
 
 
 @pytest.mark.parametrize("argument", ["ignored_states", "ignored_modules"])

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard.fsdp import FSDP
-from zshard.options import DeviceLike, ProcessGroupLike, StrategyLike, either
+from zshard.fsdp import ARGUMENTS, FSDP
+from zshard.options import DeviceLike, ProcessGroupLike, StrategyLike, checks_names, either
 from zshard.units.units import is_unit
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
     Raises what FSDP() does.
     """
 
+    @checks_names("DistributedDataParallel()", ARGUMENTS)
     def __new__(
         cls,
         module: _M,

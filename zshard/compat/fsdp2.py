@@ -28,7 +28,7 @@ from zshard.model.methods import (
     register_forward_method,
 )
 from zshard.offload import OffloadPolicy, offload_of
-from zshard.options import OffloadPolicyLike, PrecisionLike
+from zshard.options import OffloadPolicyLike, PrecisionLike, checks_names
 from zshard.precision import MixedPrecisionPolicy
 from zshard.ranks.groups import block_of, column_of, resolve_groups
 from zshard.ranks.wire import Wire
@@ -86,6 +86,7 @@ def fully_shard(
 ) -> tuple[Wrapped[_M], ...]: ...
 
 
+@checks_names("fully_shard()")
 def fully_shard(
     module: nn.Module | list[Any] | tuple[Any, ...],
     *,

@@ -28,7 +28,7 @@ from zshard.deepspeed.schedules import schedule_of
 from zshard.deepspeed.zero import describe
 from zshard.fsdp import FSDP
 from zshard.ranks.agreement import check_agreement
-from zshard.ranks.groups import check_launcher, make_default_group
+from zshard.ranks.groups import make_default_group, start_alone
 from zshard.units.units import is_unit, state_of
 from zshard.wrap.meta import reset_or_leave
 
@@ -155,7 +155,7 @@ def init_distributed(
     if init_method is not None:
         given["init_method"] = init_method
     elif "RANK" not in os.environ and not given.get("world_size"):
-        check_launcher()
+        start_alone()
         given |= {"store": HashStore(), "rank": 0, "world_size": 1}
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     make_default_group(backend, **given)

@@ -7,13 +7,14 @@ checked as soon as the config is read, whether or not they have an effect.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
+
+from zshard._errors import did_you_mean
 
 AUTO = "auto"
 Check = Callable[[str, object], None]  # raises for an invalid value of the key
@@ -191,8 +192,8 @@ def _checked(section: Mapping[str, Any], path: str, ignored: list[str]) -> dict[
             )
         elif path not in FREE and name not in WORKS and name not in REFUSED:
             beside = [own for at, _, own in _PLACES if at == path]
-            near = difflib.get_close_matches(str(key), beside, 1, _CLOSE)
-            ignored.append(f"{name} (did you mean '{near[0]}'?)" if near else name)
+            near = did_you_mean(str(key), beside, _CLOSE)
+            ignored.append(f"{name} ({near[2:]})" if near else name)
     return found
 
 

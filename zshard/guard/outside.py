@@ -2,7 +2,8 @@
 
 Collectives, DistributedDataParallel, ZeroRedundancyOptimizer and safetensors use a tensor's memory
 directly. The ranks' shards of a parameter are different elements, often of one shape, so such code
-would silently mix or overwrite them, or write one rank's shard to a file.
+would silently mix or overwrite them, or write one rank's shard to a file. fully_shard() would
+replace the parameters.
 
 Barriers also matter here. One rank may evaluate alone weights that all ranks have written in place
 (a moving average), but only once the other ranks have written theirs. The script's own barrier
@@ -20,7 +21,9 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed._composable.contract import STATE_KEY
 from torch.nn.parallel import DistributedDataParallel
 
 from zshard import _core
@@ -85,17 +88,42 @@ def install_barrier() -> None:
     dist.barrier = notifying_barrier
 
 
-# --- DistributedDataParallel, ZeroRedundancyOptimizer ---------------------------------------------
+# --- DistributedDataParallel, fully_shard, ZeroRedundancyOptimizer --------------------------------
+
+_IN_A_TRAINER = (
+    "If a trainer added it (Accelerate, transformers, Lightning), use zshard's adapter in all its "
+    "calls: docs/trainers.md"
+)
 
 
 def _refuse_ddp() -> NoReturn:
     raise TypeError(
         "DistributedDataParallel cannot wrap a model that zshard has wrapped: zshard "
         "reduces gradients itself, and DDP would broadcast rank 0's shards to the other ranks. "
-        'Remove DDP; for its behaviour, use FSDP(model, strategy="no_shard"). If a trainer '
-        "added it (Accelerate, transformers, Lightning), use zshard's adapter in all its calls: "
-        "docs/trainers.md"
+        f'Remove DDP; for its behaviour, use FSDP(model, strategy="no_shard"). {_IN_A_TRAINER}'
     )
+
+
+class NoWrappers(dict[Any, Any]):
+    """What torch's composable functions, such as checkpoint(), have for a module, by function.
+    fully_shard() and replicate() enter themselves here before they change anything."""
+
+    def setdefault(self, function: Any, state: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in ("fully_shard", "replicate"):
+            raise TypeError(
+                f"torch's {name}() cannot wrap a model that zshard has wrapped: zshard shards "
+                f"parameters and reduces gradients itself. Remove {name}(); to choose units, pass "
+                "FSDP(auto_wrap_policy=...), or call zshard.fully_shard() instead of both. "
+                f"{_IN_A_TRAINER}"
+            )
+        return super().setdefault(function, state)
+
+
+def refuse_wrappers_around(module: nn.Module) -> None:
+    """Make torch's fully_shard() and replicate() of a unit's module raise TypeError."""
+    attributes = vars(module)
+    attributes[STATE_KEY] = NoWrappers(attributes.get(STATE_KEY, ()))
 
 
 class NoDdp:

@@ -63,6 +63,11 @@ _IN_AN_OPTIMIZER = (
     "for others zshard.WholeMatrix(optimizer_class, params, ...), an elementwise one "
     '(zshard.AdamW, torch.optim.SGD), or FSDP(..., strategy="no_shard").'
 )
+_OF_TORCH = "If torch's {} called it: zshard has sharded this model already, so remove that call."
+_WRAPPERS = {
+    torch.chunk: _OF_TORCH.format("fully_shard(), distribute_tensor() or parallelize_module()"),
+    torch.flatten: _OF_TORCH.format("FullyShardedDataParallel"),
+}
 _INITIALIZE = (
     "Initialize within `with FSDP.summon_full_params(model):`, on all ranks with one seed, or by "
     "model.apply(fn), which takes rank 0's values."
@@ -104,7 +109,9 @@ def complaint(
             f"{what}A gradient scaler did so that knows no shards, such as torch's "
             "ShardedGradScaler: use zshard.GradScaler, or import ShardedGradScaler from zshard."
         )
-    if not torch.is_grad_enabled():
+    if func in _WRAPPERS:
+        what += _WRAPPERS[func] + " "
+    elif not torch.is_grad_enabled():
         what += _IN_AN_OPTIMIZER + " "
     if plain in _NORMS:
         return (

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zshard._errors import did_you_mean
 from zshard.checkpoint.load import load
 from zshard.checkpoint.save import save
 from zshard.fsdp import ARGUMENTS, FSDP
@@ -85,7 +86,7 @@ class Sharding:
             raise TypeError(
                 f"{type(self).__name__} has no argument {name!r}: it takes those of Lightning's "
                 "FSDPStrategy and of zshard.FSDP (omit find_unused_parameters: unused parameters "
-                "need no flag)"
+                f"need no flag){did_you_mean(name, ARGUMENTS | _LIGHTNINGS)}"
             )
         if state_dict_type not in ("full", "sharded"):
             raise ValueError(

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
 from zshard.any_world import check_any_world, check_transport, watch_any_world
-from zshard.guard.outside import tell_of_barriers
+from zshard.guard.outside import refuse_wrappers_around, tell_of_barriers
 from zshard.memory.dry_run import Planned, calls_of, parts_to_guard
 from zshard.memory.fits import MemoryLimit, check_fits, words_of
 from zshard.memory.host_limits import Sharing
@@ -267,6 +267,7 @@ class ShardingPlan:
                 attach(state, spec)
         module.__dict__[ATTRIBUTE] = state
         module.__class__ = class_for(self.base, type(module))
+        refuse_wrappers_around(module)
         casts = install_casts(module, options.precision, module is self.module)
         state.hooks += known_hooks(module, casts)
         install_kept({owner for ref in spec.params for owner, _ in ref.owners}, options.precision)

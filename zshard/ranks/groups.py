@@ -11,6 +11,7 @@ import functools
 import hashlib
 import multiprocessing
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -225,8 +226,7 @@ def _launched() -> bool:
     world = _env_int("WORLD_SIZE")
     rank = _env_int("RANK")
     if world is None or rank is None:
-        check_launcher()
-        _warn_of_lone_child()
+        start_alone()
         return False
     if not 0 <= rank < world:
         raise ValueError(
@@ -245,9 +245,14 @@ _LAUNCHERS = (  # the variables of the rank and the number of ranks
 )
 
 
-def check_launcher() -> None:
-    """Raise RuntimeError if SLURM or MPI started this process as one of several ranks, but no
-    variable says how they connect."""
+def start_alone() -> None:
+    """Say that this process is the only rank. Raises RuntimeError if SLURM or MPI started it as one
+    of several, but no variable says how they connect."""
+    _check_launcher()
+    _say_alone()
+
+
+def _check_launcher() -> None:
     for rank, world in _LAUNCHERS:
         size = _env_int(world)
         if size is None or (os.environ.get(rank) is None and world != "WORLD_SIZE"):
@@ -262,11 +267,13 @@ def check_launcher() -> None:
         return
 
 
-@functools.cache  # warn once
-def _warn_of_lone_child() -> None:
-    """Warn in a process that mp.spawn or another multiprocessing call has started: it may be one of
-    several ranks."""
+@functools.cache  # once
+def _say_alone() -> None:
+    """Print a line. A process that mp.spawn or another multiprocessing call has started may be one
+    of several ranks, which is worth a warning."""
     if multiprocessing.parent_process() is None:
+        words = "1 rank: nothing is sharded; to use N ranks, start with torchrun --nproc-per-node N"
+        print(f"zshard: {words}", file=sys.stderr, flush=True)
         return
     warn(
         f"process {multiprocessing.current_process().name!r} was started by multiprocessing and "
