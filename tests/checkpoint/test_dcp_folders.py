@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import itertools
 import os
 import pickle
 import shutil
@@ -35,6 +36,7 @@ from zshard.checkpoint import torch_file
 from zshard.checkpoint.checkpoint import read_whole
 from zshard.checkpoint.load import Reader
 from zshard.checkpoint.opening import opened
+from zshard.checkpoint.safetensors import CODES, OpenFile
 from zshard.checkpoint.torch_file import parse
 
 C10D = ("shard_grad_op", "c10d")
@@ -212,6 +214,58 @@ def test_tensors_in_arbitrary_chunks(pool4, tmp_path):
                 assert_same(part.float(), flat[begin : begin + 11], f"{name} from {begin} on")
 
 
+def of_every_kind():
+    """Tensors of every supported dtype, and views of every kind."""
+    made = torch.randn(10, 12, generator=torch.Generator().manual_seed(3))
+    found = {f"{dtype}": made[:3, :5].abs().to(dtype) for dtype in CODES}
+    found |= {"part": made[2:5, 3:9], "steps": made[::2, ::3], "columns": made.t()}
+    found |= {"permuted": made.view(2, 5, 12).permute(2, 0, 1), "one row": made[:1].expand(3, 12)}
+    found |= {"images": made.view(2, 3, 4, 5).to(memory_format=torch.channels_last)}
+    found |= {"scalar": torch.tensor(3.5), "none": made[:0], "neither": made[:, :0]}
+    pairs = torch.view_as_complex(made.view(10, 6, 2))
+    found |= {"conjugate": pairs.conj(), "negative": pairs.conj().imag}
+    return found | {"trained": nn.Parameter(made[0]), "shared": made[0], "shared, too": made[:2]}
+
+
+def test_tensors_of_every_kind(tmp_path):
+    made = of_every_kind()
+    dcp.save(made, checkpoint_id=tmp_path, no_dist=True)
+    with opened(tmp_path) as found:
+        assert found.model.keys() == made.keys()
+        for name, wanted in made.items():
+            found.model[name].check()
+            whole = torch.empty(wanted.shape, dtype=wanted.dtype)
+            whole.copy_(wanted.detach())
+            assert_same(read_whole(found.model[name]), whole, name)
+
+
+class TwoInDouble(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(8, 6, dtype=torch.float64))
+        self.b = nn.Parameter(torch.zeros(8, 6, dtype=torch.float64))
+
+
+def in_columns(path):
+    """Save two matrices, each rank some of the columns."""
+    values = torch.arange(48.0).reshape(8, 6)
+    state = {name: distribute_tensor(values, mesh(), [Shard(1)]) for name in ("a", "b")}
+    dcp.save({"model": state}, checkpoint_id=path)
+
+
+def test_each_chunk_is_read_once_whatever_the_pieces(pool2, tmp_path, monkeypatch):
+    """Values that are cast are read in pieces, here of a row and a part; each has all chunks."""
+    pool2.run(in_columns, str(tmp_path))
+    loads, load = [], torch.load
+    monkeypatch.setattr("zshard.state.source.CHUNK", 32)
+    monkeypatch.setattr(torch, "load", lambda *args, **own: loads.append(1) or load(*args, **own))
+    model = TwoInDouble()
+    zshard.load(tmp_path, model)
+    for param in model.parameters():
+        assert_same(param.detach(), torch.arange(48.0).reshape(8, 6).double(), "the parameter")
+    assert len(loads) == 4
+
+
 # --- sharded models with torch's own functions ----------------------------------------------------
 
 
@@ -288,8 +342,30 @@ def test_malicious_pickle_is_refused(folder, tmp_path):
         {"model": dict(Two().state_dict()), "step": Evil(sign)}, checkpoint_id=folder, no_dist=True
     )
     sign.unlink(missing_ok=True)
-    refused(folder, "cannot read 'step' in .* as plain data: it contains posix.system")
+    refused(folder, "cannot read 'step' at bytes .* as plain data: it contains posix.system")
     assert not sign.exists()
+
+
+@pytest.mark.parametrize("kind", [OSError, CheckpointError, KeyboardInterrupt])
+def test_an_error_while_a_folder_is_read_is_raised_as_it_is(folder, kind, monkeypatch):
+    """Whichever read fails, torch or not in between."""
+    read, calls = OpenFile.read_into, []
+
+    def fails(self, memory, offset):
+        calls.append(offset)
+        if len(calls) == last:
+            raise kind("a sign")
+        read(self, memory, offset)
+
+    monkeypatch.setattr(OpenFile, "read_into", fails)
+    for last in itertools.count(1):
+        calls.clear()
+        try:
+            zshard.load(folder, Two())
+            break
+        except BaseException as error:
+            assert type(error) is kind and str(error) == "a sign", (last, error)
+    assert last > 10
 
 
 def test_complete_folder_loads(folder):
@@ -350,39 +426,43 @@ def set_chunk(name, **facts):
     return change
 
 
+NOT_ONCE = "the chunks of 'model.a' in .* overlap, leave a gap or exceed its shape"
 WRONG = {
-    "a file elsewhere": (set_info("model.a", relative_path="../x"), "not a file in its folder"),
+    "a file elsewhere": (set_info("model.a", relative_path="../x"), "is not in its folder"),
     "a missing file": (set_info("model.a", relative_path="gone"), "gone' is missing"),
     "beyond the file": (
         set_info("model.a", offset=10**9),
         "is too short: .* 'model.a' is at bytes",
     ),
     "negative": (set_info("model.a", offset=-1), "is too short: .* 'model.a' is at bytes"),
-    "another place": (set_info("model.a", offset=7), "is damaged at bytes 7 to"),
+    "another place": (
+        set_info("model.a", offset=7),
+        "'model.a' at bytes 7 to .* is damaged: .* not a zip file",
+    ),
     "compressed": (set_info("model.a", transform_descriptors=["zstd"]), "compressed"),
-    "outside": (set_chunk("model.a", sizes=torch.Size((3, 3))), "outside its shape"),
-    "too little": (
-        set_chunk("model.a", sizes=torch.Size((1, 3))),
-        "chunks of 'model.a' that overlap or leave a gap",
-    ),
-    "no chunk": (
-        lambda m: m.state_dict_metadata["model.a"].chunks.clear(),
-        "chunks of 'model.a' that overlap or leave a gap",
-    ),
+    "outside": (set_chunk("model.a", sizes=torch.Size((3, 3))), NOT_ONCE),
+    "elsewhere": (set_chunk("model.a", offsets=torch.Size((0, 1))), "is damaged: KeyError"),
+    "too little": (set_chunk("model.a", sizes=torch.Size((1, 3))), NOT_ONCE),
+    "no chunk": (lambda m: m.state_dict_metadata["model.a"].chunks.clear(), NOT_ONCE),
     "twice": (
         lambda m: m.state_dict_metadata["model.a"].chunks.append(
             m.state_dict_metadata["model.a"].chunks[0]
         ),
-        "chunks of 'model.a' that overlap or leave a gap",
+        NOT_ONCE,
     ),
     "another dtype": (
         lambda m: setattr(m.state_dict_metadata["model.a"].properties, "dtype", torch.int32),
         "is damaged at bytes|dtype mismatch",
     ),
-    "no storage": (
-        lambda m: m.storage_data.clear(),
-        "is invalid torch.distributed.checkpoint metadata",
+    "another floating-point dtype": (
+        lambda m: setattr(m.state_dict_metadata["model.a"].properties, "dtype", torch.bfloat16),
+        r"expected a tensor of shape \(2, 3\), torch.bfloat16",
     ),
+    "an unsupported dtype": (
+        lambda m: setattr(m.state_dict_metadata["model.a"].properties, "dtype", torch.complex128),
+        "'model.a' in .* has a dtype that is not supported",
+    ),
+    "no storage": (lambda m: m.storage_data.clear(), "'.*metadata' is damaged: KeyError"),
 }
 
 
@@ -401,7 +481,7 @@ def test_truncated_metadata(folder):
     right = file.read_bytes()
     for length in range(0, len(right), 7):
         file.write_bytes(right[:length])
-        refused(folder, "cannot read .* as plain data")
+        refused(folder, "metadata' is damaged: ")
 
 
 @settings(max_examples=100, deadline=None)
@@ -443,11 +523,11 @@ def test_folders_with_changed_bytes(folder, data):
 
 
 def test_no_module_executes_pickles():
-    """Checkpoint modules neither import nor call anything that runs pickles, except Python's
-    unpickler in one module, whose subclass looks up no name."""
+    """Checkpoint modules neither import nor call anything that runs pickles, except in one module:
+    torch.load(weights_only=True), and Python's unpickler, whose subclass looks up no name."""
     folder = Path(torch_file.__file__).parent
-    names, used = set(), set()
-    for file in folder.glob("*.py"):
+    names, used, loads = set(), set(), []
+    for file in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 imported = {alias.name for alias in node.names}
@@ -456,11 +536,13 @@ def test_no_module_executes_pickles():
                 names.add(str(node.module))
             elif isinstance(node, ast.Call):
                 names.add(ast.unparse(node.func))
+                if ast.unparse(node.func) == "torch.load":
+                    loads.append((file.name, [ast.unparse(each) for each in node.keywords]))
             elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle":
                 used.add(node.attr)
-    assert "zipfile.ZipFile" in names and len(names) > 100
-    bad = {"pickle", "marshal", "shelve", "torch.load", "eval", "exec", "compile", "__import__"}
-    assert not names & bad
+    bad = {"pickle", "marshal", "shelve", "eval", "exec", "compile", "__import__"}
+    assert not names & bad and len(names) > 100
+    assert loads == [("torch_file.py", ["weights_only=True", "mmap=False"])]
     assert {each for each in used if not each.isupper()} == {"_Unpickler"}
     own = {"find_class", "persistent_load"}
     assert own <= vars(torch_file._Unpickler).keys() and "super().find_class" not in names

@@ -50,7 +50,7 @@ LIBRARIES = re.compile(
 )
 NAMED_BELOW = {  # files of the core that name a library in code: which, and why
     "any_world": ("numpy", "NumPy's generator is seeded, if a script has imported it"),
-    "checkpoint/torch_file": ("numpy", "scalars in the metadata of DCP"),
+    "checkpoint/torch_file": ("numpy", "names of its scalars in pickles"),
     "checkpoint/opening": ("deepspeed safetensors.torch", "texts: how to convert such a file"),
     "checkpoint/save_plan": ("peft", "a model with adapters gets no config.json"),
     "checkpoint/script_state": ("numpy", "a script saves NumPy's arrays and random state"),

@@ -16,7 +16,8 @@ manifest, written last, lists the files of the checkpoint with their checksums.
     save.py         saving: agree, stage, write, sync, commit
 
     checkpoint.py   the content of a checkpoint, whatever its format
-    torch_file.py   pickles and torch.save() files, read as data
+    chunked.py      tensors in chunks; safetensors files of torch.distributed.checkpoint
+    torch_file.py   pickles and torch.save() files, which are untrusted
     dcp.py          folders of torch.distributed.checkpoint
     opening.py      opening a checkpoint; explaining what is not a checkpoint
     load.py         checking, verifying, reading, in this order on all ranks

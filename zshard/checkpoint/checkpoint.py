@@ -20,12 +20,15 @@ from zshard.checkpoint import script_state
 from zshard.checkpoint.manifest import Manifest, dict_of
 from zshard.checkpoint.per_host.parts import Spread
 from zshard.checkpoint.safetensors import OpenFile
-from zshard.checkpoint.torch_file import NoDataError
 from zshard.optim.sharded_state import params_of
 from zshard.ranks.agreement import bytes_of
 from zshard.units.units import plain_name
 
 KeyPath = tuple[Any, ...]  # keys of nested dicts and lists
+
+
+class NoDataError(CheckpointError):
+    """A value is not plain data; everything else is valid."""
 
 
 class Readable(Protocol):

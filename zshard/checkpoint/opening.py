@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from zshard._errors import CheckpointError
-from zshard.checkpoint import dcp
+from zshard.checkpoint import chunked, dcp
 from zshard.checkpoint.checkpoint import Checkpoint, Readable, decode, optimizer_of_manifest
 from zshard.checkpoint.folder import finished, name_of, path_of
 from zshard.checkpoint.manifest import LIMIT, NAME, Manifest, parse
@@ -74,8 +74,8 @@ def _open(found: Checkpoint, with_optimizer: bool) -> None:
         _open_huggingface(found)
     elif os.path.lexists(os.path.join(found.path, dcp.METADATA)):
         dcp.open_into(found, with_optimizer)
-    elif dcp.shards_in(found.path):
-        dcp.open_shards_into(found)
+    elif chunked.shards_in(found.path):
+        chunked.open_shards_into(found)
     else:
         _open_newest(found, with_optimizer)
 
