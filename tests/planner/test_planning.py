@@ -210,7 +210,7 @@ def test_the_command_refuses(monkeypatch, capsys, words, says):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--measure", "--transport", "shm"), "--measure is removed; use gpus= and gpu=, "),
+        (("--measure", "--transport", "shm"), "--measure is removed; use --gpus and --gpu, "),
         (("--against", "runs.csv"), "--against is removed; use python -m benchmarks.plan_against"),
     ],
 )
@@ -224,8 +224,6 @@ def test_removed_arguments_say_what_to_use():
     for removed in ({"measure": True}, {"transport": "shm"}, {"measure": False}):
         with pytest.raises(TypeError, match=r"are removed; use gpus= and gpu=, predict_memory"):
             zshard.plan(DIMS, batch=2, **removed)
-    with pytest.raises(AttributeError, match=r"plan\.beside\(\) is removed; use zshard\.profile"):
-        zshard.plan(DIMS, 1, "h100", batch=1).beside(None)
 
 
 def test_the_command_draws(monkeypatch, capsys, tmp_path):

@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 from zshard.offload import Offload
 from zshard.planner.decoder import Dims
 from zshard.planner.gpus import DEVICES
-from zshard.planner.search import INSTEAD_OF_MEASURE, plan
+from zshard.planner.search import plan
 from zshard.planner.ways import PRECISIONS
 
 HELP = "predict memory and speed of training a model on GPUs"
 
 REMOVED = {
-    "--measure": INSTEAD_OF_MEASURE,
+    "--measure": "--gpus and --gpu, and in a script zshard.predict_memory() and zshard.profile()",
     "--against": "python -m benchmarks.plan_against CSV, in a clone of zshard",
 }
 

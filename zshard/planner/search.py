@@ -6,8 +6,9 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from zshard._removed import removal
 from zshard.offload import Offload, offload_of, offload_on
 from zshard.options import OffloadLike
 from zshard.planner.gpus import GIB, Network, cluster_network, device_of
@@ -31,10 +32,6 @@ COMMENTS = {
 STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard")
 BETWEEN_HOSTS = ("hybrid_shard", "hybrid_full")
 MOST_SAMPLES = 256
-
-INSTEAD_OF_MEASURE = (
-    "gpus= and gpu=, predict_memory() for the memory of other ranks, and zshard.profile() for times"
-)
 
 OFFLOADS = (Offload(), Offload(grads=True))
 """What is tried where nothing fits without."""
@@ -91,11 +88,12 @@ class Plan:
         comment = COMMENTS.get(way.checkpointing, "")
         return f"FSDP({', '.join(words)}){comment}"
 
-    def beside(self, *_: object) -> NoReturn:
-        """Removed: use zshard.profile(), whose report has each unit's times."""
-        raise AttributeError(
-            "plan.beside() is removed; use zshard.profile(), whose report has each unit's times"
-        )
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say what to use instead of a method that was removed."""
+            unknown = f"'Plan' object has no attribute '{name}'"
+            raise AttributeError(removal(f"Plan.{name}") or unknown)
 
     def to_json(self) -> str:
         """Return everything as JSON: times in seconds, memory in bytes. "received_bytes": of a rank
@@ -223,7 +221,10 @@ def plan(
     and what the model raises.
     """
     if measure is not None or transport is not None:
-        raise TypeError(f"plan(measure=, transport=) are removed; use {INSTEAD_OF_MEASURE}")
+        raise TypeError(
+            "plan(measure=, transport=) are removed; use gpus= and gpu=, predict_memory() for the "
+            "memory of other ranks, and zshard.profile() for times"
+        )
     if gpus is None or gpu is None:
         raise ValueError("plan() needs gpus= and gpu=: how many GPUs, and which")
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
