@@ -26,6 +26,8 @@ _torchs_unscale: Callable[..., dict[torch.device, torch.Tensor]] = getattr(
     torch.amp.GradScaler, "_unscale_grads_", None
 )  # type: ignore[assignment]
 
+_torchs_update = torch.amp.GradScaler.update
+
 _unscaled: weakref.WeakKeyDictionary[torch.amp.GradScaler, set[_core.Engine]] = (
     weakref.WeakKeyDictionary()
 )
@@ -48,6 +50,16 @@ def _unscale_grads_(
         _unscaled.setdefault(self, set()).update(coded)
     say_unscale(self, optimizer, engines, inv_scale, allow_fp16)
     return _unscale_on_all(self, optimizer, engines, inv_scale, found_inf, allow_fp16)
+
+
+@functools.wraps(_torchs_update)
+def _update(self: torch.amp.GradScaler, new_scale: float | torch.Tensor | None = None) -> None:
+    engines = _unscaled.pop(self, ())
+    before = self.get_scale() if engines else 0.0
+    _torchs_update(self, new_scale)
+    after = self.get_scale() if engines else 0.0
+    for engine in engines if after != before else ():  # what wire=... carries over is scaled, too
+        engine.rescale(after / before if before else 0.0)
 
 
 def unscale(optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, allow_fp16: bool) -> None:
@@ -144,6 +156,7 @@ def install() -> None:
     """Make torch's scaler check all ranks. Idempotent."""
     if torch.amp.GradScaler._unscale_grads_ is _torchs_unscale:
         torch.amp.GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
+        torch.amp.GradScaler.update = _update  # type: ignore[method-assign]
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -180,17 +193,9 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     _unscale_grads_ = _unscale_grads_  # type: ignore[assignment]
+    update = _update  # type: ignore[assignment]
 
     def scale(self, outputs: Any) -> Any:
         """As torch's, but a backward from the result that steps a model is an error."""
         scaled = super().scale(outputs)
         return watch_scaled(scaled) if self.is_enabled() else scaled
-
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """As torch's; also rescales the rounding errors that wire=... carries over."""
-        engines = _unscaled.pop(self, ())
-        before = self.get_scale() if engines else 0.0
-        super().update(new_scale)
-        after = self.get_scale() if engines else 0.0
-        for engine in engines if after != before else ():
-            engine.rescale(after / before if before else 0.0)

@@ -227,6 +227,7 @@ def cast_buffers(module: nn.Module, precision: Precision, ignored: Collection[nn
     if precision.buffers is None:
         return
     left = {each for one in ignored for each in one.modules()}
+    cast: dict[Tensor, Tensor] = {}  # buffers that modules share stay shared
     for _, each in module.named_modules():
         if precision.keeps(each) or each in left:
             continue
@@ -234,7 +235,9 @@ def cast_buffers(module: nn.Module, precision: Precision, ignored: Collection[nn
         for name, buffer in each._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 own[name] = buffer.dtype
-                each._buffers[name] = buffer.to(precision.buffers)
+                if buffer not in cast:
+                    cast[buffer] = buffer.to(precision.buffers)
+                each._buffers[name] = cast[buffer]
         if own:
             each.register_state_dict_post_hook(_SaveBuffers(own, precision.buffers))
 

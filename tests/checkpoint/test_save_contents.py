@@ -69,6 +69,26 @@ def test_values_that_become_infinite_on_disk(asynchronous, tmp_path):
     assert not manifest_in(tmp_path / "x").finite
 
 
+def warned_as_error(folder):
+    """Both ranks see the warning that a script has made an error; the checkpoint is complete."""
+    model = FSDP(nn.Linear(4, 4))
+    with torch.no_grad():
+        model.weight.fill_(math.inf)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            zshard.save(folder / "x", model)
+        except (UserWarning, RuntimeError) as error:
+            text = str(error)
+    zshard.load(folder / "x", model)
+    return text
+
+
+def test_a_warning_that_is_an_error_is_raised_on_all_ranks(pool2, tmp_path):
+    for text in pool2.run(warned_as_error, tmp_path):
+        assert "NaN or infinite values in 'weight'" in text
+
+
 def in_many_files(folder):
     model, optimizer = trained("net", APART, "zshard.AdamW")
     return saved(folder, model, optimizer, max_shard_size=700)

@@ -114,6 +114,25 @@ def test_copied_attributes(pool2):
         assert facts == ((2, 3), ["", "block"], False, "a user's", None, True)
 
 
+def what_was_set():
+    """A copy has what the script has set after FSDP()."""
+    model = FSDP(make(Stack), auto_wrap_policy={Block})
+    block = next(module for module in FSDP.fsdp_modules(model) if module is not model)
+    block.set_gradient_divide_factor(8.0)
+    block.set_reshard_after_forward(False)
+    model.set_requires_gradient_sync(False, recurse=False)
+    twin = copy.deepcopy(model)
+    return [
+        [(unit.divisor, unit.strategy, unit.sync) for unit in map(unit_of, FSDP.fsdp_modules(each))]
+        for each in (model, twin)
+    ]
+
+
+def test_copied_settings(pool2):
+    for ours, theirs in pool2.run(what_was_set):
+        assert ours == theirs and {8.0, "shard_grad_op", False} <= set().union(*ours)
+
+
 def in_the_middle(strategy):
     """A copy between forward and backward, and of a model within a plain one."""
     model = FSDP(make(Stack), strategy=strategy)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from groups import hosts_of
 from models import CASES, COMBINATIONS, ddp, differences, loss_of, make, wrapped
 from scenarios import Stack, floats, message_of
 from spawn import ranks
@@ -88,6 +89,29 @@ def fused_step(bad):
 def test_fused_optimizers_skip_as_well(pool2):
     assert pool2.run(fused_step, True) == [(True, 512.0)] * 2
     assert pool2.run(fused_step, False) == [(False, 1024.0)] * 2
+
+
+def with_codes(library):
+    """Return the weight after steps with a change of the scale, which carried errors follow."""
+    with hosts_of(1, 1) as group:
+        torch.manual_seed(0)
+        model = zshard.FSDP(nn.Linear(64, 64), process_group=group, wire="int8", timeout=60)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = scaler_of(library, growth_interval=2000)
+        for step in range(6):
+            optimizer.zero_grad()
+            x = torch.randn(
+                4, 64, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())
+            )
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update(1.0 if step == 2 else None)
+        return model.state_dict()["weight"]
+
+
+def test_both_scalers_rescale_what_codes_carry_over(pool2):
+    ours, theirs = (pool2.run(with_codes, library)[0] for library in SCALERS)
+    assert torch.equal(ours, theirs)
 
 
 # --- training --------------------------------------------------------------------------------------

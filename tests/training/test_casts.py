@@ -209,3 +209,25 @@ def cast_buffers(combination: tuple[str, str], folder: str) -> None:
 @ranks(2)
 def test_buffer_dtype(pool: RankPool, combination: tuple[str, str], tmp_path: Path) -> None:
     pool.run(cast_buffers, combination, str(tmp_path / "saved"))
+
+
+class Counted(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.count.add_(1)
+        return super().forward(x)
+
+
+def shared_buffer() -> tuple[bool, float]:
+    plain = nn.Sequential(Counted(4, 4), nn.Linear(4, 4))
+    count = torch.zeros(1)
+    for each in plain:
+        each.register_buffer("count", count)
+    model: Any = FSDP(plain, mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
+    model(torch.ones(2, 4))
+    return model[0].count is model[1].count, float(model[1].count)
+
+
+@ranks(2)
+def test_a_buffer_that_modules_share_stays_shared(pool: RankPool) -> None:
+    assert pool.run(shared_buffer) == [(True, 1.0)] * 2

@@ -271,11 +271,12 @@ def _write(plan: SavePlan, comm: _core.Comm) -> None:
             if rank_0:
                 _finish(plan, staging, everyone, finite)
         staging.discard()
-        if rank_0:
-            plan.warn_of_values(strange)
-            warn_of_newer(plan.target)
-        if rank_0 and plan.kept.keep_last is not None:
-            retain(plan.target, plan.kept.keep_last, plan.id)
+        with on_all_ranks(comm):  # a script may have made warnings errors
+            if rank_0 and plan.kept.keep_last is not None:
+                retain(plan.target, plan.kept.keep_last, plan.id)
+            if rank_0:
+                plan.warn_of_values(strange)
+                warn_of_newer(plan.target)
     finally:
         staging.discard()
         staging.close()

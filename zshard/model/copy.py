@@ -90,7 +90,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     introduce(copied.module)
     with writing([state_of(copied.module).unit]):
         for unit, module in copied.units:
-            _copy_shards(unit, state_of(module).unit)
+            _copy_unit(unit, state_of(module).unit)
     return copied.module
 
 
@@ -174,9 +174,9 @@ def _is_ours(key: str, value: object) -> bool:
     return key == ATTRIBUTE or type(value).__module__ == "zshard.state.module"
 
 
-def _copy_shards(source: _core.Unit, target: _core.Unit) -> None:
-    """Copy this rank's shard of a unit. Raises RuntimeError if the units' parameters or their
-    shards differ."""
+def _copy_unit(source: _core.Unit, target: _core.Unit) -> None:
+    """Copy this rank's shard of a unit, and what the script has set for it. Raises RuntimeError if
+    the units' parameters or their shards differ."""
 
     def parts(unit: _core.Unit) -> list[tuple[Any, ...]]:
         facts = [unit.param(index) for index in range(unit.n_params)]
@@ -187,6 +187,9 @@ def _copy_shards(source: _core.Unit, target: _core.Unit) -> None:
             f"cannot copy unit '{source.name or '(root)'}': its copy would have different "
             "parameters; do not change modules or tied parameters after FSDP(...)"
         )
+    for name in ("strategy", "divisor", "sync"):
+        if getattr(target, name) != getattr(source, name):
+            setattr(target, name, getattr(source, name))
     with torch.no_grad(), plain():
         for theirs, ours in zip(source.params, target.params, strict=True):
             ours.copy_(theirs)

@@ -96,12 +96,13 @@ def write_parts(plan: SavePlan, comm: _core.Comm, per_host: PerHost) -> None:
                 write_text(os.path.join(staging.path, MANIFEST), text)
         _commit(comm, hosts, staging)
         staging.discard()
-        if comm.rank == 0:
-            plan.warn_of_values(names)
-        if hosts.leads:
-            warn_of_newer(plan.target)
-            if plan.kept.keep_last is not None:
+        with on_all_ranks(comm):  # a script may have made warnings errors
+            if hosts.leads and plan.kept.keep_last is not None:
                 retain(plan.target, plan.kept.keep_last, plan.id)
+            if comm.rank == 0:
+                plan.warn_of_values(names)
+            if hosts.leads:
+                warn_of_newer(plan.target)
     finally:
         staging.discard()
         staging.close()
