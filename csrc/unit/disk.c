@@ -158,7 +158,7 @@ zs_status zs_disk_new(const char *directory, zs_comm *all, zs_comm *shards, zs_d
         status = open_own(disk, directory);
     }
     status = agree(all, status, "could not create its file");
-    if (status == ZS_OK && world > 1) status = meet(disk, shards, cards);
+    if (status == ZS_OK && cards != NULL && world > 1) status = meet(disk, shards, cards);
     if (status == ZS_OK || world > 1) status = agree(all, status, "could not open the files of its peers");
     free(cards);
     if (disk != NULL && disk->file != NULL) zs_file_hide(disk->file);
