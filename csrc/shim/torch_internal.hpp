@@ -132,10 +132,16 @@ inline zs_mem *mem_under(const at::Tensor &tensor)
     return data.get_deleter() == release_mem ? static_cast<zs_mem *>(data.get_context()) : nullptr;
 }
 
-// Is the memory row-major?
+// Do the bytes differ from the elements, because a view negates or conjugates them when it is read?
+inline bool is_lazy(const at::Tensor &tensor)
+{
+    return tensor.is_neg() || tensor.is_conj();
+}
+
+// Is the memory row-major, with the elements as they are?
 inline bool plain_dense(const at::Tensor &tensor)
 {
-    return tensor.layout() == at::kStrided && tensor.is_contiguous();
+    return tensor.layout() == at::kStrided && tensor.is_contiguous() && !is_lazy(tensor);
 }
 
 // Large copies are split over torch's threads: one core does not reach the machine's memory bandwidth.

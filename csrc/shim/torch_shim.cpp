@@ -156,8 +156,9 @@ zs_status zs_tensor_describe(const zs_tensor *handle, zs_tensor_info *info)
         info->ndim = static_cast<int>(tensor.dim());
         for (int d = 0; d < std::min<int>(info->ndim, ZS_MAX_DIM); d++)
             info->sizes[d] = tensor.size(d);
-        info->contiguous = info->strided && tensor.is_contiguous();
-        info->dense = info->strided && info->numel > 1 && tensor.is_non_overlapping_and_dense();
+        const bool plain = info->strided && !zs::is_lazy(tensor);
+        info->contiguous = plain && tensor.is_contiguous();
+        info->dense = plain && info->numel > 1 && tensor.is_non_overlapping_and_dense();
         for (int d = 0; info->dense && d < std::min<int>(info->ndim, ZS_MAX_DIM); d++)
             info->strides[d] = tensor.stride(d);
         return ZS_OK;
@@ -175,7 +176,7 @@ zs_status zs_tensor_data(const zs_tensor *handle, void **data)
 zs_status zs_tensor_read(const zs_tensor *handle, int64_t begin, int64_t numel, void *dst, zs_where where)
 {
     return guarded([&] {
-        const at::Tensor source = handle->tensor.detach().contiguous();
+        const at::Tensor source = handle->tensor.detach().resolve_neg().resolve_conj().contiguous();
         if (where.type != ZS_ON_CPU || !source.device().is_cpu()) {
             const at::Tensor part = source.view({-1}).narrow(0, begin, numel);
             zs::view_of(dst, {numel}, source.scalar_type(), zs::device_of(where)).copy_(part);
@@ -305,7 +306,7 @@ bool zs_tensor_on_storage(const zs_tensor *handle, const zs_storage *storage)
 bool zs_tensor_lies_at(const zs_tensor *handle, const zs_place *place)
 {
     const c10::TensorImpl *impl = handle->tensor.unsafeGetTensorImpl();
-    if (!zs_tensor_on_storage(handle, place->storage)) return false;
+    if (!zs_tensor_on_storage(handle, place->storage) || zs::is_lazy(handle->tensor)) return false;
     const auto length = static_cast<size_t>(place->ndim);
     const bool in_order =
         place->strides == nullptr ? impl->is_contiguous() : impl->strides() == at::IntArrayRef(place->strides, length);

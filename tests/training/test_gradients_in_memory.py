@@ -111,6 +111,40 @@ def test_a_grad_kept_from_a_step_in_backward_is_no_trap(pool2: Any, transport: s
         assert torch.equal(bias, torch.full((100,), 2.0))
 
 
+def lazily_negated(transport: str) -> list[torch.Tensor]:
+    """A gradient and parameters whose bytes torch negates when it reads them."""
+    model: Any = FSDP(nn.Linear(3, 3, bias=False), transport=transport)
+    model.load_state_dict({"weight": torch.ones(3, 3)})
+    optimizer = zshard.SGD(model.parameters(), lr=0.5)
+    weight = model.weight
+    model.weight.register_hook(torch._neg_view)
+    model(torch.ones(2, 3)).sum().backward()  # 2 in each element, and -2 with the hook
+    found = [zshard.full_tensor(weight.grad).clone()]
+    optimizer.step()
+    found.append(model.state_dict()["weight"])
+    with torch.no_grad():
+        weight.data = torch._neg_view(zshard.to_local(weight).detach().clone())
+        found.append(model(torch.eye(3)).T.contiguous())
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_negated_views_are_read_as_torch_reads_them(pool2: Any, transport: str) -> None:
+    for grad, stepped, moved in pool2.run(lazily_negated, transport):
+        assert torch.equal(grad, torch.full((3, 3), -2.0))
+        assert torch.equal(stepped, torch.full((3, 3), 2.0))
+        assert torch.equal(moved, torch.full((3, 3), -2.0))
+
+
+@pytest.mark.parametrize("cls", [zshard.SGD, zshard.AdamW])
+def test_optimizers_of_plain_models_read_negated_gradients(cls: Any) -> None:
+    ours, theirs = (nn.Parameter(torch.ones(40)) for _ in range(2))
+    for param, kind in ((ours, cls), (theirs, getattr(torch.optim, cls.__name__))):
+        param.grad = torch._neg_view(torch.full((40,), 2.0))
+        kind([param], lr=0.5).step()
+    torch.testing.assert_close(ours, theirs)
+
+
 class LimitsMemory(torch.autograd.Function):
     """Its first backward leaves the process 16 MiB of address space."""
 
