@@ -27,6 +27,7 @@ from torch import Tensor
 from zshard.checkpoint.contents import Item
 from zshard.checkpoint.safetensors import header_length, parse_header
 from zshard.checkpoint.save_plan import PlannedFile, lay_out
+from zshard.ranks.ends import may_stay_open
 
 if TYPE_CHECKING:
     from zshard.weights.export import Export, Rounds
@@ -107,6 +108,7 @@ class SharedWeights:
         self._path = _path_of(name)
 
     @contextlib.contextmanager
+    @may_stay_open
     def read(self, timeout: float = 60.0) -> Iterator[dict[str, Tensor]]:
         """Context manager with the tensors of the last export, by name, without a copy.
 
