@@ -26,6 +26,7 @@ from zshard import _core
 from zshard.guard.slices import plain
 from zshard.optim.sharded_state import zeros_side_by_side
 from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks
+from zshard.ranks.ends import may_stay_open
 from zshard.state.load_state_dict import comm_of
 from zshard.units.units import averaged, bare, refuse_averaged, session, settle, units_of
 
@@ -170,6 +171,7 @@ class EMA:
     # --- use --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
+    @may_stay_open
     def swapped(self, decay: float | None = None) -> Iterator[None]:
         """Context manager in which the model's parameters are the average, in their own dtypes. At
         the end, also after an exception, parameters and buffers are what they were before.

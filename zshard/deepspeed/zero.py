@@ -21,6 +21,7 @@ from zshard._errors import warn
 from zshard.guard.slices import ShardParameter, WholeParameter, to_local
 from zshard.model.summon import full_params
 from zshard.ranks.agreement import take_from
+from zshard.ranks.ends import may_stay_open
 from zshard.units.shards import part_of
 from zshard.units.units import State
 
@@ -128,6 +129,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 @contextlib.contextmanager
+@may_stay_open
 def GatheredParameters(
     params: Tensor | Iterable[Tensor] | None,
     modifier_rank: int | None = None,

@@ -30,7 +30,7 @@ import socket
 import sys
 import time
 from _operator import _compare_digest  # hmac's, without the 4 MiB of OpenSSL
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 PREFIX = "zshard-keeper-"
@@ -49,9 +49,9 @@ class Descriptors(list[int]):
     """Owns descriptors: closes them with its last reference, as a reply may still name some that
     were replaced."""
 
-    def __del__(self) -> None:
-        for fd in self:
-            os.close(fd)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        for fd in self:  # also when Python has emptied this module, at exit
+            close(fd)
 
 
 class Message:

@@ -22,6 +22,7 @@ from zshard.optim.announce import Act, Joined, options_of
 from zshard.optim.clip import clip_by, follow_norm
 from zshard.optim.in_backward import is_stepped_in_backward
 from zshard.ranks.agreement import check_agreement, on_all_ranks, take_from
+from zshard.ranks.ends import may_stay_open
 from zshard.units.shards import part_of, units_stepped_by
 from zshard.units.units import is_apart, is_unit, state_of, units_of
 
@@ -29,6 +30,7 @@ _LONGEST = 200  # characters of an exception that the other ranks get
 
 
 @contextlib.contextmanager
+@may_stay_open
 def join(model: nn.Module, objects: Sequence[Any], by_all: bool, throws: bool) -> Iterator[None]:
     """See FSDP.join()."""
     if not is_unit(model):

@@ -22,6 +22,7 @@ from zshard.guard.slices import plain
 from zshard.guard.whole_values import joined
 from zshard.optim.step_digest import sum_of_bits
 from zshard.ranks.agreement import gather_bytes, take_from
+from zshard.ranks.ends import may_stay_open
 from zshard.units.shards import part_of
 from zshard.units.units import State, state_of, units_of
 
@@ -120,6 +121,7 @@ def own_unit_as_on_rank_0(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+@may_stay_open
 def summon_full_params(
     module: nn.Module,
     recurse: bool = True,

@@ -8,11 +8,15 @@ with status 0, so errors that no later call can raise go to fail().
 from __future__ import annotations
 
 import atexit
+import ctypes
+import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
 
 _reported_pid = 0  # the process whose end is reported; 0: none yet
 _failed = False  # an exception ends this program, or a peer was lost,
@@ -68,7 +72,28 @@ def fail(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_begun: weakref.WeakSet[Iterator[Any]] = weakref.WeakSet()
+
+
+def may_stay_open(function: Callable[_P, Iterator[_T]]) -> Callable[_P, Iterator[_T]]:
+    """Decorate a generator function. If a script keeps its generator, half-way, until the process
+    exits, the rest never runs: by then transports are closed and modules are empty."""
+
+    @functools.wraps(function)
+    def begin(*args: _P.args, **kwargs: _P.kwargs) -> Iterator[_T]:
+        made = function(*args, **kwargs)
+        _begun.add(made)
+        return made
+
+    return begin
+
+
 def _at_exit() -> None:
+    for generator in list(_begun):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(generator))  # Python would run its rest
     if _status_failed:
         logging.shutdown()
         sys.stdout.flush()

@@ -285,13 +285,17 @@ def remember_parts(state: State) -> None:
             weakref.ref(state),
             index,
         )
-        _parts[id(param)] = weakref.ref(param, functools.partial(_forget, id(param))), part
+        forget = functools.partial(_forget, _parts, id(param))
+        _parts[id(param)] = weakref.ref(param, forget), part
 
 
-def _forget(key: int, dead: weakref.ref[Tensor]) -> None:
-    """Remove the entry, unless it belongs to another tensor by now."""
-    if key in _parts and _parts[key][0] is dead:
-        del _parts[key]
+def _forget(
+    parts: dict[int, tuple[weakref.ref[Tensor], Part]], key: int, dead: weakref.ref[Tensor]
+) -> None:
+    """Remove the entry, unless it belongs to another tensor by now. Gets the table, since Python may
+    have emptied this module: parameters that are still alive when it exits die after that."""
+    if key in parts and parts[key][0] is dead:
+        del parts[key]
 
 
 def part_of(param: Tensor) -> Part | None:

@@ -29,6 +29,7 @@ from zshard.checkpoint.contents import tensors_of
 from zshard.guard.slices import plain
 from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks
+from zshard.ranks.ends import may_stay_open
 from zshard.state.load_state_dict import comm_of
 from zshard.units.units import bare, session, settle, units_of, unsharded
 from zshard.weights.delta import Exported
@@ -139,6 +140,7 @@ class Export:
         self._ranks = _checked_ranks(ranks)
         self.since = since
 
+    @may_stay_open
     def __iter__(self) -> Iterator[Bucket]:
         with self.rounds(self._ranks) as rounds:
             for batch in rounds.batches:
