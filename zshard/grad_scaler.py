@@ -193,7 +193,7 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     _unscale_grads_ = _unscale_grads_  # type: ignore[assignment]
-    update = _update  # type: ignore[assignment]
+    update: Any = _update
 
     def scale(self, outputs: Any) -> Any:
         """As torch's, but a backward from the result that steps a model is an error."""

@@ -65,6 +65,10 @@ void put(const at::Tensor &tensor, const zs_place &place)
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     const at::ScalarType type = zs::scalar_type_of(place.dtype, tensor.scalar_type());
     impl->set_storage_and_dtype(place.storage->storage, c10::scalarTypeToTypeMeta(type));
+    if (zs::is_lazy(tensor)) { // its elements have been written there
+        impl->_set_neg(false);
+        impl->_set_conj(false);
+    }
     set_geometry(impl, place);
 }
 
