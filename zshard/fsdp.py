@@ -125,7 +125,9 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
             as "12GiB". "auto" (the default): on a CPU, what the host, the control groups and the
             process's limits leave to it, divided among the ranks that share them; on a GPU, the
             free GPU memory. None: no check. A model that needs more is a MemoryError on all ranks,
-            which lists settings that fit; one that fits, but not with Adam's state, a warning.
+            which lists settings that fit; one that fits, but not with Adam's state, a warning. On a
+            CPU, an optimizer's first step() raises MemoryError on all ranks, before it allocates
+            anything, if its state does not fit on one of them.
         keep_gathered: which units stay gathered from forward to backward instead of being gathered
             twice (not over "shm", where a gather moves nothing): more memory, less traffic,
             bit-identical results. "auto" (the default): where all-gathers cross hosts, as many as

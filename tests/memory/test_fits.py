@@ -16,11 +16,12 @@ import torch.distributed as dist
 from compare import differences
 from models import CASES, Block, Net, loss_of, make
 from nursery import fork_ranks
+from scenarios import message_of
 from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.memory import host_limits
+from zshard.memory import host_limits, spare
 from zshard.memory.fits import parse_limit
 from zshard.memory.host_limits import room_of_cgroup, room_of_host
 
@@ -280,6 +281,130 @@ def test_oversized_state_is_refused_before_allocation(optimizer, limit, monkeypa
     monkeypatch.setattr(host_limits, "room_of_host", lambda: 9 << 20)
     made.step()
     made.step()
+
+
+MADE = {
+    "Adam": lambda params: torch.optim.Adam(params),
+    "amsgrad": lambda params: torch.optim.AdamW(params, amsgrad=True),
+    "Adadelta": lambda params: torch.optim.Adadelta(params),
+    "Adagrad": lambda params: torch.optim.Adagrad(params),
+    "Adamax": lambda params: torch.optim.Adamax(params),
+    "ASGD": lambda params: torch.optim.ASGD(params),
+    "NAdam": lambda params: torch.optim.NAdam(params),
+    "RAdam": lambda params: torch.optim.RAdam(params),
+    "RMSprop": lambda params: torch.optim.RMSprop(params),
+    "RMSprop of all kinds": lambda params: torch.optim.RMSprop(params, momentum=0.9, centered=True),
+    "Rprop": lambda params: torch.optim.Rprop(params),
+    "SGD": lambda params: torch.optim.SGD(params, 0.1),
+    "momentum": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
+    "zshard.AdamW": lambda params: zshard.AdamW(params),
+    "zshard's amsgrad": lambda params: zshard.Adam(params, amsgrad=True),
+    "zshard's momentum": lambda params: zshard.SGD(params, 0.1, momentum=0.9),
+    "AdamW8bit": lambda params: zshard.AdamW8bit(params),
+    "SGD8bit": lambda params: zshard.SGD8bit(params, 0.1),
+    "momentum in 8 bits": lambda params: zshard.SGD8bit(params, 0.1, momentum=0.9),
+    "Muon": lambda params: zshard.Muon(hidden_and_others(params)),
+    "Muon with 8 bits": lambda params: zshard.Muon(hidden_and_others(params), adamw={"bits": 8}),
+}
+
+
+def hidden_and_others(params):
+    hidden, *others = list(params)
+    return [{"params": [hidden]}, {"params": others, "use_muon": False}]
+
+
+def bytes_in(state):
+    return sum(
+        value.numel() * value.itemsize
+        for entries in state.values()
+        for value in entries.values()
+        if torch.is_tensor(value) and value.dim() > 0
+    )
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_bytes_of_the_state_are_known(name, monkeypatch):
+    model = FSDP(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 128)), memory_limit="1GiB")
+    loss_of(model(torch.ones(2, 64))).backward()
+    optimizer = MADE[name](model.parameters())
+    before, told, count = bytes_in(optimizer.state), [], spare._bytes_of_state
+
+    def noted(*args):
+        told.append(count(*args))
+        return told[-1]
+
+    monkeypatch.setattr(spare, "_bytes_of_state", noted)
+    optimizer.step()
+    needed = sum(told)
+    assert needed == bytes_in(optimizer.state) - before
+    assert (needed > 0) == (name not in ("SGD", "SGD8bit", "Adagrad"))
+
+
+def first_steps(transport, kind, on_rank):
+    """Return the errors of an optimizer's first step, where one rank's memory_limit, or all ranks',
+    leaves room for the model alone; and of one with less state."""
+    parts = predicted(transport=transport)
+    limit = parts["total"] - parts["optimizer"] + MIB
+    mine = limit if on_rank in (None, dist.get_rank()) else "100GiB"
+    options = {"auto_wrap_policy": {nn.Linear}, "transport": transport, "memory_limit": mine}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FSDP(stack(), **options)
+    loss_of(model(torch.ones(2, 512))).backward()
+    optimizer = kind(model.parameters(), lr=0.1)
+    before = {name: param.clone() for name, param in model.state_dict().items()}
+    found = [message_of(optimizer.step, MemoryError) for _ in range(2)]
+    assert len(optimizer.state) == 0 and differences(model.state_dict(), before) == []
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    loss_of(model(torch.ones(2, 512))).backward()
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("on_rank", [None, 1])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, zshard.AdamW])
+def test_state_beyond_memory_limit_is_refused_on_all_ranks(pool2, transport, on_rank, kind):
+    first, second = pool2.run(first_steps, transport, kind, on_rank)
+    assert first == second and first[0] == first[1]
+    assert f"rank {on_rank or 0} of 2 needs 8.0 MiB for its state" in first[0] or on_rank is None
+    assert re.search(r"only 1.0 MiB are left \(of the \d+\.\d MiB of memory_limit\)", first[0])
+
+
+def at_the_border(transport):
+    parts = predicted(transport=transport)
+    options = {"auto_wrap_policy": {nn.Linear}, "transport": transport}
+    for limit in (parts["total"] - 1, parts["total"]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = FSDP(stack(), **options, memory_limit=limit)
+        loss_of(model(torch.ones(2, 512))).backward()
+        optimizer = zshard.AdamW(model.parameters())
+        if limit < parts["total"]:
+            message_of(optimizer.step, MemoryError)
+        else:
+            optimizer.step()
+    assert model.memory("peak")["total"] <= 1.01 * limit
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_first_step_fits_exactly(pool2, transport):
+    pool2.run(at_the_border, transport)
+
+
+def test_limit_of_an_inner_call_is_not_the_outer_ones():
+    model = stack(512, 4)
+    FSDP(model[0], memory_limit="3MiB")
+    FSDP(model, memory_limit="1GiB")
+    loss_of(model(torch.ones(2, 512))).backward()
+    zshard.AdamW(model.parameters()).step()
+
+
+def test_state_of_an_earlier_optimizer_counts():
+    model = four_layers("13MiB")  # 4 MiB of parameters, and 8 MiB for Adam
+    earlier = zshard.AdamW(model.parameters())
+    earlier.step()
+    with pytest.raises(MemoryError, match=r"needs 4.0 MiB .* only 1.0 MiB are"):
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9).step()
 
 
 def test_fitting_model_fits_with_its_state():

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zshard import _core
+from zshard.guard.whole_values import full_numel
 from zshard.memory.dry_run import DryRun, SizeOf, World, dry_comms, one_tensor, trained_bytes
 from zshard.memory.fits import parse_keep
 from zshard.offload import offload_of, offload_on
@@ -93,6 +94,13 @@ def with_optimizer(parts: dict[str, int], optimizer: int, elsewhere: int = 0) ->
     return {**parts, "offloaded": offloaded, "optimizer": optimizer, "total": total}
 
 
+def without_new_state(states: Sequence[State]) -> int:
+    """Return the bytes that a step with these units takes, but for the state of an optimizer that
+    makes its first."""
+    parts = _of_engines(states, lambda engine: engine.predict(False))
+    return parts["total"] + _optimizer_bytes(states)
+
+
 def _optimizer_bytes(states: Iterable[State]) -> int:
     """Return the bytes of state that known optimizers keep for these units."""
     params = [
@@ -110,13 +118,16 @@ def _optimizer_bytes(states: Iterable[State]) -> int:
 # --- prediction -----------------------------------------------------------------------------------
 
 STATE_TENSORS = {
-    **dict.fromkeys(("adam", "adamw", "adamax", "nadam", "radam", "adadelta"), 2),
-    **{"sgd": 0, "rmsprop": 1, "rprop": 1, "adagrad": 1},
+    **dict.fromkeys(("adam", "adamw", "adamax", "nadam", "radam", "adadelta", "rprop"), 2),
+    **{"sgd": 0, "rmsprop": 1, "adagrad": 1, "asgd": 1},
 }
 """Number of parameter-sized state tensors per parameter, by the class of an optimizer."""
 
 _CODED = {"adam8bit": 2, "adamw8bit": 2, "sgd8bit": 1}
 """Number of moments in 8 bits."""
+
+_ADD_ONE = ("amsgrad", "centered", "momentum")
+"""Options of those in STATE_TENSORS that ask for one more tensor."""
 
 
 def predict_memory(
@@ -209,8 +220,24 @@ def size_of_state(optimizer: str | int | None, module: nn.Module) -> SizeOf:
     return lambda param, numel: tensors * one_tensor(param, numel)
 
 
+def size_in_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> SizeOf | None:
+    """Return the function for the bytes of state that a step creates for parameters of this group;
+    None if it creates none, or is not known."""
+    name = type(optimizer).__name__.lower()
+    if name == "muon":
+        if group.get("use_muon", True):
+            return one_tensor
+        name = "adamw8bit" if group.get("bits") else "adamw"
+    if name in STATE_TENSORS:
+        count = STATE_TENSORS[name] + sum(bool(group.get(option)) for option in _ADD_ONE)
+        return (lambda param, numel: count * one_tensor(param, numel)) if count > 0 else None
+    if name not in _CODED or (name == "sgd8bit" and not group.get("momentum")):
+        return None
+    return functools.partial(_coded_bytes, _CODED[name])
+
+
 def _coded_bytes(moments: int, param: nn.Parameter, numel: int) -> int:
-    each = numel + -(-numel // GROUP) if param.numel() >= MIN_8BIT_SIZE else 4 * numel
+    each = numel + -(-numel // GROUP) if full_numel(param) >= MIN_8BIT_SIZE else 4 * numel
     return moments * each
 
 

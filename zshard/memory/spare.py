@@ -1,9 +1,9 @@
 """Memory left to a rank once it steps: for an optimizer's state, and for units that stay gathered.
 
 FSDP(...) does not know the optimizer, so it refuses only what the model alone exceeds, and warns of
-what Adam's state adds. The first step knows the optimizer: state that exceeds what the host and the
-control groups leave is an error with numbers, whatever memory_limit is, instead of a process that
-the kernel kills.
+what Adam's state adds. The first step knows the optimizer: state that exceeds what memory_limit,
+the host or the control groups leave on a rank is an error with numbers on all ranks, instead of a
+process that the kernel kills.
 
 The memory of activations is unknown before a step. So with keep_gathered="auto" the ranks measure
 their first two steps, and agree once on what all of them have left.
@@ -11,21 +11,25 @@ their first two steps, and agree once on what all of them have left.
 
 from __future__ import annotations
 
+import json
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from zshard import _core
+from zshard.memory.dry_run import SizeOf
 from zshard.memory.fits import MemoryLimit, room_of_gpu
-from zshard.memory.host_limits import Sharing, resident, rooms
-from zshard.memory.report import STATE_TENSORS, memory_of
+from zshard.memory.host_limits import Room, Sharing, resident, rooms
+from zshard.memory.report import memory_of, size_in_group, without_new_state
 from zshard.optim.announce import is_joined
 from zshard.optim.hooks import before_first_steps
 from zshard.optim.step_digest import watch_steps
 from zshard.ranks.agreement import PublicCall
 from zshard.ranks.devices import CPU
-from zshard.units.units import state_of, units_of
+from zshard.units.shards import units_stepped_by
+from zshard.units.units import State, state_of, units_of
 
 _STEPS = 2  # optimizers may create state in the second step, too
 
@@ -109,50 +113,84 @@ _spares: weakref.WeakSet[Spare] = weakref.WeakSet()
 # --- the first step -------------------------------------------------------------------------------
 
 
+_MESSAGE = 256  # bytes, for four numbers and a source
+
+
+class _Need(NamedTuple):
+    """What a rank's first step lacks under its tightest limit. missing: bytes; negative if there
+    are enough. source: which limit, for the message."""
+
+    missing: int
+    rank: int
+    needed: int
+    left: int
+    source: str
+
+
 def watch_first_steps(module: nn.Module, limit: MemoryLimit, sharing: Sharing, device: str) -> None:
-    """Refuse the first step of an optimizer of this model if its state will not fit into this
-    rank's remaining memory; not with limit=None."""
+    """Refuse the first step of an optimizer of this model, on all ranks, if its state will not fit
+    into the remaining memory of one of them; not with limit=None."""
     if limit is None or device != CPU:
         return
-    model = weakref.ref(module)
+    model, engine = weakref.ref(module), state_of(module).unit.engine_id
 
     def check(optimizer: torch.optim.Optimizer) -> bool:
         found = model()
-        if found is not None:
-            _check(found, optimizer, sharing)
-        return found is not None
+        if found is None or state_of(found).unit.engine_id != engine:
+            return False  # it is part of another model now, which has its own limit
+        if any(unit.engine_id == engine for unit in units_stepped_by(optimizer)):
+            _check(found, optimizer, limit, sharing)
+        return True
 
     before_first_steps(check)
 
 
-def _check(module: nn.Module, optimizer: torch.optim.Optimizer, sharing: Sharing) -> None:
-    needed = _bytes_of_state(module, optimizer)
-    if needed == 0:
-        return
-    room = min(rooms(sharing), default=None)
-    if room is None or needed <= room.bytes:
+def _check(
+    module: nn.Module, optimizer: torch.optim.Optimizer, limit: int | str, sharing: Sharing
+) -> None:
+    sizes = {
+        id(param): size
+        for group in optimizer.param_groups
+        if (size := size_in_group(optimizer, group)) is not None
+        for param in group["params"]
+    }
+    if not sizes:  # on all ranks
         return
     state = state_of(module)
+    states = [s for _, s in units_of(module) if s.unit.engine_id == state.unit.engine_id]
+    needed, comm = _bytes_of_state(states, optimizer, sizes), state.comms.all
+    places = rooms(sharing)
+    if isinstance(limit, int):
+        left = max(limit - without_new_state(states), 0)
+        places.append(Room(left, f"of the {limit / _MIB:.1f} MiB of memory_limit"))
+    room = min(places, default=Room(needed, ""))
+    mine = _Need(needed - room.bytes, comm.rank, needed, *room)
+    name = type(optimizer).__name__
+    with PublicCall(f"{name}.step()"):
+        told = comm.exchange(json.dumps(mine).encode().ljust(_MESSAGE))
+    worst = max(_Need(*json.loads(each)) for each in told)
+    if worst.missing <= 0:
+        return
     raise MemoryError(
-        f"the first step of {type(optimizer).__name__} does not fit in memory: rank "
-        f"{state.comms.all.rank} of {state.comms.all.world} needs {needed / _MIB:.1f} MiB for its "
-        f"state, but only {room.bytes / _MIB:.1f} MiB are left ({room.source}). Use more ranks, an "
-        "optimizer with less state (SGD), FSDP(offload=zshard.Offload(directory=..., grads=True)) "
-        "or FSDP(memory_limit=None), which does not check"
+        f"the first step of {name} does not fit in memory: rank {worst.rank} of {comm.world} needs "
+        f"{worst.needed / _MIB:.1f} MiB for its state, but only {worst.left / _MIB:.1f} MiB are "
+        f"left ({worst.source}). Use more ranks, an optimizer with less state (SGD), "
+        "FSDP(offload=zshard.Offload(directory=..., grads=True)) or FSDP(memory_limit=None), which "
+        "does not check"
     )
 
 
-def _bytes_of_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes that the first step will allocate for this model's parameters."""
-    each = STATE_TENSORS.get(type(optimizer).__name__.lower(), 0)
-    if type(optimizer).__name__ == "SGD":
-        each = int(any(group.get("momentum") for group in optimizer.param_groups))
-    if each == 0 or len(optimizer.state) > 0:
-        return 0
-    given = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    return each * sum(
-        int(state.unit.param(i)["numel"]) * param.itemsize
-        for _, state in units_of(module)
+def _bytes_of_state(
+    states: list[State], optimizer: torch.optim.Optimizer, sizes: dict[int, SizeOf]
+) -> int:
+    """Return the bytes that the first step will allocate for the parameters of these units.
+
+    sizes: of the state, by the ids of the optimizer's parameters.
+    """
+    return sum(
+        sizes[id(param)](param, int(state.unit.param(i)["numel"]))
+        for state in states
         for i, param in enumerate(state.unit.params)
-        if id(param) in given and param.requires_grad and not _core.offloads_state(param)
+        if id(param) in sizes and param.requires_grad and not optimizer.state.get(param)
+        if not _core.offloads_state(param)
     )

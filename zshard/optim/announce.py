@@ -155,7 +155,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def say_step(optimizer: torch.optim.Optimizer) -> None:
+def say_step(optimizer: torch.optim.Optimizer, is_first: bool) -> None:
     """Announce a step that is about to change parameters."""
     for joined in _speaking_of(optimizer):
         extra = {name: getattr(optimizer, name, None) for name in _STEP_ATTRIBUTES}
@@ -163,7 +163,7 @@ def say_step(optimizer: torch.optim.Optimizer) -> None:
         meets = getattr(optimizer, "steps_together", False) or any(
             map(guard_of, units_stepped_by(optimizer))
         )
-        meetings = -1 if meets else 0  # any number
+        meetings = -1 if meets or is_first else 0  # any number
         joined.say(Act.STEP, number, options, extra, meetings=meetings)
 
 

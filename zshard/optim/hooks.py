@@ -80,14 +80,15 @@ _checks: list[Callable[[Optimizer], bool]] = []
 
 
 def before_first_steps(check: Callable[[Optimizer], bool]) -> None:
-    """Call `check` before the first step of each optimizer, until it returns False."""
+    """Call `check` before the first step of each optimizer, until it returns False. All ranks make
+    that step together."""
     _checks.append(check)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _check_first_step(optimizer: Optimizer) -> None:
-    _checked.add(optimizer)
     _checks[:] = [check for check in _checks if check(optimizer)]
+    _checked.add(optimizer)
 
 
 def know(optimizer: Optimizer, in_step: bool = False) -> None:
@@ -143,8 +144,6 @@ def _before_step(
     """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
     parameters that unshard() has gathered. With a closure, which computes the gradients, the check
     runs after it."""
-    if optimizer not in _checked:
-        _check_first_step(optimizer)
     know(optimizer, in_step=True)
     _refuse_by_class(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -170,7 +169,7 @@ def _begin_to_write(optimizer: Optimizer) -> None:
     written."""
     refuse_averaged(units_stepped_by(optimizer), "step")
     if optimizer not in _inner:
-        say_step(optimizer)
+        say_step(optimizer, optimizer not in _checked)
     if _core.has_local_grads():
         for param in params_of(optimizer):
             if param.grad is not None:
@@ -178,6 +177,8 @@ def _begin_to_write(optimizer: Optimizer) -> None:
     if _core.has_held_units():
         _refuse_held_units(optimizer)
     if optimizer not in _inner:
+        if optimizer not in _checked:
+            _check_first_step(optimizer)
         check_step(optimizer)
     if _core.has_pending() and not getattr(optimizer, "multiplies_gradients", False):
         for param in params_of(optimizer):
