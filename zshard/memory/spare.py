@@ -26,7 +26,7 @@ from zshard.memory.report import memory_of, size_in_group, without_new_state
 from zshard.optim.announce import is_joined
 from zshard.optim.hooks import before_first_steps
 from zshard.optim.step_digest import watch_steps
-from zshard.ranks.agreement import PublicCall
+from zshard.ranks.agreement import PublicCall, gather_bytes
 from zshard.ranks.devices import CPU
 from zshard.units.shards import units_stepped_by
 from zshard.units.units import State, state_of, units_of
@@ -113,9 +113,6 @@ _spares: weakref.WeakSet[Spare] = weakref.WeakSet()
 # --- the first step -------------------------------------------------------------------------------
 
 
-_MESSAGE = 256  # bytes, for four numbers and a source
-
-
 class _Need(NamedTuple):
     """What a rank's first step lacks under its tightest limit. missing: bytes; negative if there
     are enough. source: which limit, for the message."""
@@ -167,7 +164,7 @@ def _check(
     mine = _Need(needed - room.bytes, comm.rank, needed, *room)
     name = type(optimizer).__name__
     with PublicCall(f"{name}.step()"):
-        told = comm.exchange(json.dumps(mine).encode().ljust(_MESSAGE))
+        told = gather_bytes(comm, json.dumps(mine).encode())
     worst = max(_Need(*json.loads(each)) for each in told)
     if worst.missing <= 0:
         return
