@@ -164,7 +164,7 @@ def of_different_contents(folder):
         ("rank 0 has 'first.weight.more0' (not a tensor)", states),
         ("path is '", paths),
         ("rank 0 has tensor 'more0'", names),
-        ("only rank 0 has", optimizers),
+        ("which rank 1 lacks", optimizers),
     ):
         (own := folder / action.__name__).mkdir(exist_ok=True)
         found += tried(own, kind, text, action)

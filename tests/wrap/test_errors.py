@@ -18,6 +18,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP, DivergenceError
+from zshard.ranks.agreement import first_difference
 
 
 def error_of(function, *args, **kwargs):
@@ -333,6 +334,82 @@ def test_models_that_differ_are_an_error_on_every_rank(pool, what, transport):
     for outcome in outcomes:
         check(outcome, DivergenceError, "differ between ranks", "rank 1", *DIFFERENCES[what])
     assert len(set(outcomes)) == 1, "the ranks name different things"
+
+
+class Deep(nn.Module):
+    """Blocks, which are units, and a head."""
+
+    def __init__(self, widths, head="head"):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for width in widths)
+        self.add_module(head, nn.Linear(2, 2))
+
+
+class Block(nn.Sequential):
+    def __init__(self, width):
+        super().__init__(nn.Linear(2, width), nn.Linear(width, 2))
+
+
+def linears(number):
+    return nn.Sequential(*[nn.Linear(2, 2) for _ in range(number)])
+
+
+STRUCTURES = {
+    "a block more": (
+        lambda: Deep([3, 3]),
+        lambda: Deep([3, 3, 3]),
+        "{there} has unit 'blocks.2' (a Block), which {here} lacks",
+    ),
+    "a layer more": (
+        lambda: linears(2),
+        lambda: linears(3),
+        "{there} has parameter '2.weight' (shape (2, 2), torch.float32, trainable), which {here} lacks",
+    ),
+    "another shape": (
+        lambda: Deep([3, 3]),
+        lambda: Deep([3, 5]),
+        "parameter 'blocks.1.0.weight' is shape",
+    ),
+    "another class": (
+        lambda: Deep([3]),
+        lambda: type("Wide", (Deep,), {})([3]),
+        "unit '(root)' is a ",
+    ),
+    "another order": (
+        lambda: nn.ModuleDict({"a": Block(3), "b": Block(3)}),
+        lambda: nn.ModuleDict({"b": Block(3), "a": Block(3)}),
+        "unit '{a}' comes before unit '{b}' on rank 0, but after it on rank 1",
+    ),
+    "another name": (
+        lambda: nn.ModuleDict({"a": Block(3)}),
+        lambda: nn.ModuleDict({"b": Block(3)}),
+        "rank 0 has unit '{a}' (a Block), but rank 1 has unit '{b}' (a Block)",
+    ),
+}
+
+
+def wrap_structures(name, rank_of_other):
+    usual, other, _ = STRUCTURES[name]
+    model = (other if dist.get_rank() == rank_of_other else usual)()
+    return error_of(FSDP, model, auto_wrap_policy={Block} if name != "a layer more" else None)
+
+
+@pytest.mark.parametrize("rank_of_other", [0, 1])
+@pytest.mark.parametrize("name", STRUCTURES)
+@ranks(2)
+def test_unit_that_a_rank_lacks_is_named(pool, name, rank_of_other):
+    a, b = "ab" if rank_of_other else "ba"
+    here, there = f"rank {1 - rank_of_other}", f"rank {rank_of_other}"
+    words = STRUCTURES[name][2].format(here=here, there=there, a=a, b=b)
+    for outcome in pool.run(wrap_structures, name, rank_of_other):
+        check(outcome, DivergenceError, f"the models differ between ranks: {words}")
+
+
+def test_first_difference_of_facts_with_one_subject():
+    once, twice = [("x", "1")], [("x", "1"), ("x", "1")]
+    assert first_difference(once, once, (0, 1)) is None
+    assert first_difference(once, twice, (0, 1)) == "rank 1 has x (1), which rank 0 lacks"
+    assert first_difference(twice, once, (0, 2)) == "rank 0 has x (1), which rank 2 lacks"
 
 
 @ranks(3)

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import json
 import pickle
 import time
@@ -209,18 +210,26 @@ def first_difference(
 ) -> str | None:
     """Describe the first difference between the facts of two ranks; None if they are equal."""
     first, rank = ranks
-    for mine, other in zip(ours, theirs, strict=False):
+    known, known_there = dict(ours), dict(theirs)
+    for mine, other in itertools.zip_longest(ours, theirs):
         if mine == other:
             continue
-        if mine[0] != other[0]:
-            own, there = f"{mine[0]} ({mine[1]})", f"{other[0]} ({other[1]})"
-            return f"rank {first} has {own}, but rank {rank} has {there}"
-        return f"{mine[0]} is {mine[1]} on rank {first}, but {other[1]} on rank {rank}"
-    if len(ours) != len(theirs):
-        longer, rank_of = (ours, first) if len(ours) > len(theirs) else (theirs, rank)
-        extra = longer[min(len(ours), len(theirs))]
-        return f"only rank {rank_of} has {extra[0]} ({extra[1]})"
+        own = mine is not None and (other is None or mine[0] not in known_there)
+        there = other is not None and (mine is None or other[0] not in known)
+        if own and there:
+            return f"rank {first} has {_said(mine)}, but rank {rank} has {_said(other)}"
+        if own:
+            return f"rank {first} has {_said(mine)}, which rank {rank} lacks"
+        if there:
+            return f"rank {rank} has {_said(other)}, which rank {first} lacks"
+        if mine[0] == other[0]:
+            return f"{mine[0]} is {mine[1]} on rank {first}, but {other[1]} on rank {rank}"
+        return f"{mine[0]} comes before {other[0]} on rank {first}, but after it on rank {rank}"
     return None
+
+
+def _said(fact: Fact) -> str:
+    return f"{fact[0]} ({fact[1]})"
 
 
 def tensor_fact(kind: str, name: str, tensor: torch.Tensor) -> Fact:
