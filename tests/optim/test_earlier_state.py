@@ -14,12 +14,13 @@ import torch.distributed as dist
 from compare import differences
 from groups import own_group, passing_groups
 from models import COMBINATIONS, loss_of, make, make_optimizer
-from scenarios import Wide, floats
+from scenarios import Wide, floats, message_of
 from spawn import ranks
 from torch import nn
 
 import zshard
 from zshard import FSDP
+from zshard.optim import shared_state
 
 OPTIMIZERS = ["torch.AdamW", "zshard.AdamW", "torch.SGD", "zshard.SGD", "torch.Adagrad"]
 
@@ -98,7 +99,7 @@ def test_state_from_before_fully_shard(pool):
 
 
 class Several(nn.Module):
-    """Models that one optimizer steps, and that are sharded one by one."""
+    """Models that one optimizer steps. Each is sharded by itself."""
 
     def __init__(self, n):
         super().__init__()
@@ -128,6 +129,7 @@ class Training:
         )
         groups = [{"params": matrices}, {"params": rest, "lr": 0.02}]
         self.optimizer = KINDS[name](groups, lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1000)
 
     def load(self, other, model=True, optimizer=True):
         if model:
@@ -238,7 +240,12 @@ def twice(made, folder):
     return with_names(made, folder)
 
 
-LONE = [state_by_number, with_names, in_file, twice]
+def of_a_copy(made, folder):
+    """The copy has no model, so of sharded state it has shards (test_optim_state.py)."""
+    return copy.deepcopy(made.optimizer).state_dict()["state"]
+
+
+LONE = [state_by_number, with_names, in_file, twice, of_a_copy]
 TOGETHER = [*LONE, on_rank_0, reloaded, saved]
 
 
@@ -247,9 +254,11 @@ def reads(combination, name, way, n, folder):
     """Return what differs from the plain models': the state as the first read finds it, on rank 0
     alone and on all ranks, and, of two ranks, what two more steps make of it."""
     strategy, transport = combination
-    is_lone = transport == "shm" or strategy == "no_shard"
+    is_lone = (transport == "shm" and way is not copied) or strategy == "no_shard"
     found = []
     for read, alone in [*((r, True) for r in LONE if is_lone), *((r, False) for r in TOGETHER)]:
+        if read is of_a_copy and way not in (loaded_before, stepped_before):
+            continue
         plain = Training(name, n)
         plain.plain_steps(range(2))
         settings = {"process_group": own_group(), "strategy": strategy, "transport": transport}
@@ -281,3 +290,23 @@ def test_reads_before_the_next_step(pool, tmp_path, combination, name, way, n):
 @pytest.mark.parametrize("name", ["torch.AdamW", "zshard.AdamW"])
 def test_reads_before_the_first_step(pool, tmp_path, name, way):
     assert pool.run(reads, ("full_shard", "shm"), name, way, 1, str(tmp_path)) == [[], [], []]
+
+
+@passing_groups()
+def reads_a_copy_alone():
+    """Return the error, and what differs after its remedy."""
+    settings = {"process_group": own_group(), "timeout": 20}
+    made = copied("torch.AdamW", 1, None, settings)
+    known, shared_state._LATE = shared_state._LATE, 0.0
+    text = message_of(made.optimizer.state_dict) if dist.get_rank() == 0 else ""
+    shared_state._LATE = known
+    dist.barrier()
+    plain = Training("torch.AdamW", 1)
+    plain.plain_steps(range(2))
+    return text, differences(state_by_number(made, ""), state_by_number(plain, ""))
+
+
+def test_rank_0_reads_a_copy_that_no_rank_has_stepped(pool2):
+    (text, wrong), (_, others) = pool2.run(reads_a_copy_alone)
+    assert "or it is a copy: call state_dict() on all ranks" in text
+    assert (wrong, others) == ([], [])

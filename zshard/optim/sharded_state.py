@@ -30,15 +30,8 @@ from zshard.units.shards import Part, part_of
 
 __all__ = [
     *("SCALARS", "HeldState", "class_of_state", "fact_of", "full_state_of", "held_by", "held_in"),
-    *(
-        "params_of",
-        "move_together",
-        "part_of_state",
-        "scalar_keys",
-        "shard_state_of",
-        "takes_codes",
-    ),
-    *("takes_full_state", "with_own_dtypes", "zeros_side_by_side"),
+    *("move_together", "params_of", "part_of_state", "scalar_keys", "shard_state_of"),
+    *("takes_codes", "takes_full_state", "with_own_dtypes", "zeros_side_by_side"),
 ]
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))

@@ -318,15 +318,19 @@ class _FullTensors:
     def check(self, posted: dict[str, Any], own_rank: int, rank: int) -> None:
         """Raise if another rank's state does not match this rank's."""
         ours = list(map(fact_of, self._held))
-        theirs = posted["facts"]
-        if theirs is None:  # that rank's optimizer has neither stepped nor loaded
+        theirs, remedy = posted["facts"], "use the same on all ranks"
+        if theirs is None:
             theirs = [(about, "none") for about, _ in ours]
+            remedy = (
+                f"rank {rank} has neither stepped nor loaded this optimizer, or it is a copy: "
+                "call state_dict() on all ranks"
+            )
         facts = {own_rank: ours, rank: [(about, said) for about, said in theirs]}
         low, high = sorted(facts)
         difference = first_difference(facts[low], facts[high], (low, high))
         if difference is not None:
             raise _core.DivergenceError(
-                f"the optimizers differ between ranks: {difference}; use the same on all ranks"
+                f"the optimizers differ between ranks: {difference}; {remedy}"
             )
         for each, is_nested in zip(self._held, posted["nested"], strict=False):
             if is_nested:

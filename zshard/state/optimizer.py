@@ -60,14 +60,12 @@ Numbered = Mapping[Any, Mapping[Any, Any]]
 
 _torchs_save = Optimizer.state_dict
 _torchs_load = Optimizer.load_state_dict
-_torchs_set = Optimizer.__setstate__
 
 
 def install() -> None:
     """Make torch's optimizers save and load full tensors. Idempotent."""
     Optimizer.state_dict = _save  # type: ignore[method-assign]
     Optimizer.load_state_dict = _load  # type: ignore[method-assign]
-    Optimizer.__setstate__ = _set  # type: ignore[method-assign]
 
 
 @functools.wraps(_torchs_save)
@@ -89,13 +87,6 @@ def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
     ):
         _torchs_load(self, state_dict)
         know(self)
-
-
-@functools.wraps(_torchs_set)
-def _set(self: Optimizer, state: dict[str, Any]) -> None:
-    _torchs_set(self, state)
-    if _has_parts(self):
-        post(self)  # a copy, made with its model
 
 
 def _has_parts(optimizer: Optimizer) -> bool:
@@ -143,10 +134,9 @@ def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
     if takes_full_state(optimizer):
         optimizer.full_state()  # type: ignore[attr-defined]
         return []
-    held = held_by(optimizer)
-    older = _full_already(optimizer, held)
-    if older is not None:
-        return older if keep else [(param, {}) for param, _ in older]
+    full = _still_full(optimizer)
+    if full is not None:
+        return full if keep else [(param, {}) for param, _ in full]
     know(optimizer)
     held = held_by(optimizer)
     result: FullState = []
@@ -169,10 +159,11 @@ def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
     return result
 
 
-def _full_already(optimizer: Optimizer, held: Sequence[HeldState]) -> FullState | None:
+def _still_full(optimizer: Optimizer) -> FullState | None:
     """Return copies of state that is older than the sharded models and that no step has sharded
     yet: this rank has all of it, so it needs no other rank. None: some of it is sharded, or the
     ranks read it together, and shard it."""
+    held = held_by(optimizer)
     if not is_older(optimizer) or any(each.part.peers is None for each in held):
         return None
     full = {(id(p), key) for key, own in full_state_of(optimizer).items() for p, _ in own}

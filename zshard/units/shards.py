@@ -292,8 +292,8 @@ def remember_parts(state: State) -> None:
 def _forget(
     parts: dict[int, tuple[weakref.ref[Tensor], Part]], key: int, dead: weakref.ref[Tensor]
 ) -> None:
-    """Remove the entry, unless it belongs to another tensor by now. Gets the table, since Python
-    may have emptied this module: parameters that are still alive when it exits die after that."""
+    """Remove the entry, unless it belongs to another tensor by now. parts: passed, since at exit
+    Python empties this module before the last parameters die."""
     if key in parts and parts[key][0] is dead:
         del parts[key]
 
