@@ -6,11 +6,9 @@ after zshard's modules have been emptied.
 
 import copy
 import sys
-import uuid
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import loss_of, make
 from nursery import fork_ranks
 from scenarios import Wide, floats, learn
@@ -124,16 +122,8 @@ def without_sync():
     return entered(trained()[0].no_sync())
 
 
-def shared():
-    model, name = trained()[0], [uuid.uuid4().hex]
-    dist.broadcast_object_list(name)
-    zshard.export(model, ranks=0).share(name[0])
-    return entered(zshard.SharedWeights(name[0]).read()) if dist.get_rank() == 0 else None
-
-
 HELD = [optimizers, averages, cycles_and_hooks, graph, steps_in_backward, trace, saves, engine]
 LEFT_OPEN = [half_an_export, half_the_parameters, summoned, gathered, swapped, joined, without_sync]
-LEFT_OPEN += [shared]
 
 
 def holds(make_them, transport, folder):
