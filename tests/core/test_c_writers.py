@@ -45,8 +45,9 @@ KNOWN = {
     "zs_unit.context": {"unit_life.c", "engine.c"},
     # Under local gradients: shown so by one, found to be zeroed by the other.
     "zs_param.below": {"grads.c", "local_grads.c"},
-    # Taken and given back; taking turns where a script keeps gradients.
+    # Taken and freed; taking turns where a script keeps gradients.
     "zs_flat.grad_mem": {"grad_memory.c", "kept_grads.c"},
+    "zs_unit.grads_held": {"grad_memory.c", "kept_grads.c"},
 }
 
 Writers = dict[str, set[str]]

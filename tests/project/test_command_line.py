@@ -30,6 +30,7 @@ COMMANDS = [
 def as_program(folder: str, *words: str) -> None:
     os.chdir(folder)
     sys.argv = ["zshard", *words]
+    sys.modules.pop("zshard.__main__", None)  # another test's rank may have been forked with it
     runpy.run_module("zshard", run_name="__main__", alter_sys=True)
 
 
