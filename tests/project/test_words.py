@@ -22,7 +22,7 @@ WORDS = [
     ("slices?", 32, "shard"),
     ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 30, "name the subject: no rank, a script"),
     ("(?:goes|go|going|went) on", 27, "continue"),
-    ("(?:gives?|gave|given) (?:it )?back", 19, "free, return, drop"),
+    ("(?:gives?|gave|given) (?:it )?back", 18, "free, return, drop"),
     ("hears?|heard", 12, "receive, learn"),
     ("tells?|told", 72, "report, publish, show"),
     ("mishaps?|kin|deaf|soil|last words?", 10, "failure, process, failed, mark dirty, message"),
