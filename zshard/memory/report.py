@@ -338,9 +338,9 @@ def _head_of(states: Sequence[State], comms: Comms, wire: Wire) -> str:
     if replica_group is not None:
         ranks = f"secondary shards over {shard_group.world} rank(s)"
         parts.append(f"{ranks}, transport {shard_group.transport}")
-    kept, _, _ = states[0].unit.engine.kept()
+    kept, _, costs = states[0].unit.engine.kept()
     spare = states[0].spare
-    if spare is not None and spare.is_open:
+    if costs and spare is not None and spare.is_open:
         parts.append('keep_gathered="auto" decides after the second step')
     elif kept:
         parts.append(f"{_words_of(kept)} stay gathered from forward to backward")
