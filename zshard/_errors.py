@@ -35,9 +35,17 @@ class ShardError(RuntimeError):
 def did_you_mean(given: str, names: Iterable[str], likeness: float = 0.6) -> str:
     """Return the end of an error that names what `given` may be a slip of; "" if nothing is like
     it. likeness: difflib's ratio."""
-    names = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(given.lower(), names, 1, likeness)
-    return f": did you mean '{names[near[0]]}'?" if near else ""
+    names, given = {name.lower(): name for name in names}, given.lower()
+    near = difflib.get_close_matches(given, names, 3, likeness)
+    if not near:
+        return ""
+    alike = difflib.SequenceMatcher(None, "", given)
+
+    def rank(name: str) -> tuple[float, int]:  # of two that are as near, the one that begins alike
+        alike.set_seq1(name)
+        return alike.ratio(), len(os.path.commonprefix((given, name)))
+
+    return f": did you mean '{names[max(near, key=rank)]}'?"
 
 
 _PACKAGE = os.path.dirname(__file__) + os.sep

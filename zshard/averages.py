@@ -203,21 +203,26 @@ class EMA:
                 live.restore(engines.values())
                 averaged.difference_update(engines)
                 raise
-        raised = True
+        known = (_core.PeerError, _core.DivergenceError)
+        body: BaseException | None = None
         try:
             yield
-            raised = False
+        except BaseException as error:
+            body = error
+            raise
         finally:
-            # The error of the body comes first; the transport may be broken by it.
-            known = (_core.PeerError, _core.DivergenceError) if raised else ()
-            with PublicCall("ema.swapped()"), contextlib.suppress(*known):
+            # The error of the body comes first. After one of `known`, other ranks do not meet here.
+            meets = not isinstance(body, known)
+            with PublicCall("ema.swapped()"), contextlib.suppress(*(known if body else ())):
                 try:
-                    self._meet(engines.values())
+                    if meets:
+                        self._meet(engines.values())
                 finally:
                     averaged.difference_update(engines)
                     live.restore(engines.values())
-                self._meet(engines.values())  # a backward may read peers' shards at once
-                self._gather_kept()
+                if meets:
+                    self._meet(engines.values())  # a backward may read peers' shards at once
+                    self._gather_kept()
 
     def state_dict(self, decay: float | None = None) -> dict[str, Any]:
         """Return model.state_dict() with the average in place of the parameters: full tensors in

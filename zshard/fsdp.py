@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -373,6 +373,12 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         a moving average of the weights. Gradients are not copied, as nn.Parameter copies none.
         Collective: call it on all ranks."""
         return copy_model(self, memo)
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            "a sharded model cannot be copied by copy.copy(), as both would write to the same "
+            "shards: use copy.deepcopy(model), on all ranks"
+        )
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError("a sharded model cannot be pickled; save model.state_dict() instead")

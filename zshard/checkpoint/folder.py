@@ -130,7 +130,8 @@ class Staging:
     Call open() and then commit(), or discard() at any time; call close() at the end.
     """
 
-    def __init__(self, target: Target, id: str, overwrite: bool) -> None:
+    def __init__(self, target: Target, id: str, overwrite: bool | None) -> None:
+        """overwrite: None: the caller has no such option."""
         self.path = target.hidden(id)
         self._target, self._overwrite = target, overwrite
         self._lock: int | None = None
@@ -197,10 +198,8 @@ class Staging:
         if not os.path.lexists(path):
             return
         if not self._overwrite:
-            raise FileExistsError(
-                f"'{path}' already exists: save to another path, or (without per_host) pass "
-                "overwrite=True"
-            )
+            or_replace = ", or pass overwrite=True" if self._overwrite is False else ""
+            raise FileExistsError(f"'{path}' already exists: save to another path{or_replace}")
         is_folder = os.path.isdir(path) and not os.path.islink(path)
         if not is_folder or (os.listdir(path) and not os.path.isfile(os.path.join(path, MANIFEST))):
             raise FileExistsError(

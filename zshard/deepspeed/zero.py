@@ -108,13 +108,20 @@ class ZeroInit(contextlib.AbstractContextManager[None]):
         warn(
             "zero.Init() builds the model on the meta device: zshard.initialize() calls each "
             "module's reset_parameters() and the model's _init_weights(module), and values that "
-            "constructors set otherwise are lost",
+            "constructors set otherwise are lost, so call from_pretrained() outside of it",
         )
         self._device.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        if self._enabled:
-            self._device.__exit__(*error)
+        if not self._enabled:
+            return
+        self._device.__exit__(*error)
+        if isinstance(error[1], RuntimeError) and "from_pretrained" in str(error[1]):
+            raise RuntimeError(
+                "from_pretrained() cannot load values within zero.Init(): call it outside, and "
+                "zshard.initialize() shards the model; for a model that does not fit on one rank, "
+                "build it from its config within zero.Init(), and zshard.load(folder, model) later"
+            ) from error[1]
 
 
 Init = ZeroInit  # DeepSpeed's name; zshard has a different type of that name

@@ -59,18 +59,23 @@ def full_params(
             each.show()
         yield
     finally:
-        for each in grads:
-            each.take(writeback)
-        for state in states if writeback else ():
-            _note_values(state)
-        for state in held:
-            state.unit.unpin(writeback)
-        with torch.no_grad():
+        with contextlib.ExitStack() as ends:  # all of them, also if one fails
+            ends.callback(_set_versions, versions)
+            ends.callback(_restore, before)
             for each in grads:
-                each.restore_own(writeback)
-            for param, value in before:
-                param.copy_(value)
-        _set_versions(versions)
+                ends.callback(each.restore_own, writeback)
+            for state in reversed(held):
+                ends.callback(state.unit.unpin, writeback)
+            for each in grads:
+                each.take(writeback)
+            for state in states if writeback else ():
+                _note_values(state)
+
+
+@torch.no_grad()
+def _restore(before: list[tuple[Tensor, Tensor]]) -> None:
+    for param, value in before:
+        param.copy_(value)
 
 
 def _note_values(state: State) -> None:
