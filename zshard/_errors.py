@@ -39,11 +39,10 @@ def did_you_mean(given: str, names: Iterable[str], likeness: float = 0.6) -> str
     near = difflib.get_close_matches(given, names, 3, likeness)
     if not near:
         return ""
-    alike = difflib.SequenceMatcher(None, "", given)
 
-    def rank(name: str) -> tuple[float, int]:  # of two that are as near, the one that begins alike
-        alike.set_seq1(name)
-        return alike.ratio(), len(os.path.commonprefix((given, name)))
+    def rank(name: str) -> tuple[float, bool]:
+        ratio = difflib.SequenceMatcher(None, name, given).ratio()
+        return ratio, name[:1] == given[:1]  # of two that are as near
 
     return f": did you mean '{names[max(near, key=rank)]}'?"
 

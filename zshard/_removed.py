@@ -12,7 +12,7 @@ REMOVED = {
     "share_comm_ctx": "models over the same ranks, which share a transport without it",
 }
 
-OF_DEEPSPEED = {
+ELSEWHERE = {
     "accelerator": "torch.accelerator",
     "checkpointing": "torch.utils.checkpoint",
     "comm": "torch.distributed",
@@ -23,11 +23,11 @@ OF_DEEPSPEED = {
     "runtime": "the sections of the config, such as 'scheduler'",
     "utils": "zshard.full_tensor(p).float() for safe_get_full_fp32_param(p)",
 }
-"""Submodules and functions of DeepSpeed, for scripts with `import zshard as deepspeed`."""
+"""What scripts written for another library look for in it, which torch has, or zshard elsewhere."""
 
 
 def removal(name: str) -> str | None:
     """Return the error's text for the use of a name; None if neither table has it."""
-    if name in OF_DEEPSPEED:
-        return f"zshard has no '{name}', a name of DeepSpeed: use {OF_DEEPSPEED[name]}"
+    if name in ELSEWHERE:
+        return f"zshard has no '{name}': use {ELSEWHERE[name]}"
     return f"zshard.{name} was removed in 0.1.0: use {REMOVED[name]}" if name in REMOVED else None

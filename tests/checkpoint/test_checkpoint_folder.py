@@ -315,7 +315,7 @@ def test_remove_does_not_follow_links(tmp_path):
 
 
 FOLDERS = {
-    "taken": (FileExistsError, "already exists", "old", {}),
+    "taken": (FileExistsError, "another path, or pass overwrite=True", "old", {}),
     "a file": (FileExistsError, "already exists", "file", {}),
     "to overwrite a file": (
         FileExistsError,

@@ -133,6 +133,7 @@ def test_one_warning_names_all_keys_without_effect() -> None:
             "zero_optimization.offload_param.devise",
             "device",
         ),
+        ({"bfp16": {"enabled": True}}, "bfp16", "bf16"),
     ],
 )
 def test_warning_says_which_key_was_meant(changes: dict[str, Any], name: str, meant: str) -> None:
@@ -276,6 +277,7 @@ def test_offload_to_the_host_or_one_folder() -> None:
     ("text", "message"),
     [
         ("{,}", "is not valid JSON"),
+        ('"a": 1', r"put \{\.\.\.\} around the whole"),
         ('{"a": 1, "a": 2}', "the key 'a' is there twice"),
         ("[]", "must be a JSON object"),
     ],

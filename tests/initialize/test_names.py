@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -26,6 +27,7 @@ from torch import nn
 
 import zshard
 from zshard import deepspeed
+from zshard._removed import ELSEWHERE
 
 
 def test_names_are_imported_lazily() -> None:
@@ -41,10 +43,18 @@ def test_names_are_imported_lazily() -> None:
         assert getattr(zshard, name) is getattr(deepspeed, name)
 
 
-@pytest.mark.parametrize("name", ["ops", "PipelineModule", "init_inference"])
+@pytest.mark.parametrize("name", ["xyzzy", "PipelineModule", "init_inference"])
 def test_unknown_name_points_to_the_docs(name: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}': docs/deepspeed.md lists"):
         getattr(deepspeed, name)
+
+
+@pytest.mark.parametrize("module", [zshard, deepspeed])
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_a_submodule_of_deepspeed_names_its_replacement(module: Any, name: str) -> None:
+    instead = f"zshard has no '{name}': use {ELSEWHERE[name]}"
+    with pytest.raises(AttributeError, match=f"^{re.escape(instead)}$"):
+        getattr(module, name)
 
 
 def as_a_script(path: str) -> Any:
@@ -207,6 +217,13 @@ def test_init_distributed_checks_its_arguments() -> None:
         zshard.init_distributed(dist_init_required=False)
     with pytest.raises(NotImplementedError, match="build the module within"):
         zshard.zero.Init(module=model())
+    with (
+        pytest.warns(UserWarning, match=r"call from_pretrained\(\) outside of it"),
+        pytest.raises(RuntimeError, match=r"within zero.Init\(\): call it outside"),
+        zshard.zero.Init(),
+    ):
+        raise RuntimeError("You are using `from_pretrained` with a meta device context manager")
+    assert torch.empty(1).device.type == "cpu"
 
 
 def test_external_parameters_need_no_registration() -> None:

@@ -108,8 +108,8 @@ def read(config: object) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(
             f"the DeepSpeed config '{path}' is not valid JSON: {error} (comments and trailing "
-            "commas are allowed; put {...} around the whole, keys and texts in double quotes, and a "
-            "comma between entries)"
+            "commas are allowed; put {...} around the whole, keys and texts in double quotes, and "
+            "a comma between entries)"
         ) from None
     if not isinstance(found, dict):
         raise TypeError(f"the DeepSpeed config '{path}' must be a JSON object, got {found!r}")
