@@ -184,19 +184,15 @@ def out_of_order(token: str) -> list[str]:
     kept.recover({})
     found.append(message_of(lambda: kept.recover({})))
     found.append(message_of(lambda: kept.commit({"f": lambda: 0}).__enter__()))
-    with torch.no_grad():
-        next(run.model.parameters()).mul_(2)
-    found.append(message_of(lambda: kept.commit({}).__enter__()))
     return found
 
 
 def test_calls_out_of_order(keeper: Keeper) -> None:
     for result in fork_ranks(out_of_order, 2, keeper.token, check=True):
-        early, twice, values, by_hand = result.value
+        early, twice, values = result.value
         assert "commit() before recover()" in early
         assert "recover() was called before" in twice
         assert values.startswith("TypeError: commit() takes plain values")
-        assert by_hand.startswith("NotImplementedError") and "(body.0.weight)" in by_hand
 
 
 def on_one_rank(token: str, what: str) -> str:
