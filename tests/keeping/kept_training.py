@@ -91,6 +91,22 @@ class Run:
         ).hexdigest()
 
 
+def message_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def kept_run(token: str, **options: Any) -> tuple[Run, zshard.Keep]:
+    os.environ[VARIABLE] = token
+    run = Run(options)
+    kept = zshard.Keep(run.model, run.optimizer)
+    kept.recover({"step": 0})
+    return run, kept
+
+
 class Killer:
     """Kills this rank: at a place in a step, or after a random time from step 1 on."""
 

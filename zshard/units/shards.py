@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zshard import _core
-from zshard.units.units import State, refuse_writes
+from zshard.units.units import State, refuse_writes, writers
 
 __all__ = [
     *("Part", "Stepped", "asked_for_size", "known_parts", "part_of", "remember_parts"),
@@ -162,8 +162,7 @@ class Part:
         unit = self.unit
         if unit is None:
             return False
-        if self._is_own(unit, tensor):
-            refuse_writes([unit], f"a write to '{self.name}' in place")
+        self._refuse_write(unit, tensor)
         return unit.begin_write(self.index, tensor)
 
     def end_write(self) -> None:
@@ -186,9 +185,10 @@ class Part:
 
     def note_write(self, tensor: Tensor, operation: Callable[..., Any]) -> None:
         """Note that a script has written to a shard of these elements in place, as all ranks
-        must."""
+        must. Before an assignment to .data, which moves them."""
         unit = self.unit
         if unit is not None:
+            self._refuse_write(unit, tensor)
             name = operation.__name__
             said = "an assignment to .data" if name == "__set__" else f"{name}()"
             unit.note_write(self.index, tensor, said)
@@ -199,6 +199,10 @@ class Part:
         unit = self.unit
         if unit is not None and self._is_own(unit, tensor):
             unit.note_draw(self.index, drawn)
+
+    def _refuse_write(self, unit: _core.Unit, tensor: Tensor) -> None:
+        if writers and self._is_own(unit, tensor):
+            refuse_writes([unit], f"a write to '{self.name}' in place")
 
     def _is_own(self, unit: _core.Unit, tensor: Tensor) -> bool:
         """Return whether a tensor lies where the parameter does, also after p.data = t."""
