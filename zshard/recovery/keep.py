@@ -390,7 +390,7 @@ class Keep:
             )
 
     def refuse_write(self, what: str, optimizer: Optimizer | None) -> None:
-        """As units.Writer."""
+        """As units.SoleWriter."""
         self._refuse_unentered()
         if optimizer is None:
             if self._phase is Phase.NEW:

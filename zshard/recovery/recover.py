@@ -71,7 +71,7 @@ def names_at(keeper: Keeper) -> list[KeptName]:
 
 
 class Generations(NamedTuple):
-    """newest: the last of which any rank has something, also of another number of ranks; -1: none.
+    """newest: the last that any rank has anything of, also of another number of ranks; -1: none.
     whole: (generation, the last step that all ranks have written) of the newest one in which all
     have; None: there is none. own: this rank's name, without the generation."""
 

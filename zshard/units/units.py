@@ -188,14 +188,14 @@ def refuse_averaged(units: Iterable[_core.Unit], what: str) -> None:
         )
 
 
-class Writer(Protocol):
+class SoleWriter(Protocol):
     """Who alone writes to a model between its passes: a zshard.Keep."""
 
     def refuse_write(self, what: str, optimizer: torch.optim.Optimizer | None) -> None:
         """Raise RuntimeError if `what`, a step of `optimizer` or another write, is not allowed."""
 
 
-writers: weakref.WeakValueDictionary[int, Writer] = weakref.WeakValueDictionary()
+writers: weakref.WeakValueDictionary[int, SoleWriter] = weakref.WeakValueDictionary()
 """By the model's engine."""
 
 
