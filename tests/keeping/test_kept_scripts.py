@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import os
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from nursery import fork_ranks
 from torch import Tensor, nn
 
 import zshard
+from zshard import _core
 from zshard.keeping.client import VARIABLE, Keeper
 
 STEPS = 8
@@ -140,7 +142,7 @@ def play(token: str, folder: str, options: dict[str, Any], kill: Any) -> tuple[i
     if token:
         kept = zshard.Keep(script.model, script.optimizer, *script.others, checkpoints=saves)
         start = kept.recover(start)
-    killer = Killer(kill)
+    killer, given = Killer(kill), []
     if start["step"] == 0:
         script.seed_generators()
     log = open(Path(folder, f"losses{dist.get_rank()}"), "a")  # noqa: SIM115 - it may be killed
@@ -149,11 +151,14 @@ def play(token: str, folder: str, options: dict[str, Any], kill: Any) -> tuple[i
         killer.at("forward", step)
         stepped = choose.random() < 0.85
         loss = script.backward(choose) if stepped else 0.0
+        if choose.random() < 0.3:  # the next gradients get other memory
+            given.append([param.grad for param in script.model.parameters()])
         print(step, loss.hex(), file=log, flush=True)
         killer.at("backward", step)
         with kept.commit({"step": step + 1}) if kept else contextlib.nullcontext():
             script.step(choose, stepped)
             killer.at("block", step)
+            before_update(lambda step=step: killer.at("update", step))
         killer.at("after", step)
         script.optimizer.zero_grad()
         if kept and choose.random() < 0.4:
@@ -162,11 +167,24 @@ def play(token: str, folder: str, options: dict[str, Any], kill: Any) -> tuple[i
     return start["step"], script.digests()
 
 
+def before_update(call: Callable[[], None]) -> None:
+    """Call this when all ranks have written a step, before the update of this rank."""
+
+    def finish(*args: Any) -> None:
+        call()
+        _finish(*args)
+
+    _core.kept_finish = finish
+
+
+_finish = _core.kept_finish
+
+
 def kills_of(seed: int, count: int, ranks: int) -> list[tuple[Any, ...]]:
     choose = random.Random(-1 - seed)
     kills: list[tuple[Any, ...]] = []
     for step in sorted(choose.randrange(STEPS) for _ in range(count)):
-        place = choose.choice(["forward", "backward", "block", "after", "any"])
+        place = choose.choice(["forward", "backward", "block", "update", "after", "any"])
         when = choose.uniform(0, 0.1) if place == "any" else step
         kills.append((place, choose.randrange(ranks), when))
     if seed % 2:
@@ -174,11 +192,17 @@ def kills_of(seed: int, count: int, ranks: int) -> list[tuple[Any, ...]]:
     return kills
 
 
-def check(keeper: Keeper, folder: Path, seed: int, transport: str) -> None:
+def check(
+    keeper: Keeper,
+    folder: Path,
+    seed: int,
+    transport: str,
+    planned: Sequence[tuple[Any, ...]] = (),
+) -> None:
     for name in ("plain", "kept"):
         (folder / name).mkdir()
     ranks = 2 + (seed % 4 == 3)
-    planned = kills_of(seed, 1 + seed % 3, ranks)
+    planned = [*planned] or kills_of(seed, 1 + seed % 3, ranks)
     said = f"random script {seed} over {transport}, killed {planned}"
     is_lost = any(LOST in kill for kill in planned)  # a checkpoint has rank 0's buffers only
     norm = nn.LayerNorm if is_lost else nn.BatchNorm1d
@@ -195,3 +219,8 @@ def check(keeper: Keeper, folder: Path, seed: int, transport: str) -> None:
 @pytest.mark.parametrize("seed", range(24))
 def test_random_scripts(keeper: Keeper, tmp_path: Path, seed: int, transport: str) -> None:
     check(keeper, tmp_path, seed, transport)
+
+
+def test_gradients_in_other_memory_than_before(keeper: Keeper, tmp_path: Path) -> None:
+    """As the script keeps earlier ones; the last step is finished by other processes."""
+    check(keeper, tmp_path, 6, "shm", [("update", 1, 5)])

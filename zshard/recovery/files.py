@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -19,6 +20,7 @@ class Files:
     def __init__(self, runs: int, changes: int, before: Files | None) -> None:
         self.runs, self.changes = runs, changes
         self.counters: Counters = []
+        self.held: Sequence[int] = ()  # the keeper has these descriptors, too
         self._area: int
         self.area: mmap.mmap
         if before is None:
@@ -27,8 +29,6 @@ class Files:
             self.header = head
         else:
             self._head, self.header, self._slots = before._head, before.header, before._slots
-            before.area.close()
-            os.close(before._area)
         threads = torch.get_num_threads()
         self._area, self.area = _file("zshard-kept-step", _core.kept_bytes(runs, threads))
         _core.kept_format(self.area, runs, threads)
@@ -39,14 +39,19 @@ class Files:
 
     def close(self) -> None:
         """Close this rank's descriptors and mappings; the keeper has descriptors of its own."""
-        self.area.close()
+        self.close_area()
         self.header.close()
-        for fd in self.fds:
+        for fd in [self._head, *self._slots]:
             os.close(fd)
 
-    def fit(self, runs: int, changes: int) -> bool:
-        """Return whether a step of so many runs can be recorded, and the state has not moved."""
-        return runs <= self.runs and changes == self.changes
+    def close_area(self) -> None:
+        self.area.close()
+        os.close(self._area)
+
+    def fit(self, runs: int, changes: int, files: Sequence[int]) -> bool:
+        """Return whether a step of so many runs, with gradients in these files, can be recorded,
+        and the state has not moved."""
+        return runs <= self.runs and changes == self.changes and {*files} <= {*self.held}
 
     def write(self, number: int, data: bytes) -> None:
         """Write what the script needs after step `number`, in place of what it needed two steps

@@ -346,22 +346,29 @@ class Keep:
         return _pickled("Keep()", state)
 
     def _files_for(self, plans: list[_core.OptimPlan]) -> Files:
-        """Return the files to write to; new ones if the optimizer's state or its runs changed."""
-        optimizer = self._optimizer
-        runs = _core.kept_runs(plans)
-        if self._files is not None and self._files.fit(runs, optimizer.state_changes):
-            return self._files
+        """Return the files to write to; new ones if the optimizer's state or its runs changed, or
+        if gradients lie in files that the keeper does not have."""
+        optimizer, before = self._optimizer, self._files
+        runs, with_grads = _core.kept_runs(plans), _core.kept_files(plans)
+        if before is not None and before.fit(runs, optimizer.state_changes, with_grads):
+            return before
         layout = layout_of(self._model, optimizer, self._comm)
-        files = Files(max(runs, 1), optimizer.state_changes, self._files)
-        files.counters = counters_of(optimizer)
-        layout.files = list(dict.fromkeys([*layout.files, *_core.kept_files(plans)]))
+        layout.files = list(dict.fromkeys([*layout.files, *with_grads]))
+        files = Files(max(runs, 1), optimizer.state_changes, before)
+        files.counters, files.held = counters_of(optimizer), layout.files
         name = str(self._name)
-        self._keeper.hold(name, layout.as_json(), [*files.fds, *layout.files])
+        try:
+            self._keeper.hold(name, layout.as_json(), [*files.fds, *layout.files])
+        except BaseException:
+            files.close_area()
+            raise
         memory = [value for _, value in named_shards(self._model)]
         _held[name] = [
             each.detach() for each in (*memory, *(v for _, v in state_tensors(optimizer)))
         ]
         self._files = files
+        if before is not None:
+            before.close_area()
         return files
 
     def _forget_older(self) -> None:
