@@ -376,6 +376,19 @@ def one_after_the_other(token: str, killed: bool) -> list[int]:
     return began
 
 
+def named(token: str, name: str) -> Any:
+    os.environ[VARIABLE] = token
+    run = Run({})
+    return zshard.Keep(run.model, run.optimizer, name=name).recover({"step": 0})["step"]
+
+
+def test_a_name_finds_its_memory(keeper: Keeper) -> None:
+    fork_ranks(some_steps, 2, keeper.token, "", {}, check=True)
+    for name, expected in (("another one", 0), ("0", 2), ("", 2)):
+        results = fork_ranks(named, 2, keeper.token, name, check=True)
+        assert [result.value for result in results] == [expected] * 2
+
+
 def test_each_keep_of_a_process_finds_its_own_memory(keeper: Keeper) -> None:
     """The first is closed when a rank is killed in the second."""
     fork_ranks(one_after_the_other, 2, keeper.token, True)

@@ -111,6 +111,8 @@ class Keep:
         checkpoints: a folder of zshard.save(..., step=..., extra=kept.state_dict()), whose newest
             checkpoint recover() loads where no memory is left: a host is missing, or another number
             of ranks runs.
+        name: of this run, for a script that keeps several, one after the other, and after a restart
+            does not begin with the first of them. By default a run's name is its number among them.
 
     Raises RuntimeError if this run has no keeper (start it with `python -m zshard run --keep`, or
     call zshard.keep() before FSDP), and if there is another Keep; TypeError, NotImplementedError
@@ -126,6 +128,7 @@ class Keep:
         optimizer: Optimizer,
         *others: Any,
         checkpoints: str | os.PathLike[str] | None = None,
+        name: str = "",
     ) -> None:
         keeper = keeper_of_run()
         if keeper is None or not _core.keeps_memory():
@@ -149,7 +152,7 @@ class Keep:
         self._phase = Phase.NEW
         self._step = 0  # the last that was committed
         self._script = b""  # its dict
-        self._name = KeptName(0, self._comm.rank, self._comm.world, Keep._made)
+        self._name = KeptName(0, self._comm.rank, self._comm.world, name or str(Keep._made))
         self._files: Files | None = None
         self._is_alone = False  # earlier processes' memory is freed
         refuse = lambda *_: self._refuse_in_block()  # noqa: E731 - deepcopy() shares functions

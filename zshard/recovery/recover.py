@@ -53,13 +53,13 @@ class Mark(IntEnum):
 
 
 class KeptName(NamedTuple):
-    """What a rank's memory is called at the keeper. keep: how many Keep() the process made before,
-    so that each finds its own."""
+    """What a rank's memory is called at the keeper. keep: the name of its Keep(), else how many the
+    process made before, so that each finds its own."""
 
     generation: int
     rank: int
     world: int
-    keep: int
+    keep: str
 
     def __str__(self) -> str:
         return " ".join(map(str, self))
@@ -67,7 +67,11 @@ class KeptName(NamedTuple):
 
 def names_at(keeper: Keeper) -> list[KeptName]:
     """Return the names of what a keeper holds."""
-    return [KeptName(*map(int, name.split(" "))) for name in keeper.list()]
+    found = []
+    for name in keeper.list():
+        generation, rank, world, keep = name.split(" ", 3)
+        found.append(KeptName(int(generation), int(rank), int(world), keep))
+    return found
 
 
 class Generations(NamedTuple):
