@@ -24,7 +24,7 @@ from zshard.optim.step_digest import sum_of_bits
 from zshard.ranks.agreement import gather_bytes, take_from
 from zshard.ranks.ends import may_stay_open
 from zshard.units.shards import part_of
-from zshard.units.units import State, state_of, units_of
+from zshard.units.units import State, refuse_writes, state_of, units_of
 
 _NONE, _SLICE, _LOCAL = range(3)
 
@@ -39,6 +39,9 @@ def full_params(
     writeback: keep what is written, else discard it. rank0_only: unshard on rank 0 only.
     with_grads: unshard `.grad` as well.
     """
+    if writeback:
+        units = (state.unit for state in states)
+        refuse_writes(units, "unsharding parameters without writeback=False")
     before = [] if writeback else _values(states)
     versions = [] if writeback else _versions(states)
     held: list[State] = []

@@ -39,7 +39,7 @@ from zshard.state.stand_ins import (
     current_copies,
 )
 from zshard.units.shards import part_of
-from zshard.units.units import State, is_unit, session, units_of, writing
+from zshard.units.units import State, is_unit, refuse_writes, session, units_of, writing
 from zshard.wrap.tree import UnitSpec
 
 
@@ -231,6 +231,7 @@ class _LoadMethod(_OwnersMethod):
     ) -> None:
         _refuse_assignment(local_metadata)
         used = self.in_use()
+        refuse_writes((place.unit for place in used.values()), "load_state_dict()")
         loads: list[NotedLoad] = []
         with writing(place.unit for place in used.values() if planned_loads.get() is None):
             for place in used.values():

@@ -51,7 +51,7 @@ from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes
 from zshard.state.source import Copy, Source, filled, shard_of
 from zshard.state.stand_ins import Pending
 from zshard.units.shards import Part, part_of, units_stepped_by
-from zshard.units.units import writing
+from zshard.units.units import refuse_writes, writing
 
 __all__ = ["OptimizerPlan", "gather", "install", "problems_with", "taken"]
 
@@ -81,6 +81,7 @@ def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
     if not _has_parts(self):
         _torchs_load(self, state_dict)
         return
+    refuse_writes(units_stepped_by(self), "the optimizer's load_state_dict()")
     with (
         self.register_load_state_dict_pre_hook(_take_parts),
         writing(units_stepped_by(self)),  # a rank that reads gets all of it, or nothing

@@ -188,6 +188,34 @@ def refuse_averaged(units: Iterable[_core.Unit], what: str) -> None:
         )
 
 
+class SoleWriter(Protocol):
+    """Who alone writes to a model between its passes: a zshard.Keep."""
+
+    def refuse_write(self, what: str, optimizer: torch.optim.Optimizer | None) -> None:
+        """Raise RuntimeError if `what`, a step of `optimizer` or another write, is not allowed."""
+
+
+writers: weakref.WeakValueDictionary[int, SoleWriter] = weakref.WeakValueDictionary()
+"""By the model's engine."""
+
+
+def refuse_writes(
+    units: Iterable[_core.Unit], what: str, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Raise RuntimeError if one of the units' models may not be written now, since it is kept.
+    optimizer: what is about to step them. It must step no other models while one is kept."""
+    for unit in units if writers else ():
+        writer = writers.get(unit.engine_id)
+        if writer is not None:
+            writer.refuse_write(what, optimizer)
+        elif optimizer is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} trains an FSDP(...) model that zshard.Keep() was not "
+                "given, so a restart would lose its steps: keep one module that contains all "
+                "models, and step it with one optimizer, with a param group for each model"
+            )
+
+
 def is_unit(module: nn.Module) -> bool:
     """Return whether an FSDP(...) call has made `module` a unit."""
     return ATTRIBUTE in module.__dict__
