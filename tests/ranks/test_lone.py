@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from compare import differences
 from groups import own_group, passing_groups
-from models import COMBINATIONS, loss_of, make
+from models import COMBINATIONS, Counting, loss_of, make
 from nursery import fork_ranks
+from optim_states import flat
 from scenarios import Wide, floats, learn, message_of, whole
 from torch import nn
 
@@ -26,7 +27,12 @@ from zshard import FSDP
 
 OVER_SHM = [c for c in COMBINATIONS if c[0] != "no_shard" and c[1] == "shm"]
 STEPS = 3
-OPTIMIZERS = {"torch": torch.optim.AdamW, "zshard": zshard.AdamW, "foreach": torch.optim.Adam}
+OPTIMIZERS = {
+    "torch": torch.optim.AdamW,
+    "zshard": zshard.AdamW,
+    "foreach": torch.optim.Adam,
+    "state under other keys": Counting,
+}
 
 
 def built(combination, **options):
@@ -74,10 +80,14 @@ def looks(model, optimizer, plain):
     wrong += [key for key, v in zshard.whole_named_parameters(model) if not near(v, values[key])]
     first = next(iter(model.parameters()))
     wrong += [] if near(zshard.full_tensor(first), next(iter(values.values()))) else ["full_tensor"]
-    ours, theirs = optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
-    assert len(ours) == len(theirs)
-    for number, entries in theirs.items():
-        wrong += [key for key, v in entries.items() if not near(ours[number][key].float(), v)]
+    ours, theirs = (
+        flat(optimizer.state_dict()["state"]),
+        flat(plain.optimizer.state_dict()["state"]),
+    )
+    assert ours.keys() == theirs.keys()
+    for path, value in theirs.items():
+        is_near = near(ours[path].float(), value) if torch.is_tensor(value) else ours[path] == value
+        wrong += [] if is_near else [path]
     return wrong
 
 

@@ -30,7 +30,7 @@ from zshard._errors import ShardError
 from zshard.guard.outside import check_optimizer
 from zshard.guard.slices import guarded, plain
 from zshard.optim.announce import say_step
-from zshard.optim.sharded_state import SCALARS, params_of, shard_state_of
+from zshard.optim.sharded_state import SCALARS, entries_of, params_of, shard_state_of
 from zshard.optim.step_digest import note_step, note_values
 from zshard.optim.step_guard import check_step, end_step
 from zshard.units.shards import Stepped, stepped_by, units_stepped_by
@@ -324,9 +324,9 @@ def _takes_foreach(group: dict[str, Any]) -> bool:
 
 def _guard_state(optimizer: Optimizer) -> None:
     """Guard state that was created within plain(), as its parameter is guarded."""
-    for param, entries in optimizer.state.items():
+    for param in params_of(optimizer):
         part = _core.slice_part(param)
-        for key, value in entries.items() if part is not None else ():
+        for key, value in entries_of(optimizer.state, param).items() if part is not None else ():
             is_number = value.dim() == 0 and key in SCALARS if torch.is_tensor(value) else True
             if not is_number and value.dim() == param.dim():
                 _core.mark_slice(value, part)

@@ -36,7 +36,7 @@ from zshard.checkpoint.script_state import rng_state
 from zshard.guard.slices import grads_of
 from zshard.keeping.client import Keeper, keeper_of_run
 from zshard.optim.in_backward import is_stepped_in_backward
-from zshard.optim.sharded_state import params_of
+from zshard.optim.sharded_state import other_state, params_of
 from zshard.optim.step import InOneCall, Prepared
 from zshard.ranks.agreement import bytes_of
 from zshard.recovery.layout import (
@@ -244,6 +244,7 @@ class Keep:
             "buffers": buffers,
             "groups": groups,
             "counters": values_of(counters),
+            "other": other_state(self._optimizer.state),
             "others": [other.state_dict() for other in self._others],
         }
         return pickle.dumps(state)
