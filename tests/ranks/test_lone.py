@@ -86,8 +86,10 @@ def looks(model, optimizer, plain):
     )
     assert ours.keys() == theirs.keys()
     for path, value in theirs.items():
-        is_near = near(ours[path].float(), value) if torch.is_tensor(value) else ours[path] == value
-        wrong += [] if is_near else [path]
+        if torch.is_tensor(value):
+            wrong += [] if near(ours[path].float(), value.float()) else [path]
+        else:
+            wrong += [] if ours[path] == value else [path]
     return wrong
 
 
