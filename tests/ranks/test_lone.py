@@ -446,6 +446,57 @@ def test_rank_0_reads_replaced_state(pool2):
     assert pool2.run(reads_replaced_state) == [[], []]
 
 
+class Failing(torch.optim.SGD):
+    """Raises in its step, after it has written."""
+
+    fails = False
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.fails:
+            raise RuntimeError("step")
+
+
+def raises(*_):
+    raise RuntimeError("a hook or a closure")
+
+
+def failed_step(optimizer, where):
+    """Call a step that raises. All ranks do."""
+    hooks = {
+        "hook before": optimizer.register_step_pre_hook,
+        "hook after": optimizer.register_step_post_hook,
+    }
+    handle = hooks[where](raises) if where in hooks else None
+    optimizer.fails = where == "step"
+    with pytest.raises(RuntimeError):
+        optimizer.step(raises if where == "closure" else None)
+    optimizer.fails = False
+    if handle is not None:
+        handle.remove()
+
+
+@passing_groups()
+def reads_after_a_failed_step(combination, where):
+    """Rank 0 reads alone after each rank's step has raised; then all train on."""
+    model = built(combination)
+    optimizer = Failing(model.parameters(), lr=0.1, momentum=0.9)
+    learn(model, optimizer, 0)
+    loss_of(model(floats(dist.get_rank(), 1))).backward()
+    failed_step(optimizer, where)
+    alone = [model.state_dict(), optimizer.state_dict()] if dist.get_rank() == 0 else None
+    dist.barrier()
+    together = [model.state_dict(), optimizer.state_dict()]
+    learn(model, optimizer, 2)
+    return [] if alone is None else differences(flat(alone), flat(together))
+
+
+@pytest.mark.parametrize("where", ["step", "closure", "hook before", "hook after"])
+@pytest.mark.parametrize("combination", OVER_SHM)
+def test_rank_0_reads_after_a_step_that_raised(pool2, combination, where):
+    assert pool2.run(reads_after_a_failed_step, combination, where, timeout=15) == [[], []]
+
+
 # --- idioms of DDP scripts ------------------------------------------------------------------------
 
 

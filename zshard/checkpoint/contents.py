@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from zshard import _core
 from zshard.checkpoint.checkpoint import is_extra_state
@@ -350,7 +351,8 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
                 by_key.setdefault(key, []).append(item)
                 tensors.append(key)
             else:
-                values[key] = encode(value, f"optimizer state '{key}' of '{name}'")
+                local = tree_map_only(Tensor, to_local, value)  # shards in it are refused later
+                values[key] = encode(local, f"optimizer state '{key}' of '{name}'")
         if tensors or values:
             told_state[name] = {"tensors": tensors, "values": values}
     items = [item for same in by_key.values() for item in same]
