@@ -290,11 +290,12 @@ static zs_status check_sums(const zs_comm *comm, const zs_cunit *unit)
     for (int r = 0; r < comm->world && none < 0; r++)
         if ((unit->headers[r]->flags & ZS_ROUND_NO_SUM) != 0) none = r;
     if (none < 0) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_MEMORY,
-                   "unit '%s': rank %d cannot map the gradients that the other ranks have posted, so all ranks lack its "
-                   "part of the sum; call zero_grad() and skip the step on all ranks, and give rank %d more address "
-                   "space (ulimit -v) or mappings (vm.max_map_count)",
-                   unit->spec.name, none, none);
+    return ZS_FAIL(
+        ZS_ERR_MEMORY,
+        "unit '%s': rank %d cannot map the gradients that the other ranks have posted, so all ranks lack its "
+        "part of the sum; call zero_grad() and skip the step on all ranks, and give rank %d more address "
+        "space (ulimit -v) or mappings (vm.max_map_count)",
+        unit->spec.name, none, none);
 }
 
 zs_status zs_cunit_collect_shared(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *ready, zs_sources *out)
