@@ -172,7 +172,8 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
             checkpoints stay exact. No effect on one host; not supported over "c10d". Default: None,
             exact.
         timeout: seconds that one wait for another rank may take. Default: None, the environment
-            variable ZSHARD_TIMEOUT, else the process group's timeout.
+            variable ZSHARD_TIMEOUT, else that of units inside, else the process group's. Models
+            that share their ranks keep their own timeouts; units of one model have the same.
         forward_sync_buffers: True: broadcast buffers from rank 0 in each forward. "training": only
             in forwards with gradients, as DDP does it (not after a forward within no_sync()), so
             that one rank may evaluate alone. Default: False; "training" in trainers' adapters.

@@ -183,6 +183,7 @@ zs_status zs_engine_write_begin(zs_engine *engine)
 
 void zs_engine_write_end(zs_engine *engine)
 {
+    if (!engine->writing) return; /* a closure's forward has ended it */
     zs_writing_end(engine);
     zs_pace_stepped(engine);
 }

@@ -291,15 +291,6 @@ static PyObject *comm_close(comm_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds)
-{
-    double value = PyFloat_AsDouble(seconds);
-    if (PyErr_Occurred()) return NULL;
-    if (!(value > 0)) return PyErr_Format(PyExc_ValueError, "timeout must be a positive number of seconds");
-    self->comm->timeout = value;
-    Py_RETURN_NONE;
-}
-
 /* The facts of a transport for Python. */
 typedef enum fact { RANK, WORLD, PER_HOST, TRANSPORT, ADDRESS, TIMEOUT, IS_WAITING, IS_ASKED, LOST } fact;
 
@@ -376,8 +367,6 @@ static PyMethodDef comm_methods[] = {
      "end($self, /)\n--\n\nTell the peers that this rank has come to its orderly end."},
     {"close", (PyCFunction)comm_close, METH_NOARGS,
      "close($self, /)\n--\n\nDisconnect from the peers in an orderly way."},
-    {"set_timeout", (PyCFunction)comm_set_timeout, METH_O,
-     "set_timeout($self, seconds, /)\n--\n\nSet the timeout of each wait from now on, in seconds."},
     {"abort", (PyCFunction)comm_abort, METH_O,
      "abort($self, reason, /)\n--\n\nTell the peers that this rank cannot continue; their waits fail with `reason`."},
     {0},

@@ -69,6 +69,15 @@ class Net(LightningModule):
         return [made], [torch.optim.lr_scheduler.StepLR(made, 2, 0.5)]
 
 
+class Loose(Net):
+    """A Net with a buffer that its checkpoints lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("more", torch.ones(2))
+        self.strict_loading = False
+
+
 class Late(Net):
     """A Net whose layers configure_model() creates."""
 

@@ -36,6 +36,7 @@ from lightning_runs import (
     FrozenAndUnused,
     Gan,
     Late,
+    Loose,
     Net,
     OwnUnit,
     data,
@@ -51,7 +52,7 @@ from zshard.lightning import ZShardStrategy
 DDP = "ddp"
 UNUSED = "ddp_find_unused_parameters_true"
 SHARDED = {"state_dict_type": "sharded"}
-MODELS = {each.__name__: each for each in (Net, Late, Gan, FrozenAndUnused, OwnUnit)}
+MODELS = {each.__name__: each for each in (Net, Late, Loose, Gan, FrozenAndUnused, OwnUnit)}
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -385,6 +386,12 @@ def test_ddp_resumes_from_a_checkpoint_of_zshard(saved: Path) -> None:
 def test_module_on_the_meta_device_resumes(saved: Path, kind: str) -> None:
     ours = on_ranks(resume, 2, "zshard", str(saved / kind / "step=4.ckpt"), "Late")
     assert equal(ours, on_ranks(resume, 2, DDP, str(saved / "ddp" / "step=4.ckpt")))
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_module_resumes_without_strict_loading(saved: Path, kind: str) -> None:
+    ours = on_ranks(resume, 2, "zshard", str(saved / kind / "step=4.ckpt"), "Loose")
+    assert equal(ours, on_ranks(resume, 2, DDP, str(saved / "ddp" / "step=4.ckpt"), "Loose"))
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])

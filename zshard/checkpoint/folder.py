@@ -53,7 +53,7 @@ class Target(NamedTuple):
     def of(path: str | os.PathLike[str], step: int | None) -> Target:
         """Raise TypeError or ValueError for a path that cannot name a folder."""
         given = path_of(path)
-        whole = os.path.abspath(given) if given else ""
+        whole = absolute(given) if given else ""
         parent, name = (whole, name_of(step)) if step is not None else os.path.split(whole)
         if not parent or not name:
             raise ValueError(f"path={given!r} does not name a folder")
@@ -85,6 +85,17 @@ class Target(NamedTuple):
     def hidden(self, id: str) -> str:
         """Return its temporary path, until it is finished."""
         return os.path.join(self.parent, f".{self.name}.{id}.tmp")
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of what the system finds under `path`: "link/.." is the folder above
+    the one that the link points to, unlike for os.path.abspath()."""
+    if os.pardir not in path.split(os.sep):
+        return os.path.abspath(path)
+    above, name = os.path.split(path.rstrip(os.sep))
+    if name in (os.curdir, os.pardir):
+        return os.path.realpath(path)
+    return os.path.join(os.path.realpath(above), name)
 
 
 # --- numbered checkpoints -------------------------------------------------------------------------

@@ -100,8 +100,9 @@ def save(
         `average-0.999.safetensors`, which also load into a plain model by themselves.
     step: the step number, which is saved and gives the folder its name.
     extra: a dict of this rank's own state, such as a scheduler's and zshard.rng_state(), which
-        load() returns to the same rank: numbers, strings, None, lists, tuples, dicts, sets, bytes,
-        and tensors and NumPy arrays of at most 16 MiB. It is saved as JSON.
+        load() returns to the same rank, with the same types: numbers, strings, None, lists,
+        tuples, dicts, sets, bytes, and tensors and NumPy arrays of at most 16 MiB; also Counter,
+        OrderedDict, defaultdict, deque, torch.Size, nn.Parameter. It is saved as JSON.
     asynchronous: copy this rank's values and return; a thread writes the copy, whose memory later
         saves reuse. One save runs at a time: the next one waits for it. wait() of the result, or
         the next save() or load(), raises its error. A process that exits waits for the thread; its

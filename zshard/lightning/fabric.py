@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zshard._errors import did_you_mean
+from zshard.checkpoint.folder import absolute
 from zshard.checkpoint.load import load
 from zshard.checkpoint.save import save
 from zshard.fsdp import ARGUMENTS, FSDP
@@ -127,7 +128,7 @@ class Sharding:
         path: str = os.fspath(self.broadcast(given))
         chunks: list[bytes] = []
         if torch.distributed.get_rank() == 0:
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            os.makedirs(os.path.dirname(absolute(path)), exist_ok=True)
             if os.path.isfile(path):
                 os.unlink(path)
             data = io.BytesIO()

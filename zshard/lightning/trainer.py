@@ -229,7 +229,8 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         if self._folder is None:
             super().load_optimizer_state_dict(checkpoint)
         elif self.optimizers:
-            load(self._folder, self.lightning_module, self.optimizers[0])
+            module = self.lightning_module
+            load(self._folder, module, self.optimizers[0], strict=module.strict_loading)
 
 
 # --- Lightning's table of a model -----------------------------------------------------------------

@@ -23,6 +23,7 @@ from zshard.offload import offload_of, offload_on
 from zshard.optim.codes import GROUP, MIN_8BIT_SIZE
 from zshard.optim.hooks import seen_optimizers
 from zshard.optim.matrices import hidden_matrices
+from zshard.optim.sharded_state import entries_of
 from zshard.options import OffloadLike, PrecisionLike, StrategyLike, WrapPolicyLike, unit_options
 from zshard.precision import precision_of
 from zshard.ranks.devices import CPU
@@ -109,7 +110,7 @@ def _optimizer_bytes(states: Iterable[State]) -> int:
     total = 0
     for optimizer in seen_optimizers():
         for param in params:
-            for value in optimizer.state.get(param, {}).values():
+            for value in entries_of(optimizer.state, param).values():
                 if isinstance(value, torch.Tensor):
                     total += value.numel() * value.itemsize
     return total

@@ -35,7 +35,7 @@ from zshard.checkpoint.per_host.hosts import latest_checkpoint
 from zshard.checkpoint.script_state import rng_state, set_rng_state
 from zshard.guard.slices import grads_of
 from zshard.keeping.client import Keeper, keeper_of_run
-from zshard.optim.sharded_state import params_of
+from zshard.optim.sharded_state import other_state, params_of
 from zshard.optim.step import Prepared
 from zshard.ranks.agreement import bytes_of
 from zshard.recovery.checks import check, check_others
@@ -344,6 +344,7 @@ class Keep:
             "rng": rng_state(),
             "buffers": buffers,
             "groups": groups,
+            "other": other_state(self._optimizer.state),
             "others": states_of(self._others),
         }
         return _pickled("Keep()", state)

@@ -260,6 +260,7 @@ def _restore(
         for group, own in zip(optimizer.param_groups, state["groups"], strict=True):
             group.update(own)
         _make_state(optimizer, state["counters"])
+        optimizer.state.update(state["other"])
         tensors = dict(state_tensors(optimizer))
         _fill(tensors, [each for each in layout.state if each[0] in tensors], files)
         know(optimizer)

@@ -35,9 +35,12 @@ from zshard.optim.eight_bit import hidden
 from zshard.optim.hooks import is_older, know, post
 from zshard.optim.sharded_state import (
     HeldState,
+    copied,
     fact_of,
+    facts_of_other,
     full_state_of,
     held_by,
+    other_state,
     params_of,
     part_of_state,
     scalar_keys,
@@ -109,14 +112,17 @@ def _gather_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any
     whole = {numbers[id(param)]: entries for param, entries in gather(optimizer)}
     state = packed["state"]
     if whole:  # copy the rest, too: otherwise it could be one step newer
-        state = {number: _snapshot(e, whole.get(number, {})) for number, e in state.items()}
+        state = {
+            number: _snapshot(own, whole[number]) if number in whole else copied(own)
+            for number, own in state.items()
+        }
     return {**packed, "state": state}
 
 
 def _snapshot(entries: object, whole: Mapping[Any, Tensor]) -> object:
     """Return a parameter's state with `whole` in place of shards; all values are copies."""
     if not isinstance(entries, Mapping):
-        return entries
+        return copied(entries)
     return {k: whole[k] if k in whole else filled(v, None) for k, v in entries.items()}
 
 
@@ -130,11 +136,12 @@ def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
 
     Collective over the ranks of the parameters' models, except over shm, where a rank reads the
     others' memory. Raises DivergenceError if their states differ in parameters, names, shapes or
-    dtypes; RuntimeError for shards within a list or dict.
+    dtypes; RuntimeError for shards within a list or dict, or under a key that is no parameter.
     """
     if takes_full_state(optimizer):
         optimizer.full_state()  # type: ignore[attr-defined]
         return []
+    other = facts_of_other(other_state(optimizer.state))
     full = _still_full(optimizer)
     if full is not None:
         return full if keep else [(param, {}) for param, _ in full]
@@ -149,7 +156,7 @@ def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
             result += [(each.param, {}) for each in mine]
     for comm in {id(e.part.comm): e.part.comm for e in held if e.part.peers is None}.values():
         mine = [e for e in held if e.part.peers is None and e.part.comm is comm]
-        check_agreement(comm, [fact_of(each) for each in mine], "optimizers")
+        check_agreement(comm, [*map(fact_of, mine), *other], "optimizers")
         for each, ranges in zip(mine, _ranges(comm, mine), strict=True):
             cut = [(key, value, own) for key, value, own in each.entries if own is not None]
             whole = {
@@ -215,7 +222,8 @@ def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] |
     if problems:
         raise ValueError("\n".join(["the state dict does not match the optimizer:", *problems]))
     plan = OptimizerPlan(optimizer, params, found)
-    state = {**given["state"], **plan.take(None)}
+    rest = {key: copied(own) for key, own in given["state"].items() if key not in found}
+    state = {**rest, **plan.take(None)}
     plan.read(None)
     return hidden(optimizer, {**given, "state": state})
 

@@ -135,13 +135,11 @@ def session(units: Iterable[_core.Unit]) -> Iterator[None]:
 def writing(units: Iterable[_core.Unit]) -> Iterator[None]:
     """Context manager in which the shards of the units' models may be written: no peer reads."""
     engines = [unit.engine for unit in {unit.engine_id: unit for unit in units}.values()]
-    for engine in engines:
-        engine.begin_write()
-    try:
-        yield
-    finally:  # also after an exception: all ranks count their writes
+    with contextlib.ExitStack() as begun:
         for engine in engines:
-            engine.end_write()
+            engine.begin_write()
+            begun.callback(engine.end_write)  # after an exception, too: all ranks count writes
+        yield
 
 
 @contextlib.contextmanager
