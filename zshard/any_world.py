@@ -9,6 +9,7 @@ numbers, and what would make results depend on the number of ranks.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import sys
 import weakref
@@ -20,7 +21,8 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from zshard import _core
-from zshard.units.units import Options, is_unit, state_of
+from zshard.ranks.agreement import bytes_of
+from zshard.units.units import Options, is_unit, known_hooks, state_of
 
 NAME = "any-world"
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -92,33 +94,55 @@ def is_any_world() -> bool:
     return len(_models) > 0
 
 
+def check_norm(norm_type: float) -> None:
+    """Raise NotImplementedError if the process has such a model and norms of this order would
+    depend on the number of ranks."""
+    if is_any_world() and norm_type not in (2.0, math.inf):
+        raise NotImplementedError(
+            f"norm_type={norm_type} depends on the number of ranks: with "
+            f"deterministic={NAME!r}, use norm_type=2 or inf"
+        )
+
+
 def watch_any_world(module: nn.Module) -> None:
-    """Count a model as one of them, as long as it lives; no-op for other models. A training forward
-    that changes a buffer raises RuntimeError at its end: a rank would change it as often as it has
-    micro-batches."""
+    """Count a model as one of them, as long as it lives; no-op for other models. A forward that
+    trains, or that has a module in training mode, and changes, adds or removes a buffer raises
+    RuntimeError at its end: a rank would change it as often as it has micro-batches."""
     if state_of(module).options.micro_batches == 0:
         return
     _models.add(module)
-    buffers = dict(module.named_buffers())
-    before: dict[str, int] = {}
+    before: dict[str, tuple[object, ...]] = {}
 
-    def look(*_: object) -> None:  # a script may have loaded buffers since
-        before.update((name, buffer._version) for name, buffer in buffers.items())
+    def look(*_: object) -> None:
+        before.clear()
+        if _may_train(module):
+            before.update(_buffers_of(module))
 
     def check(*_: object) -> None:
-        if not torch.is_grad_enabled():
-            return
-        for name, buffer in buffers.items():
-            if buffer._version != before[name]:
-                raise RuntimeError(
-                    f"buffer '{name}' was changed in a training forward, so its values depend on "
-                    f"the number of ranks: with deterministic={NAME!r}, put BatchNorm into eval() "
-                    "mode, or use GroupNorm or LayerNorm instead"
-                )
+        now = _buffers_of(module) if _may_train(module) else before
+        changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        if changed:
+            raise RuntimeError(
+                f"buffer '{changed[0]}' was changed in a training forward, so its values depend "
+                f"on the number of ranks: with deterministic={NAME!r}, put BatchNorm into eval() "
+                "mode, or use GroupNorm or LayerNorm instead; write to other buffers between steps"
+            )
 
-    if buffers:
-        module.register_forward_pre_hook(look)
-        module.register_forward_hook(check)
+    hooks = [module.register_forward_pre_hook(look), module.register_forward_hook(check)]
+    state_of(module).hooks += known_hooks(module, hooks)  # which copies of the model do not get
+
+
+def _may_train(module: nn.Module) -> bool:
+    return torch.is_grad_enabled() or any(each.training for each in module.modules())
+
+
+def _buffers_of(module: nn.Module) -> dict[str, tuple[object, ...]]:
+    """Return what tells whether a buffer was changed, also by `.data`, which has no version."""
+    found: dict[str, tuple[object, ...]] = {}
+    for name, buffer in module.named_buffers():
+        values = buffer.detach().contiguous()
+        found[name] = (buffer.dtype, buffer.shape, _core.crc32c(bytes_of(values)))
+    return found
 
 
 def micro_batches_in(model: nn.Module, step: int, seed: int) -> Iterator[int]:

@@ -170,13 +170,87 @@ def test_buffers_must_not_change() -> None:
     with pytest.raises(RuntimeError, match=r"buffer '1\.num_batches_tracked' .* eval\(\) mode"):
         for _ in model.micro_batches(0):
             model(torch.rand(3, 4)).sum().backward()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="was changed in a training forward"):
+        model(torch.rand(3, 4))  # the ranks would calibrate on other samples
     model[1].eval()
     for _ in model.micro_batches(0):
         model(torch.rand(3, 4)).sum().backward()
     model.zero_grad()
-    model.train()
+    model.eval()
     with torch.no_grad():
-        model(torch.rand(3, 4))  # a forward of calibration, not of training
+        model(torch.rand(3, 4))
+
+
+class Writes(nn.Module):
+    """Keeps an average of its inputs in a buffer."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.way = nn.Linear(4, 4), way
+        self.register_buffer("ema", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ema = 0.9 * self.ema + x.detach().mean(0)
+        if self.way == "assigned":
+            self.ema = ema
+        elif self.way == "data":
+            self.ema.data.copy_(ema)
+        elif self.way == "data assigned":
+            self.ema.data = ema
+        elif self.way == "registered":
+            self.register_buffer("late", ema)
+        elif self.way == "deleted":
+            self._buffers.pop("ema")
+        elif self.way == "same":
+            self.ema = self.ema.clone()
+        y: torch.Tensor = self.layer(x)
+        return y
+
+
+def writes(way: str) -> bool:
+    """Return whether the forward is refused; then the ranks train on, and shard another model."""
+    torch.manual_seed(0)
+    model: Any = FSDP(Writes(way), deterministic="any-world", micro_batches=4, timeout=20)
+    refused = False
+    try:
+        for index in model.micro_batches(0):
+            model(torch.full((2, 4), 1.0 + index)).sum().backward()
+    except RuntimeError as error:
+        name = "late" if way == "registered" else "ema"
+        assert f"buffer '{name}' was changed in a training forward" in str(error)
+        refused = True
+    model.way = "same"
+    model.register_buffer("ema", torch.zeros(4))
+    for each in (model, small()):
+        for _ in each.micro_batches(0):
+            each(torch.ones(2, 4)).sum().backward()
+        stepper(each).step()
+    return refused
+
+
+@pytest.mark.parametrize(
+    "way", ["assigned", "data", "data assigned", "registered", "deleted", "same"]
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_ways_to_change_a_buffer_are_refused(way: str, world: int) -> None:
+    refused = way != "same"
+    found = fork_ranks(writes, world, way, check=True) if world > 1 else [writes(way)]
+    assert found == [refused] * world
+
+
+def norms() -> dict[str, float]:
+    model = make(6)
+    for index in model.micro_batches(0):
+        loss_of(model, 0, index).backward()
+    with pytest.raises(NotImplementedError, match="use norm_type=2 or inf"):
+        zshard.named_norms(model, 3.0)
+    return {**zshard.named_norms(model, grads=True), **zshard.named_norms(model, float("inf"))}
+
+
+def test_norms_by_name_do_not_depend_on_ranks() -> None:
+    alone = norms()
+    for world in (2, 3):
+        assert fork_ranks(norms, world, check=True) == [alone] * world
 
 
 def test_what_is_not_supported() -> None:

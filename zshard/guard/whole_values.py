@@ -7,6 +7,7 @@ order.
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._errors import ShardError
+from zshard.any_world import check_norm
 from zshard.guard.plain import plain, to_local
 from zshard.guard.words import no_history
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes
@@ -147,27 +149,35 @@ def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -
         norm_type: the order of the norm, a positive number or inf. Default: 2.0.
         grads: return the norms of the gradients instead, of the parameters that have one.
 
-    Norms are summed in double precision. Collective: call it on all ranks.
+    Norms are summed in double precision, and those of order 2 on CPUs are rounded once, so they do
+    not depend on the number of ranks. Collective: call it on all ranks.
 
-    Raises ValueError if `norm_type` is not positive; PeerError if a rank exited.
+    Raises ValueError if `norm_type` is not positive; PeerError if a rank exited;
+    NotImplementedError for orders other than 2 and inf with deterministic="any-world".
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be a positive number or inf, got {norm_type}")
+    check_norm(norm_type)
     values = {name: param.grad if grads else param for name, param in model.named_parameters()}
     held = {name: value for name, value in values.items() if value is not None}
-    sums = {name: _power_sum(to_local(value).detach(), norm_type) for name, value in held.items()}
+    own = {name: to_local(value).detach() for name, value in held.items()}
+    once = norm_type == 2 and all(_is_plain(value) for value in own.values())
+    sums = {name: _sum_of(value, norm_type, once) for name, value in own.items()}
     cut: dict[_core.Comm, list[str]] = {}
     for name, param in model.named_parameters():
         part = _part_of(held[name], param) if name in held else None
         if part is not None:
             cut.setdefault(part.shards, []).append(name)
     for comm, names in cut.items():
-        mine = array("d", [sums[name] for name in names]).tobytes()
-        for name, found in zip(names, zip(*_numbers_of(comm, mine), strict=True), strict=True):
-            sums[name] = _largest(found) if math.isinf(norm_type) else sum(found)
-    if math.isinf(norm_type):
-        return sums
-    return {name: total ** (1 / norm_type) for name, total in sums.items()}
+        mine = array("d", (number for name in names for number in sums[name])).tobytes()
+        add = _largest if math.isinf(norm_type) else sum
+        numbers = iter([add(each) for each in zip(*_numbers_of(comm, mine), strict=True)])
+        for name in names:
+            sums[name] = list(itertools.islice(numbers, len(sums[name])))
+    if once:
+        return {name: math.sqrt(_core.squares_value(total)) for name, total in sums.items()}
+    order = 1.0 if math.isinf(norm_type) else norm_type
+    return {name: total ** (1 / order) for name, (total,) in sums.items()}
 
 
 def _numbers_of(comm: _core.Comm, mine: bytes) -> list[array[float]]:
@@ -177,6 +187,16 @@ def _numbers_of(comm: _core.Comm, mine: bytes) -> list[array[float]]:
 
 def _largest(numbers: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, numbers)) else max(numbers)
+
+
+def _is_plain(value: Tensor) -> bool:
+    is_dense = value.layout == torch.strided and value.is_floating_point()
+    return is_dense and value.device.type == "cpu"
+
+
+def _sum_of(values: Tensor, norm_type: float, once: bool) -> list[float]:
+    """Return the sum of |x|**norm_type, or the largest |x|. once: as numbers that are exact."""
+    return _core.squares([values.contiguous()]) if once else [_power_sum(values, norm_type)]
 
 
 def _power_sum(values: Tensor, norm_type: float) -> float:

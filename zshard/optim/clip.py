@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard.any_world import is_any_world
+from zshard.any_world import check_norm, is_any_world
 from zshard.guard.slices import grads_of, plain
 from zshard.optim.announce import say_clip, say_norm
 from zshard.optim.in_backward import refuse_clipping
@@ -329,11 +329,7 @@ def _norm_in_any_world(
     sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor], norm_type: float
 ) -> float:
     """As _norm(), rounded once, whichever ranks have which gradients."""
-    if norm_type not in (2.0, math.inf):
-        raise NotImplementedError(
-            f"norm_type={norm_type} depends on the number of ranks: with "
-            "deterministic='any-world', use norm_type=2 or inf"
-        )
+    check_norm(norm_type)
     if math.isinf(norm_type):
         shares = [norm_over_ranks(engine, grads, norm_type) for engine, grads in sharded.items()]
         return functools.reduce(_larger, shares, _power_sum(whole, norm_type))
