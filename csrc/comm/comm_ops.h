@@ -199,17 +199,17 @@ typedef struct zs_meeting {
 struct zs_comm {
     const zs_comm_ops *ops;
     int rank, world;
-    int per_host;               /* neighboring ranks share a host, this many on each; 0: all share one */
-    const zs_device *device;    /* of flats and buckets */
-    double timeout;             /* seconds that one wait may take */
-    double patience;            /* (mapped) and so many more, see zs_comm_set_near */
-    zs_comm *near;              /* learns why this one is lost, NULL: none; counted reference */
-    _Atomic(char *) lost;       /* (c10d) why calls now fail, NULL: they do not; set once; owned; any thread may read it */
-    uint64_t reading;           /* (not mapped) the purpose of gathers, see zs_reading_encode */
-    _Atomic bool waiting;       /* (c10d) for peers to reach a collective; any thread may read it */
-    uint64_t models;            /* readers so far */
-    zs_model model;             /* whose unit is gathered or reduced next */
-    bool heard;                 /* a peer's give_up failed a collective here; whoever handles that clears it */
+    int per_host;            /* neighboring ranks share a host, this many on each; 0: all share one */
+    const zs_device *device; /* of flats and buckets */
+    double timeout;          /* seconds that one wait may take */
+    double patience;         /* (mapped) and so many more, see zs_comm_set_near */
+    zs_comm *near;           /* learns why this one is lost, NULL: none; counted reference */
+    _Atomic(char *) lost;    /* (c10d) why calls now fail, NULL: they do not; set once; owned; any thread may read it */
+    uint64_t reading;        /* (not mapped) the purpose of gathers, see zs_reading_encode */
+    _Atomic bool waiting;    /* (c10d) for peers to reach a collective; any thread may read it */
+    uint64_t models;         /* readers so far */
+    zs_model model;          /* whose unit is gathered or reduced next */
+    bool heard;              /* a peer's give_up failed a collective here; whoever handles that clears it */
     zs_fingerprint fingerprint; /* of all models that use it, see zs_comm_publish_fingerprint */
     bool apart;                 /* fingerprints were found to differ, and not to agree again since */
     bool failed;                /* a wait or a collective has, so a failing end need not be reported */

@@ -19,6 +19,7 @@ struct zs_join {
     bool in_forward; /* a session that was announced is open */
     bool has_followed;
     zs_join_news news;
+    zs_join_message said[]; /* [world] the announcement that is exchanged */
 };
 
 enum { PHRASE = 300 };
@@ -162,7 +163,7 @@ static zs_status announce(zs_comm *all, const zs_join_message *mine, zs_join_mes
 static zs_status exchange(zs_join *join, const zs_join_message *mine)
 {
     zs_comm *all = all_of(join);
-    zs_join_message said[all->world];
+    zs_join_message *said = join->said;
     if (join->over)
         return ZS_FAIL(ZS_ERR_DIVERGED, "join() has failed on some rank: leave it before you use the model again");
     ZS_TRY(announce(all, mine, said));
@@ -211,9 +212,12 @@ zs_status zs_join_begin(zs_engine *engine, bool by_all, bool throws)
 {
     if (engine->context.ranks.all->meeting != NULL)
         return ZS_FAIL(ZS_ERR_STATE, "join() is already active on these ranks: leave it before you enter another");
-    zs_join *join = calloc(1, sizeof *join);
+    zs_join *join = calloc(1, sizeof *join + (size_t)engine->context.ranks.all->world * sizeof *join->said);
     if (join == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory beginning join()");
-    *join = (zs_join){.meeting.ask = ask, .engine = engine, .by_all = by_all, .throws = throws};
+    join->meeting.ask = ask;
+    join->engine = engine;
+    join->by_all = by_all;
+    join->throws = throws;
     join->news.n_active = engine->context.ranks.all->world;
     engine->join = join;
     set_meeting(engine, &join->meeting);

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -47,12 +48,17 @@ class _Connection:
     beside: dict[str, Group] = field(default_factory=dict)  # of these, group_beside()'s
 
 
-_FLAT = "flat"  # shm, or c10d alone
-_BESIDE = "beside"  # a second transport, for another thread
+class _Own(Enum):
+    """What zshard itself asks for, which no caller can name."""
+
+    FLAT = "flat"  # shm, or c10d alone
+    BESIDE = "beside"  # a second transport, for another thread
+
+
 _OUTLIVE = 5.0  # seconds that a rank whose wait failed leaves for the rank that caused it
 _PATIENCE = 1800.0  # seconds: the least timeout of a wait for a rank that may be waiting for a disk
 
-Asked = str | NcclOptions  # a transport, by name or by NCCL's options
+Asked = str | NcclOptions | _Own  # a transport, by name or by NCCL's options
 CommSettings = tuple[Asked | None, float | None, str]  # comm_for's transport, timeout and device
 
 _entries: dict[tuple[int, Asked, str], _Connection] = {}  # by group, requested transport, device
@@ -139,7 +145,7 @@ def check_settings(
                 f"transport={wanted!r} requires a model on a GPU, but this one is on the CPU: "
                 "move the model, or pass device_id"
             )
-    elif wanted not in known and wanted != _FLAT:
+    elif wanted not in known and wanted is not _Own.FLAT:
         raise ValueError(
             f"unknown transport {wanted!r} for a model on {kind}: expected one of "
             f"{', '.join(known)}"
@@ -194,7 +200,7 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
             "the last use of the model"
         )
     _set_stopped_aside()
-    key = (id(group), _BESIDE, CPU)
+    key = (id(group), _Own.BESIDE, CPU)
     if key not in _entries:
         # The model's kind of transport, where possible.
         kind = "c10d" if comm.transport in ("c10d", "hosts") else "auto"
@@ -365,7 +371,7 @@ def new_group(group: Group, device: str, backend: str | None = None) -> Group:
 
 def choices_for(device: str, wanted: Asked) -> tuple[Asked, Asked]:
     """Return the transport between the hosts of GPUs, and the backend for these GPUs' memory."""
-    return _FLAT, wanted
+    return _Own.FLAT, wanted
 
 
 def connect_gpu(device: str, group: Group, wanted: Asked, timeout: float) -> _core.Comm:
@@ -413,7 +419,7 @@ def _sharing_a_gpu(control: _core.Comm, device: str) -> tuple[int, int] | None:
 
 def _comms(beside: bool) -> list[_core.Comm]:
     """Return the transports that other threads use, or all others."""
-    found = (entry.comm for key, entry in _entries.items() if (key[1] == _BESIDE) is beside)
+    found = (entry.comm for key, entry in _entries.items() if (key[1] is _Own.BESIDE) is beside)
     return list(dict.fromkeys(found))
 
 

@@ -38,7 +38,7 @@ from zshard.keeping.client import Keeper, keeper_of_run
 from zshard.optim.in_backward import is_stepped_in_backward
 from zshard.optim.sharded_state import params_of
 from zshard.optim.step import InOneCall, Prepared
-from zshard.ranks.agreement import bytes_of
+from zshard.ranks.agreement import PublicCall, bytes_of
 from zshard.recovery.layout import (
     Counters,
     counters_of,
@@ -117,6 +117,7 @@ class Keep:
 
     # --- after a restart --------------------------------------------------------------------------
 
+    @PublicCall("Keep.recover()")
     def recover(self, start: Mapping[str, Any]) -> dict[str, Any]:
         """Return where to continue. Collective; call it once, before the first step.
 
@@ -220,7 +221,8 @@ class Keep:
         grads = grads_of(params_of(self._optimizer))
         _held["in hand"] = [each for each in grads if each is not None]  # others may finish it
         files.mark(Mark.READY, number)
-        self._comm.exchange(number.to_bytes(8, "little"))
+        with PublicCall("Keep.commit()"):
+            self._comm.exchange(number.to_bytes(8, "little"))
         self._forget_older()
         if plans:
             _core.kept_finish(files.area, number)

@@ -93,7 +93,7 @@ typedef struct zs_shm_control {
     /* Exchanges and broadcasts: how many the owner has done, and sizes for checks. */
     alignas(ZS_SHM_LINE) _Atomic uint64_t exchanged;
     _Atomic uint64_t sent, taken;
-    uint64_t sent_bytes[2]; /* bytes left of the broadcast when piece n was sent, by parity of n */
+    uint64_t sent_bytes[2];     /* bytes left of the broadcast when piece n was sent, by parity of n */
     char sent_call[2][ZS_CALL]; /* the call that it belonged to, likewise */
     char doing[ZS_CALL];        /* the call that the last exchange or broadcast belonged to */
 
