@@ -199,17 +199,17 @@ typedef struct zs_meeting {
 struct zs_comm {
     const zs_comm_ops *ops;
     int rank, world;
-    int per_host;            /* neighboring ranks share a host, this many on each; 0: all share one */
-    const zs_device *device; /* of flats and buckets */
-    double timeout;          /* seconds that one wait may take */
-    double patience;         /* (mapped) and so many more, see zs_comm_set_near */
-    zs_comm *near;           /* learns why this one is lost, NULL: none; counted reference */
-    _Atomic(char *) lost;    /* (c10d) why calls now fail, NULL: they do not; set once; owned; any thread may read it */
-    uint64_t reading;        /* (not mapped) the purpose of gathers, see zs_reading_encode */
-    _Atomic bool waiting;    /* (c10d) for peers to reach a collective; any thread may read it */
-    uint64_t models;         /* readers so far */
-    zs_model model;          /* whose unit is gathered or reduced next */
-    bool heard;              /* a peer's give_up failed a collective here; whoever handles that clears it */
+    int per_host;               /* neighboring ranks share a host, this many on each; 0: all share one */
+    const zs_device *device;    /* of flats and buckets */
+    double timeout;             /* seconds that one wait may take */
+    double patience;            /* (mapped) and so many more, see zs_comm_set_near */
+    zs_comm *near;              /* learns why this one is lost, NULL: none; counted reference */
+    _Atomic(char *) lost;       /* (c10d) why calls now fail, NULL: they do not; set once; owned */
+    uint64_t reading;           /* (not mapped) the purpose of gathers, see zs_reading_encode */
+    _Atomic bool waiting;       /* (c10d) for peers to reach a collective; any thread may read it */
+    uint64_t models;            /* readers so far */
+    zs_model model;             /* whose unit is gathered or reduced next */
+    bool heard;                 /* a peer's give_up failed a collective here; whoever handles that clears it */
     zs_fingerprint fingerprint; /* of all models that use it, see zs_comm_publish_fingerprint */
     bool apart;                 /* fingerprints were found to differ, and not to agree again since */
     bool failed;                /* a wait or a collective has, so a failing end need not be reported */
@@ -231,6 +231,11 @@ struct zs_comm {
  * while another thread is in one: ranks would start these in different orders. */
 zs_status zs_comm_enter(zs_comm *comm);
 void zs_comm_leave(zs_comm *comm);
+/* Returns the status of `call`, which is one. */
+#define ZS_COLLECTIVE(comm, call) \
+    ZS_TRY(zs_comm_enter(comm));  \
+    zs_status status = (call);    \
+    return zs_comm_leave(comm), status
 
 /* Flats: see zs_flat_ops. */
 static inline zs_status zs_comm_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
@@ -266,10 +271,7 @@ static inline size_t zs_comm_code_room(const zs_comm *comm, zs_wire code, zs_dty
 static inline zs_status zs_comm_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to,
                                              zs_gathering **out)
 {
-    ZS_TRY(zs_comm_enter(comm));
-    zs_status status = comm->ops->flats->gather_start(comm, flat, unit, to, out);
-    zs_comm_leave(comm);
-    return status;
+    ZS_COLLECTIVE(comm, comm->ops->flats->gather_start(comm, flat, unit, to, out));
 }
 
 /* How many ranks share a slot's memory. */
@@ -305,10 +307,7 @@ static inline size_t zs_comm_bucket_room(const zs_comm *comm, size_t bytes)
 /* This rank abandons its backward. Only where rounds are collectives. */
 static inline zs_status zs_comm_give_up(zs_comm *comm)
 {
-    ZS_TRY(zs_comm_enter(comm));
-    zs_status status = comm->ops->rounds->give_up(comm);
-    zs_comm_leave(comm);
-    return status;
+    ZS_COLLECTIVE(comm, comm->ops->rounds->give_up(comm));
 }
 
 /* The transport's memory for a unit of `spec`, or (NULL) without units. */
@@ -386,20 +385,14 @@ static inline zs_status zs_comm_meet(zs_comm *comm)
 static inline zs_status zs_comm_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
     ZS_TRY(zs_comm_meet(comm));
-    ZS_TRY(zs_comm_enter(comm));
-    zs_status status = comm->ops->talk->exchange(comm, mine, bytes, all);
-    zs_comm_leave(comm);
-    return status;
+    ZS_COLLECTIVE(comm, comm->ops->talk->exchange(comm, mine, bytes, all));
 }
 
 /* In host memory. */
 static inline zs_status zs_comm_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
 {
     ZS_TRY(zs_comm_meet(comm));
-    ZS_TRY(zs_comm_enter(comm));
-    zs_status status = comm->ops->talk->broadcast(comm, data, bytes, root);
-    zs_comm_leave(comm);
-    return status;
+    ZS_COLLECTIVE(comm, comm->ops->talk->broadcast(comm, data, bytes, root));
 }
 
 /* In memory at `where`, which is the host's or the transport's device. */
@@ -408,10 +401,7 @@ static inline zs_status zs_comm_broadcast_at(zs_comm *comm, zs_where where, void
     const zs_talk_ops *ops = comm->ops->talk;
     ZS_TRY(zs_comm_meet(comm));
     bool there = ops->broadcast_device != NULL && zs_same_where(where, comm->device->where);
-    ZS_TRY(zs_comm_enter(comm));
-    zs_status status = (there ? ops->broadcast_device : ops->broadcast)(comm, data, bytes, root);
-    zs_comm_leave(comm);
-    return status;
+    ZS_COLLECTIVE(comm, (there ? ops->broadcast_device : ops->broadcast)(comm, data, bytes, root));
 }
 
 /* Can device memory be gathered in place? */
@@ -424,10 +414,7 @@ static inline bool zs_comm_gathers_device(const zs_comm *comm)
 static inline zs_status zs_comm_gather_device(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
     ZS_TRY(zs_comm_meet(comm));
-    ZS_TRY(zs_comm_enter(comm));
-    zs_status status = comm->ops->talk->gather_device(comm, mine, bytes, all);
-    zs_comm_leave(comm);
-    return status;
+    ZS_COLLECTIVE(comm, comm->ops->talk->gather_device(comm, mine, bytes, all));
 }
 
 /* This rank cannot continue. */

@@ -214,10 +214,7 @@ void zs_cunit_undo_post(zs_comm *comm, zs_cunit *unit)
 /* Runs a part of a round that is a collective. */
 static zs_status entered(zs_comm *comm, zs_cunit *unit, zs_status (*part)(zs_comm *, zs_cunit *))
 {
-    ZS_TRY(zs_comm_enter(comm));
-    zs_status status = part(comm, unit);
-    zs_comm_leave(comm);
-    return status;
+    ZS_COLLECTIVE(comm, part(comm, unit));
 }
 
 zs_status zs_cunit_post(zs_comm *comm, zs_cunit *unit, const zs_bucket *bucket)

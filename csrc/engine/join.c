@@ -214,10 +214,7 @@ zs_status zs_join_begin(zs_engine *engine, bool by_all, bool throws)
         return ZS_FAIL(ZS_ERR_STATE, "join() is already active on these ranks: leave it before you enter another");
     zs_join *join = calloc(1, sizeof *join + (size_t)engine->context.ranks.all->world * sizeof *join->said);
     if (join == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory beginning join()");
-    join->meeting.ask = ask;
-    join->engine = engine;
-    join->by_all = by_all;
-    join->throws = throws;
+    *join = (zs_join){.meeting.ask = ask, .engine = engine, .by_all = by_all, .throws = throws};
     join->news.n_active = engine->context.ranks.all->world;
     engine->join = join;
     set_meeting(engine, &join->meeting);
@@ -292,9 +289,8 @@ zs_status zs_join_receive(zs_engine *engine)
     zs_join *join = engine->join;
     ZS_TRY(say_act(join, ZS_JOIN_ENDED, 0, !join->has_followed));
     join->has_followed |= join->news.n_active > 0;
-    char call[ZS_CALL];
-    memcpy(call, join->news.word.call, sizeof call);
-    call[sizeof call - 1] = 0;
+    char call[ZS_CALL] = "";
+    snprintf(call, sizeof call, "%.*s", ZS_CALL - 1, join->news.word.call);
     zs_call_swap(call); /* until this rank's own call of join() returns */
     return ZS_OK;
 }

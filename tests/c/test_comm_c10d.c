@@ -216,7 +216,7 @@ static void steps_that_differ(rank_env *env)
     zs_mem_release(full);
 }
 
-/* Three ranks in three calls, one of which has no name. */
+/* Three ranks in three calls; one call has no name. */
 static void calls_that_differ(rank_env *env)
 {
     static const char *const calls_of[] = {"", "save()", "load()"};
@@ -238,7 +238,7 @@ static void calls_that_differ(rank_env *env)
     CHECK(all[env->world - 1] == env->world - 1);
 }
 
-/* The name alone does not tell what ranks do within one call. */
+/* Ranks that differ within one call: its name does not show it. */
 static void one_call_that_differs(rank_env *env)
 {
     char data[8] = "", all[8 * MAX_RANKS];

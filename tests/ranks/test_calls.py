@@ -153,14 +153,14 @@ def failing_body(transport, build, chunk):
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("build", "chunk"), [(Stack, 1), (Stack, 2), (one_tensor, 1)])
-def test_failure_in_a_body_that_communicates_is_told(pool, transport, build, chunk):
+def test_failure_in_a_body_that_communicates_is_reported(pool, transport, build, chunk):
     for rank, (message, then) in enumerate(pool.run(failing_body, transport, build, chunk)):
         if rank == 1:
             assert message == "MemoryError: planted"
         else:
             assert message.startswith("DivergenceError: ") and "ranks diverged" in message
             assert "rank 1 raised MemoryError: planted" in message
-        # Ranks over shm that wait for each other cannot go on; all others can.
+        # Ranks over shm that wait for each other cannot continue; all others can.
         stuck = transport == "shm" and build is Stack and "waiting for each other" in then
         assert then == [] or stuck
 
@@ -185,7 +185,7 @@ def short_of_memory(transport):
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}".partition("\n")[0])
     resource.setrlimit(resource.RLIMIT_AS, before)
-    if rank == 1:  # which goes on as if nothing had been
+    if rank == 1:  # which continues as if nothing had failed
         with agreement.PublicCall("load()"), contextlib.suppress(zshard.DivergenceError):
             comm.exchange(b"other")
     with agreement.PublicCall("save()"):

@@ -48,12 +48,9 @@ class _Connection:
     beside: dict[str, Group] = field(default_factory=dict)  # of these, group_beside()'s
 
 
-class _Own(Enum):
-    """What zshard itself asks for, which no caller can name."""
-
-    FLAT = "flat"  # shm, or c10d alone
-    BESIDE = "beside"  # a second transport, for another thread
-
+# What zshard itself asks for, and no caller can name: shm, or c10d alone; a second transport, for
+# another thread.
+_Own = Enum("_Own", ["FLAT", "BESIDE"])
 
 _OUTLIVE = 5.0  # seconds that a rank whose wait failed leaves for the rank that caused it
 _PATIENCE = 1800.0  # seconds: the least timeout of a wait for a rank that may be waiting for a disk

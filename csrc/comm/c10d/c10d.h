@@ -269,8 +269,8 @@ bool zs_c10d_talks(const zs_c10d_turn *turn);
 /* What a rank does, as a phrase to follow "rank 0 was"; `owner` is named after the unit. */
 void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, size_t size);
 
-/* The same for an exchange or broadcast of a call with a name, with its number and bytes: where the name alone does not
- * tell two ranks apart. */
+/* The same for an exchange or broadcast of a call with a name, with its number and bytes: where two ranks differ within
+ * the same call. */
 void zs_c10d_describe_talk(const zs_c10d_turn *turn, char *text, size_t size);
 
 /* The same without numbers that change from step to step, for profiles. */

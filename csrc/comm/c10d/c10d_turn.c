@@ -68,8 +68,8 @@ static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return ZS_OK;
 }
 
-/* Do two ranks have the same turn, for any pass and any fingerprint? An equivalence: if one rank's turn is like that of
- * all others, all are alike. */
+/* Do two ranks have the same turn, for any pass and any fingerprint? An equivalence: where all ranks have the turn of
+ * one of them, any two have the same. */
 static bool alike(const zs_c10d_turn *a, const zs_c10d_turn *b)
 {
     return a->kind == b->kind && a->number == b->number && a->round == b->round && a->bytes == b->bytes &&
@@ -188,7 +188,7 @@ static int first_unlike(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return r;
 }
 
-/* Are two ranks within the same call, whose name does not tell their turns apart? */
+/* Are two ranks within the same call, so that its name does not show the difference? */
 static bool same_call(const zs_c10d_turn *a, const zs_c10d_turn *b)
 {
     return zs_c10d_talks(a) && zs_c10d_talks(b) && a->name[0] != 0 && strcmp(a->name, b->name) == 0;

@@ -206,7 +206,7 @@ static zs_status begin_here(zs_hosts_comm *self, zs_hosts_op *op)
     ZS_TRY(set_apart(slot_of(gathering->to), !c10d->same_slots));
     if (c10d->same_slots) return start_across(self, gathering);
     zs_gathering *flat = NULL;
-    ZS_TRY(zs_c10d_gathering_new(&op->ticket.mine, gathering->to, &flat)); /* hosts_queue.c tells a failure */
+    ZS_TRY(zs_c10d_gathering_new(&op->ticket.mine, gathering->to, &flat)); /* hosts_queue.c reports a failure */
     zs_status status = zs_c10d_gather_agreed(c10d, gathering->source.shard, gathering->to.full, flat);
     if (status == ZS_OK)
         gathering->flat = flat;
