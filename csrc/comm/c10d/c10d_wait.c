@@ -76,8 +76,8 @@ static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const 
                              zs_c10d_remedy_of(turn));
         else
             status = ZS_FAIL(status, "rank %d failed while %s: %s", own, phrase, words);
-        bool alone =
-            status != ZS_ERR_TIMEOUT && status != ZS_ERR_PEER; /* the others are in it, and wait for this rank */
+        /* The others may be in it, and would wait for this rank. */
+        bool alone = status != ZS_ERR_TIMEOUT && status != ZS_ERR_PEER;
         if (alone && comm->group != NULL) zs_c10d_abort(&comm->base, zs_last_message());
     }
     if (status == ZS_ERR_TIMEOUT) zs_add_lines(lines);

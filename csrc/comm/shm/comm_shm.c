@@ -79,8 +79,8 @@ static void name_call(zs_shm *shm)
     snprintf(shm->own->doing, sizeof shm->own->doing, "%s", zs_call_name());
 }
 
-/* A rank has left out a broadcast, perhaps because it failed before: from here on all have the same number of pieces, or
- * it would take an old piece for the next one. */
+/* A rank has left out a broadcast, perhaps because it failed before. From here on all have the same number of pieces: a
+ * rank would take an old piece for the next one. */
 static void catch_up(zs_shm *shm, zs_shm_act act)
 {
     for (int r = 0; r < shm->base.world; r++) {
