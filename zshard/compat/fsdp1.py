@@ -29,6 +29,7 @@ from zshard.compat.classes import (
 )
 from zshard.grad_scaler import GradScaler
 from zshard.model.summon import summon_full_params
+from zshard.ranks.agreement import PublicCall
 from zshard.state import state_dict_form
 from zshard.state.optimizer_names import by_name, names_of, outermost_comm, to_load
 from zshard.state.optimizer_names import optim_state_dict as _optim_state_dict
@@ -187,6 +188,7 @@ class Fsdp1Methods(nn.Module):
         return by_name(names_of(model, optim), optim, optim_state_dict)
 
     @staticmethod
+    @PublicCall("optim_state_dict_to_load()")
     def optim_state_dict_to_load(
         model: nn.Module,
         optim: Optimizer,

@@ -21,6 +21,7 @@ from zshard import _core
 from zshard.any_world import watch_any_world
 from zshard.guard.slices import plain
 from zshard.model.shard_model import ShardingPlan, introduce, sync_buffers
+from zshard.ranks.agreement import PublicCall
 from zshard.units.units import (
     ATTRIBUTE,
     Hook,
@@ -57,6 +58,7 @@ class Copied:
     others: list[nn.Parameter]
 
 
+@PublicCall("copy.deepcopy()")
 def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a sharded model like `model`; ignored parameters and buffers are copied as they are.
 
