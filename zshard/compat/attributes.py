@@ -1,8 +1,8 @@
 """Names of torch's wrappers that scripts use and zshard only answers: `model.rank`, no-op setters.
 
-A module's own attributes win: many models have a `rank` or a `device`, so these are looked up only
-where neither the module nor its class has one. Any other name is an AttributeError, so hasattr() is
-False; the message names the page that lists the alternatives.
+A model's own attributes win (`model/own_names.py`); many models have a `rank` or a `device`. Any
+other name is an AttributeError, so hasattr() is False; the message names the page that lists the
+alternatives.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import nn
 
 from zshard import _core
 from zshard.model.methods import GradientReductionHandle, check_bool
+from zshard.model.own_names import ModelNamesFirst, YieldingName, yields_to_the_model
 from zshard.ranks.transports import group_of
 from zshard.strategy import ShardingStrategy
-from zshard.units.units import State, is_unit, state_of, units_of
+from zshard.units.units import State, state_of, units_of
 
 # --- values ---------------------------------------------------------------------------------------
 
@@ -61,18 +62,15 @@ _OF_STATE: dict[str, Callable[[State], object]] = {
 _PAGE = "docs/migration.md says what to use instead of names of torch's FSDP and DDP"
 
 
-class TorchNames(nn.Module):
+@yields_to_the_model
+class TorchNames(ModelNamesFirst):
     """The names of torch's wrappers that take one line each."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)  # a parameter, buffer or child, or the model's own
         except AttributeError as error:
-            if not is_unit(self):
-                raise
-            if name not in _OF_STATE:
-                raise AttributeError(f"{error}; {_PAGE}") from None
-        return _OF_STATE[name](state_of(self))
+            raise AttributeError(f"{error}; {_PAGE}") from None
 
     # --- FSDP2 ------------------------------------------------------------------------------------
 
@@ -128,6 +126,14 @@ class TorchNames(nn.Module):
     def require_backward_grad_sync(self, value: bool) -> None:
         for _, state in units_of(self):
             state.unit.sync = bool(value)
+
+
+def _property_of(value: Callable[[State], object]) -> property:
+    return property(lambda model: value(state_of(model)))
+
+
+for _name, _value in _OF_STATE.items():
+    setattr(TorchNames, _name, YieldingName(_name, _property_of(_value), is_common=True))
 
 
 # --- state dicts ----------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from zshard.compat.classes import (
     StateDictType,
 )
 from zshard.grad_scaler import GradScaler
+from zshard.model.own_names import ModelNamesFirst, yields_to_the_model
 from zshard.model.summon import summon_full_params
 from zshard.state import state_dict_form
 from zshard.state.optimizer_names import by_name, names_of, outermost_comm, to_load
@@ -154,7 +155,8 @@ def _check_config(argument: str, name: str, config: object, expected: type) -> N
 # --- methods --------------------------------------------------------------------------------------
 
 
-class Fsdp1Methods(nn.Module):
+@yields_to_the_model
+class Fsdp1Methods(ModelNamesFirst):
     """The methods of FSDP1's modules."""
 
     summon_full_params = summon_full_params

@@ -29,6 +29,9 @@ _M = TypeVar("_M", bound=nn.Module)
 
 ATTRIBUTE = "_zshard_state"
 
+MADE = "_zshard_made"
+"""An attribute of the classes of units, which are no subclasses to a model."""
+
 BufferSync = Literal[False, True, "training"]
 """In which forwards buffers are broadcast from rank 0: in none, in all, or in those with gradients,
 which all ranks run."""
@@ -194,9 +197,20 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def state_of(module: nn.Module) -> State:
-    """Return the state of a unit's module. Raises KeyError for any other module."""
-    state: State = module.__dict__[ATTRIBUTE]
+    """Return the state of a unit's module. Raises TypeError for any other module."""
+    state: State | None = module.__dict__.get(ATTRIBUTE)
+    if state is None:
+        raise TypeError(
+            f"a {type(module).__name__} is no sharded module: call FSDP(module) first, and pass "
+            "what it returns, without another module around it"
+        )
     return state
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, of a unit's module the one that it had before."""
+    kind: type[nn.Module] = type(module)
+    return kind.__bases__[1] if MADE in vars(kind) else kind
 
 
 def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, State]]:
