@@ -22,7 +22,7 @@ from zshard.guard.outside import NoDdp, refuse_ddp_around
 from zshard.memory.fits import parse_keep, parse_limit
 from zshard.model.copy import copy_model
 from zshard.model.methods import ModelMethods
-from zshard.model.own_names import refuse_private_names, warn_of_clashes, yields_to_the_model
+from zshard.model.own_names import refuse_names, warn_of_clashes, yields_to_the_model
 from zshard.model.shard_model import FsdpSettings, refuse_half, shard_model
 from zshard.model.summon import own_unit_as_on_rank_0
 from zshard.offload import offload_of, offload_on
@@ -257,7 +257,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         trace.start_if_asked()
         check_use_orig_params(use_orig_params)
         check_module(module)
-        refuse_private_names(module)
+        refuse_names(module)
         refuse_half(module)
         device = device_of(module, either(device_id=device_id, device_ids=one_device(device_ids)))
         prefetches = forward_prefetch or device != CPU  # on GPUs a late gather stalls the GPU

@@ -6,13 +6,10 @@ FSDP(), and trains to DDP's bits, with FSDP's methods called as functions.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import copy
-import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +21,8 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.units.units import class_of
+from zshard.model.own_names import PROTOCOL
+from zshard.units.units import bare, class_of
 
 NAMES = sorted({name for name in dir(FSDP) if not name.startswith("_")} - {*dir(nn.Module)})
 WIDTH = 5
@@ -151,9 +149,7 @@ def kinds_of(name: str) -> dict[str, type[Model]]:
         "later function": {"end": setting(lambda: torch.relu)},
         "later method of the class": {"end": late_method},
     }
-    return {
-        kind: type("Model", (Model,), {"name": name, **own}) for kind, own in contents.items()
-    }
+    return {kind: type("Model", (Model,), {"name": name, **own}) for kind, own in contents.items()}
 
 
 KINDS = list(kinds_of("own"))
@@ -208,10 +204,293 @@ def trains_as_under_ddp(kind: str, names: list[str], inside: bool, combination) 
         assert FSDP.memory(model)["total"] > 0 and transport in FSDP.summary(model)
 
 
+WHERE = [
+    (False, ("full_shard", "shm")),
+    (True, ("shard_grad_op", "c10d")),
+    (False, ("zero1", "c10d")),
+    (True, ("no_shard", "shm")),
+    (True, ("full_shard", "c10d")),
+]
+
+
 @pytest.mark.sampled(len(KINDS))
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
-@pytest.mark.parametrize("inside", [False, True], ids=["root", "inner units"])
+@pytest.mark.parametrize(("inside", "combination"), WHERE)
 @pytest.mark.parametrize("first", range(6))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_models_own_attribute_wins(pool2, kind, first, inside, combination):
     pool2.run(trains_as_under_ddp, kind, NAMES[first::6], inside, combination)
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def flips(self, x):
+    """A forward with a flag of its own, which FSDP has for scripts of DDP."""
+    self.require_backward_grad_sync = not self.require_backward_grad_sync
+    return torch.tanh(self.first(x)) * (2 if self.require_backward_grad_sync else 1) * self.gain
+
+
+FLAGS = {
+    "set in __init__()": {"begin": lambda self: setattr(self, self.name, True)},
+    "of the class": {"require_backward_grad_sync": True},
+}
+
+
+def flag_of_its_own(how):
+    kind = type(
+        "Model",
+        (Model,),
+        {"name": "require_backward_grad_sync", "forward": flips, **FLAGS[how]},
+    )
+    plain, model = make(kind), FSDP(make(kind))
+    theirs = ddp(plain)
+    expected = train(
+        theirs, nn.parallel.DistributedDataParallel.no_sync, lambda m, most: torch.ones(())
+    )
+    assert_same(train(model, FSDP.no_sync, lambda m, most: torch.ones(())), expected, "the losses")
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
+    assert FSDP.require_backward_grad_sync(model) is True
+    assert model.require_backward_grad_sync == plain.require_backward_grad_sync
+
+
+@pytest.mark.parametrize("how", FLAGS)
+def test_a_flag_of_the_model_does_not_stop_reductions(pool2, how):
+    pool2.run(flag_of_its_own, how)
+
+
+def test_a_bool_sets_ddps_flag_of_a_model_without_its_own():
+    model = FSDP(make(linear))
+    model.require_backward_grad_sync = False
+    assert FSDP.require_backward_grad_sync(model) is False
+    model.require_backward_grad_sync = torch.ones(2).numpy()[0] > 0  # NumPy's bool
+    assert FSDP.require_backward_grad_sync(model) is True
+    model.require_backward_grad_sync = 0.5
+    assert model.require_backward_grad_sync == 0.5 and model._zshard_state.unit.sync
+    del model.require_backward_grad_sync
+    assert model.require_backward_grad_sync is True
+
+
+# --- names of wrappers ----------------------------------------------------------------------------
+
+WRAPPERS = ["module", "_fsdp_wrapped_module", "_fpw_module", "_forward_module"]
+
+
+class Holder(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        self.last = nn.Linear(WIDTH, WIDTH)
+        setattr(self, name, nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return self.last(torch.tanh(getattr(self, self.name)(x)))
+
+
+def trained(model, steps=1):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(steps):
+        model(torch.ones(2, WIDTH) + dist.get_rank() + step).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def child_as_a_wrappers(name, combination, folder):
+    strategy, transport = combination
+    plain, model = (make(lambda: Holder(name)) for _ in range(2))
+    theirs = ddp(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        FSDP(model, strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear})
+    trained(theirs)
+    optimizer = trained(model)
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
+    zshard.save(folder, model, optimizer)
+    other = make(lambda: Holder(name), seed=2)
+    zshard.load(folder, other)
+    assert_same(other.state_dict(), plain.state_dict(), "a loaded plain model")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict(theirs.state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "the state from DDP's state dict")
+    model.load_state_dict(model.state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "the state from its own state dict")
+    whole = zshard.optim_state_dict(model, optimizer)["state"]
+    assert len(whole) == len(list(plain.parameters()))
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_child_may_have_the_name_that_wrappers_give(pool2, tmp_path, name, combination):
+    pool2.run(child_as_a_wrappers, name, combination, str(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("name", ["_orig_mod", "_checkpoint_wrapped_module"])
+def test_a_child_whose_name_checkpoints_omit_is_refused(name):
+    with pytest.raises(ValueError, match=f"a Holder has a child '{name}'.*rename the child"):
+        FSDP(nn.Sequential(Holder(name)))
+
+
+def test_a_child_called_orig_mod_is_not_compiled():
+    model = Holder("_orig_mod")
+    assert bare(model) is model
+
+
+@pytest.mark.parametrize("name", ["_zshard_state", "_zshard_other"])
+@pytest.mark.parametrize(
+    "value", [nn.Identity(), nn.Parameter(torch.ones(2))], ids=["child", "parameter"]
+)
+def test_private_names_are_refused(name, value):
+    model = Model()
+    setattr(model.first, name, value)
+    with pytest.raises(ValueError, match=f"a Linear has an attribute '{name}'.*rename it"):
+        FSDP(model)
+    assert type(model) is Model
+
+
+@pytest.mark.parametrize("of_class", [False, True], ids=["instance", "class"])
+def test_a_value_with_the_name_of_our_state_is_refused(of_class):
+    kind = type("Mine", (nn.Linear,), {})
+    model = nn.Sequential(kind(2, 2))
+    (kind if of_class else model[0])._zshard_state = 3
+    with pytest.raises(ValueError, match="a Mine has an attribute '_zshard_state'"):
+        FSDP(model)
+
+
+# --- the protocol ---------------------------------------------------------------------------------
+
+
+class Protocol(nn.Module):
+    """Overrides what FSDP overrides, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.calls = nn.Linear(WIDTH, WIDTH), []
+
+    def forward(self, x):
+        return self.first(x)
+
+
+def counting(name):
+    def method(self, *args, **kwargs):
+        self.calls.append(name)
+        return getattr(super(Protocol, self), name)(*args, **kwargs)
+
+    return method
+
+
+OVERRIDDEN = ["__call__", "state_dict", "load_state_dict", "apply", "to_empty", "extra_repr"]
+OVERRIDDEN += ["register_buffer", "register_parameter", "add_module"]
+for each in OVERRIDDEN:
+    setattr(Protocol, each, counting(each))
+
+
+def calls_the_models():
+    model = FSDP(Protocol())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(torch.ones(1, WIDTH))
+    model.load_state_dict(model.state_dict())
+    model.apply(lambda module: None)
+    model.to_empty(device="cpu")
+    repr(model)
+    model.register_buffer("metrics", torch.ones(1), persistent=False)
+    model.register_parameter("memory", None)
+    model.add_module("join", nn.Identity())
+    assert set(OVERRIDDEN) == set(model.calls)
+    assert_same(model.state_dict(), before, "the state after to_empty()")
+    assert type(model.join) is nn.Identity and model.memory is None
+
+
+def test_methods_of_the_protocol_call_the_models(pool2):
+    pool2.run(calls_the_models)
+
+
+def test_the_protocol_is_what_fsdp_overrides():
+    own = {name for cls in FSDP.__mro__[:-2] for name, each in vars(cls).items() if callable(each)}
+    shared = {name for name in own & PROTOCOL if not name.startswith("_")}
+    assert shared | {"__call__"} == set(OVERRIDDEN)
+
+
+# --- one warning ----------------------------------------------------------------------------------
+
+
+class Clashing(Model):
+    name = "summary"
+
+    def __init__(self):
+        super().__init__()
+        self.metrics = nn.ModuleDict({"accuracy": nn.Identity()})
+        self.device, self.rank = torch.device("cpu"), 3  # which many models have
+
+    def summary(self, x):
+        return x
+
+
+def told(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in caught if "hide FSDP's" in str(each.message)]
+
+
+def test_one_warning_names_what_hides_names_of_fsdp():
+    texts = told(lambda: FSDP(Around(Clashing), auto_wrap_policy={Clashing}))
+    assert len(texts) == 1
+    assert "'metrics' of Clashing, 'summary' of Clashing" in texts[0]
+    assert "FSDP.metrics(model)" in texts[0] and "rank" not in texts[0]
+    assert told(lambda: FSDP(make(linear))) == []
+
+
+def test_a_function_of_fsdp_says_which_models_it_takes():
+    with pytest.raises(TypeError, match="a Linear is no sharded module: call FSDP"):
+        FSDP.memory(linear())
+
+
+# --- zshard calls FSDP's names as functions -------------------------------------------------------
+
+
+class Hostile(nn.Module):
+    """Raises where another than FSDP itself reads one of FSDP's names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+def refusing(name):
+    def read(self):
+        raise AssertionError(f"model.{name} was read")
+
+    return property(read)
+
+
+for each in NAMES:
+    setattr(Hostile, each, refusing(each))
+
+
+def uses_every_feature(combination, folder):
+    strategy, transport = combination
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FSDP(make(Hostile), strategy=strategy, transport=transport, nonfinite="skip")
+    optimizer, ema = zshard.AdamW(model.parameters(), lr=0.1), zshard.EMA(model)
+    with FSDP.join(model, optimizer), zshard.profile():
+        train(model, FSDP.no_sync, FSDP.clip_grad_norm_)
+        optimizer.step()
+        ema.update()
+    zshard.save(folder, model, optimizer, ema=ema)
+    zshard.load(folder, model, optimizer, ema=ema)
+    zshard.load_optim_state_dict(model, optimizer, zshard.optim_state_dict(model, optimizer))
+    list(zshard.export(model)), list(zshard.whole_named_parameters(model))
+    zshard.named_norms(model), zshard.num_parameters(model), FSDP.metrics(model)
+    with FSDP.summon_full_params(model), ema.swapped():
+        copy.deepcopy(model)
+    with FSDP.state_dict_type(model, "FULL_STATE_DICT"):
+        model.load_state_dict(model.state_dict())
+    FSDP.unshard(model), FSDP.reshard(model)
+    handle = FSDP.optimizer_in_backward(copy.deepcopy(model), optimizer)
+    handle.remove()

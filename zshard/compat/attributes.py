@@ -141,12 +141,19 @@ for _name, _value in _OF_STATE.items():
 _PREFIX = "module."
 
 
+def _adds_prefix(model: nn.Module, names: list[str]) -> bool:
+    """Return whether names are the model's own after another "module." than that of its child."""
+    kinds = model.named_parameters, model.named_buffers
+    own = {name for kind in kinds for name, _ in kind(remove_duplicate=False)}
+    return any(name not in own and name.removeprefix(_PREFIX) in own for name in names)
+
+
 def names_without_module(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state dict of DDP, whose names all begin with "module.", under the model's own
     names; any other one unchanged."""
     names = list(state) if isinstance(state, Mapping) else []
     is_ddps = all(isinstance(name, str) and name.startswith(_PREFIX) for name in names)
-    if not names or not is_ddps or "module" in model._modules:
+    if not names or not is_ddps or ("module" in model._modules and not _adds_prefix(model, names)):
         return state
     made = OrderedDict((name.removeprefix(_PREFIX), value) for name, value in state.items())
     facts = getattr(state, "_metadata", None)

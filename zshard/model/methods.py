@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -42,6 +43,10 @@ class GradientReductionHandle:
         """Return immediately: nothing is pending."""
 
 
+_moves_to: ContextVar[tuple[Any] | None] = ContextVar("zshard_to_empty", default=None)
+"""The device that to_empty() moves tensors to, which it does not empty."""
+
+
 @yields_to_the_model
 class ModelMethods(ModelNamesFirst):
     """The methods of sharded models that are zshard's own."""
@@ -59,12 +64,22 @@ class ModelMethods(ModelNamesFirst):
 
         Returns self.
         """
+        rewind()
+        token = _moves_to.set((device,))
+        try:
+            return super().to_empty(device=device, recurse=recurse)
+        finally:
+            _moves_to.reset(token)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Call `fn` on each tensor, as nn.Module; within to_empty(), only on those without
+        memory."""
+        moves_to = _moves_to.get()
 
         def given(tensor: Tensor) -> Tensor:
-            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+            return fn(tensor) if tensor.is_meta or moves_to is None else tensor.to(*moves_to)
 
-        rewind()
-        return self._apply(given, recurse=recurse)  # type: ignore[no-untyped-call]
+        return super()._apply(fn if moves_to is None else given, recurse)  # type: ignore[no-untyped-call]
 
     def micro_batches(self, step: int, seed: int = 0) -> Iterator[int]:
         """Yield the numbers of the micro-batches that this rank computes in a step, from 0 to

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from zshard._errors import warn
-from zshard.units.units import ATTRIBUTE, State
+from zshard.units.units import ATTRIBUTE, State, stray_part
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -137,16 +137,23 @@ def _has(module: nn.Module, name: str) -> bool:
 # --- at FSDP() ------------------------------------------------------------------------------------
 
 
-def refuse_private_names(model: nn.Module) -> None:
-    """Raise ValueError for an attribute of the model that would take the place of zshard's own."""
+def refuse_names(model: nn.Module) -> None:
+    """Raise ValueError for attributes of the model's modules that would take the place of zshard's
+    own, and for children that checkpoints could not tell from those of torch's wrappers."""
     for module in model.modules():
-        tables = module._modules, module._parameters, module._buffers
+        kind, tables = type(module), (module._modules, module._parameters, module._buffers)
         taken = [name for table in tables for name in table if name.startswith(_PRIVATE)]
-        state = vars(module).get(ATTRIBUTE, getattr(type(module), ATTRIBUTE, None))
+        state = vars(module).get(ATTRIBUTE, getattr(kind, ATTRIBUTE, None))
         if taken or not isinstance(state, State | None):
             raise ValueError(
-                f"a {type(module).__name__} has an attribute {(*taken, ATTRIBUTE)[0]!r}: names "
-                f"that begin with {_PRIVATE!r} are zshard's own; rename it"
+                f"a {kind.__name__} has an attribute {(*taken, ATTRIBUTE)[0]!r}: names that begin "
+                f"with {_PRIVATE!r} are zshard's own; rename it"
+            )
+        stray = stray_part(module)
+        if stray is not None:
+            raise ValueError(
+                f"a {kind.__name__} has a child {stray!r}: torch.compile() and activation "
+                "checkpointing use that name, and checkpoints omit it; rename the child"
             )
 
 

@@ -278,7 +278,9 @@ def modules_of(kind: type[_M], module: nn.Module, root_only: bool) -> list[_M]:
 # load_state_dict() expects.
 
 _COMPILED = "_orig_mod"  # in torch.compile(module)
-_PARTS = (_COMPILED, "_checkpoint_wrapped_module")  # load_state_dict() inserts the latter itself
+_CHECKPOINTED = "_checkpoint_wrapped_module"  # load_state_dict() inserts this one itself
+_PARTS = {_COMPILED: "OptimizedModule", _CHECKPOINTED: "ActivationWrapper"}
+"""The components, with the classes of their wrappers."""
 
 
 def plain_name(name: str) -> str:
@@ -288,12 +290,24 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _PARTS)
 
 
+def wrapped_child(module: nn.Module) -> str | None:
+    """Return the name of the child that torch.compile() or activation checkpointing has put the
+    module around; None for any other module."""
+    kinds = {kind.__name__ for kind in type(module).__mro__}  # their modules may not be imported
+    return next((part for part, kind in _PARTS.items() if kind in kinds), None)
+
+
+def stray_part(module: nn.Module) -> str | None:
+    """Return the name of a child that checkpoints would take for a wrapper's; None without one."""
+    return next((p for p in _PARTS if p in module._modules and p != wrapped_child(module)), None)
+
+
 def bare(model: nn.Module) -> nn.Module:
     """Return the model that was passed to DDP and torch.compile(). Stops at a unit."""
     while ATTRIBUTE not in vars(model):
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif _COMPILED in model._modules:
+        elif wrapped_child(model) == _COMPILED:
             model = model.get_submodule(_COMPILED)
         else:
             break
@@ -305,7 +319,7 @@ def wanted_by(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     wanted = dict(state)
     for path, module in model.named_modules(remove_duplicate=False):  # from outside to inside
         if _COMPILED in module._modules:
-            kept = [part for part in path.split(".") if part and part != _PARTS[1]]
+            kept = [part for part in path.split(".") if part and part != _CHECKPOINTED]
             prefix = "".join(f"{part}." for part in kept)
             wanted = {
                 f"{prefix}{_COMPILED}.{name[len(prefix) :]}" if name.startswith(prefix) else name: v
