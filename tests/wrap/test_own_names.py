@@ -6,10 +6,13 @@ FSDP(), and trains to DDP's bits, with FSDP's methods called as functions.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from models import COMBINATIONS, ddp, make
+from own_names import NAMES, refuse
 from torch import nn
 
 import zshard
@@ -24,7 +28,6 @@ from zshard import FSDP
 from zshard.model.own_names import PROTOCOL
 from zshard.units.units import bare, class_of
 
-NAMES = sorted({name for name in dir(FSDP) if not name.startswith("_")} - {*dir(nn.Module)})
 WIDTH = 5
 
 
@@ -461,15 +464,7 @@ class Hostile(nn.Module):
         return self.second(torch.relu(self.first(x)))
 
 
-def refusing(name):
-    def read(self):
-        raise AssertionError(f"model.{name} was read")
-
-    return property(read)
-
-
-for each in NAMES:
-    setattr(Hostile, each, refusing(each))
+refuse(Hostile)
 
 
 def uses_every_feature(combination, folder):
@@ -477,20 +472,82 @@ def uses_every_feature(combination, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = FSDP(make(Hostile), strategy=strategy, transport=transport, nonfinite="skip")
-    optimizer, ema = zshard.AdamW(model.parameters(), lr=0.1), zshard.EMA(model)
+    optimizer, ema = zshard.AdamW(model.parameters(), lr=0.1), zshard.EMA(model, 0.9)
     with FSDP.join(model, optimizer), zshard.profile():
-        train(model, FSDP.no_sync, FSDP.clip_grad_norm_)
-        optimizer.step()
-        ema.update()
+        for step in range(2):
+            with FSDP.no_sync(model):
+                model(torch.ones(2, WIDTH)).sum().backward()
+            model(torch.ones(2, WIDTH) + step).sum().backward()
+            FSDP.clip_grad_norm_(model, 0.1)
+            optimizer.step()
+            ema.update()
+            optimizer.zero_grad()
     zshard.save(folder, model, optimizer, ema=ema)
     zshard.load(folder, model, optimizer, ema=ema)
     zshard.load_optim_state_dict(model, optimizer, zshard.optim_state_dict(model, optimizer))
     list(zshard.export(model)), list(zshard.whole_named_parameters(model))
     zshard.named_norms(model), zshard.num_parameters(model), FSDP.metrics(model)
-    with FSDP.summon_full_params(model), ema.swapped():
-        copy.deepcopy(model)
+    with FSDP.summon_full_params(model):
+        model.first.weight.sum()
+    with ema.swapped():
+        model(torch.ones(2, WIDTH))
     with FSDP.state_dict_type(model, "FULL_STATE_DICT"):
         model.load_state_dict(model.state_dict())
     FSDP.unshard(model), FSDP.reshard(model)
-    handle = FSDP.optimizer_in_backward(copy.deepcopy(model), optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = FSDP(make(Hostile), strategy=strategy, transport=transport)
+    handle = FSDP.optimizer_in_backward(other, zshard.SGD(other.parameters(), lr=0.1))
+    other(torch.ones(2, WIDTH)).sum().backward()
     handle.remove()
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
+def test_nothing_reads_a_models_attributes_for_fsdps(pool2, tmp_path, combination):
+    pool2.run(uses_every_feature, combination, str(tmp_path / "saved"))
+
+
+RECEIVER = re.compile(r"(^|[._])(model|module|sharded|root|lightning_module)$|^(bare|_unwrapped)\(")
+OTHERS = {  # DDP, Lightning's wrapper, a dry run, a node
+    ("units/units", "model.module"),
+    ("lightning/fabric", "module.module"),
+    ("memory/fits", "model.module"),
+    ("wrap/__init__", "tree.root.module"),
+}
+
+
+def names_read(text: str) -> set[str]:
+    """Return where code reads one of FSDP's names of a model."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        read = None
+        if isinstance(node, ast.Attribute) and RECEIVER.search(ast.unparse(node.value)):
+            read = node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            read = getattr(node.args[1], "value", None)
+        if read in NAMES:
+            found.add(ast.unparse(node))
+    return found
+
+
+def test_zshard_calls_fsdps_names_as_functions():
+    package = Path(zshard.__file__).parent
+    found = {
+        (str(path.relative_to(package).with_suffix("")), text)
+        for path in package.rglob("*.py")
+        for text in names_read(path.read_text())
+    }
+    assert found == OTHERS
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("with self.module.no_sync(): pass", {"self.module.no_sync"}),
+        ("bare(model).join(*own)", {"bare(model).join"}),
+        ("getattr(m, 'clip_grad_norm_', None)", {"getattr(m, 'clip_grad_norm_', None)"}),
+        ("FSDP.no_sync(model); unit.reshard(); ', '.join(x); spec.module", set()),
+    ],
+)
+def test_a_name_that_is_read_is_found(text, found):
+    assert names_read(text) == found
