@@ -430,7 +430,7 @@ class Clashing(Model):
         return x
 
 
-def told(call):
+def clashes(call):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
@@ -438,11 +438,11 @@ def told(call):
 
 
 def test_one_warning_names_what_hides_names_of_fsdp():
-    texts = told(lambda: FSDP(Around(Clashing), auto_wrap_policy={Clashing}))
+    texts = clashes(lambda: FSDP(Around(Clashing), auto_wrap_policy={Clashing}))
     assert len(texts) == 1
     assert "'metrics' of Clashing, 'summary' of Clashing" in texts[0]
     assert "FSDP.metrics(model)" in texts[0] and "rank" not in texts[0]
-    assert told(lambda: FSDP(make(linear))) == []
+    assert clashes(lambda: FSDP(make(linear))) == []
 
 
 def test_a_function_of_fsdp_says_which_models_it_takes():

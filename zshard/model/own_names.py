@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from zshard._errors import warn
 from zshard.units.units import ATTRIBUTE, State, stray_part
@@ -45,7 +45,7 @@ class YieldingName:
     """A method, static method or property of FSDP, unless the model has an attribute of its name.
 
     FSDP's own attribute is a function in each case: `FSDP.module(model)`. is_common: many models
-    have an attribute of this name, and nobody misses FSDP's.
+    have an attribute of this name, which needs no warning.
     """
 
     def __init__(self, name: str, ours: Any, is_common: bool = False) -> None:
@@ -90,17 +90,19 @@ class YieldingSetting(YieldingName):
 class ModelNamesFirst(nn.Module):
     """The last of FSDP's classes: those that follow it in a unit's class are the model's."""
 
-    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
-        with _only_the_models_names():  # torch refuses the name of another attribute
-            super().register_parameter(*args, **kwargs)
+    # torch refuses the name of another attribute, and looks at the arguments' names.
 
-    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         with _only_the_models_names():
-            super().register_buffer(*args, **kwargs)
+            super().register_parameter(name, param)
 
-    def add_module(self, *args: Any, **kwargs: Any) -> None:
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        with _only_the_models_names():  # a model's own method need not know `persistent`
+            super().register_buffer(name, tensor, **({} if persistent else {"persistent": False}))
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
         with _only_the_models_names():
-            super().add_module(*args, **kwargs)
+            super().add_module(name, module)
 
 
 def yields_to_the_model(cls: _Class) -> _Class:
@@ -139,7 +141,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 def refuse_names(model: nn.Module) -> None:
     """Raise ValueError for attributes of the model's modules that would take the place of zshard's
-    own, and for children that checkpoints could not tell from those of torch's wrappers."""
+    own, and for children that checkpoints would take for those of torch's wrappers."""
     for module in model.modules():
         kind, tables = type(module), (module._modules, module._parameters, module._buffers)
         taken = [name for table in tables for name in table if name.startswith(_PRIVATE)]
