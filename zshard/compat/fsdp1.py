@@ -28,6 +28,7 @@ from zshard.compat.classes import (
     StateDictType,
 )
 from zshard.grad_scaler import GradScaler
+from zshard.model.own_names import ModelNamesFirst, yields_to_the_model
 from zshard.model.summon import summon_full_params
 from zshard.ranks.agreement import PublicCall
 from zshard.state import state_dict_form
@@ -155,7 +156,8 @@ def _check_config(argument: str, name: str, config: object, expected: type) -> N
 # --- methods --------------------------------------------------------------------------------------
 
 
-class Fsdp1Methods(nn.Module):
+@yields_to_the_model
+class Fsdp1Methods(ModelNamesFirst):
     """The methods of FSDP1's modules."""
 
     summon_full_params = summon_full_params
