@@ -299,6 +299,7 @@ class _Live:
         self, model: nn.Module, params: list[nn.Parameter], averages: list[Tensor]
     ) -> None:
         self._params, self._averages = params, averages
+        self._units = [state.unit for _, state in units_of(model)]
         with torch.no_grad(), plain():
             self._values = [param.detach().clone() for param in params]
             self._buffers = [
@@ -316,6 +317,8 @@ class _Live:
     def restore(self, engines: Any) -> None:
         """Undo it, whatever has happened. For autograd, nothing was written."""
         try:
+            for unit in self._units:
+                unit.unpin(False)  # a forward has kept it for a backward, or unshard()
             self._write(engines, self._values)
         finally:
             versions = torch._C._autograd._unsafe_set_version_counter

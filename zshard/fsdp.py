@@ -22,7 +22,8 @@ from zshard.guard.outside import NoDdp, refuse_ddp_around
 from zshard.memory.fits import parse_keep, parse_limit
 from zshard.model.copy import copy_model
 from zshard.model.methods import ModelMethods
-from zshard.model.shard_model import MADE, FsdpSettings, refuse_half, shard_model
+from zshard.model.own_names import refuse_names, warn_of_clashes, yields_to_the_model
+from zshard.model.shard_model import FsdpSettings, refuse_half, shard_model
 from zshard.model.summon import own_unit_as_on_rank_0
 from zshard.offload import offload_of, offload_on
 from zshard.optim.step_guard import OnNonfinite, checks_of
@@ -52,7 +53,7 @@ from zshard.state.module import whole_state_dict
 from zshard.strategy import strategy_of
 from zshard.units.open_forwards import call_guarded
 from zshard.units.shards import sizes_for_torch
-from zshard.units.units import BufferSync, Options, is_unit, modules_of, state_of
+from zshard.units.units import MADE, BufferSync, Options, is_unit, modules_of, state_of
 from zshard.wrap import plan_units
 from zshard.wrap.initial_values import check_module, check_values, split_ignored
 
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 _M = TypeVar("_M", bound=nn.Module)
 
 
+@yields_to_the_model
 class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
     """Wrap a module for sharded data-parallel training, in place, and return it.
 
@@ -256,6 +258,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         trace.start_if_asked()
         check_use_orig_params(use_orig_params)
         check_module(module)
+        refuse_names(module)
         refuse_half(module)
         device = device_of(module, either(device_id=device_id, device_ids=one_device(device_ids)))
         prefetches = forward_prefetch or device != CPU  # on GPUs a late gather stalls the GPU
@@ -281,6 +284,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
         planned = [(spec, unit_options(spec, options)) for spec in specs]
+        warn_of_clashes(FSDP, [spec.module for spec in specs])
         settings = FsdpSettings(
             *(device, process_group, device_mesh, transport, timeout, param_init_fn),
             *(sync_module_states, forward_sync_buffers, ignored[0], limit, checks),

@@ -211,6 +211,12 @@ void zs_cunit_undo_post(zs_comm *comm, zs_cunit *unit)
     drop(comm, unit);
 }
 
+/* Runs a part of a round that is a collective. */
+static zs_status entered(zs_comm *comm, zs_cunit *unit, zs_status (*part)(zs_comm *, zs_cunit *))
+{
+    ZS_COLLECTIVE(comm, part(comm, unit));
+}
+
 zs_status zs_cunit_post(zs_comm *comm, zs_cunit *unit, const zs_bucket *bucket)
 {
     ZS_TRY(check_usable(comm));
@@ -222,7 +228,7 @@ zs_status zs_cunit_post(zs_comm *comm, zs_cunit *unit, const zs_bucket *bucket)
     unit->headers[comm->rank] = unit->header;
     if (bucket != NULL) unit->header->flags |= ZS_ROUND_BUCKET;
     if (comm->ops->rounds->send == NULL) return ZS_OK;
-    zs_status status = comm->ops->rounds->send(comm, unit);
+    zs_status status = entered(comm, unit, comm->ops->rounds->send);
     if (status != ZS_OK) zs_cunit_undo_post(comm, unit);
     return status;
 }
@@ -276,7 +282,7 @@ zs_status zs_cunit_share(zs_comm *comm, zs_cunit *unit)
 {
     ZS_TRY(check_usable(comm));
     ZS_TRY(expect(unit, ZS_ROUND_COLLECTED, "share"));
-    if (comm->ops->rounds->share != NULL) ZS_TRY(comm->ops->rounds->share(comm, unit));
+    if (comm->ops->rounds->share != NULL) ZS_TRY(entered(comm, unit, comm->ops->rounds->share));
     for (int r = 0; r < comm->world && is_collective(comm); r++)
         unit->data[r] = unit->bucket->ptr;
     unit->state = ZS_ROUND_SHARED;

@@ -256,6 +256,14 @@ static PyObject *comm_abort(comm_object *self, PyObject *reason)
     Py_RETURN_NONE;
 }
 
+static PyObject *comm_publish_failure(comm_object *self, PyObject *what)
+{
+    const char *text = PyUnicode_AsUTF8(what);
+    if (text == NULL) return NULL;
+    zs_comm_publish(self->comm, ZS_ON_FAILURE, text);
+    Py_RETURN_NONE;
+}
+
 static PyObject *comm_answer(comm_object *self, PyObject *line)
 {
     const char *text = PyUnicode_AsUTF8(line);
@@ -358,6 +366,9 @@ static PyMethodDef comm_methods[] = {
      "them. Collective."},
     {"broadcast", (PyCFunction)comm_broadcast, METH_VARARGS,
      "broadcast($self, tensor, root, /)\n--\n\nBroadcast the values of a contiguous CPU tensor from rank `root`."},
+    {"publish_failure", (PyCFunction)comm_publish_failure, METH_O,
+     "publish_failure($self, what, /)\n--\n\nTell the peers what has failed here, for their next error, such as "
+     "'raised ValueError: ...'; '' to take it back. Never waits."},
     {"answer", (PyCFunction)comm_answer, METH_O,
      "answer($self, line, /)\n--\n\nTell a peer that has asked (see is_asked) where this rank's script is (shm)."},
     {"locate", (PyCFunction)comm_locate, METH_NOARGS,

@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from engines import LR, batch, config, engine_of, loss_of, model, train
-from models import TRANSPORTS
+from models import TRANSPORTS, Mlp
+from own_names import refuse
 from scenarios import message_of
 from spawn import RankPool, ranks
 from test_misuse import raised
@@ -302,3 +304,33 @@ def test_compile_compiles_the_model(
     pool: RankPool, transport: str, stage: int, backend: str
 ) -> None:
     assert pool.run(compiled, transport, stage, backend) == [True, True]
+
+
+class OwnNames(Mlp):
+    """Has FSDP's names itself, which the engine must not read."""
+
+
+refuse(OwnNames)
+
+
+def own_names(stage: int, transport: str) -> None:
+    given = config(
+        zero_optimization={"stage": stage}, gradient_accumulation_steps=2, gradient_clipping=0.1
+    )
+    found = []
+    for kind in (Mlp, OwnNames):
+        torch.manual_seed(5)
+        engine = engine_of(given, transport, model=kind())
+        with engine.no_sync():
+            engine(batch(9)[0]).sum().backward()
+        engine.zero_grad()
+        found.append((train(engine, 4), engine.module.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1], "the state")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2)
+def test_a_models_own_names_are_its_own(pool: RankPool, stage: int, transport: str) -> None:
+    pool.run(own_names, stage, transport)

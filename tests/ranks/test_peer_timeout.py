@@ -195,7 +195,7 @@ def test_load_propagates_it(tmp_path: Path, monkeypatch: Any) -> None:
 WAITS = {name for name in dir(_core.Comm) if not name.startswith("_")} - {
     *("rank", "world", "transport", "timeout", "lost", "address"),  # its known facts
     *("shm", "shm_needs", "alone", "c10d", "gpu", "dry_run"),  # creates one, without communication
-    *("close", "abort", "is_asked", "answer"),
+    *("close", "abort", "is_asked", "answer", "publish_failure"),
 } | {"on_all_ranks", "check_agreement", "gather_bytes", "comm_for", "comm_beside", "comms_for"}
 CATCHES = {"OSError", "IOError", "EnvironmentError", "TimeoutError", "Exception"}
 ALLOWED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class Run:
         strategy: str | None = "full_shard",
         size: int = 44,
         shuffle: bool = True,
+        build: Callable[[], nn.Module] = small_model,
         **arguments: Any,
     ) -> None:
         from accelerate import Accelerator
@@ -52,7 +54,7 @@ class Run:
         self.accelerator = Accelerator(cpu=True, **arguments)
         if strategy is not None:
             zshard.accelerate.shard(self.accelerator, strategy=strategy)
-        model = small_model()
+        model = build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=40)
         data = TensorDataset(torch.randn(size, 8), torch.randn(size, 3))

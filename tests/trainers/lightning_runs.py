@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from nursery import fork_ranks
+from own_names import refuse
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -76,6 +77,13 @@ class Loose(Net):
         super().__init__()
         self.register_buffer("more", torch.ones(2))
         self.strict_loading = False
+
+
+class OwnNames(Net):
+    """A Net that has FSDP's names itself, for what a strategy must not read."""
+
+
+refuse(OwnNames)
 
 
 class Late(Net):

@@ -38,6 +38,7 @@ from lightning_runs import (
     Late,
     Loose,
     Net,
+    OwnNames,
     OwnUnit,
     data,
     on_ranks,
@@ -52,7 +53,9 @@ from zshard.lightning import ZShardStrategy
 DDP = "ddp"
 UNUSED = "ddp_find_unused_parameters_true"
 SHARDED = {"state_dict_type": "sharded"}
-MODELS = {each.__name__: each for each in (Net, Late, Loose, Gan, FrozenAndUnused, OwnUnit)}
+MODELS = {
+    each.__name__: each for each in (Net, Late, Loose, Gan, FrozenAndUnused, OwnNames, OwnUnit)
+}
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -257,6 +260,12 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_run_is_bit_identical_to_ddp(name: str) -> None:
     ours, theirs = (on_ranks(fit, 2, each, "Net", OPTIONS[name]) for each in ("zshard", DDP))
+    assert equal(ours, theirs)
+
+
+def test_a_modules_own_names_are_its_own() -> None:
+    options = OPTIONS["accumulate"]
+    ours, theirs = (on_ranks(fit, 2, each, "OwnNames", options) for each in ("zshard", DDP))
     assert equal(ours, theirs)
 
 

@@ -27,7 +27,7 @@ from zshard.deepspeed.optimizers import optimizer_of
 from zshard.deepspeed.schedules import schedule_of
 from zshard.deepspeed.zero import describe
 from zshard.fsdp import FSDP
-from zshard.ranks.agreement import check_agreement
+from zshard.ranks.agreement import PublicCall, check_agreement
 from zshard.ranks.groups import make_default_group, start_alone
 from zshard.units.units import is_unit, state_of
 from zshard.wrap.meta import reset_or_leave
@@ -299,7 +299,8 @@ def _shard(module: nn.Module, settings: Settings) -> None:
         (f"'{name}'", json.dumps(value, default=str, sort_keys=True))
         for name, value in sorted(settings.values.items())
     ]
-    check_agreement(state_of(module).comms.all, facts, "DeepSpeed configs")
+    with PublicCall("initialize()"):
+        check_agreement(state_of(module).comms.all, facts, "DeepSpeed configs")
     describe(module.parameters())
 
 

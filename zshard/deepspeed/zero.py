@@ -20,7 +20,7 @@ from zshard import _core
 from zshard._errors import warn
 from zshard.guard.slices import ShardParameter, WholeParameter, to_local
 from zshard.model.summon import full_params
-from zshard.ranks.agreement import take_from
+from zshard.ranks.agreement import PublicCall, take_from
 from zshard.ranks.ends import may_stay_open
 from zshard.units.shards import part_of
 from zshard.units.units import State
@@ -160,14 +160,15 @@ def GatheredParameters(
         yield
         if modifier_rank is None:
             return
-        for state in states:
-            comm = state.comms.all
-            if not 0 <= modifier_rank < comm.world:
-                raise ValueError(
-                    f"modifier_rank={modifier_rank} is out of range for world size {comm.world}"
-                )
-            for param in state.unit.params if comm.world > 1 else ():
-                take_from(modifier_rank, comm, param.detach())
+        with PublicCall("GatheredParameters()"):
+            for state in states:
+                comm = state.comms.all
+                if not 0 <= modifier_rank < comm.world:
+                    raise ValueError(
+                        f"modifier_rank={modifier_rank} is out of range for world size {comm.world}"
+                    )
+                for param in state.unit.params if comm.world > 1 else ():
+                    take_from(modifier_rank, comm, param.detach())
 
 
 def _states_of(params: list[Tensor]) -> list[State]:

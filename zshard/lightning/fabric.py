@@ -28,7 +28,7 @@ from zshard.fsdp import ARGUMENTS, FSDP
 from zshard.model.shard_model import broadcast_buffers
 from zshard.state import state_dict_form
 from zshard.state.optimizer import gather
-from zshard.units.units import is_unit, units_of
+from zshard.units.units import class_of, is_unit, units_of
 
 __all__ = [
     "RecomputePolicy",
@@ -103,7 +103,7 @@ class Sharding:
         for each, state in units_of(module):
             if state.comms.all.world != world:
                 raise ValueError(
-                    f"{type(each).__bases__[1].__name__} is sharded over "
+                    f"{class_of(each).__name__} is sharded over "
                     f"{state.comms.all.world} rank(s), but Lightning runs {world}: call "
                     "zshard.FSDP in configure_model() (in Fabric: after fabric.launch()), or leave "
                     "it to the strategy"
@@ -326,8 +326,7 @@ class _BackwardSync:
     """Fabric's no_backward_sync()."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = _unwrapped(module).no_sync()
-        return context if enabled else nullcontext()
+        return FSDP.no_sync(_unwrapped(module)) if enabled else nullcontext()
 
 
 class _Wrapper(nn.Module):

@@ -21,9 +21,11 @@ from zshard import _core
 from zshard.any_world import watch_any_world
 from zshard.guard.slices import plain
 from zshard.model.shard_model import ShardingPlan, introduce, sync_buffers
+from zshard.ranks.agreement import PublicCall
 from zshard.units.units import (
     ATTRIBUTE,
     Hook,
+    class_of,
     is_apart,
     state_of,
     units_of,
@@ -57,6 +59,7 @@ class Copied:
     others: list[nn.Parameter]
 
 
+@PublicCall("copy.deepcopy()")
 def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a sharded model like `model`; ignored parameters and buffers are copied as they are.
 
@@ -162,7 +165,7 @@ def copy_plain(root: nn.Module, memo: dict[int, Any]) -> Copied:
 def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy one unit's module, as its original class and without zshard's attributes. Hooks are
     copied: see _without()."""
-    original: type[nn.Module] = type(module).__bases__[1]
+    original = class_of(module)
     made = original.__new__(original)
     memo[id(module)] = made
     state = {key: value for key, value in vars(module).items() if not _is_ours(key, value)}

@@ -25,6 +25,7 @@ from zshard.memory.dry_run import Planned, calls_of, parts_to_guard
 from zshard.memory.fits import MemoryLimit, check_fits, words_of
 from zshard.memory.host_limits import Sharing
 from zshard.memory.spare import Spare, keep_between, watch_first_steps
+from zshard.model.own_names import properties_in_place
 from zshard.offload import set_offload
 from zshard.optim.hooks import know_again
 from zshard.optim.shared_state import meet
@@ -40,6 +41,7 @@ from zshard.state.module import attach, attach_replicated
 from zshard.units.shards import remember_parts
 from zshard.units.units import (
     ATTRIBUTE,
+    MADE,
     BufferSync,
     Options,
     State,
@@ -56,8 +58,6 @@ from zshard.wrap.late_parameters import watch
 from zshard.wrap.meta import Init, Materializer, check_in_forward
 from zshard.wrap.tree import UnitSpec
 
-MADE = "_zshard_made"
-"""An attribute of the classes that class_for() makes, which are no subclasses to a model."""
 _HALF = "_zshard_half"  # marks a model while it is being sharded, or after that failed
 
 
@@ -386,7 +386,7 @@ def class_for(base: type[nn.Module], original: type[nn.Module]) -> type[Any]:
         # Libraries look classes up by __name__ (transformers: is this a causal language model?).
         name, shown = original.__name__, f"FSDP{original.__qualname__}"
         names = {"__module__": original.__module__, "__qualname__": shown, "__new__": make_plain}
-        names[MADE] = True
+        names |= {MADE: True, **properties_in_place(base, original)}
         for each in EXTENSIONS:
             names |= each.methods(original)
         _classes[base, original] = type(name, (base, original), names)

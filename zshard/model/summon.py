@@ -21,7 +21,7 @@ from zshard import _core
 from zshard.guard.slices import plain
 from zshard.guard.whole_values import joined
 from zshard.optim.step_digest import sum_of_bits
-from zshard.ranks.agreement import gather_bytes, take_from
+from zshard.ranks.agreement import PublicCall, gather_bytes, take_from
 from zshard.ranks.ends import may_stay_open
 from zshard.units.shards import part_of
 from zshard.units.units import State, refuse_writes, state_of, units_of
@@ -124,8 +124,9 @@ def own_unit_as_on_rank_0(module: nn.Module) -> Iterator[None]:
     comm = state.comms.all
     with full_params([state]):
         yield
-        for param in state.unit.params if comm.world > 1 else ():
-            take_from(0, comm, param.detach())
+        with PublicCall("apply()"):
+            for param in state.unit.params if comm.world > 1 else ():
+                take_from(0, comm, param.detach())
 
 
 @contextlib.contextmanager
@@ -184,6 +185,7 @@ class _FullGrads:
         self._whole: dict[int, Tensor | None] = {}
         self._shown = False
 
+    @PublicCall("summon_full_params()")
     @plain()
     def gather(self) -> None:
         """Gather full copies without changing anything yet. Collective. Raises RuntimeError on all

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -47,12 +48,14 @@ class _Connection:
     beside: dict[str, Group] = field(default_factory=dict)  # of these, group_beside()'s
 
 
-_FLAT = "flat"  # shm, or c10d alone
-_BESIDE = "beside"  # a second transport, for another thread
+# What zshard itself asks for, and no caller can name: shm, or c10d alone; a second transport, for
+# another thread.
+_Own = Enum("_Own", ["FLAT", "BESIDE"])
+
 _OUTLIVE = 5.0  # seconds that a rank whose wait failed leaves for the rank that caused it
 _PATIENCE = 1800.0  # seconds: the least timeout of a wait for a rank that may be waiting for a disk
 
-Asked = str | NcclOptions  # a transport, by name or by NCCL's options
+Asked = str | NcclOptions | _Own  # a transport, by name or by NCCL's options
 CommSettings = tuple[Asked | None, float | None, str]  # comm_for's transport, timeout and device
 
 _Key = tuple[int, Asked, str]  # a group's id, the requested transport, a device
@@ -140,7 +143,7 @@ def check_settings(
                 f"transport={wanted!r} requires a model on a GPU, but this one is on the CPU: "
                 "move the model, or pass device_id"
             )
-    elif wanted not in known and wanted != _FLAT:
+    elif wanted not in known and wanted is not _Own.FLAT:
         raise ValueError(
             f"unknown transport {wanted!r} for a model on {kind}: expected one of "
             f"{', '.join(known)}"
@@ -203,7 +206,7 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
         )
     _set_stopped_aside()
     patience = max(comm.timeout, _PATIENCE)
-    known = _entries.setdefault((id(group), _BESIDE, CPU), [])
+    known = _entries.setdefault((id(group), _Own.BESIDE, CPU), [])
     entry = _agreed(comm, known, patience)
     if entry is None:
         # The model's kind of transport, where possible.
@@ -382,7 +385,7 @@ def new_group(group: Group, device: str, backend: str | None = None) -> Group:
 
 def choices_for(device: str, wanted: Asked) -> tuple[Asked, Asked]:
     """Return the transport between the hosts of GPUs, and the backend for these GPUs' memory."""
-    return _FLAT, wanted
+    return _Own.FLAT, wanted
 
 
 def connect_gpu(device: str, group: Group, wanted: Asked, timeout: float) -> _core.Comm:
@@ -414,7 +417,7 @@ def connect_gpu(device: str, group: Group, wanted: Asked, timeout: float) -> _co
 
 def _comms(beside: bool) -> list[_core.Comm]:
     """Return the transports that other threads use, or all others."""
-    found = (known for key, known in _entries.items() if (key[1] == _BESIDE) is beside)
+    found = (known for key, known in _entries.items() if (key[1] is _Own.BESIDE) is beside)
     return list(dict.fromkeys(entry.comm for known in found for entry in known))
 
 

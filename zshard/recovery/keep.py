@@ -37,7 +37,7 @@ from zshard.guard.slices import grads_of
 from zshard.keeping.client import Keeper, keeper_of_run
 from zshard.optim.sharded_state import other_state, params_of
 from zshard.optim.step import Prepared
-from zshard.ranks.agreement import bytes_of
+from zshard.ranks.agreement import PublicCall, bytes_of
 from zshard.recovery.checks import check, check_others
 from zshard.recovery.files import Files
 from zshard.recovery.layout import (
@@ -164,6 +164,7 @@ class Keep:
 
     # --- after a restart --------------------------------------------------------------------------
 
+    @PublicCall("Keep.recover()")
     def recover(self, start: Mapping[str, Any]) -> dict[str, Any]:
         """Return where to continue. Collective; call it once, before the first step.
 
@@ -320,7 +321,8 @@ class Keep:
         grads = grads_of(params_of(self._optimizer))
         _held["in hand"] = [each for each in grads if each is not None]  # others may finish it
         files.mark(Mark.READY, number)
-        self._comm.exchange(number.to_bytes(8, "little"))
+        with PublicCall("Keep.commit()"):
+            self._comm.exchange(number.to_bytes(8, "little"))
         self._forget_older()
         if plans:
             _core.kept_finish(files.area, number)

@@ -29,6 +29,9 @@ _M = TypeVar("_M", bound=nn.Module)
 
 ATTRIBUTE = "_zshard_state"
 
+MADE = "_zshard_made"
+"""An attribute of the classes of units, which are no subclasses to a model."""
+
 BufferSync = Literal[False, True, "training"]
 """In which forwards buffers are broadcast from rank 0: in none, in all, or in those with gradients,
 which all ranks run."""
@@ -220,9 +223,20 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def state_of(module: nn.Module) -> State:
-    """Return the state of a unit's module. Raises KeyError for any other module."""
-    state: State = module.__dict__[ATTRIBUTE]
+    """Return the state of a unit's module. Raises TypeError for any other module."""
+    state: State | None = module.__dict__.get(ATTRIBUTE)
+    if state is None:
+        raise TypeError(
+            f"a {type(module).__name__} is no sharded module: call FSDP(module) first, and pass "
+            "what it returns, without another module around it"
+        )
     return state
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, of a unit's module the one that it had before."""
+    kind: type[nn.Module] = type(module)
+    return kind.__bases__[1] if MADE in vars(kind) else kind
 
 
 def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, State]]:
@@ -290,7 +304,9 @@ def modules_of(kind: type[_M], module: nn.Module, root_only: bool) -> list[_M]:
 # load_state_dict() expects.
 
 _COMPILED = "_orig_mod"  # in torch.compile(module)
-_PARTS = (_COMPILED, "_checkpoint_wrapped_module")  # load_state_dict() inserts the latter itself
+_CHECKPOINTED = "_checkpoint_wrapped_module"  # load_state_dict() inserts this one itself
+_PARTS = {_COMPILED: "OptimizedModule", _CHECKPOINTED: "ActivationWrapper"}
+"""The components, with the classes of their wrappers."""
 
 
 def plain_name(name: str) -> str:
@@ -300,12 +316,24 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _PARTS)
 
 
+def wrapped_child(module: nn.Module) -> str | None:
+    """Return the name of the child that torch.compile() or activation checkpointing has put the
+    module around; None for any other module."""
+    kinds = {kind.__name__ for kind in type(module).__mro__}  # their modules may not be imported
+    return next((part for part, kind in _PARTS.items() if kind in kinds), None)
+
+
+def stray_part(module: nn.Module) -> str | None:
+    """Return the name of a child that checkpoints would take for a wrapper's; None without one."""
+    return next((p for p in _PARTS if p in module._modules and p != wrapped_child(module)), None)
+
+
 def bare(model: nn.Module) -> nn.Module:
     """Return the model that was passed to DDP and torch.compile(). Stops at a unit."""
     while ATTRIBUTE not in vars(model):
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif _COMPILED in model._modules:
+        elif wrapped_child(model) == _COMPILED:
             model = model.get_submodule(_COMPILED)
         else:
             break
@@ -317,7 +345,7 @@ def wanted_by(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     wanted = dict(state)
     for path, module in model.named_modules(remove_duplicate=False):  # from outside to inside
         if _COMPILED in module._modules:
-            kept = [part for part in path.split(".") if part and part != _PARTS[1]]
+            kept = [part for part in path.split(".") if part and part != _CHECKPOINTED]
             prefix = "".join(f"{part}." for part in kept)
             wanted = {
                 f"{prefix}{_COMPILED}.{name[len(prefix) :]}" if name.startswith(prefix) else name: v
