@@ -318,6 +318,15 @@ zs_status zs_grad_set(zs_tensor *handle, const zs_tensor *grad)
     });
 }
 
+zs_status zs_grad_cast(zs_tensor *handle, zs_dtype dtype)
+{
+    return guarded([&] {
+        at::Tensor &grad = handle->tensor.mutable_grad();
+        if (grad.defined()) grad = grad.to(zs::scalar_type_of(dtype, grad.scalar_type()));
+        return ZS_OK;
+    });
+}
+
 zs_status zs_grad_is(const zs_tensor *handle, const zs_tensor *grad, bool *same)
 {
     return guarded([&] {
