@@ -64,6 +64,9 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         self._norm: float | None = None
         self._scaler: GradScaler | None = None
         self._new_scaler()
+        if self._sizes.steps > 1 and settings.strategy in _ACCUMULATES:
+            with model.no_sync():
+                pass  # memory("predicted") counts the full gradients of the rounds to come
 
     # --- forward and backward ---------------------------------------------------------------------
 
