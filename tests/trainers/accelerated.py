@@ -32,7 +32,8 @@ def small_model(seed: int = 0) -> nn.Sequential:
 class Run:
     """An Accelerator with a model, an optimizer, a scheduler and a loader, prepared.
 
-    strategy: None for Accelerate's own DDP, otherwise the strategy that zshard uses.
+    strategy: None for Accelerate's own DDP, otherwise the strategy that zshard uses. options: more
+    arguments of FSDP(). arguments: of Accelerator().
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Run:
         strategy: str | None = "full_shard",
         size: int = 44,
         shuffle: bool = True,
+        options: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
         from accelerate import Accelerator
@@ -51,7 +53,7 @@ class Run:
         set_seed(0)
         self.accelerator = Accelerator(cpu=True, **arguments)
         if strategy is not None:
-            zshard.accelerate.shard(self.accelerator, strategy=strategy)
+            zshard.accelerate.shard(self.accelerator, strategy=strategy, **(options or {}))
         model = small_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=40)

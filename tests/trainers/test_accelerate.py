@@ -25,6 +25,7 @@ pytest.importorskip("accelerate", reason="needs zshard[trainers]: make test-trai
 
 import accelerate
 from accelerated import Run, forget_accelerate, small_model
+from micro_batches import LOW, MICRO, STRATEGY, check_sums, full_grads
 
 import zshard
 import zshard.accelerate
@@ -63,6 +64,25 @@ def test_training_matches_ddp(pool: RankPool, kind: str, strategy: str) -> None:
         # DDP rounds the norm for clipping differently (docs/training.md).
         assert same or kind == "clipped"
         assert apart < 1e-6 if kind == "clipped" else apart == 0
+
+
+def accumulated() -> list[torch.Tensor]:
+    run = Run(
+        STRATEGY,
+        size=8 * MICRO,
+        shuffle=False,
+        options={"mixed_precision": LOW},
+        gradient_accumulation_steps=MICRO,
+    )
+    for inputs, targets in run.loader:
+        with run.accelerator.accumulate(run.model):
+            run.accelerator.backward(F.mse_loss(run.model(inputs).float(), targets))
+    return full_grads(run.model)
+
+
+@ranks(2)
+def test_micro_batches_are_summed_in_float32(pool: RankPool) -> None:
+    pool.run(check_sums, accumulated)
 
 
 def compiled() -> float:
