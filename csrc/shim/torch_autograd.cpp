@@ -6,7 +6,6 @@
 #include "shim/torch_internal.hpp"
 
 #include <ATen/SequenceNumber.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/engine.h>
@@ -413,15 +412,6 @@ int64_t zs_next_node(void)
 bool zs_grad_mode(void)
 {
     return at::GradMode::is_enabled();
-}
-
-// There may be casts even if autocast is off: its context may be inside one that has it on.
-void zs_autocast_forget(void)
-{
-    (void)guarded([] {
-        at::autocast::clear_cache();
-        return ZS_OK;
-    });
 }
 
 void zs_py_set_raiser(void (*raise)(void))
