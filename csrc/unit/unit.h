@@ -359,7 +359,8 @@ zs_cunit_spec zs_unit_round_spec(const zs_unit *unit);
 /* Bytes of this rank's gradients after a backward. */
 size_t zs_unit_grad_bytes(const zs_unit *unit);
 
-/* Bytes of gradients that the unit holds now, except in a slot. */
+/* Bytes of gradients that the unit holds in memory now, except in a slot: also of local ones of a unit whose others are
+ * offloaded. */
 size_t zs_unit_held_grad_bytes(const zs_unit *unit);
 
 /* --- moved.c ------------------------------------------------------------------------------------------------------ */

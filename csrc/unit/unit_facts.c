@@ -132,10 +132,10 @@ size_t zs_unit_grad_bytes(const zs_unit *unit)
 size_t zs_unit_held_grad_bytes(const zs_unit *unit)
 {
     size_t total = 0;
-    for (int f = 0; f < unit->n_flats; f++) {
+    for (int f = 0; f < unit->n_flats && !unit->offloads.grads; f++) {
         const zs_flat *flat = &unit->flats[f];
         if (flat->grad_mem != NULL && !unit->borrows) total += flat->grad_mem->bytes;
-        if (flat->spare_mem != NULL && !unit->offloads.grads) total += flat->spare_mem->bytes;
+        if (flat->spare_mem != NULL) total += flat->spare_mem->bytes;
     }
     return total + (unit->local != NULL ? unit->local->bytes : 0);
 }

@@ -103,6 +103,24 @@ def test_micro_batches_within_no_sync_are_predicted(pool, name, precision):
     assert pool.run(wrong_with_micro_batches, name, precision) == [{}] * pool.world
 
 
+def grads_beside_offloaded_ones(folder):
+    """Return the bytes of gradients in memory within no_sync() and after it, the peak and the
+    prediction."""
+    options = {"offload": zshard.Offload(directory=folder, grads=True), "mixed_precision": BF16}
+    model = wrapped(CASES["net"].make, ("full_shard", "shm"), **options)
+    batch = CASES["net"].batch(0, dist.get_rank())
+    with model.no_sync():
+        loss_of(model(batch)).backward()
+        within = model.memory()["grads"]
+    loss_of(model(batch)).backward()
+    return within, *(model.memory(what)["grads"] for what in ("now", "peak", "predicted"))
+
+
+def test_micro_batches_take_memory_beside_offloaded_gradients(pool2, tmp_path):
+    for within, after, peak, predicted in pool2.run(grads_beside_offloaded_ones, str(tmp_path)):
+        assert within == peak == predicted > 0 and after == 0
+
+
 def wrong_for_copies(strategy, transport):
     case = CASES["net"]
     told = predict_memory(
