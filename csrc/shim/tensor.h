@@ -173,6 +173,9 @@ zs_status zs_grad_describe(const zs_tensor *tensor, zs_grad_info *info);
 /* Copies tensor.grad (any strides, sparse too), row-major and cast to `dtype`, to `dst`; with `add`, adds it there. */
 zs_status zs_grad_copy(const zs_tensor *tensor, void *dst, zs_dtype dtype, bool add);
 
+/* Casts tensor.grad, if there is one, to `dtype`: a new tensor, unless it has it. */
+zs_status zs_grad_cast(zs_tensor *tensor, zs_dtype dtype);
+
 /* Is tensor.grad this very tensor? */
 zs_status zs_grad_is(const zs_tensor *tensor, const zs_tensor *grad, bool *same);
 

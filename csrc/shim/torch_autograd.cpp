@@ -6,7 +6,6 @@
 #include "shim/torch_internal.hpp"
 
 #include <ATen/SequenceNumber.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/engine.h>
@@ -318,6 +317,15 @@ zs_status zs_grad_set(zs_tensor *handle, const zs_tensor *grad)
     });
 }
 
+zs_status zs_grad_cast(zs_tensor *handle, zs_dtype dtype)
+{
+    return guarded([&] {
+        at::Tensor &grad = handle->tensor.mutable_grad();
+        if (grad.defined()) grad = grad.to(zs::scalar_type_of(dtype, grad.scalar_type()));
+        return ZS_OK;
+    });
+}
+
 zs_status zs_grad_is(const zs_tensor *handle, const zs_tensor *grad, bool *same)
 {
     return guarded([&] {
@@ -404,15 +412,6 @@ int64_t zs_next_node(void)
 bool zs_grad_mode(void)
 {
     return at::GradMode::is_enabled();
-}
-
-// There may be casts even if autocast is off: its context may be inside one that has it on.
-void zs_autocast_forget(void)
-{
-    (void)guarded([] {
-        at::autocast::clear_cache();
-        return ZS_OK;
-    });
 }
 
 void zs_py_set_raiser(void (*raise)(void))

@@ -58,7 +58,7 @@ def nested(name: str, value: Any) -> dict[str, Any]:
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ValueError, "enables fp16 and bf16: enable only one"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, NotImplementedError, "enable 'fp16'"),
         ({"gradient_allreduce_op": "sum"}, NotImplementedError, "multiply the loss by the number of ranks"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, NotImplementedError, "sums gradients in float32"),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, NotImplementedError, "must be 'fp32' with 'bf16' or 'fp16'"),
     ],
 )  # fmt: skip
 def test_invalid_keys_and_values_are_named(

@@ -33,7 +33,8 @@ def small_model(seed: int = 0) -> nn.Sequential:
 class Run:
     """An Accelerator with a model, an optimizer, a scheduler and a loader, prepared.
 
-    strategy: None for Accelerate's own DDP, otherwise the strategy that zshard uses.
+    strategy: None for Accelerate's own DDP, otherwise the strategy that zshard uses. options: more
+    arguments of FSDP(). arguments: of Accelerator().
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Run:
         size: int = 44,
         shuffle: bool = True,
         build: Callable[[], nn.Module] = small_model,
+        options: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
         from accelerate import Accelerator
@@ -53,7 +55,7 @@ class Run:
         set_seed(0)
         self.accelerator = Accelerator(cpu=True, **arguments)
         if strategy is not None:
-            zshard.accelerate.shard(self.accelerator, strategy=strategy)
+            zshard.accelerate.shard(self.accelerator, strategy=strategy, **(options or {}))
         model = build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=40)

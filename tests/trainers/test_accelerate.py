@@ -29,6 +29,7 @@ pytest.importorskip("accelerate", reason="needs zshard[trainers]: make test-trai
 import accelerate
 import transformers.modeling_utils
 from accelerated import Run, forget_accelerate, small_model
+from micro_batches import LOW, MICRO, STRATEGY, check_sums, full_grads
 
 import zshard
 import zshard.accelerate
@@ -104,6 +105,25 @@ def own_names(strategy: str) -> None:
 @ranks(2)
 def test_a_models_own_names_are_its_own(pool: RankPool, strategy: str) -> None:
     pool.run(own_names, strategy)
+
+
+def accumulated() -> list[torch.Tensor]:
+    run = Run(
+        STRATEGY,
+        size=8 * MICRO,
+        shuffle=False,
+        options={"mixed_precision": LOW},
+        gradient_accumulation_steps=MICRO,
+    )
+    for inputs, targets in run.loader:
+        with run.accelerator.accumulate(run.model):
+            run.accelerator.backward(F.mse_loss(run.model(inputs).float(), targets))
+    return full_grads(run.model)
+
+
+@ranks(2)
+def test_micro_batches_are_summed_in_float32(pool: RankPool) -> None:
+    pool.run(check_sums, accumulated)
 
 
 def compiled() -> float:

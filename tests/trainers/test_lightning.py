@@ -46,6 +46,7 @@ from lightning_runs import (
     trainer,
     weights,
 )
+from micro_batches import LOW, MICRO, STRATEGY, check_sums, full_grads
 
 import zshard
 from zshard.lightning import ZShardStrategy
@@ -203,6 +204,28 @@ def own_adamw(world: int, strategy: Any, accumulate: int) -> Any:
     return net.losses, weights(net)
 
 
+class Grads(Callback):
+    """Keeps the gradients of each optimizer step."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.found += full_grads(pl_module)
+
+
+def accumulated(world: int) -> list[torch.Tensor]:
+    given = {"sharding_strategy": STRATEGY, "mixed_precision": LOW}
+    grads, options = Grads(), {"accumulate_grad_batches": MICRO, "max_steps": 1}
+    made = trainer(given, world, callbacks=[grads], **options)
+    made.fit(Net(), data(2 * MICRO * 4))
+    return grads.found
+
+
+def check_accumulated(world: int) -> None:
+    check_sums(lambda: accumulated(world))
+
+
 def early_optimizer(world: int, strategy: Any) -> Any:
     """Return an optimizer with two groups, of parameters before sharding."""
     net = Net()
@@ -319,6 +342,10 @@ def test_own_units_in_configure_model() -> None:
 
 def test_second_fit_continues() -> None:
     assert equal(on_ranks(fit_twice, 2, "zshard"), on_ranks(fit_twice, 2, DDP))
+
+
+def test_micro_batches_are_summed_in_float32() -> None:
+    on_ranks(check_accumulated, 2)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -65,6 +65,9 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         self._norm: float | None = None
         self._scaler: GradScaler | None = None
         self._new_scaler()
+        if self._sizes.steps > 1 and settings.strategy in _ACCUMULATES:
+            with self.no_sync():
+                pass  # memory("predicted") counts the full gradients of rounds from now on
 
     # --- forward and backward ---------------------------------------------------------------------
 

@@ -144,6 +144,7 @@ def predict_memory(
     offload: OffloadLike | None = None,
     keep_gathered: bool | int | str = "auto",
     wire: str | Wire | None = None,
+    no_sync: bool = False,
 ) -> dict[str, int]:
     """Predict the memory that FSDP with these arguments takes on rank 0, in bytes by part.
 
@@ -166,6 +167,8 @@ def predict_memory(
         keep_gathered: as for FSDP. "auto" counts as False: what it keeps depends on what the first
             steps leave, and takes no more than that.
         wire: as for FSDP.
+        no_sync: True: steps accumulate micro-batches within no_sync(), so each rank has full
+            gradients, in the parameters' dtype, until the last backward. Default: False.
 
     Returns a dict like that of `model.memory("predicted")`, which ends with "total". Activations
     and torch's own memory are not included; with world size 1, gradients are torch's own as well.
@@ -184,6 +187,8 @@ def predict_memory(
     )
     world = _world(world_size, local_world_size, transport)
     made = dry_run_of(module, auto_wrap_policy, options, world)
+    for unit in made.units if no_sync else ():
+        unit.sync = False
     in_memory, elsewhere = (made.trained_bytes(where, size_of) for where in (False, True))
     return with_optimizer(made.predict(), in_memory, elsewhere)
 

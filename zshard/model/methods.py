@@ -158,7 +158,8 @@ class ModelMethods(ModelNamesFirst):
         Args:
             what: "now" (the default): what zshard holds now. "peak": the maximum of each part, and
                 of their total, since the model was wrapped. "predicted": what a step takes with the
-                current settings, if modules run in the order in which they are registered.
+                current settings, if modules run in the order in which they are registered; from
+                the first no_sync() on, with the full gradients of micro-batches within it.
 
         Returns:
             A dict of bytes:
@@ -258,8 +259,9 @@ class ModelMethods(ModelNamesFirst):
     def no_sync(self) -> Iterator[None]:
         """Context manager in which backward does not reduce gradients, as in DDP and FSDP1.
 
-        Inside it, `.grad` is this rank's own, unsharded gradient, accumulated over the backwards;
-        this takes memory for the full model's gradients. The next backward outside reduces the sum.
+        Inside it, `.grad` is this rank's own, unsharded gradient, accumulated over the backwards in
+        the parameter's dtype; this takes memory for the full model's gradients. The next backward
+        outside reduces the sum, which mixed precision casts once, as it is sent.
         Without no_sync(), each backward reduces and the accumulated gradient stays sharded, which
         takes no extra memory and gives the same gradient. Collective: use it on all ranks, and not
         inside a backward.
