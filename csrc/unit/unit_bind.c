@@ -388,7 +388,10 @@ zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst, zs_where
     bool readable = zs_unit_is_full(unit) && exact;
     if (base == NULL || !readable)
         return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not unsharded", zs_unit_label(unit->name));
-    if (flat->reordered && zs_flat_source(unit, flat)->full == NULL)
+    bool moved = unit->record.pinned && !zs_tensor_on_storage(param->tensor, flat->full);
+    if (moved) return zs_moved_error(unit, param, "while it was unsharded");
+    /* A pinned unit has a copy, which a script may have written to. */
+    if (unit->record.pinned || (flat->reordered && zs_flat_source(unit, flat)->full == NULL))
         return zs_tensor_read(param->tensor, 0, param->numel, dst, where);
     const zs_device *device = zs_context_device(unit->context);
     size_t begin = (size_t)param->offset * flat->layout.itemsize, bytes = (size_t)param->numel * flat->layout.itemsize;
