@@ -336,19 +336,10 @@ void zs_unit_set_exact(zs_unit *unit, bool exact)
     unit->exact = exact;
 }
 
-/* Puts a copy of this rank's own under the full storage, unless one is there. It is known as pinned. */
-static zs_status own_flat(zs_unit *unit, zs_flat *flat)
-{
-    ZS_TRY(copy_flat(unit, flat));
-    flat->full_mem->role = ZS_MEM_PINNED;
-    flat->full_mem->user = unit;
-    return ZS_OK;
-}
-
 zs_status zs_unit_copy_full(zs_unit *unit)
 {
     for (int f = 0; f < unit->n_flats; f++)
-        ZS_TRY(own_flat(unit, &unit->flats[f]));
+        ZS_TRY(copy_flat(unit, &unit->flats[f]));
     return ZS_OK;
 }
 

@@ -25,6 +25,7 @@ from zshard.units.units import (
     ATTRIBUTE,
     Hook,
     is_apart,
+    refuse_unsharded,
     state_of,
     units_of,
     without_memory,
@@ -72,6 +73,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 "ranks: build and wrap a second model, and load model.state_dict() into it on each "
                 "rank"
             )
+    refuse_unsharded((state for _, state in units), "copy a model")
     own.unit.engine.open()  # reshard what a forward has left unsharded in the compute dtype
     own.unit.engine.close()
     copied = copy_plain(model, memo)

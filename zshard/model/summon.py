@@ -24,7 +24,7 @@ from zshard.optim.step_digest import sum_of_bits
 from zshard.ranks.agreement import gather_bytes, take_from
 from zshard.ranks.ends import may_stay_open
 from zshard.units.shards import part_of
-from zshard.units.units import State, state_of, units_of
+from zshard.units.units import State, Summons, state_of, units_of
 
 _NONE, _SLICE, _LOCAL = range(3)
 
@@ -39,10 +39,17 @@ def full_params(
     writeback: keep what is written, else discard it. rank0_only: unshard on rank 0 only.
     with_grads: unshard `.grad` as well.
     """
+    if any(each.rank0_only for state in states for each in state.summons):
+        raise RuntimeError(
+            "summon_full_params() and apply() need all ranks, but were called within "
+            "summon_full_params(rank0_only=True): leave that context first"
+        )
     before = [] if writeback else _values(states)
     versions = [] if writeback else _versions(states)
     held: list[State] = []
     grads: list[_FullGrads] = []
+    for state in states:
+        state.summons.append(Summons(writeback, rank0_only))
     try:
         if with_grads:
             grads += [_FullGrads(state) for state in states]
@@ -71,6 +78,8 @@ def full_params(
             for param, value in before:
                 param.copy_(value)
         _set_versions(versions)
+        for state in states:
+            state.summons.pop()
 
 
 def _note_values(state: State) -> None:
@@ -88,13 +97,9 @@ def _values(states: list[State]) -> list[tuple[Tensor, Tensor]]:
     return [
         (param, param.detach().clone())
         for state in states
-        if state.unit.is_full and (state.unit.replicated or _is_pinned(state))
+        if state.unit.is_full and (state.unit.replicated or state.unit.is_pinned)
         for param in state.unit.params
     ]
-
-
-def _is_pinned(state: State) -> bool:
-    return any(_core.held_unit(param) is not None for param in state.unit.params[:1])
 
 
 def _versions(states: list[State]) -> list[tuple[Tensor, int]]:

@@ -39,7 +39,15 @@ from zshard.state.stand_ins import (
     current_copies,
 )
 from zshard.units.shards import part_of
-from zshard.units.units import State, is_unit, session, units_of, writing
+from zshard.units.units import (
+    State,
+    is_for_now,
+    is_unit,
+    refuse_unsharded,
+    session,
+    units_of,
+    writing,
+)
 from zshard.wrap.tree import UnitSpec
 
 
@@ -51,19 +59,21 @@ def attach(state: State, spec: UnitSpec) -> None:
     for index, ref in enumerate(spec.params):
         for owner, attribute in ref.owners:
             _places_of(owner)[attribute] = Place(state.unit, index, ref.param)
+    _attach_calls(spec, lambda module: bool(module._modules))  # a leaf's method is the entire call
+
+
+def _attach_calls(spec: UnitSpec, is_due: Callable[[nn.Module], bool]) -> None:
+    """Replace state_dict() of the unit's modules that are due, but of units."""
     for module in spec.module.modules():
         is_top = module is spec.module or is_unit(module)
-        is_leaf = not module._modules  # a single call covers it
-        if not (
-            is_top
-            or is_leaf
-            or isinstance(module.__dict__.get(_StateDictMethod.name), _StateDictMethod)
-        ):
+        known = isinstance(module.__dict__.get(_StateDictMethod.name), _StateDictMethod)
+        if not is_top and not known and is_due(module):
             module.__dict__[_StateDictMethod.name] = _StateDictMethod(module)
 
 
 def attach_replicated(spec: UnitSpec) -> None:
-    """Make a replicated unit note what is loaded into it."""
+    """Make a replicated unit note what is loaded into it, and copy what a context takes back."""
+    _attach_calls(spec, lambda _: True)
     for owner in {owner for ref in spec.params for owner, _ in ref.owners}:
         if _note_replicated not in owner._load_state_dict_post_hooks.values():
             owner.register_load_state_dict_post_hook(_note_replicated)  # type: ignore[no-untyped-call]
@@ -121,7 +131,21 @@ def whole_state_dict(
         finally:
             current_copies.reset(token)
     _refuse_shards(state)
+    _copy_what_is_for_now(module, state)
     return state
+
+
+def _copy_what_is_for_now(module: nn.Module, state: object) -> None:
+    """Replace aliases in a state dict by copies where a context, such as ema.swapped(), takes back
+    the parameters' values at its end."""
+    parts = [part_of(param) for param in module.parameters()]
+    states = {part.state for part in parts if part is not None}
+    if not any(is_for_now(each) for each in states if each is not None):
+        return
+    own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
+    for key, value in state.items() if isinstance(state, dict) else ():
+        if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in own:
+            state[key] = value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _settle_replicas(module: nn.Module) -> None:
@@ -135,7 +159,7 @@ def _settle_replicas(module: nn.Module) -> None:
 
 def _is_cast(param: nn.Parameter) -> bool:
     part = part_of(param)
-    return part is not None and param.dtype != part.dtype and _core.held_unit(param) is None
+    return part is not None and param.dtype != part.dtype
 
 
 def _refuse_shards(state: object) -> None:
@@ -231,6 +255,10 @@ class _LoadMethod(_OwnersMethod):
     ) -> None:
         _refuse_assignment(local_metadata)
         used = self.in_use()
+        states = [state for _, state in units_of(self.module)] if is_unit(self.module) else []
+        owners = (part_of(place.param) for place in used.values())
+        states += [part.state for part in owners if part is not None and part.state is not None]
+        refuse_unsharded(states, "load")
         loads: list[NotedLoad] = []
         with writing(place.unit for place in used.values() if planned_loads.get() is None):
             for place in used.values():

@@ -310,7 +310,7 @@ class OptimizerPlan:
         for param in params.values():
             part = part_of(param)
             if part is not None:
-                part.settle(param)
+                part.settle()
         found = [(n, p, part_of(p), state[n]) for n, p in params.items() if n in state]
         scalars = scalar_keys(
             (part.shape if part else tuple(p.shape), e) for _, p, part, e in found
