@@ -223,8 +223,13 @@ class EMA:
         """Return model.state_dict() with the average in place of the parameters: full tensors in
         the parameters' dtypes, which load into the plain model. Collective. Arguments and errors
         are those of swapped()."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
         with self.swapped(decay):
             state: dict[str, Any] = self.model.state_dict()
+            own = {each.untyped_storage()._cdata for each in tensors}
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.untyped_storage()._cdata in own:
+                    state[name] = value.clone()
         return state
 
     def prepare(self, to: str) -> None:

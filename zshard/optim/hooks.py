@@ -33,6 +33,7 @@ from zshard.optim.announce import say_step
 from zshard.optim.sharded_state import SCALARS, params_of, shard_state_of
 from zshard.optim.step_digest import note_step, note_values
 from zshard.optim.step_guard import check_step, end_step
+from zshard.units import returned
 from zshard.units.shards import Stepped, part_of, stepped_by, units_stepped_by
 from zshard.units.units import refuse_averaged, refuse_unsharded
 
@@ -144,6 +145,8 @@ def _before_step(
     """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
     parameters that unshard() has gathered. With a closure, which computes the gradients, the check
     runs after it."""
+    if returned.known:
+        returned.look()
     know(optimizer, in_step=True)
     _refuse_by_class(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -38,6 +38,7 @@ from zshard.state.stand_ins import (
     StandIns,
     current_copies,
 )
+from zshard.units.returned import note_given_back, note_returned
 from zshard.units.shards import part_of
 from zshard.units.units import (
     State,
@@ -59,32 +60,42 @@ def attach(state: State, spec: UnitSpec) -> None:
     for index, ref in enumerate(spec.params):
         for owner, attribute in ref.owners:
             _places_of(owner)[attribute] = Place(state.unit, index, ref.param)
-    _attach_calls(spec, lambda module: bool(module._modules))  # a leaf's method is the entire call
-
-
-def _attach_calls(spec: UnitSpec, is_due: Callable[[nn.Module], bool]) -> None:
-    """Replace state_dict() of the unit's modules that are due, but of units."""
     for module in spec.module.modules():
         is_top = module is spec.module or is_unit(module)
-        known = isinstance(module.__dict__.get(_StateDictMethod.name), _StateDictMethod)
-        if not is_top and not known and is_due(module):
+        is_leaf = not module._modules  # a single call covers it
+        if not (
+            is_top
+            or is_leaf
+            or isinstance(module.__dict__.get(_StateDictMethod.name), _StateDictMethod)
+        ):
             module.__dict__[_StateDictMethod.name] = _StateDictMethod(module)
 
 
 def attach_replicated(spec: UnitSpec) -> None:
     """Make a replicated unit note what is loaded into it, and copy what a context takes back."""
-    _attach_calls(spec, lambda _: True)
     for owner in {owner for ref in spec.params for owner, _ in ref.owners}:
         if _note_replicated not in owner._load_state_dict_post_hooks.values():
             owner.register_load_state_dict_post_hook(_note_replicated)  # type: ignore[no-untyped-call]
             owner.register_load_state_dict_pre_hook(_before_replicated)  # type: ignore[no-untyped-call]
+            owner.register_state_dict_post_hook(_copy_replicated)  # type: ignore[no-untyped-call]
 
 
 def _before_replicated(
-    module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *lists: object
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *lists: object
 ) -> None:
     """A pre-hook of nn.Module's loading."""
+    note_given_back(state.get(prefix + name) for name in module._parameters)
     _refuse_assignment(metadata)
+
+
+def _copy_replicated(module: nn.Module, state: Any, prefix: str, _metadata: object) -> None:
+    """A hook of nn.Module's saving. Aliases of the parameters would lose the values that a context,
+    such as ema.swapped(), takes back at its end."""
+    for name, param in module._parameters.items():
+        part, key = None if param is None else part_of(param), prefix + name
+        owner = None if part is None or part.is_cut else part.state
+        if owner is not None and key in state and is_for_now(owner):
+            state[key] = state[key].detach().clone()
 
 
 def _refuse_assignment(metadata: dict[str, Any]) -> None:
@@ -125,27 +136,15 @@ def whole_state_dict(
     cut = [s.unit for _, s in units_of(module) if not s.unit.replicated]
     with contextlib.ExitStack() as opened:
         begin = functools.partial(opened.enter_context, session(cut))
-        token = current_copies.set(FullCopies(module.parameters(), begin, keep))
+        copies = FullCopies(module.parameters(), begin, keep)
+        token = current_copies.set(copies)
         try:
             state = state_dict(*args, **kwargs)
         finally:
             current_copies.reset(token)
     _refuse_shards(state)
-    _copy_what_is_for_now(module, state)
+    note_returned(copies.owners, state)
     return state
-
-
-def _copy_what_is_for_now(module: nn.Module, state: object) -> None:
-    """Replace aliases in a state dict by copies where a context, such as ema.swapped(), takes back
-    the parameters' values at its end."""
-    parts = [part_of(param) for param in module.parameters()]
-    states = {part.state for part in parts if part is not None}
-    if not any(is_for_now(each) for each in states if each is not None):
-        return
-    own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
-    for key, value in state.items() if isinstance(state, dict) else ():
-        if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in own:
-            state[key] = value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _settle_replicas(module: nn.Module) -> None:
@@ -234,9 +233,12 @@ class _SaveMethod(_OwnersMethod):
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         used = self.in_use()
         params = (place.param for place in used.values())
-        copies = current_copies.get() or FullCopies(params, lambda: None)
+        around = current_copies.get()
+        copies = around or FullCopies(params, lambda: None)
         with StandIns(self.module, {name: copies.of(place) for name, place in used.items()}):
             self.original()(destination, prefix, keep_vars)
+        if around is None:
+            note_returned(copies.owners, destination)
 
 
 class _LoadMethod(_OwnersMethod):
@@ -258,7 +260,8 @@ class _LoadMethod(_OwnersMethod):
         states = [state for _, state in units_of(self.module)] if is_unit(self.module) else []
         owners = (part_of(place.param) for place in used.values())
         states += [part.state for part in owners if part is not None and part.state is not None]
-        refuse_unsharded(states, "load")
+        refuse_unsharded((each for each in states if each.summons), "load")
+        note_given_back(state_dict.get(prefix + name) for name in used)
         loads: list[NotedLoad] = []
         with writing(place.unit for place in used.values() if planned_loads.get() is None):
             for place in used.values():

@@ -12,7 +12,6 @@ to a Place; the first copy of a unit gathers the unit, for all places in the cal
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from zshard import _core
 from zshard.units.shards import part_of
-from zshard.units.units import is_elsewhere, unsharded, without_memory
+from zshard.units.units import State, is_elsewhere, unsharded, without_memory
 
 # Allowed queries: facts, and other tensors of its shape and dtype.
 _FACTS = {
@@ -194,12 +193,10 @@ class Place:
         return tuple(self.unit.param(self.index)["shape"])
 
 
-def copies_of(
-    unit: _core.Unit, wanted: Collection[int], keep: bool, gather: bool = True
-) -> dict[int, nn.Parameter]:
-    """Return full copies of the unit's parameters whose id is wanted, by id. Collective, with
-    `gather`. keep: otherwise they have shapes only."""
-    with unsharded(unit) if gather else contextlib.nullcontext():
+def copies_of(unit: _core.Unit, wanted: Collection[int], keep: bool) -> dict[int, nn.Parameter]:
+    """Return full copies of the unit's parameters whose id is wanted, by id. Collective. keep:
+    otherwise they have shapes only."""
+    with unsharded(unit):
         chosen = [(i, p) for i, p in enumerate(unit.params) if id(p) in wanted]
         return {id(param): _copy(unit, i, param, keep) for i, param in chosen}
 
@@ -230,26 +227,35 @@ class FullCopies:
         self._begin = begin
         self._keep = keep
         self._has_begun = False
-        self.made: dict[int, nn.Parameter] = {}
+        self._made: dict[int, nn.Parameter] = {}
+        self.owners: dict[int, State] = {}
+        """The units of the copies in the result, by the identity of the copies' storages."""
 
     def of(self, place: Place) -> nn.Parameter:
         """Return the copy of a parameter; the first one of a unit gathers it. Raises RuntimeError
         if another rank has been given all of it."""
         key = id(place.param)
-        if key not in self.made:
-            part = part_of(place.param)
-            away = part is not None and part.state is not None and is_elsewhere(part.state)
-            if away and self._keep:
-                raise RuntimeError(
-                    f"state_dict() needs the full '{place.name}', which is on rank 0 alone within "
-                    "summon_full_params(rank0_only=True): call it there, or omit rank0_only"
-                )
-            if not (away or place.unit.is_pinned or self._has_begun):
+        part = part_of(place.param)
+        state = None if part is None else part.state
+        if key not in self._made:
+            if state is not None and is_elsewhere(state):
+                return self._elsewhere(place)
+            if not (place.unit.is_pinned or self._has_begun):
                 self._has_begun = True
                 self._begin()
-            wanted = self._below | {key}
-            self.made.update(copies_of(place.unit, wanted, self._keep, not away))
-        return self.made[key]
+            self._made.update(copies_of(place.unit, self._below | {key}, self._keep))
+        copy = self._made[key]
+        if self._keep and state is not None and copy.numel() > 0:
+            self.owners[copy.untyped_storage()._cdata] = state
+        return copy
+
+    def _elsewhere(self, place: Place) -> nn.Parameter:
+        if self._keep:
+            raise RuntimeError(
+                f"state_dict() needs the full '{place.name}', which is on rank 0 alone within "
+                "summon_full_params(rank0_only=True): call it there, or omit rank0_only"
+            )
+        return without_memory(place.param, place.shape, place.param.device)
 
 
 current_copies: ContextVar[FullCopies | None] = ContextVar("zshard_state_dict", default=None)

@@ -103,6 +103,7 @@ class State:
     hooks: list[Hook] = field(default_factory=list)  # on the module, and on its submodules
     form: StateDictForm = field(default=StateDictForm())
     summons: list[Summons] = field(default_factory=list)  # the innermost last
+    told_of_writes: bool = False  # units/returned.py has warned
     whole_grads: bool = False  # within summon_full_params(with_grads=True)
     optimizer_peak: int = 0  # bytes, as memory() has seen them
     names: list[str] = field(init=False)  # of the parameters
