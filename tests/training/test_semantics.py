@@ -121,6 +121,40 @@ def test_tensor_hooks_see_the_full_local_gradient(pool2, combination, early):
     pool2.run(tensor_hooks, combination, early)
 
 
+def node_hooks(combination, module, early):
+    """Return what hooks on gradient nodes, and those over several tensors, see: how often, of how
+    many gradients; of a plain model and of a sharded one."""
+    seen = []
+    for model in (make(Stack), wrapped(Stack, combination, mixed_precision=module)):
+        calls, nodes, params = [], [], list(model.parameters())
+        if not early:
+            forward_backward(model, dist.get_rank())
+        for some in (params, list(model.blocks[1].parameters())):
+            register_multi_grad_hook(
+                some, lambda grads: calls.append(("all", sum(g is not None for g in grads)))
+            )
+            register_multi_grad_hook(some, lambda _: calls.append(("any", 1)), mode="any")
+        for param in params:
+            nodes.append(get_gradient_edge(param).node)
+            nodes[-1].register_hook(lambda *_: calls.append(("node", 1)))
+            nodes[-1].register_prehook(lambda *_: calls.append(("before node", 1)))
+        for _ in range(2):
+            forward_backward(model, dist.get_rank())
+        with torch.no_grad():
+            model(floats(0))
+        forward_backward(model, dist.get_rank())
+        seen.append(sorted(calls))
+    return seen
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_hooks_on_gradient_nodes_run_as_in_a_plain_model(pool2, combination, precision, early):
+    for plain, sharded in pool2.run(node_hooks, combination, precision, early):
+        assert sharded == plain and ("all", 38) in plain
+
+
 def accumulate_hooks(combination, early):
     """Post-accumulate hooks run once per backward and see the reduced shard."""
     rank, seen = dist.get_rank(), []

@@ -44,6 +44,12 @@ def full_params(
             "summon_full_params() and apply() need all ranks, but were called within "
             "summon_full_params(rank0_only=True): leave that context first"
         )
+    for state in states:
+        if state.unit.is_running and not state.unit.replicated:
+            raise RuntimeError(
+                f"cannot summon the parameters of unit '{state.unit.name or '(root)'}' in its own "
+                "forward, where they are full: call summon_full_params() before or after it"
+            )
     before = [] if writeback else _values(states)
     versions = [] if writeback else _versions(states)
     held: list[State] = []

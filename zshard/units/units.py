@@ -210,9 +210,10 @@ def refuse_averaged(units: Iterable[_core.Unit], what: str) -> None:
 
 def settle(model: nn.Module, to: str = "save") -> None:
     """Bring all parameters to their state between steps. Raise RuntimeError, which says that it is
-    too early `to` do something, during forward or backward, and as refuse_unsharded() does."""
+    too early `to` do something, during forward or backward, and as refuse_unsharded() does. to: with
+    "of" at its end, if it is something of the model's."""
     states = [state for _, state in units_of(model)]
-    refuse_unsharded(states, to)
+    refuse_unsharded(states, to.removesuffix(" of"))
     for state in states:
         try:
             state.unit.unpin()
