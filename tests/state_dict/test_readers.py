@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from compare import differences
 from models import COMBINATIONS, make, wrapped
-from scenarios import WIDTH, Stack, floats
+from scenarios import Stack, floats
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import zshard
@@ -248,7 +248,7 @@ LOADS = {"load", "load_part", "load_from_rank_0", "dcp_load", "save"}
 BETWEEN_STEPS = {"export", "averages", "update_averages", "step", "load_optimizer", "deepcopy"}
 
 TABLE = {
-    "in_forward": {"export", "summon", "averages", "update_averages"},
+    "in_forward": {"deepcopy", "export", "summon", "averages", "update_averages"},
     "in_backward": {"averages", "update_averages"},
     "summoned": {*BETWEEN_STEPS, *LOADS},
     "summoned_for_now": {*BETWEEN_STEPS, *LOADS},

@@ -74,6 +74,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 "rank"
             )
     refuse_unsharded((state for _, state in units), "copy a model")
+    if own.unit.in_forward and not own.unit.replicated:
+        raise RuntimeError("cannot copy a model during a step: copy it before its forward")
     own.unit.engine.open()  # reshard what a forward has left unsharded in the compute dtype
     own.unit.engine.close()
     copied = copy_plain(model, memo)

@@ -38,7 +38,7 @@ from zshard.state.stand_ins import (
     StandIns,
     current_copies,
 )
-from zshard.units.returned import note_given_back, note_returned
+from zshard.units.returned import note_returned, note_used
 from zshard.units.shards import part_of
 from zshard.units.units import (
     State,
@@ -84,7 +84,7 @@ def _before_replicated(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *lists: object
 ) -> None:
     """A pre-hook of nn.Module's loading."""
-    note_given_back(state.get(prefix + name) for name in module._parameters)
+    note_used(state.get(prefix + name) for name in module._parameters)
     _refuse_assignment(metadata)
 
 
@@ -261,7 +261,7 @@ class _LoadMethod(_OwnersMethod):
         owners = (part_of(place.param) for place in used.values())
         states += [part.state for part in owners if part is not None and part.state is not None]
         refuse_unsharded((each for each in states if each.summons), "load")
-        note_given_back(state_dict.get(prefix + name) for name in used)
+        note_used(state_dict.get(prefix + name) for name in used)
         loads: list[NotedLoad] = []
         with writing(place.unit for place in used.values() if planned_loads.get() is None):
             for place in used.values():

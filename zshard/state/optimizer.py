@@ -105,7 +105,7 @@ def tensors_in(state: object) -> Iterator[Tensor]:
 
 @functools.wraps(_torchs_load)
 def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
-    returned.note_given_back(tensors_in(state_dict.get("state")))
+    returned.note_used(tensors_in(state_dict.get("state")))
     returned.look()
     if not _has_parts(self):
         _torchs_load(self, state_dict)

@@ -24,7 +24,7 @@ from zshard.ranks.agreement import PublicCall, gather_bytes
 from zshard.ranks.transports import comm_for
 from zshard.state.optimizer import OptimizerPlan, gather, problems_with, taken, tensors_in
 from zshard.state.source import FromRank0, pending, told_by_rank_0
-from zshard.units.returned import note_given_back
+from zshard.units.returned import note_used
 from zshard.units.shards import part_of
 from zshard.units.units import plain_name, units_of
 
@@ -131,7 +131,7 @@ def by_name(
 ) -> dict[str, Any]:
     """Return a state dict of torch's format with names instead of numbers, without the optimizer's
     own tensors."""
-    note_given_back(tensors_in(numbered["state"]))  # DDP would return copies, too
+    note_used(tensors_in(numbered["state"]))  # these are no aliases under DDP either
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     for ours, given in zip(optimizer.param_groups, numbered["param_groups"], strict=True):

@@ -103,7 +103,7 @@ class State:
     hooks: list[Hook] = field(default_factory=list)  # on the module, and on its submodules
     form: StateDictForm = field(default=StateDictForm())
     summons: list[Summons] = field(default_factory=list)  # the innermost last
-    told_of_writes: bool = False  # units/returned.py has warned
+    knows_of_writes: bool = False  # units/returned.py has warned
     whole_grads: bool = False  # within summon_full_params(with_grads=True)
     optimizer_peak: int = 0  # bytes, as memory() has seen them
     names: list[str] = field(init=False)  # of the parameters
@@ -210,8 +210,8 @@ def refuse_averaged(units: Iterable[_core.Unit], what: str) -> None:
 
 def settle(model: nn.Module, to: str = "save") -> None:
     """Bring all parameters to their state between steps. Raise RuntimeError, which says that it is
-    too early `to` do something, during forward or backward, and as refuse_unsharded() does. to: with
-    "of" at its end, if it is something of the model's."""
+    too early `to` do something, during forward or backward, and as refuse_unsharded() does. to:
+    ends with "of" if it is something of the model's."""
     states = [state for _, state in units_of(model)]
     refuse_unsharded(states, to.removesuffix(" of"))
     for state in states:
