@@ -191,7 +191,7 @@ typedef struct zs_hook {
 
 /* Makes torch run `hook` after it accumulates each gradient of the leaf `tensor`. A hook that is already in torch's
  * single slot (a user's Python one) is kept, and zs_hook_run_users runs it. Cheap if ours is already there: call it
- * at every bind, as this also tells torch's gradient node of a tensor its new shape. */
+ * at every bind, as this also gives torch's gradient node of a tensor its new shape. */
 zs_status zs_hook_grad_ready(zs_tensor *tensor, const zs_hook *hook);
 
 /* Removes our hook and restores the user's. */

@@ -113,7 +113,7 @@ def is_plain(value: object) -> bool:
 
 
 def note_used(values: Iterable[object]) -> None:
-    """Forget state dicts of which a value is loaded, or which are for another purpose."""
+    """Forget state dicts if a value of theirs is loaded, or is for another purpose."""
     if known:
         plain = [each for each in values if is_plain(each)]
         used = {each.untyped_storage()._cdata for each in plain}  # type: ignore[attr-defined]
