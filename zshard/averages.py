@@ -28,7 +28,15 @@ from zshard.optim.sharded_state import zeros_side_by_side
 from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks
 from zshard.ranks.ends import may_stay_open
 from zshard.state.load_state_dict import comm_of
-from zshard.units.units import averaged, bare, refuse_averaged, session, settle, units_of
+from zshard.units.units import (
+    averaged,
+    bare,
+    refuse_averaged,
+    refuse_unsharded,
+    session,
+    settle,
+    units_of,
+)
 
 __all__ = ["EMA"]
 
@@ -117,6 +125,8 @@ class EMA:
         """
         refuse_averaged((state.unit for _, state in units_of(self.model)), "update()")
         self._refuse_in_step("update the averages of")
+        if _core.has_held_units():  # a rank that has all of a parameter would not notice
+            refuse_unsharded((state for _, state in units_of(self.model)), "update the averages")
         if (self.calls + 1) % self._every == 0:
             if self.updates == 0:
                 self._copy()

@@ -52,6 +52,7 @@ from zshard.ranks.wire import Wire, check_wire
 from zshard.state.module import whole_state_dict
 from zshard.strategy import strategy_of
 from zshard.units.open_forwards import call_guarded
+from zshard.units.returned import look, note_used
 from zshard.units.shards import sizes_for_torch
 from zshard.units.units import MADE, BufferSync, Options, is_unit, modules_of, state_of
 from zshard.wrap import plan_units
@@ -343,6 +344,8 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         Raises RuntimeError as nn.Module.load_state_dict does, and ValueError for assign=True.
         """
         state_dict = names_without_module(self, state_dict)
+        note_used(state_dict.values() if isinstance(state_dict, Mapping) else ())
+        look()
         with sizes_for_torch():
             return super().load_state_dict(state_dict, *args, **kwargs)
 

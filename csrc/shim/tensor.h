@@ -194,12 +194,8 @@ typedef struct zs_hook {
 
 /* Makes torch run `hook` after it accumulates each gradient of the leaf `tensor`. A hook that is already in torch's
  * single slot (a user's Python one) is kept, and zs_hook_run_users runs it. Cheap if ours is already there: call it
- * at every bind, as this also drops torch's gradient node of a tensor whose shape has changed. */
+ * at every bind, as this also gives torch's gradient node of a tensor its new shape. */
 zs_status zs_hook_grad_ready(zs_tensor *tensor, const zs_hook *hook);
-
-/* While `keep` is set on this thread, zs_hook_grad_ready keeps such a node and gives it the tensor's new shape: a
- * custom Function whose forward is running may have an edge to it. */
-void zs_grad_keep_nodes(bool keep);
 
 /* Removes our hook and restores the user's. */
 zs_status zs_hook_grad_remove(zs_tensor *tensor);

@@ -375,7 +375,7 @@ void zs_pinned_begin(void);
 
 /* The unit stops being pinned: for zs_unit_reshard, before the schedule clears record.pinned, and for freeing it. No-op
  * if it is not pinned. */
-void zs_pinned_end(zs_unit *unit);
+void zs_pinned_end(const zs_unit *unit);
 
 /* Bytes of the copy, if it lies in no slot. */
 size_t zs_pinned_bytes(const zs_unit *unit);

@@ -57,6 +57,7 @@ from zshard.checkpoint.write import (
 from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
+from zshard.units.returned import look
 from zshard.units.units import bare, refuse_averaged, settle, units_of
 
 __all__ = ["SaveHandle", "save"]
@@ -130,6 +131,7 @@ def save(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"zshard.save(): model must be an nn.Module, got {type(model).__name__}")
+    look()  # before the ranks begin, since it may raise
     model = bare(model)
     comm = ranks_of(model)
     copies = Replicas(model, comm)

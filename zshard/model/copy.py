@@ -27,6 +27,7 @@ from zshard.units.units import (
     Hook,
     class_of,
     is_apart,
+    refuse_unsharded,
     state_of,
     units_of,
     without_memory,
@@ -75,6 +76,9 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 "ranks: build and wrap a second model, and load model.state_dict() into it on each "
                 "rank"
             )
+    refuse_unsharded((state for _, state in units), "copy a model")
+    if own.unit.in_forward and not own.unit.replicated:
+        raise RuntimeError("cannot copy a model during a step: copy it before its forward")
     own.unit.engine.open()  # reshard what a forward has left unsharded in the compute dtype
     own.unit.engine.close()
     copied = copy_plain(model, memo)

@@ -24,7 +24,7 @@ from zshard.optim.step_digest import sum_of_bits
 from zshard.ranks.agreement import PublicCall, gather_bytes, take_from
 from zshard.ranks.ends import may_stay_open
 from zshard.units.shards import part_of
-from zshard.units.units import State, refuse_writes, state_of, units_of
+from zshard.units.units import State, Summons, refuse_writes, state_of, units_of
 
 _NONE, _SLICE, _LOCAL = range(3)
 
@@ -39,6 +39,17 @@ def full_params(
     writeback: keep what is written, else discard it. rank0_only: unshard on rank 0 only.
     with_grads: unshard `.grad` as well.
     """
+    if any(each.rank0_only for state in states for each in state.summons):
+        raise RuntimeError(
+            "summon_full_params() and apply() need all ranks, but were called within "
+            "summon_full_params(rank0_only=True): leave that context first"
+        )
+    for state in states:
+        if state.unit.is_running and not state.unit.replicated:
+            raise RuntimeError(
+                f"cannot summon the parameters of unit '{state.unit.name or '(root)'}' in its own "
+                "forward, where they are full: call summon_full_params() before or after it"
+            )
     if writeback:
         units = (state.unit for state in states)
         refuse_writes(units, "unsharding parameters without writeback=False")
@@ -46,6 +57,8 @@ def full_params(
     versions = [] if writeback else _versions(states)
     held: list[State] = []
     grads: list[_FullGrads] = []
+    for state in states:
+        state.summons.append(Summons(writeback, rank0_only))
     try:
         if with_grads:
             grads += [_FullGrads(state) for state in states]
@@ -63,6 +76,8 @@ def full_params(
         yield
     finally:
         with contextlib.ExitStack() as ends:  # all of them, also if one fails
+            for state in states:
+                ends.callback(state.summons.pop)
             ends.callback(_set_versions, versions)
             ends.callback(_restore, before)
             for each in grads:
@@ -96,13 +111,9 @@ def _values(states: list[State]) -> list[tuple[Tensor, Tensor]]:
     return [
         (param, param.detach().clone())
         for state in states
-        if state.unit.is_full and (state.unit.replicated or _is_pinned(state))
+        if state.unit.is_full and (state.unit.replicated or state.unit.is_pinned)
         for param in state.unit.params
     ]
-
-
-def _is_pinned(state: State) -> bool:
-    return any(_core.held_unit(param) is not None for param in state.unit.params[:1])
 
 
 def _versions(states: list[State]) -> list[tuple[Tensor, int]]:

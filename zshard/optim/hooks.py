@@ -33,8 +33,9 @@ from zshard.optim.announce import say_step
 from zshard.optim.sharded_state import SCALARS, entries_of, params_of, shard_state_of
 from zshard.optim.step_digest import note_step, note_values
 from zshard.optim.step_guard import check_step, end_step
-from zshard.units.shards import Stepped, stepped_by, units_stepped_by
-from zshard.units.units import refuse_averaged, refuse_writes
+from zshard.units import returned
+from zshard.units.shards import Stepped, part_of, stepped_by, units_stepped_by
+from zshard.units.units import refuse_averaged, refuse_unsharded, refuse_writes
 
 __all__ = [
     *("before_first_steps", "install", "install_steps", "is_older", "know", "know_again"),
@@ -145,6 +146,8 @@ def _before_step(
     parameters that unshard() has gathered. With a closure, which computes the gradients, the check
     runs after it."""
     refuse_writes(units_stepped_by(optimizer), "a step", optimizer)
+    if returned.known:
+        returned.look()
     know(optimizer, in_step=True)
     _refuse_by_class(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -263,14 +266,8 @@ def _codes_shards(cls: type) -> bool:
 
 
 def _refuse_held_units(optimizer: Optimizer) -> None:
-    for param in params_of(optimizer):
-        name = _core.held_unit(param)
-        if name is not None:
-            raise RuntimeError(
-                f"unit '{name or '(root)'}' is unsharded by unshard() or summon_full_params(), "
-                "so its parameters are copies and the update would be lost: call reshard() on "
-                "its module, or leave the context, before the optimizer's step"
-            )
+    states = (part.state for p in params_of(optimizer) if (part := part_of(p)) is not None)
+    refuse_unsharded((state for state in states if state is not None), "step")
 
 
 # --- torch's elementwise optimizers ---------------------------------------------------------------

@@ -121,6 +121,7 @@ def held_by(optimizer: Optimizer) -> list[HeldState]:
     return held_in(params_of(optimizer), optimizer.state)
 
 
+@plain()
 def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[HeldState]:
     """As held_by(), from parameters and an optimizer's state."""
     cut = [(param, part) for param in params if (part := part_of(param)) and part.is_cut]

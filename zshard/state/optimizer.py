@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,8 +53,9 @@ from zshard.optim.shared_state import FullState, read_full
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes
 from zshard.state.source import Copy, Source, filled, shard_of
 from zshard.state.stand_ins import Pending
+from zshard.units import returned
 from zshard.units.shards import Part, part_of, units_stepped_by
-from zshard.units.units import refuse_writes, writing
+from zshard.units.units import State, refuse_writes, writing
 
 __all__ = ["OptimizerPlan", "gather", "install", "problems_with", "taken"]
 
@@ -76,11 +77,39 @@ def _save(self: Optimizer) -> dict[str, Any]:
     if not _has_parts(self):
         return _torchs_save(self)
     with self.register_state_dict_post_hook(_gather_state, prepend=True):
-        return _torchs_save(self)
+        packed = _torchs_save(self)
+    _note_returned(self, packed)
+    return packed
+
+
+def _note_returned(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
+    """Have lost writes to the copies noticed; other tensors are the optimizer's own."""
+    numbers = _numbers(optimizer, packed)
+    found: dict[State, dict[str, Tensor]] = {}
+    for param in params_of(optimizer):
+        part, entries = part_of(param), packed["state"].get(numbers[id(param)])
+        state = part.state if part is not None and part.is_cut else None
+        own = optimizer.state.get(param, {})
+        for key, value in entries.items() if isinstance(entries, Mapping) else ():
+            if part is None or state is None or value is own.get(key):
+                continue
+            if returned.is_plain(value) and value.numel() > 0:
+                found.setdefault(state, {})[f"'{key}' of '{part.name}'"] = value
+    for state, tensors in found.items():
+        said = "optimizer.state_dict()", "optimizer.load_state_dict()"
+        returned.note(state, tensors, said)
+
+
+def tensors_in(state: object) -> Iterator[Tensor]:
+    """Yield the tensors of a state dict's "state"."""
+    for entries in state.values() if isinstance(state, Mapping) else ():
+        yield from entries.values() if isinstance(entries, Mapping) else ()
 
 
 @functools.wraps(_torchs_load)
 def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
+    returned.note_used(tensors_in(state_dict.get("state")))
+    returned.look()
     if not _has_parts(self):
         _torchs_load(self, state_dict)
         return
@@ -319,7 +348,7 @@ class OptimizerPlan:
         for param in params.values():
             part = part_of(param)
             if part is not None:
-                part.settle(param)
+                part.settle()
         found = [(n, p, part_of(p), state[n]) for n, p in params.items() if n in state]
         scalars = scalar_keys(
             (part.shape if part else tuple(p.shape), e) for _, p, part, e in found

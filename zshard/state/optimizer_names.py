@@ -24,8 +24,9 @@ from zshard import _core
 from zshard.optim.sharded_state import params_of, without_parameters
 from zshard.ranks.agreement import PublicCall, gather_bytes
 from zshard.ranks.transports import comm_for
-from zshard.state.optimizer import OptimizerPlan, gather, problems_with, taken
+from zshard.state.optimizer import OptimizerPlan, gather, problems_with, taken, tensors_in
 from zshard.state.source import FromRank0, pending, told_by_rank_0
+from zshard.units.returned import note_used
 from zshard.units.shards import part_of
 from zshard.units.units import plain_name, units_of
 
@@ -146,6 +147,7 @@ def by_name(
 ) -> dict[str, Any]:
     """Return a state dict of torch's format with names instead of numbers, without the optimizer's
     own tensors."""
+    note_used(tensors_in(numbered["state"]))  # these are no aliases under DDP either
     numbers = {number for group in numbered["param_groups"] for number in group["params"]}
     state: dict[Any, Any] = {
         key: _copy(value, optimizer.state.get(key))

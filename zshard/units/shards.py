@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zshard import _core
-from zshard.units.units import State, refuse_writes, writers
+from zshard.units.units import State, refuse_unsharded, refuse_writes, writers
 
 __all__ = [
     *("Part", "Stepped", "asked_for_size", "known_parts", "part_of", "remember_parts"),
@@ -209,19 +209,14 @@ class Part:
         own = unit.params[self.index].untyped_storage()
         return bool(own._cdata == tensor.untyped_storage()._cdata)
 
-    def settle(self, param: Tensor) -> None:
-        """Reshard a parameter that a forward has kept, so that `param` has its between-steps shape
-        and dtype. Raises RuntimeError if unshard() has gathered it, and during a forward or
-        backward."""
-        held = _core.held_unit(param)
-        if held is not None:
-            raise RuntimeError(
-                f"unit '{held or '(root)'}' is unsharded by unshard(): call reshard() on its "
-                "module before the optimizer's load_state_dict()"
-            )
-        unit = self.unit
-        if unit is not None and unit.is_full:
-            unit.unpin()
+    def settle(self) -> None:
+        """Reshard a parameter that a forward has kept, so that it has its between-steps shape and
+        dtype. Raises RuntimeError as refuse_unsharded() does, and during a forward or backward."""
+        state = self.state
+        if state is not None:
+            refuse_unsharded([state], "load an optimizer's state")
+            if state.unit.is_full:
+                state.unit.unpin()
 
 
 asked_for_size: weakref.WeakSet[Part] = weakref.WeakSet()

@@ -70,6 +70,13 @@ class Measurement(Protocol):
         """Return the same for a copy of the model."""
 
 
+class Summons(NamedTuple):
+    """A summon_full_params() that is open on all ranks."""
+
+    writeback: bool
+    rank0_only: bool
+
+
 class StateDictForm(NamedTuple):
     """The form of state_dict() of units.
 
@@ -98,6 +105,8 @@ class State:
     is_alone: bool = False  # there was no process group
     hooks: list[Hook] = field(default_factory=list)  # on the module, and on its submodules
     form: StateDictForm = field(default=StateDictForm())
+    summons: list[Summons] = field(default_factory=list)  # the innermost last
+    knows_of_writes: bool = False  # units/returned.py has warned
     whole_grads: bool = False  # within summon_full_params(with_grads=True)
     optimizer_peak: int = 0  # bytes, as memory() has seen them
     names: list[str] = field(init=False)  # of the parameters
@@ -148,8 +157,9 @@ def writing(units: Iterable[_core.Unit]) -> Iterator[None]:
 @contextlib.contextmanager
 def unsharded(unit: _core.Unit) -> Iterator[None]:
     """Context manager in which a unit's full parameters can be read, in their own dtype. As a
-    forward without gradients: over c10d all ranks run it together."""
-    with session([unit]):
+    forward without gradients: over c10d all ranks run it together. A pinned unit is read as it is,
+    with what a script has written to it, and alone."""
+    with contextlib.nullcontext() if unit.is_pinned else session([unit]):
         held = unit.is_full  # by a running forward, which continues with it
         unit.unshard(True)
         try:
@@ -159,25 +169,35 @@ def unsharded(unit: _core.Unit) -> Iterator[None]:
                 unit.reshard()
 
 
-def settle(model: nn.Module, to: str = "save") -> None:
-    """Bring all parameters to their state between steps. Raise RuntimeError, which says that it is
-    too early `to` do something, during forward or backward, and while unshard() or
-    summon_full_params() keeps parameters unsharded."""
-    for _, state in units_of(model):
-        held = [name for p in state.unit.params if (name := _core.held_unit(p)) is not None]
-        if held:
-            raise RuntimeError(
-                f"cannot {to} while unshard() or summon_full_params() keeps the parameters of unit "
-                f"'{held[0] or '(root)'}' unsharded: call reshard() or leave the context first"
-            )
-        try:
-            state.unit.unpin()
-        except RuntimeError as error:
-            raise RuntimeError(f"cannot {to} a model during a step: {error}") from None
-
+# --- what the parameters are at the moment --------------------------------------------------------
 
 averaged: set[int] = set()
 """The engines of models whose parameters are averages for now: within ema.swapped()."""
+
+
+def is_elsewhere(state: State) -> bool:
+    """Return whether summon_full_params(rank0_only=True) has the unit's parameters on rank 0."""
+    by_rank_0 = any(each.rank0_only for each in state.summons) and not state.unit.replicated
+    return by_rank_0 and not state.unit.is_pinned
+
+
+def is_for_now(state: State) -> bool:
+    """Return whether a context takes back at its end the values that the parameters have now."""
+    averages = state.unit.engine_id in averaged
+    return averages or any(not each.writeback for each in state.summons)
+
+
+def refuse_unsharded(states: Iterable[State], to: str) -> None:
+    """Raise RuntimeError, which says that it is too early `to` do something, while unshard() or
+    summon_full_params() keeps parameters unsharded: what it reads or writes would be this rank's
+    copy, or the shard that the copy replaces."""
+    for state in states:
+        if state.unit.is_pinned or is_elsewhere(state):
+            raise RuntimeError(
+                f"cannot {to} while unshard() or summon_full_params() keeps the parameters of unit "
+                f"'{state.unit.name or '(root)'}' unsharded: call reshard() or leave the context "
+                "first"
+            )
 
 
 def refuse_averaged(units: Iterable[_core.Unit], what: str) -> None:
@@ -215,6 +235,19 @@ def refuse_writes(
                 "given, so a restart would lose its steps: keep one module that contains all "
                 "models, and step it with one optimizer, with a param group for each model"
             )
+
+
+def settle(model: nn.Module, to: str = "save") -> None:
+    """Bring all parameters to their state between steps. Raise RuntimeError, which says that it is
+    too early `to` do something, during forward or backward, and as refuse_unsharded() does. to:
+    ends with "of" if it is something of the model's."""
+    states = [state for _, state in units_of(model)]
+    refuse_unsharded(states, to.removesuffix(" of"))
+    for state in states:
+        try:
+            state.unit.unpin()
+        except RuntimeError as error:
+            raise RuntimeError(f"cannot {to} a model during a step: {error}") from None
 
 
 def is_unit(module: nn.Module) -> bool:
