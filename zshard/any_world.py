@@ -13,7 +13,7 @@ import math
 import random
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from torch.utils.data import Sampler
 
 from zshard import _core
 from zshard.ranks.agreement import bytes_of
-from zshard.units.units import Options, is_unit, known_hooks, state_of
+from zshard.units.units import Options, State, is_unit, known_hooks, state_of
+from zshard.wrap.tree import UnitSpec
 
 NAME = "any-world"
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -49,12 +50,16 @@ def micro_batches_of(deterministic: str | None, micro_batches: int | None) -> in
 
 
 def check_any_world(
-    module: nn.Module, options: Sequence[Options], inner: Iterable[Options], device: str
+    module: nn.Module,
+    planned: Sequence[tuple[UnitSpec, Options]],
+    inner: Sequence[State],
+    device: str,
 ) -> None:
     """Raise NotImplementedError or ValueError if results of the model would depend on the number
-    of ranks all the same. options: of its units; inner: of units of earlier calls."""
+    of ranks all the same. planned: its units; inner: those of earlier calls."""
+    options = [each for _, each in planned]
     count = options[-1].micro_batches
-    if any(each.micro_batches != count for each in inner):
+    if any(state.options.micro_batches != count for state in inner):
         raise ValueError(
             "a unit of the model was sharded by another FSDP() call with another micro_batches: "
             "pass the same deterministic and micro_batches to all FSDP() calls of a model"
@@ -70,7 +75,15 @@ def check_any_world(
         raise ValueError(
             f"deterministic={NAME!r} adds gradients in float32: omit reduce_dtype={wire}"
         )
+    held = {id(ref.param) for spec, _ in planned for ref in spec.params}
+    held |= {id(param) for state in inner for param in state.unit.params}
     for name, param in module.named_parameters():
+        if param.requires_grad and id(param) not in held:
+            raise ValueError(
+                f"parameter '{name}' is ignored, but trains, so each rank would step it by its own "
+                f"gradients: with deterministic={NAME!r}, freeze it (requires_grad_(False)), or do "
+                "not ignore it"
+            )
         if param.requires_grad and param.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"deterministic={NAME!r} needs parameters in float32, but '{name}' has "

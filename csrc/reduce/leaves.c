@@ -48,7 +48,8 @@ zs_status zs_leaves_ready(zs_context *context)
     if (context->leaf != ZS_LEAF_BEGUN)
         return ZS_FAIL(ZS_ERR_STATE,
                        "a backward %s: with deterministic='any-world', run one for each number of `for index in "
-                       "model.micro_batches(step)`, within the loop",
+                       "model.micro_batches(step)`, within the loop; if it passes through several such models, as a "
+                       "GAN's does, zip() the micro_batches(step) of all of them",
                        context->leaf == ZS_LEAF_DONE ? "after that of the micro-batch" : "outside of a micro-batch");
     context->schedule.last_leaf = context->pass == zs_tree_passes(context->tree) - 1;
     return ZS_OK;

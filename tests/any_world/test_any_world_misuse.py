@@ -222,6 +222,7 @@ def writes(way: str) -> bool:
     model.way = "same"
     model.register_buffer("ema", torch.zeros(4))
     for each in (model, small()):
+        each.zero_grad()
         for _ in each.micro_batches(0):
             each(torch.ones(2, 4)).sum().backward()
         stepper(each).step()
@@ -236,6 +237,43 @@ def test_all_ways_to_change_a_buffer_are_refused(way: str, world: int) -> None:
     refused = way != "same"
     found = fork_ranks(writes, world, way, check=True)
     assert [each.value for each in found] == [refused] * world
+
+
+def adversaries(together: bool) -> str:
+    """Train a generator and a critic, with the micro-batches of both in the generator's step."""
+    generator, critic = small(), small()
+    for step in range(2):
+        for index in critic.micro_batches(step):
+            with torch.no_grad():
+                made = generator(torch.rand(2, 4))
+            (critic(made).mean() - critic(torch.rand(2, 4)).mean()).backward()
+        stepper(critic).step()
+        critic.zero_grad()
+        critic.requires_grad_(step == 0)
+        loops = [generator.micro_batches(step), critic.micro_batches(step)]
+        for _ in zip(*(loops if together else loops[:1]), strict=True):
+            critic(generator(torch.rand(2, 4)).square()).mean().backward()
+        critic.requires_grad_(True)
+        stepper(generator).step()
+        generator.zero_grad()
+        critic.zero_grad()
+    return digest_of(generator, digest_of(critic))
+
+
+def test_two_models_in_one_backward_need_the_micro_batches_of_both() -> None:
+    found = {each.value for n in (1, 2, 3) for each in fork_ranks(adversaries, n, True, check=True)}
+    assert len(found) == 1
+    for rank in fork_ranks(adversaries, 2, False):
+        assert rank.returncode != 0 and "zip() the micro_batches(step) of all" in rank.stderr
+
+
+def test_ignored_parameters_must_not_train() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    options: Any = {"deterministic": "any-world", "micro_batches": 4, "ignored_modules": [net[1]]}
+    with pytest.raises(ValueError, match=r"parameter '1\.weight' is ignored, but trains"):
+        FSDP(net, **options)
+    net[1].requires_grad_(False)
+    FSDP(net, **options)
 
 
 def norms() -> dict[str, float]:

@@ -168,10 +168,7 @@ class ShardingPlan:
         check_agreement(comm, facts)
         check_wire_over(comm, self.options.wire)
         check_any_world(
-            self.module,
-            [each for _, each in self.planned],
-            [state.options for _, state in self.inner],
-            settings.device,
+            self.module, self.planned, [state for _, state in self.inner], settings.device
         )
         self.comms = self._kept_comms(comms_for(groups, self.options.strategy, comm, given))
         with on_all_ranks(comm):
