@@ -33,7 +33,31 @@ class Shampoo(torch.optim.Optimizer):
                 p.sub_(p.grad / left.sqrt(), alpha=group["lr"] / group["step"])
 
 
+class Anchored(torch.optim.Optimizer):
+    """Begins from the parameters' values, in its state and beside it, and counts steps."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "step": 0})
+        self.anchors = [p.detach().clone() for g in self.param_groups for p in g["params"]]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["slow"] = p.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        anchors = iter(self.anchors)
+        for group in self.param_groups:
+            group["step"] += 1
+            for p, anchor in zip(group["params"], anchors, strict=False):
+                if p.grad is not None:
+                    slow = self.state[p]["slow"]
+                    p.sub_(p.grad + 0.1 * (p - anchor), alpha=group["lr"] / group["step"])
+                    slow.lerp_(p, 0.5)
+                    p.data = slow.clone()
+
+
 CLASSES = {
+    "Anchored": (Anchored, {"lr": 0.05}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.05}),
     "Muon": (torch.optim.Muon, {"lr": 0.05}),
     "Shampoo": (Shampoo, {"lr": 0.05}),
@@ -76,7 +100,7 @@ def test_bit_identical_to_ddp(pool, name, combination):
 
 @ranks(2)
 @pytest.mark.parametrize("combination", COMBINATIONS[:4], ids="-".join)
-@pytest.mark.parametrize("kind", ["Muon", "Shampoo"])
+@pytest.mark.parametrize("kind", ["Muon", "Shampoo", "Anchored"])
 def test_with_other_optimizers(pool, combination, kind):
     """Of these sizes DDP's gradients are aligned in memory, on which products depend."""
     pool.run(compares, "wide", combination, kind)
@@ -86,6 +110,48 @@ def values_after(combination):
     model = wrap("wide", combination)
     train(model, CASES["wide"], built(model, "Adafactor"), torch.distributed.get_rank())
     return full(model)
+
+
+class Mixed(nn.Module):
+    """A part that is sharded, and one that the script ignores and gives the same gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.beside = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.beside(self.inside(x))
+
+
+def steps_two_kinds(transport, kind, active):
+    plain = make(Mixed)
+    module = make(Mixed)
+    model = zshard.FSDP(module, ignored_modules=[module.beside], transport=transport)
+    optimizers = []
+    cls, options = CLASSES[kind]
+    for each in (plain, model):
+        given = [{"params": each.parameters()}]
+        optimizers.append(
+            cls(given, **options) if each is plain else zshard.WholeMatrix(cls, given, **options)
+        )
+        each.inside.requires_grad_(active != "beside")
+        each.beside.requires_grad_(active != "inside")
+    for step in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(torch.full((2, 6), 1.0 + step)).square().sum().backward()
+            optimizer.step()
+    assert_same(full(model), full(plain), kind)
+    assert differ(optimizers[1].state_dict(), optimizers[0].state_dict()) == []
+
+
+@pytest.mark.sampled(3)
+@ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("kind", ["Shampoo", "Anchored"])
+@pytest.mark.parametrize("active", ["both", "inside", "beside"])
+def test_parameters_of_two_kinds_take_one_step(pool, transport, kind, active):
+    pool.run(steps_two_kinds, transport, kind, active)
 
 
 @pytest.mark.parametrize("combination", HYBRID)

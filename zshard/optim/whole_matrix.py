@@ -11,7 +11,7 @@ import copy
 import inspect
 import io
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from zshard import _core
+from zshard.guard.slices import plain
+from zshard.guard.whole_values import full_tensor
 from zshard.optim.sharded_state import copied, other_state, params_of
 from zshard.optim.whole_steps import Stepping, WholeSteps, full_shape
 from zshard.ranks.agreement import PublicCall, gather_bytes
@@ -48,10 +50,12 @@ class WholeMatrix(Optimizer):
         params: parameters or param groups, sharded or not.
         options: the optimizer's.
 
-    step() and state_dict() are collective. state_dict() has the optimizer's state of the unsharded
+    The constructor, which reads full values one by one, step() and state_dict() are collective.
+    state_dict() has the optimizer's state of the unsharded
     model; load_state_dict() takes it on every rank.
 
-    Raises what the optimizer does; TypeError for one whose step requires a closure.
+    Raises what the optimizer does; TypeError for one whose step requires a closure. The step raises
+    NotImplementedError for parameters of models over several process groups.
     """
 
     steps_together = True  # ranks communicate in its step
@@ -61,8 +65,11 @@ class WholeMatrix(Optimizer):
         self, optimizer_class: Callable[..., Optimizer], params: ParamsT, **options: Any
     ) -> None:
         super().__init__(params, {})
+        name = getattr(optimizer_class, "__name__", str(optimizer_class))
+        self._steps = WholeSteps(f"WholeMatrix({name})", 2, sys.maxsize)
         groups = [self._proxied(group) for group in self.param_groups]
         self._inner = optimizer_class(groups, **options)
+        _forget_values(params_of(self._inner))
         closure = inspect.signature(self._inner.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise TypeError(
@@ -70,7 +77,6 @@ class WholeMatrix(Optimizer):
                 'does not support: use FSDP(..., strategy="no_shard")'
             )
         self.defaults = self._inner.defaults
-        self._steps = WholeSteps(f"WholeMatrix({type(self._inner).__name__})", 2, sys.maxsize)
         _copy_options(self._inner.param_groups, self.param_groups)
 
     @property
@@ -83,6 +89,7 @@ class WholeMatrix(Optimizer):
         super().add_param_group(param_group)
         if "_inner" in vars(self):
             self._inner.add_param_group(self._proxied(self.param_groups[-1]))
+            _forget_values(params_of(self._inner))
             _copy_options(self._inner.param_groups, self.param_groups)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -100,17 +107,29 @@ class WholeMatrix(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         _copy_options(self.param_groups, self._inner.param_groups)
-        params, proxies = list(params_of(self)), list(params_of(self._inner))
-        for proxy, is_own in zip(proxies, self._steps.is_owner(self._stepped()), strict=True):
+        stepped, proxies = self._stepped(), list(params_of(self._inner))
+        for proxy, is_own in zip(proxies, self._steps.is_owner(stepped), strict=True):
             if not is_own:  # from the constructor, or from before the model was sharded
                 self._inner.state.pop(proxy, None)
+        pairs = list(zip(params_of(self), proxies, strict=True))
+        others = [i for i, (param, _) in enumerate(pairs) if _comm_of(param) is not None]
+        if len({_comm_of(pairs[i][0]) for i in others}) > 1:
+            raise NotImplementedError(
+                "WholeMatrix() got parameters of models over several process groups: make one "
+                "optimizer for each process group"
+            )
+        beside = [(p, proxy) for p, proxy in pairs if _comm_of(p) is None and p.grad is not None]
+        jobs: list[_WholeJob] = []
 
         def job_of(active: list[int]) -> _WholeJob:
-            pairs = [(params[i], proxies[i]) for i in active]
-            return _WholeJob(self._inner, pairs)
+            jobs.append(_WholeJob(self._inner, [pairs[others[i]] for i in active], beside))
+            return jobs[0]
 
         with torch.no_grad():
-            self._steps.run(self._stepped(), job_of)
+            self._steps.run([stepped[i] for i in others], job_of)
+            if beside and not jobs:
+                with torch.inference_mode(False), plain():
+                    _WholeJob(self._inner, [], beside).compute({})
         _copy_options(self._inner.param_groups, self.param_groups)
         return loss
 
@@ -156,9 +175,11 @@ class WholeMatrix(Optimizer):
         return [Stepping(param, _cost(full_shape(param))) for param in params_of(self)]
 
     def _proxied(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a param group with a parameter of the full shape, without memory, for each of the
-        group's."""
-        proxies = [_proxy(param) for param in group["params"]]
+        """Return a param group with a full parameter for each of the group's: with its values where
+        this rank steps it, for optimizers that begin from them, and else zeros without memory.
+        Collective."""
+        owned = dict(zip(params_of(self), self._steps.is_owner(self._stepped()), strict=True))
+        proxies = [_proxy(param, owned[param]) for param in group["params"]]
         return {**{k: v for k, v in group.items() if k != "param_names"}, "params": proxies}
 
     def _gathered(self) -> StateByNumber:
@@ -188,8 +209,24 @@ def _cost(shape: Sequence[int]) -> int:
     return numel * (min(shape[0], numel // max(shape[0], 1)) if shape else 1)
 
 
-def _proxy(param: Tensor) -> nn.Parameter:
-    return nn.Parameter(_nothing(full_shape(param), param), param.requires_grad)
+def _comm_of(param: Tensor) -> _core.Comm | None:
+    """Return the transport of the ranks that step a parameter together; None: this rank alone."""
+    part = part_of(param)
+    return None if part is None or part.comm.world == 1 else part.comm
+
+
+def _proxy(param: Tensor, is_own: bool) -> nn.Parameter:
+    value = _nothing(full_shape(param), param)
+    comm = _comm_of(param)
+    if is_own or (comm is not None and comm.transport != "shm"):  # over shm, it reads alone
+        whole = full_tensor(param.detach())
+        value = whole if is_own else value
+    return nn.Parameter(value, param.requires_grad)
+
+
+def _forget_values(proxies: Iterable[Tensor]) -> None:
+    for proxy in proxies:
+        proxy.data = _nothing(proxy.shape, proxy)
 
 
 def _nothing(shape: Sequence[int], like: Tensor) -> Tensor:
@@ -213,10 +250,19 @@ def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) ->
 
 
 class _WholeJob:
-    """WholeMatrix's part of transfers.Job: what travels is a parameter with its gradient."""
+    """WholeMatrix's part of transfers.Job: what travels is a parameter with its gradient.
 
-    def __init__(self, inner: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._inner, self._pairs = inner, pairs
+    beside: parameters that this rank steps alone, which need no transfer. One step of the optimizer
+    takes them, too, as it may count steps in its param groups.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        beside: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        self._inner, self._pairs, self._beside = inner, pairs, beside
 
     def device(self, matrix: int) -> torch.device:
         return self._pairs[matrix][0].device
@@ -233,10 +279,14 @@ class _WholeJob:
             for i, proxy in proxies.items():
                 shape = proxy.shape
                 proxy.data, proxy.grad = inputs[i][0].view(shape), inputs[i][1].view(shape)
+            for param, proxy in self._beside:
+                proxy.data, proxy.grad = param.detach(), param.grad
             self._inner.step()  # also without any: some count steps in their param groups
+            for param, proxy in self._beside:
+                param.detach().copy_(proxy.detach())  # which may have other memory now
             return {i: proxy.detach().reshape(-1) for i, proxy in proxies.items()}
         finally:
-            for proxy in proxies.values():
+            for proxy in (*proxies.values(), *(proxy for _, proxy in self._beside)):
                 proxy.data, proxy.grad = _nothing(proxy.shape, proxy), None
 
     def take(self, matrix: int, result: Tensor) -> None:
