@@ -367,6 +367,51 @@ def test_unwritable_disk(tmp_path, in_backward):
     assert done.stdout.count("restart from a checkpoint") == 2, done.stdout + done.stderr
 
 
+def test_another_model_after_an_unwritable_disk(tmp_path):
+    """What was lost is gone with its model: the next one, in a better place, is as new."""
+    done = run_alone(
+        tmp_path,
+        """
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+        try:
+            optimizer.step()
+        except OSError as error:
+            print(error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        del model, optimizer
+        model, optimizer = wrap(offload=zshard.Offload(directory=sys.argv[1], cache=1 << 20))
+        grads(model)
+        optimizer.step()
+    """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("restart from a checkpoint") == 1, done.stdout
+
+
+def test_unreadable_disk(tmp_path):
+    """Every read of what the disk has lost is an error, not the first one alone: to touch it would
+    end the process."""
+    done = run_alone(
+        tmp_path,
+        """
+        import contextlib, os
+
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if "/zshard-" in os.readlink("/proc/self/fd/" + fd):
+                    os.ftruncate(int(fd), 4096)
+        for _ in range(3):
+            try:
+                model(torch.ones(1, 2048))
+            except OSError as error:
+                print(error)
+    """,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert done.stdout.count("cannot read back") == 3, done.stdout + done.stderr
+
+
 ALL = zshard.Offload(grads=True)
 HALF_OF_THE_STATE = zshard.Offload(params=False, fraction=0.5)
 BF16 = zshard.MixedPrecision(torch.bfloat16)

@@ -121,7 +121,7 @@ def test_tensor_hooks_see_the_full_local_gradient(pool2, combination, early):
     pool2.run(tensor_hooks, combination, early)
 
 
-def accumulate_hooks(combination, early):
+def accumulate_hooks(combination, when):
     """Post-accumulate hooks run once per backward and see the reduced shard."""
     rank, seen = dist.get_rank(), []
     model = make(Stack)
@@ -132,15 +132,18 @@ def accumulate_hooks(combination, early):
                 lambda p, name=name: seen.append((name, p.grad.shape == p.shape, p.grad.clone()))
             )
 
-    if early:
+    if when == "before wrapping":
         watch()
     model = FSDP(model, strategy=combination[0], transport=combination[1])
-    if not early:
+    if when == "after wrapping":
         watch()
     for step in range(3):
         seen.clear()
         model.zero_grad()
-        loss_of(model(floats(rank, step))).backward()
+        loss = loss_of(model(floats(rank, step)))
+        if when == "before backward" and step == 0:
+            watch()  # in torch's slot for ours, also where parameters stay unsharded since forward
+        loss.backward()
         params = dict(model.named_parameters())
         assert sorted(name for name, _, _ in seen) == sorted(params)
         for name, fits, grad in seen:
@@ -154,10 +157,10 @@ def one_batch(step, model, rank):
     loss_of(model(floats(rank, step))).backward()
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["before wrapping", "after wrapping"])
+@pytest.mark.parametrize("when", ["before wrapping", "after wrapping", "before backward"])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_post_accumulate_hooks_run_once_with_the_reduced_shard(pool2, combination, early):
-    pool2.run(accumulate_hooks, combination, early)
+def test_post_accumulate_hooks_run_once_with_the_reduced_shard(pool2, combination, when):
+    pool2.run(accumulate_hooks, combination, when)
 
 
 def optimizer_in_backward():
