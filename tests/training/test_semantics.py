@@ -11,7 +11,19 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from guarded import same
-from models import CASES, COMBINATIONS, Block, ddp, differences, loss_of, make, train, wrapped
+from models import (
+    CASES,
+    COMBINATIONS,
+    STRATEGIES,
+    TRANSPORTS,
+    Block,
+    ddp,
+    differences,
+    loss_of,
+    make,
+    train,
+    wrapped,
+)
 from scenarios import (
     FULL,
     WIDTH,
@@ -157,10 +169,20 @@ def one_batch(step, model, rank):
     loss_of(model(floats(rank, step))).backward()
 
 
-@pytest.mark.parametrize("when", ["before wrapping", "after wrapping", "before backward"])
+@pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_post_accumulate_hooks_run_once_with_the_reduced_shard(pool2, combination, when):
     pool2.run(accumulate_hooks, combination, when)
+
+
+def accumulate_hooks_late(transport):
+    for strategy in STRATEGIES:
+        accumulate_hooks((strategy, transport), "before backward")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_post_accumulate_hooks_may_be_set_between_forward_and_backward(pool2, transport):
+    pool2.run(accumulate_hooks_late, transport)
 
 
 def optimizer_in_backward():
