@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zshard._errors import did_you_mean
+from zshard.checkpoint.folder import absolute
 from zshard.checkpoint.load import load
 from zshard.checkpoint.save import save
 from zshard.fsdp import ARGUMENTS, FSDP
 from zshard.model.shard_model import broadcast_buffers
 from zshard.state import state_dict_form
 from zshard.state.optimizer import gather
-from zshard.units.units import is_unit, units_of
+from zshard.units.units import class_of, is_unit, units_of
 
 __all__ = [
     "RecomputePolicy",
@@ -102,7 +103,7 @@ class Sharding:
         for each, state in units_of(module):
             if state.comms.all.world != world:
                 raise ValueError(
-                    f"{type(each).__bases__[1].__name__} is sharded over "
+                    f"{class_of(each).__name__} is sharded over "
                     f"{state.comms.all.world} rank(s), but Lightning runs {world}: call "
                     "zshard.FSDP in configure_model() (in Fabric: after fabric.launch()), or leave "
                     "it to the strategy"
@@ -127,7 +128,7 @@ class Sharding:
         path: str = os.fspath(self.broadcast(given))
         chunks: list[bytes] = []
         if torch.distributed.get_rank() == 0:
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            os.makedirs(os.path.dirname(absolute(path)), exist_ok=True)
             if os.path.isfile(path):
                 os.unlink(path)
             data = io.BytesIO()
@@ -325,8 +326,7 @@ class _BackwardSync:
     """Fabric's no_backward_sync()."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = _unwrapped(module).no_sync()
-        return context if enabled else nullcontext()
+        return FSDP.no_sync(_unwrapped(module)) if enabled else nullcontext()
 
 
 class _Wrapper(nn.Module):

@@ -153,7 +153,9 @@ def on_all_ranks(comm: _core.Comm, fact: Callable[[], object] | None = None) -> 
     fact: its value must be equal on all ranks on exit.
 
     Raises a rank's own exception on that rank; on the others, one of the same kind (OSError,
-    RuntimeError, ...) that names the rank; DivergenceError if `fact` differs.
+    RuntimeError, ...) that names the rank; DivergenceError if `fact` differs. If the body
+    communicates, and a rank fails while the others are in a collective there, these raise
+    DivergenceError with the text of its exception.
     """
     error: Exception | None = None
     digest = b""
@@ -164,7 +166,16 @@ def on_all_ranks(comm: _core.Comm, fact: Callable[[], object] | None = None) -> 
         raise  # the others have the error
     except Exception as caught:
         error = caught
-    outcomes = comm.exchange(bytes([error is not None]) + digest.ljust(32, b"\0"))
+        said = f"raised {type(error).__name__}: {error}"
+        comm.publish_failure(said.encode(errors="replace").decode(errors="replace"))
+    try:
+        outcomes = comm.exchange(bytes([error is not None]) + digest.ljust(32, b"\0"))
+    except _core.DivergenceError:
+        if error is None:
+            raise
+        raise error  # noqa: B904 - the others, still in their bodies, have its text
+    if error is not None:
+        comm.publish_failure("")
     if any(outcome[0] for outcome in outcomes):
         _raise_on_all(comm, error)
     for rank, outcome in enumerate(outcomes):
