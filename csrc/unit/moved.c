@@ -102,10 +102,11 @@ static zs_status shape_error(const zs_unit *unit, const zs_param *param, const z
     if (!unit->record.is.replicated)
         snprintf(shard, sizeof shard, ", or in one dimension this rank's shard of %lld elements",
                  (long long)param->owned.numel);
-    return ZS_FAIL(ZS_ERR_VALUE,
-                   "parameter '%s' of unit '%s' was replaced (by p.data = ...) by a tensor of shape %s: expected its full "
-                   "shape %s%s",
-                   param->name, zs_unit_label(unit->name), found, wanted, shard);
+    return ZS_FAIL(
+        ZS_ERR_VALUE,
+        "parameter '%s' of unit '%s' was replaced (by p.data = ...) by a tensor of shape %s: expected its full "
+        "shape %s%s",
+        param->name, zs_unit_label(unit->name), found, wanted, shard);
 }
 
 static zs_status write_back_param(zs_unit *unit, zs_param *param)
