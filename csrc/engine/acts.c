@@ -147,7 +147,7 @@ static zs_status open_session(zs_schedule *schedule, const zs_entry *entry)
     return entry != NULL ? open_forward(engine, entry) : open_backward(engine);
 }
 
-/* A hook that a user registers takes the place of ours. Units that are sharded now get theirs back when they are bound. */
+/* A hook that a user registers takes the place of ours. Units that are sharded now get theirs back when bound. */
 static zs_status hook_full(const zs_engine *engine)
 {
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {

@@ -78,7 +78,7 @@ void zs_pager_remove(const char *ptr)
         zs_pager.mapped -= bytes_of(map);
         zs_pager_drop_map(&zs_pager.tables, map);
     }
-    if (zs_pager.tables.n_maps == 0) zs_pager.write_errno = 0; /* what was lost is nobody's any more */
+    if (zs_pager.tables.n_maps == 0) zs_pager.write_errno = 0; /* what was lost has no user any more */
     atomic_store(&n_maps_now, (int)zs_pager.tables.n_maps);
     pthread_cond_broadcast(&zs_pager.changed);
     pthread_mutex_unlock(&zs_pager.lock);
