@@ -159,7 +159,7 @@ static void sum_part(void *ctx, int64_t begin, int64_t end)
 }
 
 /* Elements of each host's sum at a time. */
-enum { CHUNK = 512, HOSTS = 8 }; /* of more hosts, chunks are shorter */
+enum { CHUNK = 512, ROOM = 8 * CHUNK }; /* of all hosts: of more than 8, chunks are shorter */
 
 /* The sources from `first` on of one host, unscaled, to `part`; NULL: none of them has anything. */
 static const void *sum_host(const zs_sum *sum, int first, int64_t at, int64_t n, void *part)
@@ -183,10 +183,9 @@ static void sum_hosts(void *ctx, int64_t begin, int64_t end)
 {
     const zs_sum *sum = ctx;
     const void *src[sum->world];
-    alignas(64) double parts[HOSTS * CHUNK];
     const int hosts = sum->world / sum->per_host;
-    const int64_t chunk =
-        hosts > HOSTS ? HOSTS * CHUNK / hosts : CHUNK; /* the stack is a thread's of torch or OpenMP */
+    const int64_t fits = hosts < ROOM ? ROOM / hosts : 1, chunk = fits < CHUNK ? fits : CHUNK;
+    alignas(64) double parts[hosts < ROOM ? ROOM : hosts]; /* the stack is a thread's of torch or OpenMP */
     zs_sum all = *sum;
     all.src = src;
     all.dtype = zs_dtype_of_partial_sum(sum->dtype);

@@ -147,12 +147,12 @@ static zs_status open_session(zs_schedule *schedule, const zs_entry *entry)
     return entry != NULL ? open_forward(engine, entry) : open_backward(engine);
 }
 
-/* A hook that a user registers takes the place of ours. Other units get theirs back whenever they are bound. */
-static zs_status hook_fixed(const zs_engine *engine)
+/* A hook that a user registers takes the place of ours. Units that are sharded now get theirs back when bound. */
+static zs_status hook_full(const zs_engine *engine)
 {
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
         zs_unit *unit = zs_engine_unit(engine, i);
-        for (int64_t p = 0; unit->record.is.fixed && p < unit->n_params; p++)
+        for (int64_t p = 0; zs_unit_is_full(unit) && p < unit->n_params; p++)
             if (zs_tensor_alive(unit->params[p].tensor)) ZS_TRY(engine->context.calls->hook_param(unit, p));
     }
     return ZS_OK;
@@ -164,7 +164,7 @@ static zs_status ready_backward(zs_engine *engine)
     ZS_TRY(zs_leaves_ready(&engine->context));
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         ZS_TRY(zs_in_backward_begin(zs_engine_unit(engine, i)));
-    ZS_TRY(hook_fixed(engine));
+    ZS_TRY(hook_full(engine));
     ZS_TRY(zs_join_backward(engine));
     if (zs_join_follows(engine)) return ZS_OK; /* there is no backward of torch's */
     return engine->hooks->backward_end(engine);

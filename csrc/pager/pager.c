@@ -78,6 +78,7 @@ void zs_pager_remove(const char *ptr)
         zs_pager.mapped -= bytes_of(map);
         zs_pager_drop_map(&zs_pager.tables, map);
     }
+    if (zs_pager.tables.n_maps == 0) zs_pager.write_errno = 0; /* what was lost has no user any more */
     atomic_store(&n_maps_now, (int)zs_pager.tables.n_maps);
     pthread_cond_broadcast(&zs_pager.changed);
     pthread_mutex_unlock(&zs_pager.lock);
@@ -152,7 +153,6 @@ static zs_status check(zs_pager_range *r)
     errno = zs_pager.write_errno;
     if (errno != 0) return ZS_FAIL_ERRNO(LOST);
     errno = r->error;
-    r->error = 0; /* the next one tries again */
     return errno != 0 ? ZS_FAIL_ERRNO("offload: cannot read back from disk") : ZS_OK;
 }
 
@@ -202,8 +202,8 @@ static void leave_range(zs_pager_range *r, bool changed)
 {
     if (r->users > 0 && --r->users == 0 && r->lent) zs_pager.n_at_work--;
     if (r->users > 0 || (r->state != READY && r->state != COLD)) return;
-    if (r->lent && !changed) {
-        zs_pager_make_cold(r);
+    if (r->error != 0 || (r->lent && !changed)) {
+        zs_pager_make_cold(r); /* where it could not be read, the next one tries again */
     } else {
         if (r->state == COLD) zs_pager.resident += r->bytes;
         if (r->lent) zs_pager.n_unsent++;

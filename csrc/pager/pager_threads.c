@@ -39,6 +39,7 @@ void zs_pager_make_cold(zs_pager_range *r)
     if (r->lent && r->dirty) zs_pager.n_unsent--;
     zs_pager_buffer_give(r->buffer, r->ptr, r->bytes);
     r->buffer = NULL;
+    r->error = 0;
     r->dirty = false;
     r->state = COLD;
 }

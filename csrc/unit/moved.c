@@ -9,6 +9,7 @@
 #include "device/device.h"
 #include "unit/context.h"
 
+#include <stdio.h>
 #include <string.h>
 
 zs_status zs_moved_error(const zs_unit *unit, const zs_param *param, const char *when)
@@ -75,6 +76,39 @@ static bool same_sizes(const zs_tensor_info *info, int ndim, const int64_t *size
     return info->ndim == ndim && memcmp(info->sizes, sizes, (size_t)ndim * sizeof *sizes) == 0;
 }
 
+/* Has it the shape of this rank's shard, or is it that in one dimension? Elements in another shape are in another
+ * order. */
+static bool is_shard(const zs_unit *unit, const zs_param *param, const zs_tensor_info *info)
+{
+    if (unit->record.is.replicated || info->numel != param->owned.numel) return false;
+    return info->ndim > 0 ? info->sizes[0] == info->numel : param->ndim == 0;
+}
+
+static void print_shape(const zs_tensor_info *info, char *text, size_t room)
+{
+    size_t used = (size_t)snprintf(text, room, "(");
+    for (int d = 0; d < info->ndim && d < ZS_MAX_DIM && used < room; d++)
+        used += (size_t)snprintf(text + used, room - used, d > 0 ? ", %lld" : "%lld", (long long)info->sizes[d]);
+    if (used < room) snprintf(text + used, room - used, info->ndim == 1 ? ",)" : ")");
+}
+
+static zs_status shape_error(const zs_unit *unit, const zs_param *param, const zs_tensor_info *info)
+{
+    char found[128], wanted[128], shard[80] = "";
+    zs_tensor_info full = {.ndim = param->ndim};
+    memcpy(full.sizes, param->sizes, (size_t)param->ndim * sizeof *param->sizes);
+    print_shape(info, found, sizeof found);
+    print_shape(&full, wanted, sizeof wanted);
+    if (!unit->record.is.replicated)
+        snprintf(shard, sizeof shard, ", or in one dimension this rank's shard of %lld elements",
+                 (long long)param->owned.numel);
+    return ZS_FAIL(
+        ZS_ERR_VALUE,
+        "parameter '%s' of unit '%s' was replaced (by p.data = ...) by a tensor of shape %s: expected its full "
+        "shape %s%s",
+        param->name, zs_unit_label(unit->name), found, wanted, shard);
+}
+
 static zs_status write_back_param(zs_unit *unit, zs_param *param)
 {
     zs_flat *flat = &unit->flats[param->flat];
@@ -96,12 +130,7 @@ static zs_status write_back_param(zs_unit *unit, zs_param *param)
                        param->name, zs_unit_label(unit->name));
     char *dst = zs_flat_home(flat) + (size_t)param->in_shard.begin * flat->layout.itemsize;
     bool whole = same_sizes(&info, param->ndim, param->sizes);
-    if (!whole && info.numel != param->owned.numel)
-        return ZS_FAIL(ZS_ERR_VALUE,
-                       "parameter '%s' of unit '%s' was replaced by a tensor of %lld elements: expected its full shape "
-                       "(%lld elements) or this rank's shard (%lld elements)",
-                       param->name, zs_unit_label(unit->name), (long long)info.numel, (long long)param->numel,
-                       (long long)param->owned.numel);
+    if (!whole && !is_shard(unit, param, &info)) return shape_error(unit, param, &info);
     int64_t begin = whole ? param->owned.begin : 0;
     ZS_TRY(zs_tensor_read(param->tensor, begin, param->owned.numel, dst, device->where));
     return zs_unit_bind_local(unit, param);

@@ -27,18 +27,22 @@ static zs_status cast(const zs_unit *unit, const zs_flat *flat, void *dst, int64
     return zs_device_cast(zs_context_device(unit->context), ZS_STREAM_COMPUTE, &job);
 }
 
+static zs_status cast_shard(const zs_unit *unit, const zs_flat *flat)
+{
+    ZS_TRY(zs_pager_want(flat->mem.shard, flat->mem.shard_bytes, ZS_PAGER_READ));
+    zs_status status = zs_pager_want(flat->low.shard, flat->low.shard_bytes, ZS_PAGER_WRITE);
+    if (status == ZS_OK) {
+        status = cast(unit, flat, flat->low.shard, flat->layout.shard_numel);
+        zs_pager_done(flat->low.shard, flat->low.shard_bytes);
+    }
+    zs_pager_done(flat->mem.shard, flat->mem.shard_bytes);
+    return status;
+}
+
 zs_status zs_unit_cast(const zs_unit *unit)
 {
-    for (int f = 0; f < unit->n_flats; f++) {
-        const zs_flat *flat = &unit->flats[f];
-        if (flat->low.mem == NULL) continue;
-        ZS_TRY(zs_pager_want(flat->mem.shard, flat->mem.shard_bytes, ZS_PAGER_READ));
-        ZS_TRY(zs_pager_want(flat->low.shard, flat->low.shard_bytes, ZS_PAGER_WRITE));
-        zs_status status = cast(unit, flat, flat->low.shard, flat->layout.shard_numel);
-        zs_pager_done(flat->mem.shard, flat->mem.shard_bytes);
-        zs_pager_done(flat->low.shard, flat->low.shard_bytes);
-        ZS_TRY(status);
-    }
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].low.mem != NULL) ZS_TRY(cast_shard(unit, &unit->flats[f]));
     return ZS_OK;
 }
 

@@ -131,6 +131,7 @@ static void lay_out_gradients(zs_unit *unit)
     int trainable = 0;
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
+        flat->wire_shard_bytes = 0; /* a thaw that fails takes a place in the bucket back */
         if (!flat->trainable) continue;
         flat->trainable_index = trainable++;
         flat->wire_shard_bytes = (size_t)flat->layout.shard_numel * flat->wire_size;

@@ -77,6 +77,20 @@ def test_sum_in_rank_order(device: Device, dtype: torch.dtype, world: int) -> No
             assert torch.equal(dst, want)
 
 
+@pytest.mark.parametrize("hosts", [2, 9, 4096, 4097, 9000])
+def test_sum_host_by_host(device: Device, hosts: int) -> None:
+    """Of any number of hosts, also of more than there is room for on a small stack."""
+    torch.manual_seed(hosts)
+    numel = 1025 if hosts < 10 else 33
+    few = [torch.randn(numel).bfloat16() for _ in range(7)]
+    sources = [few[r % 7] for r in range(2 * hosts)]
+    parts = [few[r % 7].float() + few[(r + 1) % 7].float() for r in range(0, 2 * hosts, 2)]
+    dst = torch.randn(numel)
+    want = expected_sum(parts, dst, 0.25, False)
+    device.sum(sources, dst, 0.25, False, per_host=2)
+    assert torch.equal(dst, want)
+
+
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("to", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -23,6 +23,7 @@ class Sum(ctypes.Structure):
         ("scale", ctypes.c_double),
         ("accumulate", ctypes.c_bool),
         ("per_host", ctypes.c_int),
+        ("tree", ctypes.c_void_p),
         ("squares", ctypes.c_void_p),
     )
 
@@ -60,11 +61,18 @@ class Device:
         self._lib = ctypes.CDLL(str(library))
         self._lib.zs_cpu_norm.restype = ctypes.c_double
 
-    def sum(self, sources: Sequence[Tensor | None], dst: Tensor, scale: float, add: bool) -> None:
+    def sum(
+        self,
+        sources: Sequence[Tensor | None],
+        dst: Tensor,
+        scale: float,
+        add: bool,
+        per_host: int = 0,
+    ) -> None:
         pointers = [None if s is None else s.data_ptr() for s in sources]
         array = (ctypes.c_void_p * len(pointers))(*pointers)
         dtypes = DTYPES[source_dtype(sources, dst)], DTYPES[dst.dtype]
-        job = Sum(array, len(pointers), dst.data_ptr(), dst.numel(), *dtypes, scale, add)
+        job = Sum(array, len(pointers), dst.data_ptr(), dst.numel(), *dtypes, scale, add, per_host)
         self._lib.zs_cpu_sum(ctypes.byref(job))
 
     def cast(self, dst: Tensor, src: Tensor) -> None:

@@ -11,7 +11,19 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from guarded import same
-from models import CASES, COMBINATIONS, Block, ddp, differences, loss_of, make, train, wrapped
+from models import (
+    CASES,
+    COMBINATIONS,
+    STRATEGIES,
+    TRANSPORTS,
+    Block,
+    ddp,
+    differences,
+    loss_of,
+    make,
+    train,
+    wrapped,
+)
 from scenarios import (
     FULL,
     WIDTH,
@@ -158,7 +170,7 @@ def test_hooks_on_gradient_nodes_run_as_in_a_plain_model(pool2, combination, pre
         assert sharded == plain and ("all", 20) in plain
 
 
-def accumulate_hooks(combination, early):
+def accumulate_hooks(combination, when):
     """Post-accumulate hooks run once per backward and see the reduced shard."""
     rank, seen = dist.get_rank(), []
     model = make(Stack)
@@ -169,15 +181,18 @@ def accumulate_hooks(combination, early):
                 lambda p, name=name: seen.append((name, p.grad.shape == p.shape, p.grad.clone()))
             )
 
-    if early:
+    if when == "before wrapping":
         watch()
     model = FSDP(model, strategy=combination[0], transport=combination[1])
-    if not early:
+    if when == "after wrapping":
         watch()
     for step in range(3):
         seen.clear()
         model.zero_grad()
-        loss_of(model(floats(rank, step))).backward()
+        loss = loss_of(model(floats(rank, step)))
+        if when == "before backward" and step == 0:
+            watch()  # in torch's slot for ours, also where parameters stay unsharded since forward
+        loss.backward()
         params = dict(model.named_parameters())
         assert sorted(name for name, _, _ in seen) == sorted(params)
         for name, fits, grad in seen:
@@ -191,10 +206,20 @@ def one_batch(step, model, rank):
     loss_of(model(floats(rank, step))).backward()
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["before wrapping", "after wrapping"])
+@pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_post_accumulate_hooks_run_once_with_the_reduced_shard(pool2, combination, early):
-    pool2.run(accumulate_hooks, combination, early)
+def test_post_accumulate_hooks_run_once_with_the_reduced_shard(pool2, combination, when):
+    pool2.run(accumulate_hooks, combination, when)
+
+
+def accumulate_hooks_late(transport):
+    for strategy in STRATEGIES:
+        accumulate_hooks((strategy, transport), "before backward")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_post_accumulate_hooks_may_be_set_between_forward_and_backward(pool2, transport):
+    pool2.run(accumulate_hooks_late, transport)
 
 
 def optimizer_in_backward():

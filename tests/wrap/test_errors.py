@@ -436,6 +436,8 @@ def change_and_use(what, strategy):
     old = param.data.clone()
     if what == "shape":
         param.data = torch.zeros(100)
+    elif what == "order":
+        param.data = torch.zeros(3, 2)
     elif what == "double":
         model.double()
     elif what == "parameter":
@@ -454,7 +456,8 @@ def change_and_use(what, strategy):
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
-        ("shape", ValueError, ("'1.weight'", "100 elements", "6", "its full shape")),
+        ("shape", ValueError, ("'1.weight'", "shape (100,)", "its full shape (2, 3)")),
+        ("order", ValueError, ("'1.weight'", "shape (3, 2)", "its full shape (2, 3)")),
         ("double", ValueError, ("'0.weight'", "changed its dtype", "before FSDP")),
         ("parameter", ValueError, ("'1.weight'", "replaced")),
     ],
