@@ -13,6 +13,7 @@ from compare import assert_same
 from models import Net, make
 from nursery import fork_ranks
 from spawn import ranks
+from torch import nn
 
 import zshard
 from zshard import FSDP, AdamW, Exported
@@ -99,6 +100,26 @@ def sends_changes(transport):
 @pytest.mark.parametrize("transport", BOTH)
 def test_only_what_has_changed(pool, transport):
     pool.run(sends_changes, transport)
+
+
+@pytest.mark.parametrize("kind", ["strided", "expanded", "negative", "conjugate"])
+def test_a_changed_view_is_sent(kind):
+    """Their memory is not that of their values."""
+    model, since, values = nn.Module(), Exported(), torch.randn(8, dtype=torch.complex64)
+    other = values.real.clone()
+    view, changed = {
+        "strided": lambda: (other[::2], other.index_fill(0, torch.tensor([6]), 5.0)[::2]),
+        "expanded": lambda: (other[:1].expand(1 << 22), other[1:2].expand(1 << 22)),
+        "negative": lambda: (other, torch._neg_view(other)),
+        "conjugate": lambda: (values, values.conj()),
+    }[kind]()
+    model.register_buffer("b", view)
+    expected = view.clone()
+    same(joined(zshard.export(model, since=since)), {"b": expected})
+    assert joined(zshard.export(model, since=since)) == {}
+    model.b = changed
+    expected = changed.resolve_neg().resolve_conj().clone()
+    same(joined(zshard.export(model, since=since)), {"b": expected})
 
 
 def one_rank_broke(transport):

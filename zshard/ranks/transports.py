@@ -114,7 +114,7 @@ def _within(groups: Groups, comm: _core.Comm, settings: CommSettings) -> _core.C
     if len(set(kinds)) == 1:
         return found
     _warn(
-        comm.rank,
+        groups.world,
         "shard groups use transport='c10d', because shm, which is faster, is not available to "
         f"that of rank {kinds.index('c10d')}: see its own warning. Pass transport='c10d' to "
         "silence this",
@@ -196,8 +196,7 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
     _set_stopped_aside()
     key = (id(group), _BESIDE, CPU)
     if key not in _entries:
-        # The model's kind of transport, where possible.
-        kind = "c10d" if comm.transport in ("c10d", "hosts") else "auto"
+        kind = "c10d" if comm.transport in ("c10d", "hosts") else "auto"  # the model's
         patience = max(comm.timeout, _PATIENCE)
         try:
             _entries[key] = _connection(group, lambda: _connect(group, kind, patience, True))
@@ -302,7 +301,7 @@ def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) 
             if not beside:  # the other one's waits are on another thread
                 answer_stalls(met, group)
             return met
-        _fall_back(met, wanted, rank)
+        _fall_back(met, wanted, group)
         hosts = met.hosts
     own = new_group(group, CPU)
     if not beside and (wanted == "hosts" or (wanted == "auto" and len(set(hosts)) > 1)):
@@ -315,7 +314,7 @@ def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) 
                 f"transport='hosts' is not available: {comm}. Pass transport='auto' or 'c10d'"
             )
         _warn(
-            rank,
+            group,
             "transport='c10d' sends more between hosts than transport='hosts', which is not "
             f"available: {comm}. Pass transport='c10d' to silence this warning",
         )
@@ -325,7 +324,7 @@ def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) 
     return comm
 
 
-def _fall_back(refusal: Refusal, wanted: Asked, rank: int) -> None:
+def _fall_back(refusal: Refusal, wanted: Asked, group: Group) -> None:
     """Warn on one rank that c10d replaces shm. Raises RuntimeError on all ranks if shm was
     requested, or c10d would fail too."""
     if wanted == "shm":
@@ -338,16 +337,22 @@ def _fall_back(refusal: Refusal, wanted: Asked, rank: int) -> None:
         )
     if len(set(refusal.hosts)) == 1:
         _warn(
-            rank,
+            group,
             "ranks of one host use transport='c10d', because shm, which is faster, is not "
             f"available: {refusal.reason}. Pass transport='c10d' to silence this warning",
         )
 
 
-def _warn(rank: int, text: str) -> None:
-    """Warn on the first rank of a group."""
-    if rank == 0:
-        warn(text, RuntimeWarning)
+def _warn(group: Group, text: str) -> None:
+    """Warn on the first rank; if a script has made warnings errors, raise on all. Collective."""
+    raised: list[Warning] = []
+    try:
+        if dist.get_rank(group) == 0:
+            warn(text, RuntimeWarning)
+    except RuntimeWarning as error:
+        raised.append(error)
+    for each in gather_objects(raised, group)[0]:
+        raise each
 
 
 def new_group(group: Group, device: str, backend: str | None = None) -> Group:
@@ -376,7 +381,7 @@ def connect_gpu(device: str, group: Group, wanted: Asked, timeout: float) -> _co
     kind = "nccl" if options is not None else kind
     if kind == "auto" and (sharing := _sharing_a_gpu(control, device)) is not None:
         _warn(
-            control.rank,
+            group,
             f"ranks {sharing[0]} and {sharing[1]} share a GPU, which NCCL does not support: all "
             "ranks use transport='c10d' with gloo, which copies through the host. Give each rank a "
             "GPU of its own, or pass transport='c10d' to silence this warning",
@@ -405,8 +410,7 @@ def _gpu_id(device: str) -> bytes:
 
 
 def _sharing_a_gpu(control: _core.Comm, device: str) -> tuple[int, int] | None:
-    """Return the first two ranks that share a GPU, which NCCL rejects; None if each has its own.
-    Collective."""
+    """Return the first two ranks that share a GPU, which NCCL rejects, or None. Collective."""
     ids = control.exchange(_gpu_id(device))
     return next(((ids.index(gpu), r) for r, gpu in enumerate(ids) if ids.index(gpu) < r), None)
 
