@@ -17,6 +17,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP, AdamW, Exported
+from zshard.weights import send
 
 BOTH = ["shm", "c10d"]
 
@@ -263,6 +264,31 @@ def sends_to_group(transport):
 @pytest.mark.parametrize("transport", BOTH)
 def test_broadcasts(transport):
     fork_ranks(in_group, 4, sends_to_group.__name__, transport, check=True, timeout=120)
+
+
+class TooLarge(torch.Tensor):
+    """A bucket for which the group's device has no memory."""
+
+    def to(self, *_):
+        raise MemoryError("on purpose")
+
+
+def sender_lacks_memory():
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            room = send.flat_for
+            patch.setattr(send, "flat_for", lambda batch: room(batch).as_subclass(TooLarge))
+            with pytest.raises(MemoryError, match="on purpose"):
+                zshard.export(make(Net)).broadcast()
+        zshard.export(make(Net)).broadcast()
+    else:
+        with pytest.raises(RuntimeError, match=r"the sender's export failed.*on purpose"):
+            joined(zshard.receive_export())
+        assert joined(zshard.receive_export()).keys() == make(Net).state_dict().keys()
+
+
+def test_a_sender_without_memory_tells_the_receivers():
+    fork_ranks(in_group, 2, sender_lacks_memory.__name__, check=True, timeout=60)
 
 
 def receiver_leaves():

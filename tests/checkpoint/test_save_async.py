@@ -120,7 +120,7 @@ def test_one_at_a_time(pool, tmp_path):
     assert first.keys() == third.keys() and differences(first, third) != []
 
 
-def test_a_save_goes_on_if_the_wait_for_it_is_interrupted(tmp_path):
+def test_a_save_continues_if_the_wait_for_it_is_interrupted(tmp_path):
     """The next save waits for it again: it has the same memory."""
     model, waits = nn.Linear(4, 4), []
     with Held() as held:
@@ -137,7 +137,8 @@ def test_a_save_goes_on_if_the_wait_for_it_is_interrupted(tmp_path):
         saving._thread.join = interrupted
         with pytest.raises(KeyboardInterrupt):
             zshard.save(tmp_path / "b", model, asynchronous=True)
-        zshard.save(tmp_path / "b", model, asynchronous=True).wait()
+        last = zshard.save(tmp_path / "b", model, asynchronous=True)
+    last.wait()
     assert waits[:2] == [False, False] and inside(tmp_path) == ["a", "b"]
 
 

@@ -106,7 +106,7 @@ def ranks_of(comm: _core.Comm) -> list[int]:
 def _within(groups: Groups, comm: _core.Comm, settings: CommSettings) -> _core.Comm:
     """Return the transport of a shard group. All shard groups use the same kind: shards are laid
     out for it, and all ranks reduce together."""
-    if groups.shard_group is None or settings[2] != CPU:
+    if groups.shard_group is None or groups.world is None or settings[2] != CPU:
         return comm_for(groups.shard_group, *settings)
     with on_all_ranks(comm):
         found = comm_for(groups.shard_group, *settings)
