@@ -108,7 +108,8 @@ class Training:
             timeout=60,
         )
         self.optimizer = OPTIMIZERS[plan.optimizer](list(self.model.parameters()))
-        self.kept = zshard.Keep(self.model, self.optimizer) if kept else None
+        own = (self.model, self.optimizer)
+        self.kept = zshard.Keep(*own, name=f"round {plan.number}") if kept else None
 
     def loss(self, step: int, scale: float = 1.0) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * self.plan.number + 10 * step + self.rank)

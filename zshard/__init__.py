@@ -146,10 +146,10 @@ else:
     def __getattr__(name: str) -> object:
         if name not in _LATER:
             from zshard._errors import did_you_mean, warn
-            from zshard._removed import removal
+            from zshard._removed import REMOVED, removal
 
             text = removal(name)
-            if text is not None:
+            if text is not None and name in REMOVED:
                 warn(text)  # `from zshard import ...` replaces the text of the error below
             hint = did_you_mean(name, [*__all__, *_LATER]) if not name.startswith("__") else ""
             text = text or f"module 'zshard' has no attribute '{name}'{hint}"

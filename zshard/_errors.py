@@ -35,9 +35,16 @@ class ShardError(RuntimeError):
 def did_you_mean(given: str, names: Iterable[str], likeness: float = 0.6) -> str:
     """Return the end of an error that names what `given` may be a slip of; "" if nothing is like
     it. likeness: difflib's ratio."""
-    names = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(given.lower(), names, 1, likeness)
-    return f": did you mean '{names[near[0]]}'?" if near else ""
+    names, given = {name.lower(): name for name in names}, given.lower()
+    near = difflib.get_close_matches(given, names, 3, likeness)
+    if not near:
+        return ""
+
+    def rank(name: str) -> tuple[float, bool]:
+        ratio = difflib.SequenceMatcher(None, name, given).ratio()
+        return ratio, name[:1] == given[:1]  # of two that are as near
+
+    return f": did you mean '{names[max(near, key=rank)]}'?"
 
 
 _PACKAGE = os.path.dirname(__file__) + os.sep

@@ -1,4 +1,4 @@
-"""Public names that were removed, and what to use instead: for one version, their error says so.
+"""Names that zshard does not have, and what to use instead, which their error says.
 
 A key is what follows "zshard.": a name, or "<class>.<method>" of a class whose __getattr__ looks.
 """
@@ -12,7 +12,22 @@ REMOVED = {
     "share_comm_ctx": "models over the same ranks, which share a transport without it",
 }
 
+ELSEWHERE = {
+    "accelerator": "torch.accelerator",
+    "checkpointing": "torch.utils.checkpoint",
+    "comm": "torch.distributed",
+    "get_accelerator": "torch.accelerator",
+    "moe": "experts of your own: zshard shards them as any other module",
+    "ops": "zshard.AdamW, or the section 'optimizer' of the config",
+    "pipe": "another strategy of zshard: it has no pipelines",
+    "runtime": "the sections of the config, such as 'scheduler'",
+    "utils": "zshard.full_tensor(p).float() for safe_get_full_fp32_param(p)",
+}
+"""What scripts written for another library look for in it, which torch has, or zshard elsewhere."""
+
 
 def removal(name: str) -> str | None:
-    """Return the error's text for the use of a name; None if it was not removed."""
+    """Return the error's text for the use of a name; None if neither table has it."""
+    if name in ELSEWHERE:
+        return f"zshard has no '{name}': use {ELSEWHERE[name]}"
     return f"zshard.{name} was removed in 0.1.0: use {REMOVED[name]}" if name in REMOVED else None

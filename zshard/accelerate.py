@@ -8,7 +8,7 @@ DDP.
 The accelerator stays the same object; its class becomes a subclass of its own. There,
 prepare_model() calls FSDP(model) and then the original method, as for a model without DDP, so
 autocast and torch.compile still apply. Everything else that an Accelerator does reaches the model
-through methods that FSDP also has (no_sync, state_dict, clipping).
+through methods that FSDP also has (state_dict, clipping).
 """
 
 from __future__ import annotations
@@ -157,6 +157,12 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
             for model in filter(_is_sharded, self._models):
                 broadcast_buffers(bare(model))
 
+    def no_sync(self, model: nn.Module) -> Any:
+        """Context manager in which backward does not reduce the model's gradients. Accelerate's own
+        would call a method of the model, which may have another one of that name."""
+        sharded: Any = bare(model)
+        return FSDP.no_sync(sharded) if _is_sharded(model) else super().no_sync(model)
+
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: object
     ) -> Any:
@@ -236,7 +242,7 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
                 for model in () if even else joinables:
                     own = [each for each in optimizers if _steps(each, model)]
                     sharded: Any = bare(model)
-                    joined.enter_context(sharded.join(*own))
+                    joined.enter_context(FSDP.join(sharded, *own))
                 yield
         finally:
             for each, value in zip(samplers, before, strict=True):

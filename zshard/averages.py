@@ -28,7 +28,15 @@ from zshard.optim.sharded_state import zeros_side_by_side
 from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks
 from zshard.ranks.ends import may_stay_open
 from zshard.state.load_state_dict import comm_of
-from zshard.units.units import averaged, bare, refuse_averaged, session, settle, units_of
+from zshard.units.units import (
+    averaged,
+    bare,
+    refuse_averaged,
+    refuse_unsharded,
+    session,
+    settle,
+    units_of,
+)
 
 __all__ = ["EMA"]
 
@@ -117,6 +125,8 @@ class EMA:
         """
         refuse_averaged((state.unit for _, state in units_of(self.model)), "update()")
         self._refuse_in_step("update the averages of")
+        if _core.has_held_units():  # a rank that has all of a parameter would not notice
+            refuse_unsharded((state for _, state in units_of(self.model)), "update the averages")
         if (self.calls + 1) % self._every == 0:
             if self.updates == 0:
                 self._copy()
@@ -203,21 +213,26 @@ class EMA:
                 live.restore(engines.values())
                 averaged.difference_update(engines)
                 raise
-        raised = True
+        known = (_core.PeerError, _core.DivergenceError)
+        body: BaseException | None = None
         try:
             yield
-            raised = False
+        except BaseException as error:
+            body = error
+            raise
         finally:
-            # The error of the body comes first; the transport may be broken by it.
-            known = (_core.PeerError, _core.DivergenceError) if raised else ()
-            with PublicCall("ema.swapped()"), contextlib.suppress(*known):
+            # The error of the body comes first. After one of `known`, other ranks do not meet here.
+            meets = not isinstance(body, known)
+            with PublicCall("ema.swapped()"), contextlib.suppress(*(known if body else ())):
                 try:
-                    self._meet(engines.values())
+                    if meets:
+                        self._meet(engines.values())
                 finally:
                     averaged.difference_update(engines)
                     live.restore(engines.values())
-                self._meet(engines.values())  # a backward may read peers' shards at once
-                self._gather_kept()
+                if meets:
+                    self._meet(engines.values())  # a backward may read peers' shards at once
+                    self._gather_kept()
 
     def state_dict(self, decay: float | None = None) -> dict[str, Any]:
         """Return model.state_dict() with the average in place of the parameters: full tensors in
@@ -294,6 +309,7 @@ class _Live:
         self, model: nn.Module, params: list[nn.Parameter], averages: list[Tensor]
     ) -> None:
         self._params, self._averages = params, averages
+        self._units = [state.unit for _, state in units_of(model)]
         with torch.no_grad(), plain():
             self._values = [param.detach().clone() for param in params]
             self._buffers = [
@@ -311,6 +327,8 @@ class _Live:
     def restore(self, engines: Any) -> None:
         """Undo it, whatever has happened. For autograd, nothing was written."""
         try:
+            for unit in self._units:
+                unit.unpin(False)  # a forward has kept it for a backward, or unshard()
             self._write(engines, self._values)
         finally:
             versions = torch._C._autograd._unsafe_set_version_counter

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,8 @@ from zshard.guard.outside import NoDdp, refuse_ddp_around
 from zshard.memory.fits import parse_keep, parse_limit
 from zshard.model.copy import copy_model
 from zshard.model.methods import ModelMethods
-from zshard.model.shard_model import MADE, FsdpSettings, refuse_half, shard_model
+from zshard.model.own_names import refuse_names, warn_of_clashes, yields_to_the_model
+from zshard.model.shard_model import FsdpSettings, refuse_half, shard_model
 from zshard.model.summon import own_unit_as_on_rank_0
 from zshard.offload import offload_of, offload_on
 from zshard.optim.step_guard import OnNonfinite, checks_of
@@ -51,8 +52,9 @@ from zshard.ranks.wire import Wire, check_wire
 from zshard.state.module import whole_state_dict
 from zshard.strategy import strategy_of
 from zshard.units.open_forwards import call_guarded
+from zshard.units.returned import look, note_used
 from zshard.units.shards import sizes_for_torch
-from zshard.units.units import BufferSync, Options, is_unit, modules_of, state_of
+from zshard.units.units import MADE, BufferSync, Options, is_unit, modules_of, state_of
 from zshard.wrap import plan_units
 from zshard.wrap.initial_values import check_module, check_values, split_ignored
 
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
 _M = TypeVar("_M", bound=nn.Module)
 
 
+@yields_to_the_model
 class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
     """Wrap a module for sharded data-parallel training, in place, and return it.
 
@@ -172,7 +175,8 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
             checkpoints stay exact. No effect on one host; not supported over "c10d". Default: None,
             exact.
         timeout: seconds that one wait for another rank may take. Default: None, the environment
-            variable ZSHARD_TIMEOUT, else the process group's timeout.
+            variable ZSHARD_TIMEOUT, else that of units inside, else the process group's. Models
+            that share their ranks keep their own timeouts; units of one model have the same.
         forward_sync_buffers: True: broadcast buffers from rank 0 in each forward. "training": only
             in forwards with gradients, as DDP does it (not after a forward within no_sync()), so
             that one rank may evaluate alone. Default: False; "training" in trainers' adapters.
@@ -255,6 +259,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         trace.start_if_asked()
         check_use_orig_params(use_orig_params)
         check_module(module)
+        refuse_names(module)
         refuse_half(module)
         device = device_of(module, either(device_id=device_id, device_ids=one_device(device_ids)))
         prefetches = forward_prefetch or device != CPU  # on GPUs a late gather stalls the GPU
@@ -280,6 +285,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
         planned = [(spec, unit_options(spec, options)) for spec in specs]
+        warn_of_clashes(FSDP, [spec.module for spec in specs])
         settings = FsdpSettings(
             *(device, process_group, device_mesh, transport, timeout, param_init_fn),
             *(sync_module_states, forward_sync_buffers, ignored[0], limit, checks),
@@ -338,6 +344,8 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         Raises RuntimeError as nn.Module.load_state_dict does, and ValueError for assign=True.
         """
         state_dict = names_without_module(self, state_dict)
+        note_used(state_dict.values() if isinstance(state_dict, Mapping) else ())
+        look()
         with sizes_for_torch():
             return super().load_state_dict(state_dict, *args, **kwargs)
 
@@ -373,6 +381,12 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         a moving average of the weights. Gradients are not copied, as nn.Parameter copies none.
         Collective: call it on all ranks."""
         return copy_model(self, memo)
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            "a sharded model cannot be copied by copy.copy(), as both would write to the same "
+            "shards: use copy.deepcopy(model), on all ranks"
+        )
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError("a sharded model cannot be pickled; save model.state_dict() instead")

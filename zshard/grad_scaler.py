@@ -21,6 +21,7 @@ from zshard.guard.slices import grads_of, plain
 from zshard.optim.announce import say_unscale
 from zshard.optim.in_backward import refuse_scaler, watch_scaled
 from zshard.optim.sharded_state import params_of
+from zshard.ranks.agreement import PublicCall
 
 _torchs_unscale: Callable[..., dict[torch.device, torch.Tensor]] = getattr(
     torch.amp.GradScaler, "_unscale_grads_", None
@@ -73,6 +74,7 @@ def unscale(optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, allow_fp1
         _unscale_on_all(scaler, optimizer, owners, inv_scale, found, allow_fp16)
 
 
+@PublicCall("scaler.unscale_()")
 def _unscale_on_all(
     self: torch.amp.GradScaler,
     optimizer: torch.optim.Optimizer,

@@ -1,8 +1,8 @@
 """Mixed precision: the dtypes for computing with parameters and for reducing gradients.
 
 Between steps, parameters, gradients and optimizer state keep the model's dtype (float32, say). A
-unit's forward and backward use a cast copy; gradients are sent in the reduce dtype and summed in
-float32.
+unit's forward and backward use a cast copy; gradients are sent in the reduce dtype, and the ranks'
+are summed in float32. Sums over micro-batches have the model's dtype.
 """
 
 from __future__ import annotations

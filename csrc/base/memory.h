@@ -14,8 +14,7 @@ typedef enum zs_mem_role {
     ZS_MEM_PLAIN,
     ZS_MEM_SHARD,
     ZS_MEM_GRAD_SHARD,
-    ZS_MEM_LOCAL_GRAD,
-    ZS_MEM_PINNED
+    ZS_MEM_LOCAL_GRAD
 } zs_mem_role;
 
 struct zs_device;

@@ -43,6 +43,28 @@ void zs_comm_set_near(zs_comm *comm, zs_comm *near)
     near->patience = 10; /* longer than an unreachable store, and a rank that may still exit, keep c10d waiting */
 }
 
+static _Thread_local char this_thread;
+
+zs_status zs_comm_enter(zs_comm *comm)
+{
+    const void *none = NULL;
+    if (comm->ops->mapped) return ZS_OK;
+    if (atomic_load(&comm->user) != &this_thread && !atomic_compare_exchange_strong(&comm->user, &none, &this_thread))
+        return ZS_FAIL(
+            ZS_ERR_STATE,
+            "two threads of rank %d communicate with the same ranks over transport '%s' at a time, and other "
+            "ranks may do so in another order; use models from one thread, pass each model a process_group= "
+            "of its own, or pass transport='shm'",
+            comm->rank, comm->ops->name);
+    comm->entered++;
+    return ZS_OK;
+}
+
+void zs_comm_leave(zs_comm *comm)
+{
+    if (!comm->ops->mapped && --comm->entered == 0) atomic_store(&comm->user, NULL);
+}
+
 bool zs_comm_shares_memory(const zs_comm *comm)
 {
     return comm->ops->mapped && comm->world > 1;
@@ -86,12 +108,15 @@ zs_status zs_comm_align(zs_comm *comm)
 {
     enum { MODELS, OWN, ALL = OWN + ZS_NUMBERS };
     const zs_flat_ops *ops = comm->ops->flats;
-    uint64_t mine[ALL] = {[MODELS] = comm->models}, all[comm->world][ALL];
+    uint64_t mine[ALL] = {[MODELS] = comm->models}, (*all)[ALL] = calloc((size_t)comm->world, sizeof *all);
+    if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the numbers of %d ranks", comm->world);
     if (ops->numbers != NULL) ops->numbers(comm, mine + OWN);
-    ZS_TRY(zs_comm_exchange(comm, mine, sizeof mine, all));
-    for (int r = 0; r < comm->world; r++)
+    zs_status status = zs_comm_exchange(comm, mine, sizeof mine, all);
+    for (int r = 0; r < comm->world && status == ZS_OK; r++)
         for (int i = 0; i < ALL; i++)
             if (all[r][i] > mine[i]) mine[i] = all[r][i];
+    free(all);
+    ZS_TRY(status);
     zs_comm_publish(comm, ZS_ON_FAILURE, "");
     zs_comm_set_others(comm, NULL);
     comm->models = mine[MODELS];

@@ -204,7 +204,7 @@ struct zs_comm {
     double timeout;             /* seconds that one wait may take */
     double patience;            /* (mapped) and so many more, see zs_comm_set_near */
     zs_comm *near;              /* learns why this one is lost, NULL: none; counted reference */
-    char *lost;                 /* (c10d) why calls now fail, NULL: they do not; owned */
+    _Atomic(char *) lost;       /* (c10d) why calls now fail, NULL: they do not; set once; owned */
     uint64_t reading;           /* (not mapped) the purpose of gathers, see zs_reading_encode */
     _Atomic bool waiting;       /* (c10d) for peers to reach a collective; any thread may read it */
     uint64_t models;            /* readers so far */
@@ -220,10 +220,22 @@ struct zs_comm {
     zs_diagnostics *others;     /* [world] what each rank has published, NULL: unknown, or `said` knows; owned */
     /* How many have ended; what streams did in them precedes all that the compute stream has done since. */
     uint64_t sessions;
+    _Atomic(const void *) user; /* (not mapped) the thread that is in a collective, NULL: none, see zs_comm_enter */
+    int entered;                /* how often it is */
     zs_refs refs;
 };
 
 /* --- the calls ---------------------------------------------------------------------------------------------------- */
+
+/* This thread begins a collective, perhaps within another one, that ranks pair up by order / has left it. ZS_ERR_STATE
+ * while another thread is in one: ranks would start these in different orders. */
+zs_status zs_comm_enter(zs_comm *comm);
+void zs_comm_leave(zs_comm *comm);
+/* Returns the status of `call`, which is one. */
+#define ZS_COLLECTIVE(comm, call) \
+    ZS_TRY(zs_comm_enter(comm));  \
+    zs_status status = (call);    \
+    return zs_comm_leave(comm), status
 
 /* Flats: see zs_flat_ops. */
 static inline zs_status zs_comm_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
@@ -259,7 +271,7 @@ static inline size_t zs_comm_code_room(const zs_comm *comm, zs_wire code, zs_dty
 static inline zs_status zs_comm_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to,
                                              zs_gathering **out)
 {
-    return comm->ops->flats->gather_start(comm, flat, unit, to, out);
+    ZS_COLLECTIVE(comm, comm->ops->flats->gather_start(comm, flat, unit, to, out));
 }
 
 /* How many ranks share a slot's memory. */
@@ -295,7 +307,7 @@ static inline size_t zs_comm_bucket_room(const zs_comm *comm, size_t bytes)
 /* This rank abandons its backward. Only where rounds are collectives. */
 static inline zs_status zs_comm_give_up(zs_comm *comm)
 {
-    return comm->ops->rounds->give_up(comm);
+    ZS_COLLECTIVE(comm, comm->ops->rounds->give_up(comm));
 }
 
 /* The transport's memory for a unit of `spec`, or (NULL) without units. */
@@ -373,14 +385,14 @@ static inline zs_status zs_comm_meet(zs_comm *comm)
 static inline zs_status zs_comm_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
     ZS_TRY(zs_comm_meet(comm));
-    return comm->ops->talk->exchange(comm, mine, bytes, all);
+    ZS_COLLECTIVE(comm, comm->ops->talk->exchange(comm, mine, bytes, all));
 }
 
 /* In host memory. */
 static inline zs_status zs_comm_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
 {
     ZS_TRY(zs_comm_meet(comm));
-    return comm->ops->talk->broadcast(comm, data, bytes, root);
+    ZS_COLLECTIVE(comm, comm->ops->talk->broadcast(comm, data, bytes, root));
 }
 
 /* In memory at `where`, which is the host's or the transport's device. */
@@ -389,7 +401,7 @@ static inline zs_status zs_comm_broadcast_at(zs_comm *comm, zs_where where, void
     const zs_talk_ops *ops = comm->ops->talk;
     ZS_TRY(zs_comm_meet(comm));
     bool there = ops->broadcast_device != NULL && zs_same_where(where, comm->device->where);
-    return (there ? ops->broadcast_device : ops->broadcast)(comm, data, bytes, root);
+    ZS_COLLECTIVE(comm, (there ? ops->broadcast_device : ops->broadcast)(comm, data, bytes, root));
 }
 
 /* Can device memory be gathered in place? */
@@ -402,7 +414,7 @@ static inline bool zs_comm_gathers_device(const zs_comm *comm)
 static inline zs_status zs_comm_gather_device(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
     ZS_TRY(zs_comm_meet(comm));
-    return comm->ops->talk->gather_device(comm, mine, bytes, all);
+    ZS_COLLECTIVE(comm, comm->ops->talk->gather_device(comm, mine, bytes, all));
 }
 
 /* This rank cannot continue. */

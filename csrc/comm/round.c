@@ -211,6 +211,12 @@ void zs_cunit_undo_post(zs_comm *comm, zs_cunit *unit)
     drop(comm, unit);
 }
 
+/* Runs a part of a round that is a collective. */
+static zs_status entered(zs_comm *comm, zs_cunit *unit, zs_status (*part)(zs_comm *, zs_cunit *))
+{
+    ZS_COLLECTIVE(comm, part(comm, unit));
+}
+
 zs_status zs_cunit_post(zs_comm *comm, zs_cunit *unit, const zs_bucket *bucket)
 {
     ZS_TRY(check_usable(comm));
@@ -222,7 +228,7 @@ zs_status zs_cunit_post(zs_comm *comm, zs_cunit *unit, const zs_bucket *bucket)
     unit->headers[comm->rank] = unit->header;
     if (bucket != NULL) unit->header->flags |= ZS_ROUND_BUCKET;
     if (comm->ops->rounds->send == NULL) return ZS_OK;
-    zs_status status = comm->ops->rounds->send(comm, unit);
+    zs_status status = entered(comm, unit, comm->ops->rounds->send);
     if (status != ZS_OK) zs_cunit_undo_post(comm, unit);
     return status;
 }
@@ -232,6 +238,19 @@ static zs_status begun(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *done)
 {
     *done = true;
     return comm->ops->rounds->begun != NULL ? comm->ops->rounds->begun(comm, unit, wait, done) : ZS_OK;
+}
+
+/* All have posted, and wait for this rank, which cannot map what they have posted. Returns ZS_ERR_MEMORY. */
+static zs_status end_unmapped(zs_comm *comm, zs_cunit *unit)
+{
+    unit->state = ZS_ROUND_COLLECTED;
+    if (unit->spec.mode == ZS_REDUCE_SCATTER) {
+        (void)zs_cunit_release(comm, unit);
+    } else {
+        unit->header->flags |= ZS_ROUND_NO_SUM;
+        (void)zs_cunit_share(comm, unit);
+    }
+    return ZS_ERR_MEMORY;
 }
 
 zs_status zs_cunit_collect(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *ready, zs_sources *out)
@@ -251,11 +270,7 @@ zs_status zs_cunit_collect(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *re
             drop(comm, unit);
         }
     }
-    if (status == ZS_ERR_MEMORY && *ready && !is_collective(comm) && unit->spec.mode == ZS_REDUCE_SCATTER) {
-        unit->state = ZS_ROUND_COLLECTED; /* all have posted, and wait for this rank's release */
-        (void)zs_cunit_release(comm, unit);
-        return status;
-    }
+    if (status == ZS_ERR_MEMORY && *ready && !is_collective(comm)) return end_unmapped(comm, unit);
     *ready = *ready && status == ZS_OK;
     if (!*ready) return status;
     unit->state = ZS_ROUND_COLLECTED;
@@ -267,11 +282,26 @@ zs_status zs_cunit_share(zs_comm *comm, zs_cunit *unit)
 {
     ZS_TRY(check_usable(comm));
     ZS_TRY(expect(unit, ZS_ROUND_COLLECTED, "share"));
-    if (comm->ops->rounds->share != NULL) ZS_TRY(comm->ops->rounds->share(comm, unit));
+    if (comm->ops->rounds->share != NULL) ZS_TRY(entered(comm, unit, comm->ops->rounds->share));
     for (int r = 0; r < comm->world && is_collective(comm); r++)
         unit->data[r] = unit->bucket->ptr;
     unit->state = ZS_ROUND_SHARED;
     return ZS_OK;
+}
+
+/* Have all ranks shared a sum? */
+static zs_status check_sums(const zs_comm *comm, const zs_cunit *unit)
+{
+    int none = (unit->header->flags & ZS_ROUND_NO_SUM) != 0 ? comm->rank : -1; /* then it lacks the peers' headers */
+    for (int r = 0; r < comm->world && none < 0; r++)
+        if ((unit->headers[r]->flags & ZS_ROUND_NO_SUM) != 0) none = r;
+    if (none < 0) return ZS_OK;
+    return ZS_FAIL(
+        ZS_ERR_MEMORY,
+        "unit '%s': rank %d cannot map the gradients that the other ranks have posted, so all ranks lack its "
+        "part of the sum; call zero_grad() and skip the step on all ranks, and give rank %d more address "
+        "space (ulimit -v) or mappings (vm.max_map_count)",
+        unit->spec.name, none, none);
 }
 
 zs_status zs_cunit_collect_shared(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *ready, zs_sources *out)
@@ -283,7 +313,7 @@ zs_status zs_cunit_collect_shared(zs_comm *comm, zs_cunit *unit, zs_wait wait, b
     if (!*ready) return ZS_OK;
     unit->state = ZS_ROUND_GATHERED;
     fill_sources(unit, out);
-    return ZS_OK;
+    return is_collective(comm) ? ZS_OK : check_sums(comm, unit);
 }
 
 zs_status zs_cunit_release(zs_comm *comm, zs_cunit *unit)

@@ -14,6 +14,7 @@ enum {
     ZS_ROUND_GAVE_UP = 2, /* its backward has failed */
     ZS_ROUND_OVER = 4,    /* its backward will not need the unit again */
     ZS_ROUND_HELD = 8,    /* it has earlier gradients, to which the sum is added */
+    ZS_ROUND_NO_SUM = 16, /* it shares no sum; set by zs_cunit_collect */
 };
 
 /* What travels with a rank's gradients. */
@@ -85,14 +86,15 @@ zs_round_header *zs_cunit_header(zs_cunit *unit);
 zs_status zs_cunit_post(zs_comm *comm, zs_cunit *unit, const zs_bucket *bucket);
 
 /* Sets *ready and `out` once all ranks have posted this round; see zs_wait for how long to wait for that. Fails with
- * ZS_ERR_MEMORY and *ready where this rank cannot map what a peer has posted: it has released the round. */
+ * ZS_ERR_MEMORY and *ready where this rank cannot map what a peer has posted: then it has released the round, or in
+ * ZS_REDUCE_ALL shared that it has no sum. */
 zs_status zs_cunit_collect(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *ready, zs_sources *out);
 
 /* (ZS_REDUCE_ALL) The caller has written the sum of its own shards into its own bucket, in place. */
 zs_status zs_cunit_share(zs_comm *comm, zs_cunit *unit);
 
 /* (ZS_REDUCE_ALL) As collect, once all ranks have shared; data[r] + offset of rank r's shard in the bucket is its
- * finished sum. */
+ * finished sum. Fails with ZS_ERR_MEMORY and *ready on all ranks where one has shared no sum: release the round. */
 zs_status zs_cunit_collect_shared(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *ready, zs_sources *out);
 
 /* This rank has read the round. */

@@ -26,9 +26,12 @@ const char *zs_call_name(void)
     return call;
 }
 
-bool zs_calls_match(const char *a, const char *b)
+void zs_call_swap(char name[ZS_CALL])
 {
-    return a[0] == 0 || b[0] == 0 || strcmp(a, b) == 0;
+    char before[ZS_CALL];
+    memcpy(before, call, ZS_CALL);
+    memcpy(call, name, ZS_CALL);
+    memcpy(name, before, ZS_CALL);
 }
 
 void zs_script_place(char *text, size_t size)

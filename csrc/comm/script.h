@@ -1,6 +1,7 @@
 /* script.h - where this rank's script is, for messages: the public call that it is in, and its line.
  *
- * A call sets its name once, when it begins, so ranks can compare the names of the calls that they exchange for. The
+ * A call sets its name once, when it begins. Ranks exchange and broadcast only within the same call: one without a name
+ * ("") is like others without a name alone. The
  * line is looked up only for an error, or when a peer that waits long asks; it is text, and decides nothing. */
 #ifndef ZS_SCRIPT_H
 #define ZS_SCRIPT_H
@@ -27,8 +28,9 @@ void zs_call_end(void);
 /* The call that this thread is in; "": none with a name. Borrowed. */
 const char *zs_call_name(void);
 
-/* May ranks in these calls communicate with each other? "" may be any call. */
-bool zs_calls_match(const char *a, const char *b);
+/* Exchanges the name of the call with `name`, which zs_call_swap then restores: for exchanges that ranks in different
+ * calls take part in. */
+void zs_call_swap(char name[ZS_CALL]);
 
 /* The call that the main thread is in, for other threads: NULL unless zs_call_watch was called on it. Borrowed. */
 void zs_call_watch(void);

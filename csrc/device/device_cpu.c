@@ -159,7 +159,7 @@ static void sum_part(void *ctx, int64_t begin, int64_t end)
 }
 
 /* Elements of each host's sum at a time. */
-enum { CHUNK = 512 };
+enum { CHUNK = 512, HOSTS = 8 }; /* of more hosts, chunks are shorter */
 
 /* The sources from `first` on of one host, unscaled, to `part`; NULL: none of them has anything. */
 static const void *sum_host(const zs_sum *sum, int first, int64_t at, int64_t n, void *part)
@@ -183,14 +183,18 @@ static void sum_hosts(void *ctx, int64_t begin, int64_t end)
 {
     const zs_sum *sum = ctx;
     const void *src[sum->world];
-    alignas(64) double parts[sum->world / sum->per_host][CHUNK];
+    alignas(64) double parts[HOSTS * CHUNK];
+    const int hosts = sum->world / sum->per_host;
+    const int64_t chunk =
+        hosts > HOSTS ? HOSTS * CHUNK / hosts : CHUNK; /* the stack is a thread's of torch or OpenMP */
     zs_sum all = *sum;
     all.src = src;
     all.dtype = zs_dtype_of_partial_sum(sum->dtype);
-    for (int64_t at = begin; at < end; at += CHUNK) {
-        int64_t n = end - at < CHUNK ? end - at : CHUNK;
+    for (int64_t at = begin; at < end; at += chunk) {
+        int64_t n = end - at < chunk ? end - at : chunk;
         for (int r = 0; r < all.world; r++)
-            src[r] = r % sum->per_host == 0 ? sum_host(sum, r, at, n, parts[r / sum->per_host]) : NULL;
+            src[r] =
+                r % sum->per_host == 0 ? sum_host(sum, r, at, n, parts + (size_t)(r / sum->per_host * chunk)) : NULL;
         all.dst = (char *)sum->dst + (size_t)at * zs_dtype_size(sum->to);
         sum_part(&all, 0, n);
     }

@@ -249,8 +249,7 @@ static zs_status keep(zs_record *record, int64_t i, bool *all)
 {
     zs_unit *unit = zs_unit_of(record);
     if (zs_in_backward_alone(unit)) return zs_in_backward_arrived(unit, i, all);
-    zs_reduce_keep(unit, i);
-    return ZS_OK;
+    return zs_reduce_keep(unit, i);
 }
 
 static zs_status bucket_new(zs_schedule *schedule, size_t bytes, zs_lease **out)

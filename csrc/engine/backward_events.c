@@ -183,13 +183,26 @@ zs_status zs_engine_write_begin(zs_engine *engine)
 
 void zs_engine_write_end(zs_engine *engine)
 {
+    if (!engine->writing) return; /* a closure's forward has ended it */
     zs_writing_end(engine);
     zs_pace_stepped(engine);
+}
+
+/* The optimizer updates shards. Units that a forward has kept for its backward are gathered again there. */
+static zs_status reshard_kept(zs_engine *engine)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
+        zs_unit *unit = zs_engine_unit(engine, i);
+        if (unit->record.pinned || unit->record.inside > 0) continue;
+        ZS_TRY(zs_schedule_reshard(&engine->context.schedule, &unit->record));
+    }
+    return ZS_OK;
 }
 
 zs_status zs_engine_before_step(zs_engine *engine)
 {
     ZS_TRY(zs_engine_settle(engine));
+    if (!zs_backward_runs(&engine->context.schedule)) ZS_TRY(reshard_kept(engine));
     ZS_TRY(zs_leaves_check_step(&engine->context));
     ZS_TRY(zs_engine_check_spoiled(engine));
     zs_pace_step(engine);

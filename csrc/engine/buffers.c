@@ -22,8 +22,7 @@ void zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n, bo
     engine->buffers_in_training = in_training;
 }
 
-/* Copies them from the rank whose buffers count. */
-static zs_status copy_buffers(zs_engine *engine)
+static zs_status copy_all(const zs_engine *engine)
 {
     for (size_t i = 0; i < engine->n_buffers; i++) {
         if (!zs_tensor_alive(engine->buffers[i])) continue;
@@ -39,6 +38,15 @@ static zs_status copy_buffers(zs_engine *engine)
         ZS_TRY(zs_comm_broadcast_at(engine->context.ranks.all, info.where, data, bytes, zs_join_source(engine)));
     }
     return ZS_OK;
+}
+
+/* Copies them from the rank whose buffers count. */
+static zs_status copy_buffers(const zs_engine *engine)
+{
+    bool named = zs_call_begin("forward()");
+    zs_status status = copy_all(engine);
+    if (named) zs_call_end();
+    return status;
 }
 
 zs_status zs_engine_broadcast_buffers(zs_engine *engine)

@@ -131,8 +131,7 @@ zs_status zs_engine_unwind(zs_engine *engine, size_t n_open);
 zs_status zs_engine_settle(zs_engine *engine);
 
 /* Before / after writing parameters between passes (a step, a load): settles, waits until no peer reads the shards, and
- * keeps readers out until the end. After a failure in between, write_end may be omitted: the next pass ends the write.
- */
+ * keeps readers out until the end. The next pass ends a write, too; write_end without one is a no-op. */
 zs_status zs_engine_write_begin(zs_engine *engine);
 void zs_engine_write_end(zs_engine *engine);
 

@@ -221,10 +221,7 @@ zs_status zs_engine_read(zs_unit *unit, uint64_t operation)
     zs_record_set_operation(&unit->record, operation);
     if (zs_recording_runs(zs_engine_of(unit)) == NULL || (zs_unit_is_full(unit) && zs_recording_counts(unit)))
         return ZS_OK;
-    zs_grad_keep_nodes(!zs_grad_mode());
-    zs_status status = unshard_for_read(unit);
-    zs_grad_keep_nodes(false);
-    ZS_TRY(status);
+    ZS_TRY(unshard_for_read(unit));
     zs_unit_show_full(unit, false); /* the guard is asked about the next one, too */
     return zs_recording_counts(unit) ? ZS_OK : zs_recording_read(unit);
 }

@@ -16,8 +16,11 @@ static zs_status meet(const zs_unit *unit)
 {
     zs_comm *shard_group = unit->context->ranks.shard_group;
     if (!zs_comm_shares_memory(shard_group)) return ZS_OK;
-    uint8_t mine = 0, all[shard_group->world];
-    return zs_comm_exchange(shard_group, &mine, sizeof mine, all);
+    bool named = zs_call_begin("forward()");
+    char none = 0;
+    zs_status status = zs_comm_exchange(shard_group, &none, 0, &none);
+    if (named) zs_call_end();
+    return status;
 }
 
 static zs_status check(const zs_unit *unit)

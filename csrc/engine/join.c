@@ -19,6 +19,7 @@ struct zs_join {
     bool in_forward; /* a session that was announced is open */
     bool has_followed;
     zs_join_news news;
+    zs_join_message said[]; /* [world] the announcement that is exchanged */
 };
 
 enum { PHRASE = 300 };
@@ -149,13 +150,23 @@ static zs_status check_alike(const zs_join *join, const zs_join_message *said)
     return ZS_OK;
 }
 
+/* Ranks announce in whatever calls they are; those that follow are then in the same one. */
+static zs_status announce(zs_comm *all, const zs_join_message *mine, zs_join_message *said)
+{
+    char call[ZS_CALL] = "join()";
+    zs_call_swap(call);
+    zs_status status = all->ops->talk->exchange(all, mine, sizeof *mine, said);
+    zs_call_swap(call);
+    return status;
+}
+
 static zs_status exchange(zs_join *join, const zs_join_message *mine)
 {
     zs_comm *all = all_of(join);
-    zs_join_message said[all->world];
+    zs_join_message *said = join->said;
     if (join->over)
         return ZS_FAIL(ZS_ERR_DIVERGED, "join() has failed on some rank: leave it before you use the model again");
-    ZS_TRY(all->ops->talk->exchange(all, mine, sizeof *mine, said));
+    ZS_TRY(announce(all, mine, said));
     for (int r = 0; r < all->world; r++)
         said[r].text[sizeof said[r].text - 1] = 0;
     ZS_TRY(check_failed(join, said));
@@ -165,8 +176,9 @@ static zs_status exchange(zs_join *join, const zs_join_message *mine)
     return join->over ? ZS_OK : check_alike(join, said);
 }
 
-static zs_status say(zs_join *join, const zs_join_message *mine)
+static zs_status say(zs_join *join, zs_join_message *mine)
 {
+    snprintf(mine->call, sizeof mine->call, "%s", mine->act == ZS_JOIN_ENDED ? "join()" : zs_call_name());
     return zs_comm_locate(all_of(join), exchange(join, mine));
 }
 
@@ -200,7 +212,7 @@ zs_status zs_join_begin(zs_engine *engine, bool by_all, bool throws)
 {
     if (engine->context.ranks.all->meeting != NULL)
         return ZS_FAIL(ZS_ERR_STATE, "join() is already active on these ranks: leave it before you enter another");
-    zs_join *join = calloc(1, sizeof *join);
+    zs_join *join = calloc(1, sizeof *join + (size_t)engine->context.ranks.all->world * sizeof *join->said);
     if (join == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory beginning join()");
     *join = (zs_join){.meeting.ask = ask, .engine = engine, .by_all = by_all, .throws = throws};
     join->news.n_active = engine->context.ranks.all->world;
@@ -277,6 +289,9 @@ zs_status zs_join_receive(zs_engine *engine)
     zs_join *join = engine->join;
     ZS_TRY(say_act(join, ZS_JOIN_ENDED, 0, !join->has_followed));
     join->has_followed |= join->news.n_active > 0;
+    char call[ZS_CALL] = "";
+    snprintf(call, sizeof call, "%.*s", ZS_CALL - 1, join->news.word.call);
+    zs_call_swap(call); /* until this rank's own call of join() returns */
     return ZS_OK;
 }
 

@@ -30,6 +30,7 @@ enum { ZS_JOIN_TRAINING = 1, ZS_JOIN_RECORDING = 2, ZS_JOIN_BY_HAND = 4 };
 typedef struct zs_join_message {
     uint32_t act, number, bits; /* a zs_join_act; see there */
     char text[244];
+    char call[ZS_CALL]; /* the public call that the rank is in */
 } zs_join_message;
 
 /* The last announcements. */

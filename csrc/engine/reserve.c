@@ -88,6 +88,13 @@ static size_t bytes_without_units(const zs_comm *comm)
     return room.fixed + room.talk;
 }
 
+/* Bytes of full gradients that a unit has at most before its last backward of a step: leaves, or those of no_sync(). */
+static size_t most_before_sum(const zs_unit *unit)
+{
+    if (unit->context->tree != NULL) return zs_leaves_most_bytes(unit);
+    return unit->record.was_unsynced && !unit->record.is.replicated ? zs_unit_local_bytes(unit) : 0;
+}
+
 static void add_unit(const zs_unit *unit, bool stepped, zs_engine_bytes *bytes)
 {
     const zs_comm *all = unit->context->ranks.all;
@@ -95,8 +102,8 @@ static void add_unit(const zs_unit *unit, bool stepped, zs_engine_bytes *bytes)
     bytes->kept += zs_unit_secondary_bytes(unit);
     if (!zs_unit_reduces(unit)) return;
     size_t *grads = unit->offloads.grads ? &bytes->offloaded : &bytes->grads;
-    size_t own = !stepped || unit->offloads.grads ? zs_unit_grad_bytes(unit) : 0, most = zs_leaves_most_bytes(unit);
-    if (!unit->offloads.grads) most = most > own ? most - own : 0; /* a unit's leaves go before its sum comes */
+    size_t own = !stepped || unit->offloads.grads ? zs_unit_grad_bytes(unit) : 0, most = most_before_sum(unit);
+    if (!unit->offloads.grads) most = most > own ? most - own : 0; /* these go before the unit's sum comes */
     *grads += own;
     bytes->grads += most;
     zs_cunit_spec spec = zs_unit_round_spec(unit);

@@ -42,7 +42,7 @@ zs_engine_bytes zs_engine_memory(const zs_engine *engine)
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
         const zs_unit_offload *offloads = &zs_engine_unit(engine, i)->offloads;
         if (!offloads->params) bytes.shards += zs_unit_shard_bytes(zs_engine_unit(engine, i));
-        if (!offloads->grads) bytes.grads += gradients_of(zs_engine_unit(engine, i));
+        bytes.grads += gradients_of(zs_engine_unit(engine, i));
         if (offloads->disk != NULL && offloads->disk != disk) bytes.offloaded += zs_disk_bytes(offloads->disk);
         if (offloads->disk != NULL) disk = offloads->disk; /* units of one FSDP() call stand together */
         bytes.kept += zs_unit_secondary_bytes(zs_engine_unit(engine, i));
@@ -79,7 +79,7 @@ static void show(zs_engine *engine, const zs_engine_shown *now)
 static void see_grads(zs_unit *unit, zs_engine_shown *shown)
 {
     shown->parts.grads -= unit->shown_grads;
-    unit->shown_grads = unit->offloads.grads ? 0 : gradients_of(unit);
+    unit->shown_grads = gradients_of(unit);
     shown->parts.grads += unit->shown_grads;
 }
 

@@ -9,6 +9,8 @@
 #include "optim/kept_area.h"
 #include "optim/optim.h"
 
+#include <stdatomic.h>
+
 /* Elements [from, to) of a run. */
 typedef struct piece {
     int64_t from, to;
@@ -129,6 +131,7 @@ static void update_chunk(const opened *of, int64_t index, zs_kept_worker *at)
 typedef struct crew {
     const zs_kept_parts *at;
     const zs_kept_files *files;
+    _Atomic bool failed; /* the step is incomplete */
 } crew;
 
 static int64_t least(int64_t a, int64_t b)
@@ -136,7 +139,7 @@ static int64_t least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-static void work(const crew *all, int64_t index)
+static void work(crew *all, int64_t index)
 {
     const zs_kept_head *head = all->at->head;
     zs_kept_worker *at = &all->at->workers[index];
@@ -147,7 +150,10 @@ static void work(const crew *all, int64_t index)
         const zs_kept_run *kept = &all->at->runs[i];
         const int64_t n = zs_kept_n_chunks(kept->numel, (zs_dtype)kept->dtype), last = least(before + n, end);
         opened of;
-        if (chunk < last && !open_kept(kept, &in, &of)) return; /* cannot be: zs_kept_check has opened it */
+        if (chunk < last && !open_kept(kept, &in, &of)) { /* zs_kept_check has opened it */
+            atomic_store(&all->failed, true);
+            return;
+        }
         for (; chunk < last; chunk++)
             update_chunk(&of, chunk - before, at);
         before += n;
@@ -164,7 +170,11 @@ zs_status zs_kept_finish(void *area, size_t bytes, uint64_t step, const zs_kept_
 {
     ZS_TRY(zs_kept_check(area, bytes, step, files));
     const zs_kept_parts at = zs_kept_parts_of(area, &((zs_kept_head *)area)->room);
-    crew all = {&at, files};
+    crew all = {&at, files, false};
     zs_parallel_for(at.head->n_workers, 1, work_part, &all);
+    if (atomic_load(&all.failed))
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "step %llu in the kept area could not be finished: its memory has changed meanwhile",
+                       (unsigned long long)step);
     return ZS_OK;
 }

@@ -187,7 +187,7 @@ static void come_before_lent(const zs_pager_range *r)
 /* One more user of a range, which waits until it is there. */
 static zs_status use_range(zs_pager_range *r, bool write)
 {
-    r->write = write;
+    r->write = write || (r->users > 0 && r->write); /* a reader that joins a writer: the range is still written to */
     if (!r->lent) come_before_lent(r);
     while (r->lent && r->dirty && r->users == 0) /* from an earlier step */
         pthread_cond_wait(&zs_pager.changed, &zs_pager.lock);

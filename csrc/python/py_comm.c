@@ -256,6 +256,14 @@ static PyObject *comm_abort(comm_object *self, PyObject *reason)
     Py_RETURN_NONE;
 }
 
+static PyObject *comm_publish_failure(comm_object *self, PyObject *what)
+{
+    const char *text = PyUnicode_AsUTF8(what);
+    if (text == NULL) return NULL;
+    zs_comm_publish(self->comm, ZS_ON_FAILURE, text);
+    Py_RETURN_NONE;
+}
+
 static PyObject *comm_answer(comm_object *self, PyObject *line)
 {
     const char *text = PyUnicode_AsUTF8(line);
@@ -288,15 +296,6 @@ static PyObject *comm_close(comm_object *self, PyObject *unused)
     Py_BEGIN_ALLOW_THREADS /* peers may need another thread of this rank to finish */
     zs_comm_close(self->comm);
     Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
-}
-
-static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds)
-{
-    double value = PyFloat_AsDouble(seconds);
-    if (PyErr_Occurred()) return NULL;
-    if (!(value > 0)) return PyErr_Format(PyExc_ValueError, "timeout must be a positive number of seconds");
-    self->comm->timeout = value;
     Py_RETURN_NONE;
 }
 
@@ -367,6 +366,9 @@ static PyMethodDef comm_methods[] = {
      "them. Collective."},
     {"broadcast", (PyCFunction)comm_broadcast, METH_VARARGS,
      "broadcast($self, tensor, root, /)\n--\n\nBroadcast the values of a contiguous CPU tensor from rank `root`."},
+    {"publish_failure", (PyCFunction)comm_publish_failure, METH_O,
+     "publish_failure($self, what, /)\n--\n\nTell the peers what has failed here, for their next error, such as "
+     "'raised ValueError: ...'; '' to take it back. Never waits."},
     {"answer", (PyCFunction)comm_answer, METH_O,
      "answer($self, line, /)\n--\n\nTell a peer that has asked (see is_asked) where this rank's script is (shm)."},
     {"locate", (PyCFunction)comm_locate, METH_NOARGS,
@@ -376,8 +378,6 @@ static PyMethodDef comm_methods[] = {
      "end($self, /)\n--\n\nTell the peers that this rank has come to its orderly end."},
     {"close", (PyCFunction)comm_close, METH_NOARGS,
      "close($self, /)\n--\n\nDisconnect from the peers in an orderly way."},
-    {"set_timeout", (PyCFunction)comm_set_timeout, METH_O,
-     "set_timeout($self, seconds, /)\n--\n\nSet the timeout of each wait from now on, in seconds."},
     {"abort", (PyCFunction)comm_abort, METH_O,
      "abort($self, reason, /)\n--\n\nTell the peers that this rank cannot continue; their waits fail with `reason`."},
     {0},

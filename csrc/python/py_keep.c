@@ -1,5 +1,6 @@
 /* py_keep.c - what a kept run needs of the core: memory in files, and steps that another process can finish. */
 #include "base/file.h"
+#include "optim/kept_area.h"
 #include "optim/kept_step.h"
 #include "optim/optim.h"
 #include "python/py_util.h"
@@ -176,6 +177,15 @@ static PyObject *kept_count(PyObject *module, PyObject *list)
     Py_RETURN_NONE;
 }
 
+/* Is all of the area there that its own head claims? */
+static zs_status check_area(const Py_buffer *area)
+{
+    const zs_kept_head *head = area->buf;
+    size_t bytes = (size_t)area->len, whole = bytes >= sizeof *head ? zs_kept_bytes(&head->room) : 0;
+    if (whole > 0 && whole <= bytes) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_VALUE, "the kept area is damaged: %zu bytes long", bytes);
+}
+
 static PyObject *kept_write(PyObject *module, PyObject *args)
 {
     Py_buffer area;
@@ -189,6 +199,7 @@ static PyObject *kept_write(PyObject *module, PyObject *args)
     zs_clear_error();
     zs_update_job *jobs = jobs_of(list, &runs);
     zs_status status = jobs == NULL ? ZS_ERR_TORCH : own_files(&ranges, &files);
+    ZS_THEN(status, check_area(&area));
     ZS_THEN(status, zs_kept_write(area.buf, step, jobs, PyList_GET_SIZE(list), &files));
     free(ranges);
     PyMem_Free(jobs);

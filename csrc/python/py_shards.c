@@ -98,17 +98,6 @@ static PyObject *has_held_units(PyObject *module, PyObject *unused)
     return PyBool_FromLong(zs_pinned_any());
 }
 
-static PyObject *held_unit(PyObject *module, PyObject *object)
-{
-    (void)module;
-    zs_tensor *handle = NULL;
-    const zs_unit *unit = user_of(object, ZS_MEM_PINNED, &handle);
-    zs_tensor_free(handle);
-    if (PyErr_Occurred()) return NULL;
-    if (unit == NULL) Py_RETURN_NONE;
-    return PyUnicode_FromString(unit->name);
-}
-
 static PyObject *mappings(PyObject *module, PyObject *unused)
 {
     (void)module;
@@ -122,9 +111,6 @@ static PyMethodDef functions[] = {
      "like."},
     {"has_held_units", has_held_units, METH_NOARGS,
      "has_held_units($module, /)\n--\n\nWhether any unit is kept unsharded by unshard()."},
-    {"held_unit", held_unit, METH_O,
-     "held_unit($module, tensor, /)\n--\n\nReturn the name of the unit that the tensor belongs to if unshard() keeps "
-     "it unsharded, else None."},
     {"has_local_grads", has_local_grads, METH_NOARGS,
      "has_local_grads($module, /)\n--\n\nWhether any unit has unreduced gradients from no_sync() on this rank."},
     {"shard_info", shard_info, METH_O,

@@ -282,9 +282,12 @@ static PyObject *unit_unpin(unit_object *self, PyObject *args)
     zs_engine *engine = zs_engine_of(self->unit);
     bool writes = keep == Py_True && self->unit->record.pinned;
     if (writes) ZS_PY_NOGIL(status, zs_engine_write_begin(engine));
+    bool begun = writes && status == ZS_OK;
     if (status == ZS_OK && keep != Py_None) status = zs_unit_accept(self->unit, keep == Py_True);
-    if (writes && status == ZS_OK) zs_engine_write_end(engine);
-    if (status == ZS_OK) ZS_PY_NOGIL(status, zs_engine_reshard(self->unit));
+    if (begun) zs_engine_write_end(engine);
+    zs_status resharded;
+    ZS_PY_NOGIL(resharded, zs_engine_reshard(self->unit));
+    ZS_ALSO(status, resharded);
     return zs_py_shown(engine, status);
 }
 

@@ -173,6 +173,7 @@ typedef enum fact {
     DIVISOR,
     WAS_TRAINABLE,
     IS_FULL,
+    IS_PINNED,
     IS_KEPT,
     IS_CODED,
     OFFLOADS,
@@ -202,6 +203,7 @@ static PyObject *unit_fact(unit_object *self, void *which)
     case STRATEGY: return PyUnicode_FromString(strategy_names[unit->strategy]);
     case DIVISOR: return PyFloat_FromDouble(unit->divisor != 0.0 ? unit->divisor : world);
     case WAS_TRAINABLE: return were_trainable(unit);
+    case IS_PINNED: return PyBool_FromLong(unit->record.pinned);
     case IS_FULL: return PyBool_FromLong(zs_unit_is_full(unit));
     case IS_KEPT: return PyBool_FromLong(record->is.kept);
     case IS_CODED: return PyBool_FromLong(is_coded(unit));
@@ -232,6 +234,7 @@ PyGetSetDef zs_py_unit_getset[] = {
     FACT("divisor", DIVISOR, unit_set_divisor, "Divisor of gradient sums."),
     FACT("was_trainable", WAS_TRAINABLE, NULL, "For each parameter, whether it was trainable when the unit was made."),
     FACT("is_full", IS_FULL, NULL, "Whether the parameters are unsharded now."),
+    FACT("is_pinned", IS_PINNED, NULL, "Whether unshard() or summon_full_params() keeps them unsharded."),
     FACT("is_kept", IS_KEPT, NULL, "Whether memory to spare keeps it unsharded from forward to backward."),
     FACT("is_coded", IS_CODED, NULL, "Whether parameters cross hosts in fewer bytes."),
     FACT("offloads", OFFLOADS, NULL, "Whether its parameters, gradients and optimizer state are offloaded."),

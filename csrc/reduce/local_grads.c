@@ -20,14 +20,15 @@ static zs_status make_views(zs_unit *unit)
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
         if (!flat->trainable) continue;
-        ZS_TRY(zs_storage_new(zs_context_device(unit->context)->where, zs_flat_wire_bytes(flat), "", &flat->local));
-        ZS_TRY(zs_storage_fill(flat->local, unit->local, (char *)unit->local->ptr + flat->bucket_offset));
+        size_t bytes = zs_layout_full_bytes(&flat->layout);
+        ZS_TRY(zs_storage_new(zs_context_device(unit->context)->where, bytes, "", &flat->local));
+        ZS_TRY(zs_storage_fill(flat->local, unit->local, (char *)unit->local->ptr + flat->local_offset));
     }
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (param->grad == NULL) continue;
         const zs_flat *flat = &unit->flats[param->flat];
-        zs_place place = {flat->local, param->offset, param->ndim, param->sizes, flat->wire, NULL};
+        zs_place place = {flat->local, param->offset, param->ndim, param->sizes, flat->dtype, NULL};
         ZS_TRY(zs_tensor_new_on(&place, param->grad, &param->local));
     }
     return ZS_OK;
@@ -35,7 +36,7 @@ static zs_status make_views(zs_unit *unit)
 
 zs_status zs_local_grads_new(zs_unit *unit)
 {
-    ZS_TRY(zs_device_mem_new(zs_context_device(unit->context), zs_unit_bucket_bytes(unit), &unit->local));
+    ZS_TRY(zs_device_mem_new(zs_context_device(unit->context), zs_unit_local_bytes(unit), &unit->local));
     unit->local->role = ZS_MEM_LOCAL_GRAD;
     unit->local->user = unit;
     atomic_fetch_add(&holders, 1);
@@ -112,11 +113,16 @@ zs_status zs_local_grads_renew(zs_unit *unit)
     return ZS_OK;
 }
 
-static zs_status is_zero(const zs_unit *unit, const zs_param *param, bool *zero)
+zs_numbers zs_local_grads_of(const zs_unit *unit, const zs_param *param)
 {
     const zs_flat *flat = &unit->flats[param->flat];
-    char *at = (char *)unit->local->ptr + flat->bucket_offset + (size_t)param->offset * flat->wire_size;
-    zs_numbers numbers = {at, param->numel, flat->wire};
+    char *at = (char *)unit->local->ptr + flat->local_offset + (size_t)param->offset * flat->layout.itemsize;
+    return (zs_numbers){at, param->numel, flat->dtype};
+}
+
+static zs_status is_zero(const zs_unit *unit, const zs_param *param, bool *zero)
+{
+    const zs_numbers numbers = zs_local_grads_of(unit, param);
     double largest = 0;
     ZS_TRY(zs_device_norm(zs_context_device(unit->context), &numbers, 1, (double)INFINITY, &largest));
     *zero = largest == 0;

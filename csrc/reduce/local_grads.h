@@ -1,16 +1,20 @@
 /* local_grads.h - gradients that stay on their rank for a while: no_sync().
  *
- * Unreduced gradients are summed in private memory with a bucket's layout, and `.grad` shows them unsharded. The round
- * that finally reduces them packs into the same memory, and posts a copy. Changes to `.grad` in between count: setting
- * it to None drops the gradient.
+ * Unreduced gradients are summed in private memory, in the parameters' own dtype, and `.grad` shows them unsharded. The
+ * round that finally reduces them packs into the same memory, and posts a copy, cast to the dtype on the wire. Changes
+ * to `.grad` in between count: setting it to None drops the gradient.
  */
 #ifndef ZS_LOCAL_GRADS_H
 #define ZS_LOCAL_GRADS_H
 
+#include "device/device.h"
 #include "unit/unit.h"
 
 /* Allocates the memory. Sharded units only: replicated ones keep their gradients in `.grad`. */
 zs_status zs_local_grads_new(zs_unit *unit);
+
+/* A parameter's local gradient, whole. */
+zs_numbers zs_local_grads_of(const zs_unit *unit, const zs_param *param);
 
 /* Sums later gradients elsewhere if a script keeps some that no parameter has as .grad any more. Call before the first
  * gradient of a backward, and before existing ones are hidden. */

@@ -41,36 +41,46 @@ static char *packing(const zs_unit *unit)
 }
 
 /* The gradient's place in the round that is being packed. */
-static char *in_round(const zs_unit *unit, const zs_param *param)
+static zs_numbers in_round(const zs_unit *unit, const zs_param *param)
 {
+    if (unit->local != NULL) return zs_local_grads_of(unit, param);
     const zs_flat *flat = &unit->flats[param->flat];
-    char *base = packing(unit);
-    if (unit->leaf != NULL) base = unit->leaf->ptr;
-    if (unit->local != NULL) base = unit->local->ptr;
-    return base + flat->bucket_offset + (size_t)param->offset * flat->wire_size;
+    char *base = unit->leaf != NULL ? unit->leaf->ptr : packing(unit);
+    char *at = base + flat->bucket_offset + (size_t)param->offset * flat->wire_size;
+    return (zs_numbers){at, param->numel, flat->wire};
 }
 
-void zs_reduce_keep(zs_unit *unit, int64_t i)
+/* Copies numbers, cast where the dtypes differ. */
+static zs_status put(const zs_device *device, const zs_cast *cast)
 {
-    zs_set_bit(unit->kept, i);
+    if (cast->to != cast->from) return zs_device_cast(device, ZS_STREAM_COMPUTE, cast);
+    size_t bytes = (size_t)cast->numel * zs_dtype_size(cast->to);
+    return zs_device_copy(device, ZS_STREAM_COMPUTE, cast->dst, cast->src, bytes);
 }
 
-/* Copies a new gradient into the round: on a device that queues with one call of our own, where torch would take
- * several. */
+/* sum += a gradient of another dtype: torch's CPU loop for that takes ten times as long. */
+static zs_status add_cast(const zs_device *device, const zs_grad_info *grad, const zs_numbers *sum)
+{
+    const void *src = grad->data;
+    zs_sum job = {.src = &src, .world = 1, .dst = sum->data, .numel = grad->numel, .scale = 1.0, .accumulate = true};
+    job.dtype = grad->dtype;
+    job.to = sum->dtype;
+    return zs_device_sum(device, ZS_STREAM_COMPUTE, &job);
+}
+
+/* Copies a new gradient into the round, or adds it to what is there: on a device that queues with one call of our own,
+ * where torch would take several. */
 static zs_status pack_grad(const zs_unit *unit, const zs_param *param, bool again)
 {
     const zs_device *device = zs_context_device(unit->context);
-    const zs_flat *flat = &unit->flats[param->flat];
+    const zs_numbers place = in_round(unit, param);
     zs_grad_info grad = {0};
-    if (device->ops->queues) ZS_TRY(zs_grad_describe(param->tensor, &grad));
+    if (again || device->ops->queues) ZS_TRY(zs_grad_describe(param->tensor, &grad));
     bool plain = grad.dense && grad.dtype != ZS_BYTES && zs_same_where(grad.where, device->where);
-    if (again || !plain) return zs_grad_copy(param->tensor, in_round(unit, param), flat->wire, again);
-    if (grad.dtype == flat->wire) {
-        size_t bytes = (size_t)grad.numel * flat->wire_size;
-        return zs_device_copy(device, ZS_STREAM_COMPUTE, in_round(unit, param), grad.data, bytes);
-    }
-    zs_cast cast = {in_round(unit, param), grad.data, grad.numel, flat->wire, grad.dtype};
-    return zs_device_cast(device, ZS_STREAM_COMPUTE, &cast);
+    if (plain && again && grad.dtype != place.dtype) return add_cast(device, &grad, &place);
+    if (again || !plain) return zs_grad_copy(param->tensor, place.data, place.dtype, again);
+    zs_cast cast = {place.data, grad.data, grad.numel, place.dtype, grad.dtype};
+    return put(device, &cast);
 }
 
 zs_status zs_reduce_pack(zs_record *record, int64_t i, bool anew, bool *first)
@@ -124,9 +134,23 @@ zs_status zs_reduce_send_local(zs_record *record)
     zs_unit *unit = zs_unit_of(record);
     const zs_device *device = zs_context_device(unit->context);
     ZS_TRY(zs_bucket_wake(unit->record.round.packing, device));
-    ZS_TRY(zs_device_copy(device, ZS_STREAM_COMPUTE, packing(unit), unit->local->ptr, zs_unit_bucket_bytes(unit)));
+    for (int f = 0; f < unit->n_flats; f++) {
+        const zs_flat *flat = &unit->flats[f];
+        if (!flat->trainable) continue;
+        zs_cast cast = {.dst = packing(unit) + flat->bucket_offset, .to = flat->wire, .from = flat->dtype};
+        cast.src = (char *)unit->local->ptr + flat->local_offset;
+        cast.numel = zs_layout_full_numel(&flat->layout);
+        ZS_TRY(put(device, &cast));
+    }
     zs_local_grads_free(unit);
     return ZS_OK;
+}
+
+zs_status zs_reduce_keep(zs_unit *unit, int64_t i)
+{
+    const zs_param *param = &unit->params[i];
+    zs_set_bit(unit->kept, i);
+    return zs_grad_cast(param->tensor, unit->flats[param->flat].dtype);
 }
 
 /* A replicated unit's .grad contains them: it counts as used, if the user has left it there. */

@@ -17,10 +17,11 @@ zs_status zs_reduce_begin(zs_unit *unit, bool local);
  * *first: the round had none. */
 zs_status zs_reduce_pack(zs_record *record, int64_t i, bool anew, bool *first);
 
-/* (Replicated units) Parameter `i`'s .grad stays as it is, to be reduced with a later backward's. */
-void zs_reduce_keep(zs_unit *unit, int64_t i);
+/* (Replicated units) Parameter `i`'s .grad stays, in the parameter's dtype at rest, to be reduced with a later
+ * backward's. */
+zs_status zs_reduce_keep(zs_unit *unit, int64_t i);
 
-/* Copies local gradients into round.packing, and frees their memory. */
+/* Copies local gradients into round.packing, cast to the dtype on the wire, and frees their memory. */
 zs_status zs_reduce_send_local(zs_record *record);
 
 /* Posts round.packing, or if there is none, a round without gradients. The round also carries that the backward was

@@ -66,6 +66,7 @@ void zs_record_set_kept(zs_record *record, bool kept)
 void zs_record_set_sync(zs_record *record, bool sync)
 {
     record->sync = sync;
+    record->was_unsynced |= !sync;
 }
 
 zs_status zs_schedule_add(zs_schedule *schedule, zs_record *record)

@@ -109,6 +109,7 @@ struct zs_record {
     bool pinned;         /* unsharded by hand, through forwards (unshard.c) */
     int inside;          /* running forwards of its module (forward.c) */
     bool sync;           /* gradients are to be reduced (not in no_sync()); forward.c */
+    bool was_unsynced;   /* that was off at times: a step has gradients that stay on their rank */
     zs_span span;
     zs_read read;
     zs_stops stops[2];    /* in the last passes, by zs_phase (unshard.c) */

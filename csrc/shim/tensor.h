@@ -173,6 +173,9 @@ zs_status zs_grad_describe(const zs_tensor *tensor, zs_grad_info *info);
 /* Copies tensor.grad (any strides, sparse too), row-major and cast to `dtype`, to `dst`; with `add`, adds it there. */
 zs_status zs_grad_copy(const zs_tensor *tensor, void *dst, zs_dtype dtype, bool add);
 
+/* Casts tensor.grad, if there is one, to `dtype`: a new tensor, unless it has it. */
+zs_status zs_grad_cast(zs_tensor *tensor, zs_dtype dtype);
+
 /* Is tensor.grad this very tensor? */
 zs_status zs_grad_is(const zs_tensor *tensor, const zs_tensor *grad, bool *same);
 
@@ -191,12 +194,8 @@ typedef struct zs_hook {
 
 /* Makes torch run `hook` after it accumulates each gradient of the leaf `tensor`. A hook that is already in torch's
  * single slot (a user's Python one) is kept, and zs_hook_run_users runs it. Cheap if ours is already there: call it
- * at every bind, as this also drops torch's gradient node of a tensor whose shape has changed. */
+ * at every bind, as this also gives torch's gradient node of a tensor its new shape. */
 zs_status zs_hook_grad_ready(zs_tensor *tensor, const zs_hook *hook);
-
-/* While `keep` is set on this thread, zs_hook_grad_ready keeps such a node and gives it the tensor's new shape: a
- * custom Function whose forward is running may have an edge to it. */
-void zs_grad_keep_nodes(bool keep);
 
 /* Removes our hook and restores the user's. */
 zs_status zs_hook_grad_remove(zs_tensor *tensor);

@@ -6,7 +6,6 @@
 #include "shim/torch_internal.hpp"
 
 #include <ATen/SequenceNumber.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/engine.h>
@@ -167,25 +166,16 @@ class BackwardEnd {
     bool ran = false;
 };
 
-// The setter takes a weak reference: torch 2.13 counts nodes itself, earlier versions use std::shared_ptr.
-template <typename Weak> void forget_node(const at::Tensor &tensor, void (*set)(const ag::Variable &, Weak))
-{
-    decltype(ag::impl::try_get_grad_accumulator(tensor)) none;
-    set(tensor, Weak(none));
-}
-
-thread_local bool keep_nodes = false; // see zs_grad_keep_nodes
-
 // The node that accumulates into a leaf is created once and keeps the leaf's shape and dtype. One created while a
-// parameter was sharded (by a statistic that is kept with its graph) would refuse all later full gradients.
-void forget_node_of_other_form(const at::Tensor &tensor)
+// parameter was sharded would refuse all later full gradients. It stays the same node: scripts have hooks on it, ask
+// whether a backward runs it (register_multi_grad_hook), or have an edge to it in a custom Function's forward.
+void follow_form(const at::Tensor &tensor)
 {
     if (ag::impl::get_autograd_meta(tensor) == nullptr) return;
     auto node = ag::impl::try_get_grad_accumulator(tensor);
     if (!node) return;
     const auto &seen = node->input_metadata(0);
     if (seen.is_same_shape(tensor) && seen.options().dtype() == tensor.dtype()) return;
-    if (!keep_nodes) return forget_node(tensor, &ag::impl::set_grad_accumulator);
     node->clear_input_metadata();
     node->add_input_metadata(tensor);
 }
@@ -318,6 +308,15 @@ zs_status zs_grad_set(zs_tensor *handle, const zs_tensor *grad)
     });
 }
 
+zs_status zs_grad_cast(zs_tensor *handle, zs_dtype dtype)
+{
+    return guarded([&] {
+        at::Tensor &grad = handle->tensor.mutable_grad();
+        if (grad.defined()) grad = grad.to(zs::scalar_type_of(dtype, grad.scalar_type()));
+        return ZS_OK;
+    });
+}
+
 zs_status zs_grad_is(const zs_tensor *handle, const zs_tensor *grad, bool *same)
 {
     return guarded([&] {
@@ -332,7 +331,7 @@ zs_status zs_hook_grad_ready(zs_tensor *handle, const zs_hook *hook)
 {
     return guarded([&] {
         const at::Tensor &tensor = handle->tensor;
-        forget_node_of_other_form(tensor);
+        follow_form(tensor);
         GradReady *ours = our_hook(tensor);
         if (ours != nullptr && ours->ref.same_as(*hook)) return ZS_OK;
         std::unique_ptr<ag::PostAccumulateGradHook> users;
@@ -344,11 +343,6 @@ zs_status zs_hook_grad_ready(zs_tensor *handle, const zs_hook *hook)
         ag::impl::set_post_acc_grad_hooks(tensor, std::make_unique<GradReady>(*hook, std::move(users)));
         return ZS_OK;
     });
-}
-
-void zs_grad_keep_nodes(bool keep)
-{
-    keep_nodes = keep;
 }
 
 zs_status zs_hook_grad_remove(zs_tensor *handle)
@@ -404,15 +398,6 @@ int64_t zs_next_node(void)
 bool zs_grad_mode(void)
 {
     return at::GradMode::is_enabled();
-}
-
-// There may be casts even if autocast is off: its context may be inside one that has it on.
-void zs_autocast_forget(void)
-{
-    (void)guarded([] {
-        at::autocast::clear_cache();
-        return ZS_OK;
-    });
 }
 
 void zs_py_set_raiser(void (*raise)(void))

@@ -1,4 +1,4 @@
-// torch_shim.cpp - tensors and storages: ATen's part of tensor.h.
+// torch_shim.cpp - tensors, storages, autocast: ATen's part of tensor.h.
 //
 // C++ ends here. Every function is extern "C", catches all exceptions, and turns them into a zs_status with torch's
 // text; every object that it returns is a counted handle. The shim (torch_*.cpp) owns no flat memory and does not
@@ -6,6 +6,7 @@
 #include "shim/torch_internal.hpp"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -315,6 +316,15 @@ bool zs_tensor_lies_at(const zs_tensor *handle, const zs_place *place)
     const bool in_order =
         place->strides == nullptr ? impl->is_contiguous() : impl->strides() == at::IntArrayRef(place->strides, length);
     return impl->numel() == 0 || (impl->storage_offset() == place->offset && in_order);
+}
+
+// There may be casts even if autocast is off: its context may be inside one that has it on.
+void zs_autocast_forget(void)
+{
+    (void)guarded([] {
+        at::autocast::clear_cache();
+        return ZS_OK;
+    });
 }
 
 void zs_parallel_for(int64_t n, int64_t grain, void (*fn)(void *, int64_t, int64_t), void *ctx)

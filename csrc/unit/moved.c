@@ -15,8 +15,8 @@ zs_status zs_moved_error(const zs_unit *unit, const zs_param *param, const char 
 {
     return ZS_FAIL(
         ZS_ERR_STATE,
-        "parameter '%s' of unit '%s' was replaced %s (by p.data = ..., .to() or load_state_dict(assign=True)); replace "
-        "it outside of forward and backward, or convert the model before FSDP(...)",
+        "parameter '%s' of unit '%s' was replaced %s (by p.data = ..., .to() or load_state_dict(assign=True)); write "
+        "to it in place, replace it outside of forward and backward, or convert or resize the model before FSDP(...)",
         param->name, zs_unit_label(unit->name), when);
 }
 
@@ -85,7 +85,8 @@ static zs_status write_back_param(zs_unit *unit, zs_param *param)
     if (info.dtype != flat->dtype || info.itemsize != flat->layout.itemsize || !here || !info.strided)
         return ZS_FAIL(ZS_ERR_VALUE,
                        "parameter '%s' of unit '%s' changed its dtype or device after FSDP(...) (by .to(), .double(), "
-                       ".half() or p.data = ...); convert the model before FSDP(...)",
+                       ".half() or p.data = ...); convert the model before FSDP(...), or back; for files in another "
+                       "dtype use zshard.save(path, model, dtype=...), or cast the tensors of state_dict()",
                        param->name, zs_unit_label(unit->name));
     if (info.numel > 0 && zs_tensor_mem(param->tensor) != NULL)
         return ZS_FAIL(ZS_ERR_VALUE,

@@ -18,16 +18,9 @@ void zs_pinned_begin(void)
     atomic_fetch_add(&holders, 1);
 }
 
-void zs_pinned_end(zs_unit *unit)
+void zs_pinned_end(const zs_unit *unit)
 {
-    if (!unit->record.pinned) return;
-    atomic_fetch_sub(&holders, 1);
-    for (int f = 0; f < unit->n_flats; f++) {
-        zs_mem *mem = unit->flats[f].full_mem;
-        if (mem == NULL) continue;
-        mem->role = ZS_MEM_PLAIN;
-        mem->user = NULL;
-    }
+    if (unit->record.pinned) atomic_fetch_sub(&holders, 1);
 }
 
 size_t zs_pinned_bytes(const zs_unit *unit)

@@ -98,7 +98,9 @@ zs_status zs_secondary_refresh(zs_comm *replica_group, zs_record *const *records
     unsigned char *stale = malloc(n_flats + 1);
     if (stale == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing parameters");
     zs_status status = look(replica_group, records, n, stale);
+    bool named = zs_call_begin("forward()");
     ZS_THEN(status, agree(replica_group, stale, n_flats));
+    if (named) zs_call_end();
     ZS_THEN(status, renew_all(replica_group, records, n, stale));
     free(stale);
     return status;

@@ -103,6 +103,7 @@ typedef struct zs_flat {
     int trainable_index;     /* its index among the trainable flats */
     size_t wire_shard_bytes; /* bytes of one rank's shard in the bucket; 0 if frozen */
     size_t bucket_offset;    /* where this flat begins in the bucket */
+    size_t local_offset;     /* ... and in the unit's local gradients */
     zs_storage *local;       /* storage on the unit's local gradients; NULL without them; owned */
     char *in_use;            /* (on disk) what the pager keeps resident; NULL: nothing; borrowed */
     size_t in_use_bytes;
@@ -150,7 +151,7 @@ struct zs_unit {
     uint64_t *used;                 /* packed in this round */
     uint64_t *arrived;              /* those of them that came in this backward */
     uint64_t *kept;                 /* (replicated) whose .grad has not been reduced since */
-    zs_mem *local;                  /* unreduced gradients of earlier backwards, with a bucket's layout; NULL: none */
+    zs_mem *local;                  /* unreduced gradients of earlier backwards, see reduce/local_grads.h; NULL: none */
     zs_leaves *leaves;              /* see reduce/leaves.h; NULL: none yet; owned */
     zs_mem *leaf;                   /* of a micro-batch that is not its step's last; NULL: none; owned reference */
     bool grads_held;                /* its gradients have memory that was written */
@@ -343,6 +344,9 @@ size_t zs_unit_bucket_bytes(const zs_unit *unit);
 /* Bytes of one gradient in the bucket, which has several in some cases (base/tree.h). */
 size_t zs_unit_section_bytes(const zs_unit *unit);
 
+/* Bytes of its local gradients, while it has some. */
+size_t zs_unit_local_bytes(const zs_unit *unit);
+
 /* Bytes of the secondary shard. */
 size_t zs_unit_secondary_bytes(const zs_unit *unit);
 
@@ -355,7 +359,8 @@ zs_cunit_spec zs_unit_round_spec(const zs_unit *unit);
 /* Bytes of this rank's gradients after a backward. */
 size_t zs_unit_grad_bytes(const zs_unit *unit);
 
-/* Bytes of gradients that the unit holds now, except in a slot. */
+/* Bytes of gradients that the unit holds in memory now, except in a slot: also of local ones of a unit whose others are
+ * offloaded. */
 size_t zs_unit_held_grad_bytes(const zs_unit *unit);
 
 /* --- moved.c ------------------------------------------------------------------------------------------------------ */
@@ -370,7 +375,7 @@ void zs_pinned_begin(void);
 
 /* The unit stops being pinned: for zs_unit_reshard, before the schedule clears record.pinned, and for freeing it. No-op
  * if it is not pinned. */
-void zs_pinned_end(zs_unit *unit);
+void zs_pinned_end(const zs_unit *unit);
 
 /* Bytes of the copy, if it lies in no slot. */
 size_t zs_pinned_bytes(const zs_unit *unit);

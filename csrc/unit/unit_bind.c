@@ -336,19 +336,10 @@ void zs_unit_set_exact(zs_unit *unit, bool exact)
     unit->exact = exact;
 }
 
-/* Puts a copy of this rank's own under the full storage, unless one is there. It is known as pinned. */
-static zs_status own_flat(zs_unit *unit, zs_flat *flat)
-{
-    ZS_TRY(copy_flat(unit, flat));
-    flat->full_mem->role = ZS_MEM_PINNED;
-    flat->full_mem->user = unit;
-    return ZS_OK;
-}
-
 zs_status zs_unit_copy_full(zs_unit *unit)
 {
     for (int f = 0; f < unit->n_flats; f++)
-        ZS_TRY(own_flat(unit, &unit->flats[f]));
+        ZS_TRY(copy_flat(unit, &unit->flats[f]));
     return ZS_OK;
 }
 
@@ -388,7 +379,10 @@ zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst, zs_where
     bool readable = zs_unit_is_full(unit) && exact;
     if (base == NULL || !readable)
         return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not unsharded", zs_unit_label(unit->name));
-    if (flat->reordered && zs_flat_source(unit, flat)->full == NULL)
+    bool moved = unit->record.pinned && !zs_tensor_on_storage(param->tensor, flat->full);
+    if (moved) return zs_moved_error(unit, param, "while it was unsharded");
+    /* A pinned unit has a copy, which a script may have written to. */
+    if (unit->record.pinned || (flat->reordered && zs_flat_source(unit, flat)->full == NULL))
         return zs_tensor_read(param->tensor, 0, param->numel, dst, where);
     const zs_device *device = zs_context_device(unit->context);
     size_t begin = (size_t)param->offset * flat->layout.itemsize, bytes = (size_t)param->numel * flat->layout.itemsize;

@@ -102,6 +102,14 @@ size_t zs_unit_section_bytes(const zs_unit *unit)
     return total;
 }
 
+size_t zs_unit_local_bytes(const zs_unit *unit)
+{
+    size_t total = 0;
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].trainable) total += zs_layout_full_bytes(&unit->flats[f].layout);
+    return total;
+}
+
 size_t zs_unit_bucket_bytes(const zs_unit *unit)
 {
     return zs_unit_section_bytes(unit) * (size_t)zs_tree_sections(unit->context->tree);
@@ -124,10 +132,10 @@ size_t zs_unit_grad_bytes(const zs_unit *unit)
 size_t zs_unit_held_grad_bytes(const zs_unit *unit)
 {
     size_t total = 0;
-    for (int f = 0; f < unit->n_flats; f++) {
+    for (int f = 0; f < unit->n_flats && !unit->offloads.grads; f++) {
         const zs_flat *flat = &unit->flats[f];
         if (flat->grad_mem != NULL && !unit->borrows) total += flat->grad_mem->bytes;
-        if (flat->spare_mem != NULL && !unit->offloads.grads) total += flat->spare_mem->bytes;
+        if (flat->spare_mem != NULL) total += flat->spare_mem->bytes;
     }
     return total + (unit->local != NULL ? unit->local->bytes : 0);
 }

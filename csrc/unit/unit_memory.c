@@ -124,10 +124,10 @@ zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param)
     return zs_tensor_bind(param->tensor, &place);
 }
 
-/* Where each flat's gradients lie in a bucket. */
+/* Where each flat's gradients lie in a bucket, and in local gradients. */
 static void lay_out_gradients(zs_unit *unit)
 {
-    size_t offset = 0;
+    size_t offset = 0, local = 0;
     int trainable = 0;
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
@@ -135,7 +135,9 @@ static void lay_out_gradients(zs_unit *unit)
         flat->trainable_index = trainable++;
         flat->wire_shard_bytes = (size_t)flat->layout.shard_numel * flat->wire_size;
         flat->bucket_offset = offset;
+        flat->local_offset = local;
         offset += zs_flat_wire_bytes(flat);
+        local += zs_layout_full_bytes(&flat->layout);
     }
 }
 

@@ -75,13 +75,15 @@ static zs_status begin(const zs_group *group, zs_work **work)
 /* Gathers all ranks' `bytes`, in the wire's small messages. */
 static void gather_all(const char *in, char *out, size_t bytes, size_t stride)
 {
-    char box[MAX_RANKS * 4096];
+    char box[MAX_RANKS * 4096], call[ZS_CALL] = ""; /* a process group knows no calls */
+    zs_call_swap(call);
     for (size_t at = 0; at < bytes; at += 4096) {
         size_t part = bytes - at < 4096 ? bytes - at : 4096;
         OK(zs_comm_exchange(wire, in + at, part, box));
         for (int r = 0; r < wire->world; r++)
             memcpy(out + (size_t)r * stride + at, box + (size_t)r * part, part);
     }
+    zs_call_swap(call);
 }
 
 /* The same for ranks that are not there. */
@@ -125,7 +127,11 @@ zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root
 {
     ZS_TRY(begin(group, work));
     if ((*work)->waits != 0 || (*work)->status != ZS_OK) return ZS_OK;
-    return zs_comm_broadcast(wire, data, bytes, root);
+    char call[ZS_CALL] = "";
+    zs_call_swap(call);
+    zs_status status = zs_comm_broadcast(wire, data, bytes, root);
+    zs_call_swap(call);
+    return status;
 }
 
 bool zs_work_done(const zs_work *work)

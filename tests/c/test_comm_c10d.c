@@ -216,6 +216,96 @@ static void steps_that_differ(rank_env *env)
     zs_mem_release(full);
 }
 
+/* Three ranks in three calls; one call has no name. */
+static void calls_that_differ(rank_env *env)
+{
+    static const char *const calls_of[] = {"", "save()", "load()"};
+    static const char *const words[] = {
+        "rank 0 was all-gathering message 1 (1 bytes), but rank 1 was in save(); run",
+        "rank 1 was in save(), but rank 0 was all-gathering message 1 (1 bytes); run",
+        "rank 2 was in load(), but rank 0 was all-gathering message 1 (1 bytes); run",
+    };
+    char byte = (char)env->rank, all[MAX_RANKS];
+    if (env->rank > 2) CHECK(zs_call_begin("save()"));
+    if (env->rank == 1 || env->rank == 2) CHECK(zs_call_begin(calls_of[env->rank]));
+    zs_clear_error();
+    CHECK(zs_comm_exchange(env->comm, &byte, 1, all) == ZS_ERR_DIVERGED);
+    CHECK(env->rank > 2 || strstr(zs_last_message(), words[env->rank]) != NULL);
+    zs_clear_error();
+    CHECK(zs_comm_broadcast(env->comm, &byte, 1, 0) == ZS_ERR_DIVERGED);
+    zs_call_end();
+    OK(zs_comm_exchange(env->comm, &byte, 1, all));
+    CHECK(all[env->world - 1] == env->world - 1);
+}
+
+/* Ranks that differ within one call: its name does not show it. */
+static void one_call_that_differs(rank_env *env)
+{
+    char data[8] = "", all[8 * MAX_RANKS];
+    CHECK(zs_call_begin("load()"));
+    zs_clear_error();
+    zs_status status = env->rank == 0 ? zs_comm_broadcast(env->comm, data, 8, 0)
+                                      : zs_comm_exchange(env->comm, data, (size_t)env->rank, all);
+    CHECK(status == ZS_ERR_DIVERGED);
+    const char *first = "rank 0 was broadcasting 8 bytes from rank 0 (message 1) in load()",
+               *second = "rank 1 was all-gathering message 1 (1 bytes) in load()";
+    CHECK(env->rank > 1 || (strstr(zs_last_message(), first) != NULL && strstr(zs_last_message(), second) != NULL));
+    zs_call_end();
+}
+
+static int left; /* allocations of the transport that still succeed */
+
+static zs_status scarce_mem_new(const zs_device *device, size_t bytes, zs_mem **out)
+{
+    if (left-- <= 0) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating %zu bytes", bytes);
+    return zs_device_cpu()->ops->mem_new(device, bytes, out);
+}
+
+enum { EXCHANGE, BROADCAST, POST };
+
+static zs_status begin_one(rank_env *env, int what, zs_cunit *unit)
+{
+    static char data[4096], all[MAX_RANKS * 4096];
+    switch (what) {
+    case EXCHANGE: return zs_comm_exchange(env->comm, data, sizeof data, all);
+    case BROADCAST: return zs_comm_broadcast(env->comm, data, sizeof data, 0);
+    default: return zs_cunit_post(env->comm, unit, NULL);
+    }
+}
+
+/* A rank without memory does not begin what the others are in: what it does next is not taken for its part of that. */
+static void memory_that_runs_out(rank_env *env)
+{
+    static const int allocations[] = {[EXCHANGE] = 2, [BROADCAST] = 2, [POST] = 3};
+    zs_device_ops ops = *zs_device_cpu()->ops;
+    ops.mem_new = scarce_mem_new;
+    const zs_device poor = {&ops, zs_device_cpu()->where}, *device = env->comm->device;
+    zs_cunit_spec spec = {.name = "block", .n_params = 1, .n_flats = 1, .shard_bytes = {64 << 10}};
+    char byte = (char)env->rank, all[MAX_RANKS];
+    for (int what = EXCHANGE; what <= POST; what++) {
+        for (int had = 0; had < allocations[what]; had++) {
+            zs_cunit *unit = NULL;
+            left = 1000;
+            OK(zs_cunit_new(env->comm, &spec, &unit));
+            zs_cunit_free(env->comm, unit); /* the last one: all areas go, too */
+            OK(zs_cunit_new(env->comm, &spec, &unit));
+            env->comm->device = &poor;
+            if (env->rank == 1) {
+                left = had;
+                FAILS(begin_one(env, what, unit), ZS_ERR_MEMORY, "out of memory");
+                left = 1000;
+            }
+            zs_clear_error();
+            zs_status status = env->rank == 1 ? zs_comm_exchange(env->comm, &byte, 1, all) : begin_one(env, what, unit);
+            CHECK(status == ZS_ERR_DIVERGED);
+            OK(zs_comm_exchange(env->comm, &byte, 1, all));
+            CHECK(all[0] == 0 && all[env->world - 1] == env->world - 1);
+            zs_cunit_free(env->comm, unit);
+            env->comm->device = device;
+        }
+    }
+}
+
 enum { FLATS = 3, SHARD = 64 };
 
 /* A forward of a model: from then on its shards may be brought to gathers of others. */
@@ -290,6 +380,26 @@ static void gathers_of_what_was_written_since(rank_env *env)
     zs_clear_error();
     OK(gather_one(env, &flats[2], 2));
     end_forward(env, reader, flats);
+}
+
+/* What a second thread does, while the first one is in a collective. */
+static void *exchange_beside(void *arg)
+{
+    rank_env *env = arg;
+    char byte = 0, all[MAX_RANKS];
+    FAILS(zs_comm_exchange(env->comm, &byte, 1, all), ZS_ERR_STATE, "two threads of rank");
+    return NULL;
+}
+
+static void two_threads_at_a_time(rank_env *env)
+{
+    pthread_t thread;
+    char byte = (char)env->rank, all[MAX_RANKS];
+    OK(zs_comm_enter(env->comm));
+    CHECK(pthread_create(&thread, NULL, exchange_beside, env) == 0 && pthread_join(thread, NULL) == 0);
+    OK(zs_comm_exchange(env->comm, &byte, 1, all)); /* this thread's own, within it */
+    zs_comm_leave(env->comm);
+    OK(zs_comm_exchange(env->comm, &byte, 1, all));
 }
 
 /* All ranks wait here, below the transport, so that none is found gone before the others have looked. */
@@ -406,6 +516,10 @@ OVER_C10D(gathers_that_some_leave_out)
 OVER_C10D(gathers_of_what_was_written_since)
 OVER_C10D(orders_that_differ)
 OVER_C10D(steps_that_differ)
+OVER_C10D(calls_that_differ)
+OVER_C10D(one_call_that_differs)
+OVER_C10D(memory_that_runs_out)
+OVER_C10D(two_threads_at_a_time)
 OVER_C10D(failures_are_explained)
 OVER_C10D(unknown_peers_are_listed)
 OVER_C10D(last_words_are_told)
@@ -426,6 +540,10 @@ static const rank_test tests[] = {
     TEST(c10d_gathers_of_what_was_written_since, .least = 2),
     TEST(c10d_orders_that_differ, .least = 2),
     TEST(c10d_steps_that_differ, .least = 2),
+    TEST(c10d_calls_that_differ, .least = 3),
+    TEST(c10d_one_call_that_differs, .least = 2),
+    TEST(c10d_memory_that_runs_out, .least = 2),
+    TEST(c10d_two_threads_at_a_time, .least = 2),
     TEST(many_ranks_on_a_little_stack, .least = MAX_RANKS),
     TEST(c10d_failures_are_explained, .least = 2),
     TEST(c10d_unknown_peers_are_listed, .least = 2),

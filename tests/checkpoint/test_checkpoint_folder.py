@@ -34,6 +34,27 @@ from zshard.checkpoint.folder import Target
 ID = "0123456789abcdef" * 2
 
 
+def test_path_through_a_link_is_the_systems(tmp_path, monkeypatch):
+    """`link/..` is the folder above what the link points to, for save as for load."""
+    (tmp_path / "real" / "deep").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "link").symlink_to("../real/deep")
+    monkeypatch.chdir(tmp_path)
+    for path, found in (
+        ("here/link/../a", "real/a"),
+        ("here/link/../deep/../b/", "real/b"),
+        ("here/link/c", "real/deep/c"),
+    ):
+        model = small(3.0)
+        zshard.save(path, model)
+        assert (tmp_path / found / "zshard.json").is_file()
+        assert zshard.load(path, small()).verified
+    zshard.save("here/link/../steps", small(), step=1)
+    assert zshard.load("here/link/../steps", small()).step == 1
+    zshard.save("here/link/..", small(), step=2)
+    assert zshard.load("real", small()).step == 2
+
+
 def small(value=1.0):
     model = nn.Linear(3, 2)
     nn.init.constant_(model.weight, value)
@@ -329,7 +350,7 @@ def test_remove_does_not_follow_links(tmp_path):
 
 
 FOLDERS = {
-    "taken": (FileExistsError, "already exists", "old", {}),
+    "taken": (FileExistsError, "another path, or pass overwrite=True", "old", {}),
     "a file": (FileExistsError, "already exists", "file", {}),
     "to overwrite a file": (
         FileExistsError,

@@ -77,7 +77,7 @@ def run(pools, world, function, *args):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("into", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD"])
+@pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD", "tests.Counting"])
 def test_load_at_any_world_size(pools, world, into, kind, tmp_path):
     names = NAMES if kind == "zshard.AdamW" else NAMES[:2]
     made = run(pools, world, save, str(tmp_path), names, kind, HOW[world])[0]
@@ -109,7 +109,7 @@ WAYS = [FULL, C10D, ("zero1", "c10d"), ("no_shard", "c10d"), ("shard_grad_op", "
 @pytest.mark.parametrize("combination", WAYS, ids="-".join)
 @pytest.mark.parametrize("name", ["tied", "frozen"])
 def test_resumed_run_is_bit_identical(pool2, name, combination, tmp_path):
-    for kind in ("zshard.AdamW", "torch.SGD", "torch.Adam"):
+    for kind in ("zshard.AdamW", "torch.SGD", "torch.Adam", "tests.Counting"):
         path = str(tmp_path / kind)
         assert pool2.run(resumed, path, name, kind, combination) == [[], []], kind
 

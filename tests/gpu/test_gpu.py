@@ -8,6 +8,7 @@ test_gpu_ranks.py.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -158,27 +159,28 @@ def test_activation_checkpointing_changes_nothing(one: RankPool, precision: Any)
     assert wrong == []
 
 
-def gradients_of_two_backwards(how: str) -> list[str]:
-    plain = make(DEEP.make).to(device())
-    ours = wrap(DEEP, mixed_precision=MixedPrecision(param_dtype=torch.float32))
-    batches = [DEEP.batch(step, 0).to(device()) for step in range(2)]
-    for batch in batches:
-        loss_of(plain(batch)).backward()
-    if how == "no_sync":
-        with ours.no_sync():
-            loss_of(ours(batches[0])).backward()
-    else:
-        loss_of(ours(batches[0])).backward()
-    loss_of(ours(batches[1])).backward()
+def gradients_of_backwards(how: str, dtype: torch.dtype) -> None:
+    plain, sums = make(DEEP.make).to(device(), dtype), {}
+    ours = wrap(DEEP, mixed_precision=MixedPrecision(param_dtype=dtype))
+    for step in range(4):
+        batch = DEEP.batch(step, 0).to(device())
+        plain.zero_grad()
+        loss_of(plain(batch.to(dtype))).backward()
+        for name, p in plain.named_parameters():
+            sums[name] = sums.get(name, 0.0) + p.grad.float()
+        waits = how == "no_sync" and step < 3
+        with ours.no_sync() if waits else contextlib.nullcontext():
+            loss_of(ours(batch)).backward()
     with FSDP.summon_full_params(ours, with_grads=True):
         whole = {name: p.grad.clone() for name, p in ours.named_parameters()}
-    assert far(whole, {name: p.grad for name, p in plain.named_parameters()}, FP32) == []
+    assert far(whole, sums, FP32) == []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", ["no_sync", "accumulated"])
-def test_gradients_add_up(one: RankPool, how: str) -> None:
-    one.run(gradients_of_two_backwards, how)
+def test_gradients_add_up_in_float32(one: RankPool, how: str, dtype: torch.dtype) -> None:
+    one.run(gradients_of_backwards, how, dtype)
 
 
 def clipped() -> tuple[float, float, list[str]]:

@@ -65,6 +65,7 @@ def optimizer_for(model: Any, precision: Any) -> Any:
 
 def train_together(backend: str | None, strategy: str, precision: Any) -> Any:
     """(transport, losses, state) of ranks that share the device, or the host where backend is None.
+    The second step has two more micro-batches, within no_sync().
 
     The transport is "refused: ..." where NCCL does not let ranks share a GPU.
     """
@@ -84,10 +85,13 @@ def train_together(backend: str | None, strategy: str, precision: Any) -> Any:
             timeout=60,
         )
         optimizer = optimizer_for(ours, precision)
+        there = next(ours.parameters()).device
         losses = []
         for step in range(3):
-            batch = case.batch(step, rank)
-            loss = loss_of(ours(batch if backend is None else batch.to(device())))
+            with ours.no_sync():
+                for micro in (10, 11) if step == 1 else ():
+                    loss_of(ours(case.batch(micro, rank).to(there))).backward()
+            loss = loss_of(ours(case.batch(step, rank).to(there)))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

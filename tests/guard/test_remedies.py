@@ -6,6 +6,8 @@ A table: a script's operation, text of the error, and the script with the remedy
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from models import make
@@ -91,6 +93,122 @@ SHARD_ERRORS = [
     (block_forward, "register_forward_method", block_forward_as_advised),
     (total_norm, "p.grad for p in model.parameters()", total_norm_as_advised),
 ]
+
+
+class Scaled(nn.Module):
+    """As CLIP: the loss multiplies what the forward returns by a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def scale_in_a_loss(strategy, transport):
+    plain = make(Scaled)
+    model = FSDP(make(Scaled), strategy=strategy, transport=transport)
+    for each in (plain, model):
+        out = each(torch.ones(2, 8))
+        if each is model and strategy != "no_shard":
+            with pytest.raises(zshard.ShardError) as caught:
+                out * model.scale.exp()
+            text = str(caught.value)
+            assert text.index("within `with FSDP.summon") < text.index("zshard.full_tensor(")
+        with FSDP.summon_full_params(model):
+            loss = (out * each.scale.exp()).sum()
+        loss.backward()
+    return zshard.full_tensor(model.scale.grad).equal(plain.scale.grad)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@ranks(2)
+def test_a_scale_that_the_loss_uses_trains_by_the_first_remedy(pool, strategy, transport):
+    assert pool.run(scale_in_a_loss, strategy, transport) == [True] * pool.world
+
+
+class Momentum(nn.Module):
+    """Moves one layer towards another in its forward, as momentum encoders do."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow, self.fast, self.way = nn.Linear(8, 8), nn.Linear(8, 8), None
+
+    def forward(self, x):
+        slow, fast = self.slow.weight, self.fast.weight
+        with torch.no_grad():
+            if self.way == "mixed":
+                slow.data = slow * 0.9 + fast.data * 0.1
+            elif self.way == "all data":
+                slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+            else:
+                slow.copy_(slow * 0.9 + fast * 0.1)
+        return self.slow(self.fast(x))
+
+
+def moves_in_forward(strategy, transport):
+    plain = make(Momentum)
+    model = FSDP(make(Momentum), strategy=strategy, transport=transport)
+    if strategy != "no_shard":
+        model.way = "mixed"
+        with pytest.raises(zshard.ShardError, match=r"use `\.data` of all parameters.*or of none"):
+            model(torch.ones(2, 8))
+    for way in ("all data", "no data"):
+        for each in (plain, model):
+            each.way = way
+            each(torch.ones(2, 8)).sum().backward()
+    found = model.state_dict()
+    return [name for name, value in plain.state_dict().items() if not value.equal(found[name])]
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@ranks(2)
+def test_writes_in_a_forward_use_data_of_all_or_of_none(pool, strategy, transport):
+    assert pool.run(moves_in_forward, strategy, transport) == [[]] * pool.world
+
+
+def resize(embedding, rows):
+    """As transformers' resize_token_embeddings() does."""
+    larger = nn.Embedding(rows, embedding.embedding_dim)
+    larger.weight.data.zero_()
+    larger.weight.data[: len(embedding.weight)] = embedding.weight.data[:]
+    embedding.weight.data = larger.weight.data
+
+
+def resizes(transport):
+    model = FSDP(make(lambda: nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3))))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(zshard.ShardError, match=r"Resize layers, .* before FSDP\(\.\.\.\)"):
+        resize(model[0], 9)
+    with (
+        pytest.raises(RuntimeError, match="or resize the model before FSDP"),
+        FSDP.summon_full_params(model),
+    ):
+        resize(model[0], 9)
+    # Nothing is half changed: all units are shards again, and the next step is right.
+    assert [name for name, v in model.state_dict().items() if not v.equal(before[name])] == []
+    model(torch.tensor([1])).sum().backward()
+    larger = make(lambda: nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3)))
+    larger.load_state_dict(model.state_dict())
+    resize(larger[0], 9)
+    FSDP(larger)(torch.tensor([8])).sum().backward()
+    return True
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@ranks(2)
+def test_a_sharded_layer_is_resized_before_it_is_sharded(pool, transport):
+    assert pool.run(resizes, transport) == [True] * pool.world
+
+
+def test_a_shallow_copy_is_refused_by_its_name():
+    model = FSDP(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"copy\.copy\(\).*use copy\.deepcopy\(model\)"):
+        copy.copy(model)
+    assert copy.deepcopy(model).weight.equal(model.weight)
 
 
 def every_remedy():

@@ -90,7 +90,8 @@ class Meaning:
 
 class Theirs:
     """The same training over DDP; in bf16 and fp16, with float32 copies that are stepped, and
-    gradients sent in the low dtype and summed in float32, as in zshard's mixed precision."""
+    gradients sent in the low dtype and summed in float32, as in zshard's mixed precision. At stages
+    0 and 1 those of a round are summed first, in float32; stage 0 sends them in it."""
 
     def __init__(self, meaning: Meaning) -> None:
         self.meaning = meaning
@@ -110,7 +111,7 @@ class Theirs:
         losses = []
         for step in range(start, start + steps):
             ends = (step + 1) % self.meaning.rounds == 0
-            losses.append(self._low(step) if self.ddp is None else self._full(step, ends))
+            losses.append(self._low(step, ends) if self.ddp is None else self._full(step, ends))
             if ends:
                 self._update()
         return losses
@@ -123,7 +124,7 @@ class Theirs:
             (loss / self.meaning.rounds).backward()
         return loss.item()
 
-    def _low(self, step: int) -> float:
+    def _low(self, step: int, ends: bool) -> float:
         assert self.low is not None
         inputs, targets = batch(step)
         with torch.no_grad():
@@ -133,9 +134,14 @@ class Theirs:
         loss = loss_of(self.low(inputs.to(self.meaning.dtype)), targets)
         scale = self.scale.scale if self.scale is not None else 1.0
         (loss / self.meaning.rounds * scale).backward()
+        sums, travels = self.meaning.stage < 2, self.meaning.dtype
+        if self.meaning.stage == 0:
+            travels = torch.float32
         for low, main in zip(self.low.parameters(), self.main.parameters(), strict=True):
-            total = averaged(low.grad)
-            main.grad = total if main.grad is None else main.grad + total
+            new = low.grad.float() if sums else averaged(low.grad)
+            main.grad = new if main.grad is None else main.grad + new
+            if sums and ends:
+                main.grad = averaged(main.grad.to(travels))
         return loss.item()
 
     def _update(self) -> None:

@@ -58,7 +58,7 @@ def nested(name: str, value: Any) -> dict[str, Any]:
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ValueError, "enables fp16 and bf16: enable only one"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, NotImplementedError, "enable 'fp16'"),
         ({"gradient_allreduce_op": "sum"}, NotImplementedError, "multiply the loss by the number of ranks"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, NotImplementedError, "sums gradients in float32"),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, NotImplementedError, "must be 'fp32' with 'bf16' or 'fp16'"),
     ],
 )  # fmt: skip
 def test_invalid_keys_and_values_are_named(
@@ -133,6 +133,7 @@ def test_one_warning_names_all_keys_without_effect() -> None:
             "zero_optimization.offload_param.devise",
             "device",
         ),
+        ({"bfp16": {"enabled": True}}, "bfp16", "bf16"),
     ],
 )
 def test_warning_says_which_key_was_meant(changes: dict[str, Any], name: str, meant: str) -> None:
@@ -276,6 +277,7 @@ def test_offload_to_the_host_or_one_folder() -> None:
     ("text", "message"),
     [
         ("{,}", "is not valid JSON"),
+        ('"a": 1', r"put \{\.\.\.\} around the whole"),
         ('{"a": 1, "a": 2}', "the key 'a' is there twice"),
         ("[]", "must be a JSON object"),
     ],

@@ -318,6 +318,36 @@ def test_no_sync_refuses_to_step(pool: RankPool) -> None:
 # --- in initialize() ------------------------------------------------------------------------------
 
 
+def summing_in(dtype: str, **changes: Any) -> dict[str, Any]:
+    return config(data_types={"grad_accum_dtype": dtype}, **changes)
+
+
+def sums_in(given: Any, dtype: torch.dtype | None = None) -> set[torch.dtype]:
+    """Return the dtypes of gradients between micro-batches."""
+    engine = engine_of({**given, "gradient_accumulation_steps": 2}, model=model().to(dtype))
+    inputs, targets = batch(0)
+    engine.backward(loss_of(engine(inputs.to(dtype)), targets))
+    return {param.grad.dtype for param in engine.module.parameters()}
+
+
+def sums_as_asked(stage: int) -> None:
+    low = torch.bfloat16
+    options: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+    assert sums_in(summing_in("bf16", **options), low) == {low}
+    assert sums_in(summing_in("fp32", **options)) == {torch.float32}
+    for half in ("bf16", "fp16"):
+        asked = summing_in("fp32", **options, **{half: {"enabled": True}})
+        assert sums_in(asked) == sums_in(asked, low) == {torch.float32}
+
+
+@STAGES
+@ranks(2)
+def test_micro_batches_are_summed_in_the_dtype_that_is_asked_for(
+    pool: RankPool, stage: int
+) -> None:
+    pool.run(sums_as_asked, stage)
+
+
 def wrong_calls() -> dict[str, str]:
     def call(**arguments: Any) -> str:
         return raised(
@@ -347,6 +377,10 @@ def wrong_calls() -> dict[str, str]:
         "must return a torch optimizer": call(optimizer=lambda params: None),
         "must be a torch optimizer or a function": call(optimizer="AdamW"),
         "there is no DeepSpeed config 'no.json'": call(config="no.json"),
+        "is bfloat16, but parameter 'first.weight' is float32": call(config=summing_in("bf16")),
+        "is float32, but parameter 'first.weight' is bfloat16": call(
+            model=model().bfloat16(), config=summing_in("fp32")
+        ),
     }
 
 

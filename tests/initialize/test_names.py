@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -17,8 +18,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from engines import LR, batch, config, engine_of, loss_of, model, train
-from models import TRANSPORTS
+from models import TRANSPORTS, Mlp
+from own_names import refuse
 from scenarios import message_of
 from spawn import RankPool, ranks
 from test_misuse import raised
@@ -26,6 +29,7 @@ from torch import nn
 
 import zshard
 from zshard import deepspeed
+from zshard._removed import ELSEWHERE
 
 
 def test_names_are_imported_lazily() -> None:
@@ -41,10 +45,18 @@ def test_names_are_imported_lazily() -> None:
         assert getattr(zshard, name) is getattr(deepspeed, name)
 
 
-@pytest.mark.parametrize("name", ["ops", "PipelineModule", "init_inference"])
+@pytest.mark.parametrize("name", ["xyzzy", "PipelineModule", "init_inference"])
 def test_unknown_name_points_to_the_docs(name: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}': docs/deepspeed.md lists"):
         getattr(deepspeed, name)
+
+
+@pytest.mark.parametrize("module", [zshard, deepspeed])
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_a_submodule_of_deepspeed_names_its_replacement(module: Any, name: str) -> None:
+    instead = f"zshard has no '{name}': use {ELSEWHERE[name]}"
+    with pytest.raises(AttributeError, match=f"^{re.escape(instead)}$"):
+        getattr(module, name)
 
 
 def as_a_script(path: str) -> Any:
@@ -207,6 +219,13 @@ def test_init_distributed_checks_its_arguments() -> None:
         zshard.init_distributed(dist_init_required=False)
     with pytest.raises(NotImplementedError, match="build the module within"):
         zshard.zero.Init(module=model())
+    with (
+        pytest.warns(UserWarning, match=r"call from_pretrained\(\) outside of it"),
+        pytest.raises(RuntimeError, match=r"within zero.Init\(\): call it outside"),
+        zshard.zero.Init(),
+    ):
+        raise RuntimeError("You are using `from_pretrained` with a meta device context manager")
+    assert torch.empty(1).device.type == "cpu"
 
 
 def test_external_parameters_need_no_registration() -> None:
@@ -285,3 +304,33 @@ def test_compile_compiles_the_model(
     pool: RankPool, transport: str, stage: int, backend: str
 ) -> None:
     assert pool.run(compiled, transport, stage, backend) == [True, True]
+
+
+class OwnNames(Mlp):
+    """Has FSDP's names itself, which the engine must not read."""
+
+
+refuse(OwnNames)
+
+
+def own_names(stage: int, transport: str) -> None:
+    given = config(
+        zero_optimization={"stage": stage}, gradient_accumulation_steps=2, gradient_clipping=0.1
+    )
+    found = []
+    for kind in (Mlp, OwnNames):
+        torch.manual_seed(5)
+        engine = engine_of(given, transport, model=kind())
+        with engine.no_sync():
+            engine(batch(9)[0]).sum().backward()
+        engine.zero_grad()
+        found.append((train(engine, 4), engine.module.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1], "the state")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2)
+def test_a_models_own_names_are_its_own(pool: RankPool, stage: int, transport: str) -> None:
+    pool.run(own_names, stage, transport)

@@ -91,6 +91,22 @@ class Run:
         ).hexdigest()
 
 
+def message_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def kept_run(token: str, **options: Any) -> tuple[Run, zshard.Keep]:
+    os.environ[VARIABLE] = token
+    run = Run(options)
+    kept = zshard.Keep(run.model, run.optimizer)
+    kept.recover({"step": 0})
+    return run, kept
+
+
 class Killer:
     """Kills this rank: at a place in a step, or after a random time from step 1 on."""
 
@@ -100,7 +116,7 @@ class Killer:
     def at(self, place: str, step: int) -> None:
         if self.kill is None:
             return
-        wanted, _, when = self.kill
+        wanted, _, when, *_ = self.kill
         if wanted == "any" and place == "forward" and step == 1:
             threading.Timer(when, os.kill, (os.getpid(), signal.SIGKILL)).start()
         elif (place, step) == (wanted, when):
@@ -157,14 +173,19 @@ def undisturbed(folder: Path, options: dict[str, Any], ranks: int = 2) -> list[A
 
 
 def survived(
-    keeper: Keeper, folder: Path, options: dict[str, Any], kills: list[tuple[Any, ...]]
+    keeper: Keeper,
+    folder: Path,
+    options: dict[str, Any],
+    kills: list[tuple[Any, ...]],
+    script: Any = train,
 ) -> list[Any]:
     """Run with these kills, one after the other; return where each process began, and the last
-    results. A run may also end before it is killed."""
+    results. A run may also end before it is killed. kills: (place, rank, when); with a fourth word,
+    the memory that is kept is lost, too."""
     began = []
     ranks = options.get("ranks", 2)
     for kill in [*kills, None]:
-        results = fork_ranks(train, ranks, keeper.token, str(folder), options, kill)
+        results = fork_ranks(script, ranks, keeper.token, str(folder), options, kill)
         codes = [result.returncode for result in results]
         if kill is None or all(code == 0 for code in codes):
             assert codes == [0] * ranks, [result.stderr for result in results]
@@ -174,6 +195,8 @@ def survived(
         others = [result for result in results if result.rank != kill[1] and result.returncode != 0]
         assert all("PeerError" in result.stderr for result in others), [r.stderr for r in others]
         began.append(results)
+        for name in keeper.list() if kill[3:] else ():
+            keeper.drop(name)
     raise AssertionError
 
 

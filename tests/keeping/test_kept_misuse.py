@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from kept_training import Run, train
+from kept_training import Run, kept_run, message_of, train
 from nursery import fork_ranks
 from torch import nn
 
 import zshard
 from zshard.keeping.client import VARIABLE, Keeper
-
-
-def message_of(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def kept_run(token: str, **options: Any) -> tuple[Run, zshard.Keep]:
-    os.environ[VARIABLE] = token
-    run = Run(options)
-    kept = zshard.Keep(run.model, run.optimizer)
-    kept.recover({"step": 0})
-    return run, kept
-
 
 # --- what cannot be kept --------------------------------------------------------------------------
 
@@ -41,6 +25,8 @@ def cannot_be_kept(token: str) -> list[str]:
     run = Run({})
     model, params = run.model, list(run.model.parameters())
     extra = nn.Parameter(torch.zeros(3))
+    other = zshard.FSDP(nn.Linear(2, 2))
+    plain = nn.Linear(2, 2)
     found = [
         lambda: zshard.Keep(nn.Linear(2, 2), run.optimizer),
         lambda: zshard.Keep(model, torch.optim.AdamW(params)),
@@ -48,6 +34,10 @@ def cannot_be_kept(token: str) -> list[str]:
         lambda: zshard.Keep(model, zshard.AdamW([*params, extra])),
         lambda: zshard.Keep(model, run.optimizer, 7),
         lambda: zshard.EMA(model, 0.9),
+        lambda: zshard.Keep(model, zshard.AdamW([*params, *other.parameters()])),
+        lambda: zshard.Keep(model, zshard.AdamW(params[:2]), zshard.SGD(params[2:], lr=1)),
+        lambda: zshard.Keep(model, run.optimizer, torch.optim.SGD(plain.parameters(), lr=1)),
+        lambda: zshard.Keep(model, run.optimizer, other),
     ]
     texts = [message_of(call) for call in found]
     model.optimizer_in_backward(run.optimizer)
@@ -56,14 +46,24 @@ def cannot_be_kept(token: str) -> list[str]:
 
 def test_what_cannot_be_kept_is_named(keeper: Keeper) -> None:
     for result in fork_ranks(cannot_be_kept, 2, keeper.token, check=True):
-        plain, torchs, muon, extra, number, average, in_backward = result.value
+        plain, torchs, muon, extra, number, average, *beside, in_backward = result.value
         assert plain == "TypeError: Keep() expects an FSDP(...) model, got Linear"
         assert "one of zshard's elementwise optimizers" in torchs
         assert "torch.optim.adamw.AdamW" in torchs and "muon.Muon" in muon
         assert extra.startswith("ValueError: parameter 8 of the optimizer, of shape (3,)")
         assert "got a int, which has no state_dict()" in number
         assert average.startswith("NotImplementedError: a kept run cannot restore averages")
+        for text, words in zip(beside, BESIDE, strict=True):
+            assert words in text
         assert "optimizer_in_backward()" in in_backward and "remove()" in in_backward
+
+
+BESIDE = (
+    "steps 'weight', which is not in the model that Keep() was given",
+    "one optimizer of sharded parameters, but got a second one, SGD: give all parameters to one",
+    "got SGD without the module that it steps, whose parameters would be lost: pass that module",
+    "keeps one FSDP(...) model, but got a second one",
+)
 
 
 def without_keeper(when: str) -> str:
@@ -184,34 +184,94 @@ def out_of_order(token: str) -> list[str]:
     kept.recover({})
     found.append(message_of(lambda: kept.recover({})))
     found.append(message_of(lambda: kept.commit({"f": lambda: 0}).__enter__()))
-    with torch.no_grad():
-        next(run.model.parameters()).mul_(2)
-    found.append(message_of(lambda: kept.commit({}).__enter__()))
     return found
 
 
 def test_calls_out_of_order(keeper: Keeper) -> None:
     for result in fork_ranks(out_of_order, 2, keeper.token, check=True):
-        early, twice, values, by_hand = result.value
+        early, twice, values = result.value
         assert "commit() before recover()" in early
         assert "recover() was called before" in twice
         assert values.startswith("TypeError: commit() takes plain values")
-        assert by_hand.startswith("NotImplementedError") and "(body.0.weight)" in by_hand
+
+
+class Unpicklable:
+    """Something that a script steps, whose state cannot be pickled for now."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def failing(token: str, optimizer: str, what: str) -> list[tuple[list[str], str]]:
+    """Return the errors and the weights of a run in which the first two commits fail, and of one in
+    which none does."""
+    found = []
+    for fails in (True, False):
+        os.environ[VARIABLE] = token
+        run, other = Run({"optimizer": optimizer}), Unpicklable()
+        kept = zshard.Keep(run.model, run.optimizer, other)
+        kept.recover({})
+        torch.manual_seed(0)
+        texts = []
+        for number in range(4):
+            run.loss(number).backward()
+            if fails and number < 2:
+                texts.append(message_of(lambda: stepped(run, kept, other, what)))  # noqa: B023
+            stepped(run, kept, other, "")
+            run.optimizer.zero_grad()
+        found.append((texts, run.digest()))
+        kept.close()
+    return found
+
+
+def stepped(run: Run, kept: zshard.Keep, other: Unpicklable, fails: str) -> None:
+    other.state = {"f": lambda: 0} if fails == "state" else {}
+    with kept.commit({}):
+        run.optimizer.step()
+        if fails == "body":
+            raise ValueError("in the block")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("what", ["body", "state"])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "8 bit", "rounding"])
+def test_a_commit_that_fails_changes_nothing(keeper: Keeper, optimizer: str, what: str) -> None:
+    for result in fork_ranks(failing, 2, keeper.token, optimizer, what, check=True):
+        (texts, digest), (_, expected) = result.value
+        words = "in the block" if what == "body" else "TypeError: Keep() takes plain values"
+        assert len(texts) == 2 and all(words in text for text in texts)
+        assert digest == expected
 
 
 def on_one_rank(token: str, what: str) -> str:
     run, kept = kept_run(token)
+
+    def step() -> None:
+        run.loss(0).backward()
+        with kept.commit({}):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+
+    step()
     run.loss(0).backward()
     if dist.get_rank() == 1 and what == "no commit":
         return message_of(lambda: run.loss(1).backward())
     if dist.get_rank() == 1 and what == "an exception":
         raise ValueError("rank 1 has a problem")
 
-    def step() -> None:
+    def commit() -> None:
         with kept.commit({}):
             run.optimizer.step()
 
-    return message_of(step)
+    text = message_of(commit)
+    assert "the last commit() failed on the way" in message_of(commit)
+    return text
 
 
 @pytest.mark.parametrize("what", ["no commit", "an exception"])
@@ -244,7 +304,10 @@ def some_steps(token: str, folder: str, options: dict[str, Any]) -> Any:
 def restarted(token: str, folder: str, options: dict[str, Any]) -> tuple[str, Any, str]:
     os.environ[VARIABLE] = token
     run = Run(options)
-    kept = zshard.Keep(run.model, run.optimizer, checkpoints=folder or None)
+    others = [run.scheduler] if options.get("others") else []
+    if options.get("buffer"):
+        run.model.register_buffer("scale", torch.zeros(2))
+    kept = zshard.Keep(run.model, run.optimizer, *others, checkpoints=folder or None)
     start: dict[str, Any] = {}
     text = message_of(lambda: start.update(kept.recover({"step": 0})))
     return text, start.get("step"), run.digest()
@@ -256,6 +319,8 @@ def restarted(token: str, folder: str, options: dict[str, Any]) -> tuple[str, An
         ({"width": 32}, "the kept state is of another model: it has 'body.0.bias (64,)"),
         ({"optimizer": "momentum"}, "the kept state is of another optimizer: 'AdamW [8]"),
         ({"optimizer": "two groups"}, "the kept state is of another optimizer: 'AdamW [8]"),
+        ({"others": True}, "the kept state is of [] beside model and optimizer, where this script"),
+        ({"buffer": True}, "the kept state has no buffer as buffer 'scale', where this script has"),
         ({"strategy": "zero1"}, "nothing"),
     ],
 )
@@ -267,15 +332,68 @@ def test_another_script_is_refused(keeper: Keeper, options: dict[str, Any], word
         assert start == (2 if words == "nothing" else None)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("worlds", [(2, 3), (3, 2)])
 @pytest.mark.parametrize("with_checkpoint", [False, True])
-def test_another_number_of_ranks(keeper: Keeper, tmp_path: Path, with_checkpoint: bool) -> None:
+def test_another_number_of_ranks(
+    keeper: Keeper, tmp_path: Path, with_checkpoint: bool, worlds: tuple[int, int]
+) -> None:
     folder = str(tmp_path / "runs") if with_checkpoint else ""
-    saved = fork_ranks(some_steps, 2, keeper.token, folder, {}, check=True)
-    for result in fork_ranks(restarted, 3, keeper.token, folder, {}, check=True):
+    saved = fork_ranks(some_steps, worlds[0], keeper.token, folder, {}, check=True)
+    for result in fork_ranks(restarted, worlds[1], keeper.token, folder, {}, check=True):
         text, start, digest = result.value
         assert text == "nothing" and start == (2 if with_checkpoint else 0)
         assert (digest == saved[0].value) == with_checkpoint
         assert ("no rank's memory" in result.stderr) == (result.rank == 0)
+
+
+def test_a_checkpoint_without_the_state_of_others(keeper: Keeper, tmp_path: Path) -> None:
+    folder = str(tmp_path / "runs")
+    fork_ranks(some_steps, 2, keeper.token, folder, {}, check=True)
+    for name in keeper.list():
+        keeper.drop(name)
+    for result in fork_ranks(restarted, 2, keeper.token, folder, {"others": True}, check=True):
+        text, start, _ = result.value
+        assert start is None
+        assert "lacks the state of the StepLR" in text and "extra=kept.state_dict()" in text
+
+
+def one_after_the_other(token: str, killed: bool) -> list[int]:
+    """Return where two kept runs of a process begin."""
+    began = []
+    for number in range(2):
+        run, kept = kept_run(token)
+        start = kept.state_dict()["script"]["step"]
+        began.append(start)
+        for step in range(start, 4):
+            if killed and (number, step, dist.get_rank()) == (1, 2, 0):
+                os.kill(os.getpid(), signal.SIGKILL)
+            run.loss(step).backward()
+            with kept.commit({"step": step + 1}):
+                run.optimizer.step()
+            run.optimizer.zero_grad()
+        kept.close()
+    return began
+
+
+def named(token: str, name: str) -> Any:
+    os.environ[VARIABLE] = token
+    run = Run({})
+    return zshard.Keep(run.model, run.optimizer, name=name).recover({"step": 0})["step"]
+
+
+def test_a_name_finds_its_memory(keeper: Keeper) -> None:
+    fork_ranks(some_steps, 2, keeper.token, "", {}, check=True)
+    for name, expected in (("another one", 0), ("0", 2), ("", 2)):
+        results = fork_ranks(named, 2, keeper.token, name, check=True)
+        assert [result.value for result in results] == [expected] * 2
+
+
+def test_each_keep_of_a_process_finds_its_own_memory(keeper: Keeper) -> None:
+    """The first is closed when a rank is killed in the second."""
+    fork_ranks(one_after_the_other, 2, keeper.token, True)
+    for result in fork_ranks(one_after_the_other, 2, keeper.token, False, check=True):
+        assert result.value == [0, 2]
 
 
 def test_a_keeper_that_was_killed(keeper: Keeper, tmp_path: Path) -> None:

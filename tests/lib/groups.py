@@ -42,7 +42,8 @@ def end_groups_but(known: set[Any]) -> None:
     """End the groups that a task of a pool's ranks has left: each of gloo's has three threads that
     wake a hundred times a second. zshard's own groups for earlier ones stay."""
     groups = dist.distributed_c10d._world.pg_map
-    zshards = [e.made for e in transports._entries.values() if e.group in known | _kept]
+    entries = (entry for same in transports._entries.values() for entry in same)
+    zshards = [entry.made for entry in entries if entry.group in known | _kept]
     for group in set(groups) - known - _kept - set().union(*zshards):
         dist.destroy_process_group(group)
     transports._drop_dead_entries()
@@ -62,7 +63,7 @@ def passing_groups() -> Iterator[None]:
 
 def transports_in_use() -> set[str]:
     """Return the names of the transports that this process's groups have."""
-    return {entry.comm.transport for entry in transports._entries.values()}
+    return {entry.comm.transport for same in transports._entries.values() for entry in same}
 
 
 def comm_of_all(transport: str | None = None, timeout: float | None = None) -> Any:

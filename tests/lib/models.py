@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -268,11 +269,41 @@ def make(build: Callable[[], nn.Module], seed: int = 1) -> nn.Module:
     return model
 
 
+class Counting(torch.optim.Optimizer):
+    """Elementwise, with state under keys that are no parameters, as MADGRAD has: a tensor, numbers,
+    and a dict of both. Its steps depend on it."""
+
+    def __init__(self, params: Any, lr: float = 0.01, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if "k" not in self.state:
+            self.state["k"] = torch.zeros(1, dtype=torch.int64)
+            self.state["calls"] = 0
+            self.state["seen"] = {"half": torch.tensor(0.5), "last": [0]}
+        self.state["k"] += 1
+        self.state["calls"] += 1
+        self.state["seen"]["half"].mul_(0.5)
+        self.state["seen"]["last"][0] = self.state["calls"]
+        factor = float(self.state["k"]) + self.state["seen"]["last"][0]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if "sum" not in state:
+                    state["sum"] = torch.zeros_like(param)
+                state["sum"].add_(param.grad)
+                scale = group["lr"] * float(self.state["seen"]["half"]) / factor
+                param.add_(state["sum"], alpha=-scale)
+
+
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer by name: "zshard" or "torch", a dot, its class."""
+    """Return an optimizer by name: "zshard", "torch" or "tests", a dot, its class."""
     library, cls = name.split(".")
     momentum = {"momentum": 0.9} if cls == "SGD" else {}
-    home = torch.optim if library == "torch" else zshard
+    home = {"torch": torch.optim, "zshard": zshard, "tests": sys.modules[__name__]}[library]
     return getattr(home, cls)(list(model.parameters()), lr=0.01, weight_decay=0.1, **momentum)
 
 

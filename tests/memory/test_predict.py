@@ -71,6 +71,56 @@ def test_predictions_equal_actual_memory(pool, name, precision):
     assert pool.run(wrong_predictions, name, precision) == [{}] * pool.world
 
 
+def wrong_with_micro_batches(name, precision):
+    """Return where predict_memory(no_sync=True), memory("predicted") and memory("peak") differ after
+    micro-batches within no_sync(), and where gradients take memory that is not predicted."""
+    case, found = CASES[name], {}
+    for combination in COMBINATIONS:
+        options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
+        told = predicted_of(name, combination, options, no_sync=True)
+        model = wrapped(case.make, combination, **options)
+        batch, whole = case.batch(0, dist.get_rank()), model.memory("predicted")["grads"]
+        with model.no_sync():
+            loss_of(model(batch)).backward()
+            held = model.memory()["grads"]
+        loss_of(model(batch)).backward()
+        after = model.memory()["grads"]
+        predicted, peak = model.memory("predicted"), model.memory("peak")
+        if combination[0] == "no_shard":  # full gradients belong to the script
+            held, after = whole, whole
+        if told != predicted and dist.get_rank() == 0:
+            found[combination] = told, predicted
+        if not held == peak["grads"] == predicted["grads"] >= after == whole:
+            found[combination, "held"] = held, peak["grads"], predicted["grads"], after, whole
+    return found
+
+
+@pytest.mark.sampled(2)
+@ranks(2, 3)
+@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
+@pytest.mark.parametrize("name", ["mlp", "net", "tied", "conv", "frozen"])
+def test_micro_batches_within_no_sync_are_predicted(pool, name, precision):
+    assert pool.run(wrong_with_micro_batches, name, precision) == [{}] * pool.world
+
+
+def grads_beside_offloaded_ones(folder):
+    """Return the bytes of gradients in memory within no_sync() and after it, the peak and the
+    prediction."""
+    options = {"offload": zshard.Offload(directory=folder, grads=True), "mixed_precision": BF16}
+    model = wrapped(CASES["net"].make, ("full_shard", "shm"), **options)
+    batch = CASES["net"].batch(0, dist.get_rank())
+    with model.no_sync():
+        loss_of(model(batch)).backward()
+        within = model.memory()["grads"]
+    loss_of(model(batch)).backward()
+    return within, *(model.memory(what)["grads"] for what in ("now", "peak", "predicted"))
+
+
+def test_micro_batches_take_memory_beside_offloaded_gradients(pool2, tmp_path):
+    for within, after, peak, predicted in pool2.run(grads_beside_offloaded_ones, str(tmp_path)):
+        assert within == peak == predicted > 0 and after == 0
+
+
 def wrong_for_copies(strategy, transport):
     case = CASES["net"]
     told = predict_memory(

@@ -318,6 +318,24 @@ def test_evaluations_between_forward_and_backward(pool4, way):
     assert pool4.run(between_passes, way) == [[]] * 4
 
 
+def without_backward(combination):
+    """A forward with gradients keeps parameters for a backward that never comes."""
+    model = wrapped(Wide, combination)
+    ema, optimizer = EMA(model, 0.9), torch.optim.SGD(model.parameters(), 0.1)
+    learn(model, optimizer, 0)
+    ema.update()
+    before = whole(model)
+    for leaves in (lambda: model(floats(0)), lambda: FSDP.unshard(model)):
+        with ema.swapped():
+            leaves()
+        assert_same(whole(model), before, "the model after swapped()")
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_what_an_evaluation_leaves_unsharded_is_resharded(pool2, combination):
+    pool2.run(without_backward, combination)
+
+
 def rank_0_alone(combination):
     """Rank 0 evaluates several times; the others leave the context at once and train on."""
     model, plain = wrapped(Wide, combination), make(Wide)

@@ -215,6 +215,23 @@ def test_copies_of_the_model(pool2):
 # --- on one rank only -----------------------------------------------------------------------------
 
 
+def load_on_rank_0(combination, folder):
+    """The load meets the other rank's end of swapped(): no rank waits, and all have their weights."""
+    model, _, ema = built(combination)
+    zshard.save(f"{folder}/x", model, ema=ema)
+    before = [zshard.to_local(param).clone() for param in model.parameters()]
+    with pytest.raises(zshard.DivergenceError, match=r"load\(\).*ema.swapped"), ema.swapped():
+        if dist.get_rank() == 0:
+            zshard.load(f"{folder}/x", model, ema=ema)
+    after = [zshard.to_local(param) for param in model.parameters()]
+    return [one.equal(two) for one, two in zip(before, after, strict=True)]
+
+
+@pytest.mark.parametrize("combination", WAYS)
+def test_load_on_one_rank_within(pool2, combination, tmp_path):
+    assert all(map(all, pool2.run(load_on_rank_0, combination, str(tmp_path))))
+
+
 def update_on_rank_0(combination):
     model, _, ema = built(combination)
     if dist.get_rank() == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,6 +92,21 @@ def test_replicas_of_shards_are_compared(pool, transport):
     assert all(step == 2 * EVERY - 1 for step, _ in found)
     assert all("this shard of parameter 'stack.head.weight' is not the same" in t for _, t in found)
     assert all("on ranks 0, 2" in text for _, text in found)
+
+
+def warned(strategy):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FSDP(make(Buffered), strategy=strategy, check_replicas=EVERY)
+    return [each for each in map(str, (w.message for w in caught)) if "check_replicas" in each]
+
+
+@ranks(2)
+def test_rank_0_says_where_there_are_no_replicas(pool):
+    assert pool.run(warned, "no_shard") == [[], []]
+    (found, *more), others = pool.run(warned, "full_shard")
+    assert "compares only buffers" in found and "or use hybrid_shard" in found
+    assert more == others == []
 
 
 @ranks(2)

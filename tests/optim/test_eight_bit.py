@@ -253,6 +253,40 @@ def test_unsupported_options_are_refused(options, error, words):
         zshard.AdamW8bit(make_params(), **options)
 
 
+def stepped(**options):
+    params = make_params(BF16, sizes=[(1 << 13,)])
+    optimizer = zshard.AdamW8bit(params, **options)
+    give_grads(params)
+    optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize("option", [("master", "int8"), ("min_8bit_size", 1 << 20), ("bits", 32)])
+def test_the_form_of_the_state_cannot_change_after_the_first_step(option):
+    params, optimizer = stepped()
+    optimizer.param_groups[0].update([option])
+    give_grads(params)
+    with pytest.raises(ValueError, match="pass them to the constructor, and load"):
+        optimizer.step()
+    again = zshard.AdamW8bit(params, **({} if option[0] == "bits" else dict([option])))
+    again.param_groups[0].update([option])
+    again.load_state_dict(optimizer.state_dict())
+    again.step()
+
+
+@pytest.mark.parametrize("saved", [None, "int8"])
+@pytest.mark.parametrize("made", [None, "int8"])
+def test_a_load_keeps_low_bits_that_either_side_has(saved, made):
+    _, before = stepped(master=saved)
+    params, after = stepped(master=made)
+    after.load_state_dict(before.state_dict())
+    give_grads(params)
+    after.step()
+    kept = saved or made
+    assert after.param_groups[0]["master"] == kept
+    assert ("low_bits" in after.state[params[0]]) == (kept is not None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(NotImplementedError, match="float32 and bfloat16"):

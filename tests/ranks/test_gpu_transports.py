@@ -14,7 +14,7 @@ from test_backends import steps, wrapped
 
 import zshard
 from zshard import _core
-from zshard.ranks import transports
+from zshard.ranks import nccl, transports
 
 
 class Control:
@@ -34,8 +34,8 @@ def gpu_at(monkeypatch, bus: int, host: str = "a") -> bytes:
     """Return the id of a GPU, as transports derive it from torch's facts."""
     facts = SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    monkeypatch.setattr(transports.meeting, "host_id", lambda: host)
-    return transports._gpu_id("cuda:0")
+    monkeypatch.setattr(nccl.meeting, "host_id", lambda: host)
+    return nccl.gpu_id("cuda:0")
 
 
 @pytest.mark.parametrize(

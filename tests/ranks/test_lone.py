@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from compare import differences
 from groups import own_group, passing_groups
-from models import COMBINATIONS, loss_of, make
+from models import COMBINATIONS, Counting, loss_of, make
 from nursery import fork_ranks
+from optim_states import flat
 from scenarios import Wide, floats, learn, message_of, whole
 from torch import nn
 
@@ -26,7 +27,12 @@ from zshard import FSDP
 
 OVER_SHM = [c for c in COMBINATIONS if c[0] != "no_shard" and c[1] == "shm"]
 STEPS = 3
-OPTIMIZERS = {"torch": torch.optim.AdamW, "zshard": zshard.AdamW, "foreach": torch.optim.Adam}
+OPTIMIZERS = {
+    "torch": torch.optim.AdamW,
+    "zshard": zshard.AdamW,
+    "foreach": torch.optim.Adam,
+    "state under other keys": Counting,
+}
 
 
 def built(combination, **options):
@@ -74,10 +80,16 @@ def looks(model, optimizer, plain):
     wrong += [key for key, v in zshard.whole_named_parameters(model) if not near(v, values[key])]
     first = next(iter(model.parameters()))
     wrong += [] if near(zshard.full_tensor(first), next(iter(values.values()))) else ["full_tensor"]
-    ours, theirs = optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
-    assert len(ours) == len(theirs)
-    for number, entries in theirs.items():
-        wrong += [key for key, v in entries.items() if not near(ours[number][key].float(), v)]
+    ours, theirs = (
+        flat(optimizer.state_dict()["state"]),
+        flat(plain.optimizer.state_dict()["state"]),
+    )
+    assert ours.keys() == theirs.keys()
+    for path, value in theirs.items():
+        if torch.is_tensor(value):
+            wrong += [] if near(ours[path].float(), value.float()) else [path]
+        else:
+            wrong += [] if ours[path] == value else [path]
     return wrong
 
 
@@ -432,6 +444,57 @@ class Replacing(torch.optim.Optimizer):
 
 def test_rank_0_reads_replaced_state(pool2):
     assert pool2.run(reads_replaced_state) == [[], []]
+
+
+class Failing(torch.optim.SGD):
+    """Raises in its step, after it has written."""
+
+    fails = False
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.fails:
+            raise RuntimeError("step")
+
+
+def raises(*_):
+    raise RuntimeError("a hook or a closure")
+
+
+def failed_step(optimizer, where):
+    """Call a step that raises. All ranks do."""
+    hooks = {
+        "hook before": optimizer.register_step_pre_hook,
+        "hook after": optimizer.register_step_post_hook,
+    }
+    handle = hooks[where](raises) if where in hooks else None
+    optimizer.fails = where == "step"
+    with pytest.raises(RuntimeError):
+        optimizer.step(raises if where == "closure" else None)
+    optimizer.fails = False
+    if handle is not None:
+        handle.remove()
+
+
+@passing_groups()
+def reads_after_a_failed_step(combination, where):
+    """Rank 0 reads alone after each rank's step has raised; then all train on."""
+    model = built(combination)
+    optimizer = Failing(model.parameters(), lr=0.1, momentum=0.9)
+    learn(model, optimizer, 0)
+    loss_of(model(floats(dist.get_rank(), 1))).backward()
+    failed_step(optimizer, where)
+    alone = [model.state_dict(), optimizer.state_dict()] if dist.get_rank() == 0 else None
+    dist.barrier()
+    together = [model.state_dict(), optimizer.state_dict()]
+    learn(model, optimizer, 2)
+    return [] if alone is None else differences(flat(alone), flat(together))
+
+
+@pytest.mark.parametrize("where", ["step", "closure", "hook before", "hook after"])
+@pytest.mark.parametrize("combination", OVER_SHM)
+def test_rank_0_reads_after_a_step_that_raised(pool2, combination, where):
+    assert pool2.run(reads_after_a_failed_step, combination, where, timeout=15) == [[], []]
 
 
 # --- idioms of DDP scripts ------------------------------------------------------------------------

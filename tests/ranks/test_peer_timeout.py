@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Mlp, make
+import torch.distributed as dist
+from models import TRANSPORTS, Mlp, make
 from nursery import fork_ranks
 from torch import nn
 
@@ -51,6 +52,54 @@ def test_arguments_are_kept_unchanged(args: tuple[Any, ...]) -> None:
         assert type(each) is PeerTimeoutError and each.args == args
         assert str(each) == str(plain) and repr(each) == f"PeerTimeoutError{repr(plain)[12:]}"
         assert (each.errno, each.strerror, each.filename, each.filename2) == (None,) * 4
+
+
+# --- whose timeout it is ----------------------------------------------------------------------------
+
+
+def limit_of(model: Any) -> float:
+    return float(model.__dict__["_zshard_state"].comms.all.timeout)
+
+
+def models_side_by_side(transport: str) -> tuple[list[float], list[float]]:
+    """Return the models' timeouts when each is made, and when all are and have trained."""
+    asked = (600, 5, None, 600, 7 if dist.get_rank() == 1 else 600, 5)
+    models, first = [], []
+    for timeout in asked:
+        model = FSDP(nn.Linear(2, 2), timeout=timeout, transport=transport)
+        models.append(model)
+        first.append(limit_of(model))
+    optimizer = zshard.SGD([p for each in models for p in each.parameters()], lr=0.1)
+    for model in models:
+        model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return first, [limit_of(each) for each in models]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_each_model_keeps_its_timeout(pool2: Any, transport: str) -> None:
+    ranks = pool2.run(models_side_by_side, transport)
+    of_group = ranks[0][0][2]
+    for rank, found in enumerate(ranks):
+        asked = [600, 5, of_group, 600, 7 if rank == 1 else 600, 5]
+        assert found == (asked, asked)
+
+
+def nested(transport: str, inner: float | None, outer: float | None) -> str | float:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0] = FSDP(model[0], timeout=inner, transport=transport)
+    try:
+        return limit_of(FSDP(model, timeout=outer, transport=transport))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_model_has_one_timeout(pool2: Any, transport: str) -> None:
+    assert pool2.run(nested, transport, 5, None) == [5.0, 5.0]
+    assert pool2.run(nested, transport, 5, 5.0) == [5.0, 5.0]
+    for said in pool2.run(nested, transport, 5, 6):
+        assert "FSDP(timeout=6)" in said and "5 s" in said and "the same to both" in said
 
 
 # --- a wait that times out -------------------------------------------------------------------------
@@ -146,7 +195,7 @@ def test_load_propagates_it(tmp_path: Path, monkeypatch: Any) -> None:
 WAITS = {name for name in dir(_core.Comm) if not name.startswith("_")} - {
     *("rank", "world", "transport", "timeout", "lost", "address"),  # its known facts
     *("shm", "shm_needs", "alone", "c10d", "gpu", "dry_run"),  # creates one, without communication
-    *("close", "abort", "set_timeout", "is_asked", "answer"),
+    *("close", "abort", "is_asked", "answer", "publish_failure"),
 } | {"on_all_ranks", "check_agreement", "gather_bytes", "comm_for", "comm_beside", "comms_for"}
 CATCHES = {"OSError", "IOError", "EnvironmentError", "TimeoutError", "Exception"}
 ALLOWED = {

@@ -50,18 +50,18 @@ def test_dict_equals_torchs_for_the_plain_model(pool2, name, kind):
         assert not any(found.values()), found
 
 
-def through_rank_0(name, source, target):
+def through_rank_0(name, source, target, kind="zshard.AdamW"):
     """Save on rank 0 alone, load from it into another model, and continue training both."""
-    model, optimizer = trained(name, source, "zshard.AdamW")
+    model, optimizer = trained(name, source, kind)
     expected = optim_state_dict(model, optimizer)
     state = optim_state_dict(model, optimizer, rank0_only=True)
     found = differ(state, expected if rank() == 0 else {})
     other = wrap(name, target, seed=3)
-    theirs = make_optimizer("zshard.AdamW", other)
+    theirs = make_optimizer(kind, other)
     other.load_state_dict(model.state_dict())
     load_optim_state_dict(other, theirs, state if rank() == 0 else None, from_rank0=True)
     found += differ(optim_state_dict(other, theirs), expected)
-    again = make_optimizer("zshard.AdamW", other)
+    again = make_optimizer(kind, other)
     load_optim_state_dict(other, again, expected)
     found += differ(optim_state_dict(other, again), expected)
     return found + differ(go_on(name, other, theirs), go_on(name, model, optimizer))
@@ -73,6 +73,13 @@ def through_rank_0(name, source, target):
 )
 def test_through_rank_0(pool2, name, source, target):
     assert pool2.run(through_rank_0, name, source, target) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [(FULL, ("shard_grad_op", "c10d")), (("no_shard", "c10d"), FULL)]
+)
+def test_state_under_other_keys_through_rank_0(pool2, source, target):
+    assert pool2.run(through_rank_0, "odds", source, target, "tests.Counting") == [[], []]
 
 
 @ranks(3, 4)

@@ -49,7 +49,7 @@ def against_plain(name, kind):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD"])
+@pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD", "tests.Counting"])
 @pytest.mark.parametrize("name", NAMES)
 def test_state_equals_the_plain_models_optimizer(pool2, name, kind):
     for found in pool2.run(against_plain, name, kind):
@@ -101,6 +101,8 @@ WAYS = [
     ("frozen", "torch.SGD", FULL, ("zero1", "c10d")),
     ("dtypes", "zshard.AdamW", FULL, ("full_shard", "c10d")),
     ("conv", "zshard.AdamW", ("full_shard", "c10d"), ("shard_grad_op", "shm")),
+    ("odds", "tests.Counting", FULL, ("full_shard", "c10d")),
+    ("tied", "tests.Counting", ("zero1", "c10d"), ("no_shard", "shm")),
 ]
 
 
@@ -134,7 +136,10 @@ def load(name, combination, kind, saved):
     return state
 
 
-@pytest.mark.parametrize(("name", "kind"), [("odds", "zshard.AdamW"), ("tied", "torch.SGD")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("odds", "zshard.AdamW"), ("tied", "torch.SGD"), ("odds", "tests.Counting")],
+)
 def test_from_three_ranks_to_two_to_one_and_back(pool3, pool2, name, kind):
     saved = pool3.run(save, name, FULL, kind)[0]
     for state in pool2.run(load, name, ("full_shard", "c10d"), kind, saved):

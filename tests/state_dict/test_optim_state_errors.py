@@ -81,6 +81,8 @@ def diverged(what, transport):
             del optimizer.state[param]
         elif what == "another key":
             optimizer.state[param]["more"] = 3
+        elif what == "a key of no parameter":
+            optimizer.state["more"] = 3
         elif what == "dtype":
             optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"].double()
         else:
@@ -92,6 +94,13 @@ def diverged(what, transport):
         text = str(error)
     model.state_dict()
     return text
+
+
+def test_keys_of_no_parameter_are_compared(pool2):
+    texts = pool2.run(diverged, "a key of no parameter", "c10d")
+    assert len(set(texts)) == 1
+    assert "the optimizers differ between ranks" in texts[0]
+    assert "the state under 'more'" in texts[0]
 
 
 @pytest.mark.sampled(2)
@@ -132,12 +141,63 @@ def test_shards_within_lists_are_refused(pool2):
     pool2.run(nested)
 
 
+READERS = {
+    "state_dict": lambda model, optimizer, path: optimizer.state_dict(),
+    "by name": lambda model, optimizer, path: zshard.optim_state_dict(model, optimizer),
+    "on rank 0": lambda model, optimizer, path: zshard.optim_state_dict(
+        model, optimizer, rank0_only=True
+    ),
+    "save": lambda model, optimizer, path: zshard.save(path, model, optimizer),
+}
+
+
+def shards_under(key, combination, path):
+    """Return what each reader says of shards that are under no key of a parameter's dict, and of
+    the same optimizer without them."""
+    model, optimizer = trained("mlp", combination, "tests.Counting")
+    where = model.first.weight if key is None else key
+    before = optimizer.state.get(where)
+    optimizer.state[where] = torch.zeros_like(model.first.weight)
+    found = []
+    for reader in READERS.values():
+        with pytest.raises(RuntimeError) as error:
+            reader(model, optimizer, path)
+        found.append(str(error.value))
+    optimizer.state[where] = before
+    train(model, CASES["mlp"], optimizer, rank(), 1)
+    for reader in READERS.values():
+        reader(model, optimizer, path)
+    return found
+
+
+@pytest.mark.parametrize("combination", [FULL, ("shard_grad_op", "c10d")], ids="-".join)
+@pytest.mark.parametrize(("key", "said"), [("m", "under 'm'"), (None, "in the place of a dict")])
+def test_shards_in_the_dict_of_no_parameter_are_refused(pool2, key, said, combination, tmp_path):
+    for found in pool2.run(shards_under, key, combination, str(tmp_path / "x")):
+        assert len(found) == len(READERS)
+        for text in found:
+            assert said in text and "store each in the dict of its parameter" in text
+
+
+def named_as_a_parameter(path):
+    model, optimizer = trained("mlp", FULL, "zshard.AdamW")
+    optimizer.state["first.weight"] = 1
+    assert optimizer.state_dict()["state"]["first.weight"] == 1
+    for reader in ("by name", "save"):
+        with pytest.raises(ValueError, match=r"under 'first.weight', which is also a parameter"):
+            READERS[reader](model, optimizer, path)
+
+
+def test_key_that_is_a_parameters_name(pool2, tmp_path):
+    pool2.run(named_as_a_parameter, str(tmp_path / "x"))
+
+
 def held():
     """Parameters that unshard() has gathered: state cannot be sharded like them."""
     model, optimizer = trained("mlp", FULL, "zshard.AdamW")
     state = optimizer.state_dict()
     model.first.unshard()
-    with pytest.raises(RuntimeError, match=r"unit 'first' is unsharded.*reshard\(\)"):
+    with pytest.raises(RuntimeError, match=r"of unit 'first' unsharded: call reshard\(\)"):
         optimizer.load_state_dict(state)
     found = differ(optimizer.state_dict(), state)
     model.first.reshard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def small_model(seed: int = 0) -> nn.Sequential:
 class Run:
     """An Accelerator with a model, an optimizer, a scheduler and a loader, prepared.
 
-    strategy: None for Accelerate's own DDP, otherwise the strategy that zshard uses.
+    strategy: None for Accelerate's own DDP, otherwise the strategy that zshard uses. options: more
+    arguments of FSDP(). arguments: of Accelerator().
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class Run:
         strategy: str | None = "full_shard",
         size: int = 44,
         shuffle: bool = True,
+        build: Callable[[], nn.Module] = small_model,
+        options: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
         from accelerate import Accelerator
@@ -51,8 +55,8 @@ class Run:
         set_seed(0)
         self.accelerator = Accelerator(cpu=True, **arguments)
         if strategy is not None:
-            zshard.accelerate.shard(self.accelerator, strategy=strategy)
-        model = small_model()
+            zshard.accelerate.shard(self.accelerator, strategy=strategy, **(options or {}))
+        model = build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=40)
         data = TensorDataset(torch.randn(size, 8), torch.randn(size, 3))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from nursery import fork_ranks
+from own_names import refuse
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -67,6 +68,22 @@ class Net(LightningModule):
             self.parameters(), lr=self.hparams["lr"]
         )
         return [made], [torch.optim.lr_scheduler.StepLR(made, 2, 0.5)]
+
+
+class Loose(Net):
+    """A Net with a buffer that its checkpoints lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("more", torch.ones(2))
+        self.strict_loading = False
+
+
+class OwnNames(Net):
+    """A Net that has FSDP's names itself, for what a strategy must not read."""
+
+
+refuse(OwnNames)
 
 
 class Late(Net):

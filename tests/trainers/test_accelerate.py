@@ -16,15 +16,20 @@ from typing import Any
 
 import pytest
 import torch
+from compare import assert_same
 from nursery import fork_ranks
+from own_names import refuse
 from spawn import RankPool, ranks
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("accelerate", reason="needs zshard[trainers]: make test-trainers")
 
 import accelerate
+import transformers.modeling_utils
 from accelerated import Run, forget_accelerate, small_model
+from micro_batches import LOW, MICRO, STRATEGY, check_sums, full_grads
 
 import zshard
 import zshard.accelerate
@@ -63,6 +68,62 @@ def test_training_matches_ddp(pool: RankPool, kind: str, strategy: str) -> None:
         # DDP rounds the norm for clipping differently (docs/training.md).
         assert same or kind == "clipped"
         assert apart < 1e-6 if kind == "clipped" else apart == 0
+
+
+class OwnNames(nn.Module):
+    """Has FSDP's names itself: one as a child, the others for what an adapter must not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = small_model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+refuse(OwnNames, "module")
+
+
+def own_names(strategy: str) -> None:
+    found = []
+    for each in (None, strategy):
+        run = Run(each, build=OwnNames, gradient_accumulation_steps=3)
+        losses = run.epoch()
+        with run.accelerator.join_uneven_inputs([run.model], even_batches=True):
+            losses += run.epoch()
+        found.append((losses, run.state()))
+        unwrapped = run.accelerator.unwrap_model(run.model)
+        assert isinstance(unwrapped, OwnNames) and type(unwrapped.module) is not nn.Linear
+        assert transformers.modeling_utils.unwrap_model(run.model) is unwrapped
+        assert (unwrapped is run.model) is (each is not None)
+    (losses, theirs), (ours_losses, ours) = found
+    assert losses == ours_losses
+    assert_same(ours, theirs, "the state")
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@ranks(2)
+def test_a_models_own_names_are_its_own(pool: RankPool, strategy: str) -> None:
+    pool.run(own_names, strategy)
+
+
+def accumulated() -> list[torch.Tensor]:
+    run = Run(
+        STRATEGY,
+        size=8 * MICRO,
+        shuffle=False,
+        options={"mixed_precision": LOW},
+        gradient_accumulation_steps=MICRO,
+    )
+    for inputs, targets in run.loader:
+        with run.accelerator.accumulate(run.model):
+            run.accelerator.backward(F.mse_loss(run.model(inputs).float(), targets))
+    return full_grads(run.model)
+
+
+@ranks(2)
+def test_micro_batches_are_summed_in_float32(pool: RankPool) -> None:
+    pool.run(check_sums, accumulated)
 
 
 def compiled() -> float:

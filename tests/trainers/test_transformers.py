@@ -6,6 +6,7 @@ Each test runs the real Trainer on two ranks, once unchanged and once as
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ pytest.importorskip("transformers", reason="needs zshard[trainers]: make test-tr
 
 from accelerated import equal, names_in
 from hf_trainers import arguments, losses_of, new_run, sentences, tiny_llama, weights_of
+from micro_batches import LOW, MICRO, STRATEGY, check_sums, full_grads
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers import trainer as trainer_module
 
@@ -31,14 +33,23 @@ import zshard.transformers
 from zshard import FSDP
 
 
-def make(folder: str, strategy: str | None, model: Any = None, **more: Any) -> Any:
-    """Return a Trainer, unchanged if `strategy` is None."""
+def make(
+    folder: str,
+    strategy: str | None,
+    model: Any = None,
+    options: dict[str, Any] | None = None,
+    rows: int = 22,
+    **more: Any,
+) -> Any:
+    """Return a Trainer, unchanged if `strategy` is None. options: more arguments of FSDP()."""
     new_run()
-    kind = Trainer if strategy is None else zshard.transformers.shard(Trainer, strategy=strategy)
+    kind = Trainer
+    if strategy is not None:
+        kind = zshard.transformers.shard(Trainer, strategy=strategy, **(options or {}))
     trainer = kind(
         model=model or tiny_llama(),
         args=arguments(folder, **more),
-        train_dataset=sentences(22),
+        train_dataset=sentences(rows),
         eval_dataset=sentences(5, seed=1),
     )
     trainer.remove_callback(PrinterCallback)
@@ -86,6 +97,30 @@ def test_training_matches_ddp(pool: RankPool, tmp_path: Path, kind: str, strateg
             assert apart < 1e-5
         else:
             assert same and apart == 0
+
+
+class Grads(TrainerCallback):
+    """Keeps the gradients of each optimizer step."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.found += full_grads(more["model"])
+
+
+def accumulated(folder: str) -> list[torch.Tensor]:
+    more = {"gradient_accumulation_steps": MICRO, "per_device_train_batch_size": 1, "max_steps": 1}
+    trainer = make(folder, STRATEGY, options={"mixed_precision": LOW}, rows=2 * MICRO, **more)
+    grads = Grads()
+    trainer.add_callback(grads)
+    trainer.train()
+    return grads.found
+
+
+@ranks(2)
+def test_micro_batches_are_summed_in_float32(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(check_sums, functools.partial(accumulated, str(tmp_path)))
 
 
 def tied(folder: str) -> bool:

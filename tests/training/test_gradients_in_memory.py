@@ -171,10 +171,10 @@ class Wide(nn.Module):
         return self.linear(LimitsMemory.apply(x)).sum()  # type: ignore[no-untyped-call]
 
 
-def after_a_failed_sum(transport: str, everywhere: bool) -> list[str]:
+def after_a_failed_sum(transport: str, strategy: Any, everywhere: bool) -> list[str]:
     dist.init_process_group("gloo")
     LimitsMemory.on = everywhere or dist.get_rank() == 1
-    model = FSDP(Wide(), transport=transport, timeout=30)
+    model = FSDP(Wide(), transport=transport, strategy=strategy, timeout=30)
     outcomes = []
     for _ in range(3):
         try:
@@ -189,8 +189,15 @@ def after_a_failed_sum(transport: str, everywhere: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("everywhere", [True, False], ids=["all ranks", "rank 1"])
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_training_continues_after_a_sum_without_memory(transport: str, everywhere: bool) -> None:
-    found = [r.value for r in fork_ranks(after_a_failed_sum, 2, transport, everywhere, check=True)]
-    first = "MemoryError" if everywhere else "ok"
+@pytest.mark.parametrize(
+    ("transport", "strategy"),
+    [("shm", "full_shard"), ("c10d", "full_shard"), ("shm", "no_shard")],
+)
+def test_training_continues_after_a_sum_without_memory(
+    transport: str, strategy: str, everywhere: bool
+) -> None:
+    """Under no_shard all ranks lack what one cannot sum."""
+    asked = (transport, strategy, everywhere)
+    found = [r.value for r in fork_ranks(after_a_failed_sum, 2, *asked, check=True)]
+    first = "MemoryError" if everywhere or strategy == "no_shard" else "ok"
     assert found == [[first, "ok", "ok"], ["MemoryError", "ok", "ok"]]

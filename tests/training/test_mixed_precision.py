@@ -1,11 +1,12 @@
 """Mixed precision: compute in one dtype, sum in float32, keep shards in the model's own.
 
 The reference needs no library: each rank's gradients come from a plain copy of the model that is
-cast, and are summed in float32 in rank order.
+cast, and are summed in float32 in rank order; before, over micro-batches in the model's own dtype.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from compare import assert_same
+from groups import hosts_of, mesh_of
 from models import COMBINATIONS, Block, differences, loss_of, make, wrapped
-from scenarios import WIDTH, Stack, floats, message_of
+from scenarios import WIDTH, Stack, all_grads, floats, message_of
 from spawn import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -287,29 +289,158 @@ def test_state_dict_keeps_the_dtype_of_the_model(pool2, build, combination):
     pool2.run(take_state_dicts, build, combination)
 
 
-def accumulate_in_no_sync(combination):
-    """no_sync() accumulates in the reduce dtype."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    plain = make(Stack)
-    parts = []
-    for each in range(world):
-        first, second = (own_grads(plain, BF16, each, step) for step in range(2))
-        parts.append([a + b for a, b in zip(first, second, strict=True)])
-    model = wrapped(Stack, combination, mixed_precision=BF16)
+# --- micro-batches ---------------------------------------------------------------------------------
+
+MICRO = 16
+HYBRIDS = [("hybrid_shard", "c10d"), ("hybrid_shard_zero2", "shm"), ("hybrid_full", "c10d")]
+
+
+class Shared(Stack):
+    """Uses the weights of a block, and of the head, twice."""
+
+    def forward(self, x):
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(x) + self.head(x.square())
+
+
+def micro_batch(model, rank, step, dtype=torch.float32):
+    """One backward: after one forward, or after two."""
+    steps = [step, step + MICRO] if step % 5 == 4 else [step]
+    sum(loss_of(model(floats(rank, each).to(dtype))) for each in steps).backward()
+
+
+def own_sums(build, compute, rank):
+    """The sums of one rank's gradients after each micro-batch, in float32, by a plain, cast copy."""
+    low, found = make(build).to(compute), []
+    for step in range(MICRO):
+        low.zero_grad()
+        micro_batch(low, rank, step, compute)
+        grads = {name: param.grad.float() for name, param in low.named_parameters()}
+        found.append({name: found[-1][name] + g for name, g in grads.items()} if found else grads)
+    return found
+
+
+def travels_in(policy, strategy):
+    compute = policy.param_dtype or torch.float32
+    return torch.float32 if strategy == "no_shard" else policy.reduce_dtype or compute
+
+
+def sum_micro_batches(name, combination, build=Shared, **options):
+    """Within no_sync() each rank's .grad is the float32 sum, to the bit; the ranks' mean is that of
+    these sums, each cast once."""
+    rank, policy = dist.get_rank(), POLICIES[name]
+    compute, wire = policy.param_dtype or torch.float32, travels_in(policy, combination[0])
+    sums = [own_sums(build, compute, each) for each in range(dist.get_world_size())]
+    model = wrapped(build, combination, mixed_precision=policy, **options)
     with model.no_sync():
-        loss_of(model(floats(rank, 0))).backward()
-    loss_of(model(floats(rank, 1))).backward()
-    model.clip_grad_norm_(1e9)
-    torch.optim.SGD(model.parameters(), 1.0).step()
-    for param, *own in zip(plain.parameters(), *parts, strict=True):
-        param.grad = summed(own)
-    torch.optim.SGD(plain.parameters(), 1.0).step()
-    assert_same(model.state_dict(), plain.state_dict(), "the state")
+        for step, expected in enumerate(sums[rank][:-1]):
+            micro_batch(model, rank, step)
+            ours = {name: param.grad for name, param in model.named_parameters()}
+            assert_same(ours, expected, f"the gradient after micro-batch {step}")
+            full = {name: zshard.full_tensor(grad) for name, grad in ours.items()}
+            assert_same(full, expected, f"its full tensor after micro-batch {step}")
+    micro_batch(model, rank, MICRO - 1)
+    means = {name: summed([each[-1][name].to(wire) for each in sums]) for name in sums[0][-1]}
+    assert_same(all_grads(model), means, "the mean")
 
 
-@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_no_sync_sums_in_the_reduce_dtype(pool2, combination):
-    pool2.run(accumulate_in_no_sync, combination)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", ["bf16", "fp16", "bf16, reduced in fp32", "fp32, reduced in bf16"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_micro_batches_are_summed_in_the_dtype_of_the_parameters(pool2, combination, name):
+    pool2.run(sum_micro_batches, name, combination)
+
+
+def sum_on_a_mesh(combination):
+    sum_micro_batches("bf16", combination, device_mesh=mesh_of(2, 2))
+
+
+@pytest.mark.parametrize("combination", HYBRIDS)
+def test_micro_batches_of_hybrid_strategies(pool4, combination):
+    pool4.run(sum_on_a_mesh, combination)
+
+
+def sum_over_hosts(wire):
+    with hosts_of(1, 1) as group:
+        options = {"process_group": group, "wire": wire}
+        sum_micro_batches("bf16", ("full_shard", "hosts"), **options)
+
+
+@pytest.mark.parametrize("wire", [None, "bf16"])
+def test_micro_batches_over_hosts(pool2, wire):
+    pool2.run(sum_over_hosts, wire)
+
+
+def sum_on_a_disk(folder):
+    offload = zshard.Offload(directory=folder, grads=True)
+    sum_micro_batches("bf16", ("full_shard", "shm"), offload=offload)
+
+
+def test_micro_batches_of_an_offloaded_model(pool2, tmp_path):
+    pool2.run(sum_on_a_disk, str(tmp_path))
+
+
+def test_micro_batches_alone():
+    """With one rank, gradients are cast for the wire, too."""
+    for name in ("bf16", "fp16"):
+        compute, model = (
+            POLICIES[name].param_dtype,
+            FSDP(make(Shared), mixed_precision=POLICIES[name]),
+        )
+        with model.no_sync():
+            for step in range(MICRO):
+                micro_batch(model, 0, step)
+        assert_same(dict_of_grads(model), own_sums(Shared, compute, 0)[-1], "the gradients")
+
+
+def dict_of_grads(model):
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def sum_in_bfloat16(combination, reduced):
+    """A bfloat16 model has the bits that it has without zshard."""
+    rank, plain = dist.get_rank(), make(Shared).bfloat16()
+    model = FSDP(
+        make(Shared).bfloat16(),
+        strategy=combination[0],
+        transport=combination[1],
+        mixed_precision=MixedPrecision(reduce_dtype=reduced),
+    )
+    for step in range(MICRO):
+        for net in (plain, model):
+            with getattr(net, "no_sync", contextlib.nullcontext)():
+                micro_batch(net, rank, step, torch.bfloat16)
+        assert_same(dict_of_grads(model), dict_of_grads(plain), f"the gradient after {step}")
+
+
+@pytest.mark.parametrize("reduced", [None, torch.float32])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_micro_batches_of_a_bfloat16_model(pool2, combination, reduced):
+    pool2.run(sum_in_bfloat16, combination, reduced)
+
+
+def scale_losses(kind, combination):
+    """A loss scale that is a power of two changes no bit."""
+    found = []
+    for scale in (1.0, 2.0**10):
+        model = wrapped(Stack, combination, mixed_precision=BF16)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), kind("cpu", init_scale=scale)
+        for step in range(MICRO):
+            with model.no_sync() if step < MICRO - 1 else contextlib.nullcontext():
+                scaler.scale(loss_of(model(floats(dist.get_rank(), step)))).backward()
+        scaler.unscale_(optimizer)
+        found.append(all_grads(model))
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale
+    assert_same(*found, "the scaled gradient")
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, zshard.GradScaler])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_micro_batches_with_a_loss_scale(pool2, combination, kind):
+    pool2.run(scale_losses, kind, combination)
 
 
 class Part(nn.Module):

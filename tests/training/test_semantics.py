@@ -26,9 +26,10 @@ from scenarios import (
     wrong_grads,
 )
 from torch import nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import zshard
-from zshard import FSDP
+from zshard import FSDP, MixedPrecision
 
 # --- after a failure -------------------------------------------------------------------------------
 
@@ -119,6 +120,42 @@ def tensor_hooks(combination, early):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_tensor_hooks_see_the_full_local_gradient(pool2, combination, early):
     pool2.run(tensor_hooks, combination, early)
+
+
+def count(calls, name, grads, *_):
+    calls.append((name, sum(g is not None for g in grads) if name == "all" else 1))
+
+
+def node_hooks(combination, precision, early):
+    """Return what hooks on gradient nodes, and those over several tensors, see: how often, of how
+    many gradients; of a plain model and of a sharded one."""
+    seen = []
+    for model in (make(Stack), wrapped(Stack, combination, mixed_precision=precision)):
+        calls, nodes, params = [], [], list(model.parameters())
+        if not early:
+            forward_backward(model, dist.get_rank())
+        for some in (params, list(model.blocks[1].parameters())):
+            register_multi_grad_hook(some, functools.partial(count, calls, "all"))
+            register_multi_grad_hook(some, functools.partial(count, calls, "any"), mode="any")
+        for param in params:
+            nodes.append(get_gradient_edge(param).node)
+            nodes[-1].register_hook(functools.partial(count, calls, "node"))
+            nodes[-1].register_prehook(functools.partial(count, calls, "before node"))
+        for _ in range(2):
+            forward_backward(model, dist.get_rank())
+        with torch.no_grad():
+            model(floats(0))
+        forward_backward(model, dist.get_rank())
+        seen.append(sorted(calls))
+    return seen
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_hooks_on_gradient_nodes_run_as_in_a_plain_model(pool2, combination, precision, early):
+    for plain, sharded in pool2.run(node_hooks, combination, precision, early):
+        assert sharded == plain and ("all", 20) in plain
 
 
 def accumulate_hooks(combination, early):

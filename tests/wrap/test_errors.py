@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from compare import assert_same, differences
 from nursery import fork_ranks
+from safetensors.torch import load_file
 from spawn import ranks
 from torch import nn
 
@@ -461,6 +462,23 @@ def change_and_use(what, strategy):
 def test_changed_parameters_are_named_and_can_be_restored(pool2, what, kind, words, strategy):
     for outcome, wrong in pool2.run(change_and_use, what, strategy):
         check(outcome, kind, *words)
+        assert wrong == []
+
+
+def saved_in(dtype, folder):
+    model = FSDP(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    expected = model.state_dict()
+    model.to(dtype)
+    outcome = error_of(model.state_dict)
+    model.float()
+    zshard.save(f"{folder}/x", model, dtype=dtype)
+    found = load_file(f"{folder}/x/model.safetensors")
+    return outcome, [n for n, value in expected.items() if not found[n].equal(value.to(dtype))]
+
+
+def test_files_in_another_dtype_by_the_remedy(pool2, tmp_path):
+    for outcome, wrong in pool2.run(saved_in, torch.bfloat16, str(tmp_path)):
+        check(outcome, ValueError, "zshard.save(path, model, dtype=...), or cast the tensors of")
         assert wrong == []
 
 

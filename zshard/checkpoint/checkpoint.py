@@ -20,7 +20,7 @@ from zshard.checkpoint import script_state
 from zshard.checkpoint.manifest import Manifest, dict_of
 from zshard.checkpoint.per_host.parts import Spread
 from zshard.checkpoint.safetensors import OpenFile
-from zshard.optim.sharded_state import params_of
+from zshard.optim.sharded_state import params_of, without_parameters
 from zshard.ranks.agreement import bytes_of
 from zshard.units.units import plain_name
 
@@ -136,6 +136,8 @@ class OptimizerState:
     tensors: dict[str, dict[str, Readable]]  # {parameter: {"exp_avg": ..., ...}}
     values: dict[str, dict[str, Any]]  # state that is not a tensor
     options: dict[str, dict[str, Any]] | None = None  # instead of groups: options per parameter
+    # Under keys that are no parameters; may have Readables.
+    other: dict[Any, Any] = field(default_factory=dict)
 
     def fitted(
         self, optimizer: Optimizer, names: Mapping[int, str]
@@ -211,7 +213,7 @@ def optimizer_of_manifest(
         for name, own in told["state"].items():
             state[name] = {key: left.pop(f"{name}.{key}") for key in _names(own["tensors"])}
             values[name] = dict_of(decode(own["values"], where))
-        kind = _name(told["class"])
+        kind, other = _name(told["class"]), dict_of(decode(told.get("other", {}), where))
     except KeyError as error:
         raise CheckpointError(
             f"'{where}' and the optimizer's files do not match: one of them lacks {error}"
@@ -220,7 +222,7 @@ def optimizer_of_manifest(
         raise CheckpointError(f"'{where}' has an invalid optimizer entry: {error}") from None
     if left:
         raise CheckpointError(f"'{where}' does not list the optimizer's tensor '{min(left)}'")
-    return OptimizerState(kind, groups, state, values)
+    return OptimizerState(kind, groups, state, values, other=other)
 
 
 def _name(value: object) -> str:
@@ -252,20 +254,28 @@ def optimizer_of_paths(
     for group in listed:
         group.update({k: [v[i] for i in range(len(v))] for k, v in group.items() if _is_list(v)})
     names = _names_by_number(listed)
+    known = {str(param) for group in listed for param in group.get("params", ())}
     state: dict[str, dict[str, Readable]] = {}
     others: dict[str, dict[str, Any]] = {}
+    rest: dict[Any, Any] = {}
     for kind, into in ((tensors, state), (values, others)):
         for path, value in kind.items():
-            if path[:1] == ("state",):
+            is_str = path[0] == "state" and len(path) > 1 and isinstance(path[1], str)
+            if is_str and path[1] not in known:
+                _put(rest, path[1:], value)
+            elif path[:1] == ("state",):
                 if len(path) != 3 or not isinstance(path[2], str):
                     raise KeyError(path)
                 into.setdefault(_named(path[1], names), {})[path[2]] = value
+    own = [{**state.get(n, {}), **others.get(n, {})} for n in {**state, **others}]
+    if without_parameters(rest, own).keys() != rest.keys():
+        raise KeyError("state")
     for group in listed:
         group["params"] = [_named(each, names) for each in group["params"]]
         group.pop("param_names", None)
     if not listed:
         raise KeyError("param_groups")
-    return OptimizerState(None, listed, state, others)
+    return OptimizerState(None, listed, state, others, other=rest)
 
 
 def _flat_optimizer(

@@ -9,7 +9,10 @@ The manifest's entry for an optimizer (`optimizer`). Its tensors are in files as
 
     {"class": "torch.optim.adamw.AdamW",
      "groups": [{"params": [name, ...], "options": {name: encoded}}],
-     "state": {parameter: {"tensors": [key, ...], "values": {key: encoded}}}}
+     "state": {parameter: {"tensors": [key, ...], "values": {key: encoded}}},
+     "other": encoded}
+
+`other`, if there is any, is a dict of the state under keys that are no parameters.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from zshard import _core
 from zshard.checkpoint.checkpoint import is_extra_state
@@ -32,12 +36,18 @@ from zshard.checkpoint.safetensors import CODES, is_name
 from zshard.checkpoint.script_state import encode
 from zshard.guard.slices import to_local
 from zshard.optim.hooks import know
-from zshard.optim.sharded_state import class_of_state, held_by, takes_full_state
+from zshard.optim.sharded_state import (
+    class_of_state,
+    facts_of_other,
+    held_by,
+    other_state,
+    takes_full_state,
+)
 from zshard.ranks.agreement import Fact, gather_bytes
 from zshard.ranks.transports import comm_for
 from zshard.state import state_dict_form
 from zshard.state.load_state_dict import comm_of
-from zshard.state.optimizer_names import names_of
+from zshard.state.optimizer_names import names_of, refuse_clash
 from zshard.state.stand_ins import Saved, StandIns
 from zshard.units.shards import Part, part_of
 from zshard.units.units import plain_name, units_of
@@ -321,11 +331,15 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
     state: Any = optimizer.state
     if takes_full_state(optimizer):
         state = optimizer.full_state()  # type: ignore[attr-defined]
+    other = other_state(state)
+    refuse_clash(other, names)
     by_key: dict[str, list[Item]] = {}
     told_state: dict[str, dict[str, Any]] = {}
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         tensors, values = [], {}
         name, parts = names[id(param)], cut.get(id(param), {})
+        if not isinstance(state.get(param, {}), Mapping):
+            raise TypeError(f"the optimizer state of '{name}' is not a dict, so it cannot be saved")
         for key, value in state.get(param, {}).items():
             if not isinstance(key, str):
                 raise TypeError(f"optimizer state keys must be strings, got {key!r} for '{name}'")
@@ -337,7 +351,8 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
                 by_key.setdefault(key, []).append(item)
                 tensors.append(key)
             else:
-                values[key] = encode(value, f"optimizer state '{key}' of '{name}'")
+                local = tree_map_only(Tensor, to_local, value)  # shards in it are refused later
+                values[key] = encode(local, f"optimizer state '{key}' of '{name}'")
         if tensors or values:
             told_state[name] = {"tensors": tensors, "values": values}
     items = [item for same in by_key.values() for item in same]
@@ -349,6 +364,9 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
         "state": told_state,
     }
     others = [f"{name}.{key}" for name, own in told_state.items() for key in own["values"]]
+    if other:
+        told["other"] = encode(other, "the optimizer's state")
+        others += [f"{text}, {kind}" for text, kind in facts_of_other(other)]
     return Contents(items, {}, told, others, next(nested, ""))
 
 

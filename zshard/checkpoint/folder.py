@@ -53,7 +53,7 @@ class Target(NamedTuple):
     def of(path: str | os.PathLike[str], step: int | None) -> Target:
         """Raise TypeError or ValueError for a path that cannot name a folder."""
         given = path_of(path)
-        whole = os.path.abspath(given) if given else ""
+        whole = absolute(given) if given else ""
         parent, name = (whole, name_of(step)) if step is not None else os.path.split(whole)
         if not parent or not name:
             raise ValueError(f"path={given!r} does not name a folder")
@@ -85,6 +85,17 @@ class Target(NamedTuple):
     def hidden(self, id: str) -> str:
         """Return its temporary path, until it is finished."""
         return os.path.join(self.parent, f".{self.name}.{id}.tmp")
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of what the system finds under `path`: "link/.." is the folder above
+    the one that the link points to, unlike for os.path.abspath()."""
+    if os.pardir not in path.split(os.sep):
+        return os.path.abspath(path)
+    above, name = os.path.split(path.rstrip(os.sep))
+    if name in (os.curdir, os.pardir):
+        return os.path.realpath(path)
+    return os.path.join(os.path.realpath(above), name)
 
 
 # --- numbered checkpoints -------------------------------------------------------------------------
@@ -130,7 +141,8 @@ class Staging:
     Call open() and then commit(), or discard() at any time; call close() at the end.
     """
 
-    def __init__(self, target: Target, id: str, overwrite: bool) -> None:
+    def __init__(self, target: Target, id: str, overwrite: bool | None) -> None:
+        """overwrite: None: the caller has no such option."""
         self.path = target.hidden(id)
         self._target, self._overwrite = target, overwrite
         self._lock: int | None = None
@@ -197,10 +209,8 @@ class Staging:
         if not os.path.lexists(path):
             return
         if not self._overwrite:
-            raise FileExistsError(
-                f"'{path}' already exists: save to another path, or (without per_host) pass "
-                "overwrite=True"
-            )
+            or_replace = ", or pass overwrite=True" if self._overwrite is False else ""
+            raise FileExistsError(f"'{path}' already exists: save to another path{or_replace}")
         is_folder = os.path.isdir(path) and not os.path.islink(path)
         if not is_folder or (os.listdir(path) and not os.path.isfile(os.path.join(path, MANIFEST))):
             raise FileExistsError(

@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from zshard import _core
-from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState
+from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState, read_whole
 from zshard.guard import slices
 from zshard.optim.sharded_state import class_of_state, params_of
 from zshard.ranks.agreement import on_all_ranks
@@ -70,6 +71,7 @@ class OptimizerLoad:
         optimizer = self._optimizer
         with on_all_ranks(comm):
             state = taken(optimizer, self._plan.take(reader, optimizer.state))
+            state = {**self._numbered["state"], **state}
         before = optimizer.state, optimizer.param_groups
         self._hooks = getattr(optimizer, _HOOKS, self._hooks)
         try:
@@ -113,7 +115,15 @@ def _pending_state(model: nn.Module, contents: Checkpoint, told: OptimizerState)
     _keep_dtypes(model, contents, state)
     for name, own in told.values.items():
         state[name].update(own)
-    return {"state": state, "param_groups": told.groups}
+    other = tree_map(_read, told.other)
+    return {"state": {**other, **state}, "param_groups": told.groups}
+
+
+def _read(value: Any) -> Any:
+    if not hasattr(value, "read_into"):
+        return value
+    value.check()
+    return read_whole(value)
 
 
 def _keep_dtypes(

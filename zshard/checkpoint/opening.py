@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from zshard._errors import CheckpointError
 from zshard.checkpoint import chunked, dcp
 from zshard.checkpoint.checkpoint import Checkpoint, Readable, decode, optimizer_of_manifest
-from zshard.checkpoint.folder import finished, name_of, path_of
+from zshard.checkpoint.folder import absolute, finished, name_of, path_of
 from zshard.checkpoint.manifest import LIMIT, NAME, Manifest, parse
 from zshard.checkpoint.per_host.parts import Spread, part_files_in
 from zshard.checkpoint.safetensors import (
@@ -141,7 +141,7 @@ def _point_inside(path: str) -> None:
 
 def older_than(path: str) -> str:
     """Return a hint at the finished checkpoint before the numbered one at `path`, or ""."""
-    parent, name = os.path.split(os.path.abspath(path))
+    parent, name = os.path.split(absolute(path))
     names = [name_of(step) for step in finished(parent)]
     before = names[: names.index(name)] if name in names else []
     return f"; '{os.path.join(parent, before[-1])}' is an older checkpoint" if before else ""
@@ -150,7 +150,7 @@ def older_than(path: str) -> str:
 def _refuse_staging(path: str) -> None:
     """Raise CheckpointError for the folder of an interrupted save, whose files have their full
     length, but zeros where nothing was written."""
-    name = os.path.basename(os.path.abspath(path))
+    name = os.path.basename(absolute(path))
     if re.fullmatch(r"\..*\.[0-9a-f]{32}\.tmp", name):
         raise CheckpointError(
             f"'{path}' is not a checkpoint: an interrupted save left it; load another one"

@@ -57,6 +57,7 @@ from zshard.checkpoint.write import (
 from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
+from zshard.units.returned import look
 from zshard.units.units import bare, refuse_averaged, settle, units_of
 
 __all__ = ["SaveHandle", "save"]
@@ -100,8 +101,9 @@ def save(
         `average-0.999.safetensors`, which also load into a plain model by themselves.
     step: the step number, which is saved and gives the folder its name.
     extra: a dict of this rank's own state, such as a scheduler's and zshard.rng_state(), which
-        load() returns to the same rank: numbers, strings, None, lists, tuples, dicts, sets, bytes,
-        and tensors and NumPy arrays of at most 16 MiB. It is saved as JSON.
+        load() returns to the same rank, with the same types: numbers, strings, None, lists,
+        tuples, dicts, sets, bytes, and tensors and NumPy arrays of at most 16 MiB; also Counter,
+        OrderedDict, defaultdict, deque, torch.Size, nn.Parameter. It is saved as JSON.
     asynchronous: copy this rank's values and return; a thread writes the copy, whose memory later
         saves reuse. One save runs at a time: the next one waits for it. wait() of the result, or
         the next save() or load(), raises its error. A process that exits waits for the thread; its
@@ -129,6 +131,7 @@ def save(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"zshard.save(): model must be an nn.Module, got {type(model).__name__}")
+    look()  # before the ranks begin, since it may raise
     model = bare(model)
     comm = ranks_of(model)
     copies = Replicas(model, comm)

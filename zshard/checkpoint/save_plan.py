@@ -31,9 +31,8 @@ from zshard.checkpoint.contents import Contents, Item, facts_of
 from zshard.checkpoint.folder import Target
 from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, PartRecord, dump
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
-from zshard.model.shard_model import MADE
 from zshard.ranks.agreement import Fact, gather_bytes, on_all_ranks
-from zshard.units.units import plain_name
+from zshard.units.units import class_of, plain_name
 
 ALIGN = 4096  # bytes
 
@@ -214,7 +213,7 @@ def texts_of(model: nn.Module, files: Sequence[PlannedFile]) -> dict[str, bytes]
     if stored is not None:  # as in save_pretrained(): from_pretrained() uses this dtype
         told["torch_dtype" if "torch_dtype" in told else "dtype"] = str(stored)[len("torch.") :]
     if not told.get("architectures"):
-        told["architectures"] = [_own_class(model).__name__]
+        told["architectures"] = [class_of(model).__name__]
     texts = {"config.json": json.dumps(told, indent=2, sort_keys=True).encode()}
     generation: Any = getattr(model, "generation_config", None)
     if callable(getattr(generation, "to_json_string", None)):
@@ -224,12 +223,6 @@ def texts_of(model: nn.Module, files: Sequence[PlannedFile]) -> dict[str, bytes]
 
 def _has_adapters(model: nn.Module) -> bool:
     return any(type(each).__module__.partition(".")[0] == "peft" for each in model.modules())
-
-
-def _own_class(model: nn.Module) -> type:
-    """Return the class of the model before it was wrapped."""
-    kinds = (kind for kind in type(model).__mro__ if MADE not in vars(kind))
-    return next(kind for kind in kinds if not kind.__module__.startswith("zshard."))
 
 
 # --- the layout of files --------------------------------------------------------------------------

@@ -12,52 +12,46 @@ import importlib
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from zshard.checkpoint.safetensors import CODES
+from zshard.guard.plain import GuardedTensor
 from zshard.ranks.agreement import bytes_of
+
+_BITS = 8192  # of an int; Python refuses to parse somewhat larger ones
+LIMIT = 2**24  # bytes of one tensor; larger ones belong in a module's buffers
 
 _BITS = 8192  # of an int; Python refuses to parse somewhat larger ones
 LIMIT = 2**24  # bytes of one tensor; larger ones belong in a module's buffers
 
 _PLAIN = (str, bool, type(None))
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, torch.complex128)}
+_FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
+"""What a defaultdict may call for a missing key."""
 
 
 def encode(value: object, where: str = "extra") -> Any:
-    """Return `value` as JSON values. Supported are numbers, strings, None, lists, tuples, dicts,
-    sets, bytes, torch dtypes, and tensors and NumPy arrays of at most 16 MiB. For anything else,
-    raise TypeError or ValueError, which names the entry as `where['key'][0]`."""
-    if isinstance(value, _PLAIN):
+    """Return `value` as JSON values, from which decode() makes one of the same type. Supported are
+    numbers, strings, None, lists, tuples, dicts, sets, bytes, torch dtypes, and tensors and NumPy
+    arrays of at most 16 MiB; of subclasses OrderedDict, Counter, deque, torch.Size, nn.Parameter,
+    NumPy's numbers, and a defaultdict of a built-in type. For anything else, raise TypeError or
+    ValueError, which names the entry as `where['key'][0]`."""
+    kind = type(value)
+    if kind in _PLAIN:
         return value
-    if isinstance(value, int):
-        if value.bit_length() > _BITS:
-            raise ValueError(
-                f"{where} is an integer of {value.bit_length()} bits; the limit is {_BITS}"
-            )
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    if isinstance(value, list):
-        return [encode(each, f"{where}[{i}]") for i, each in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"$tuple": [encode(each, f"{where}[{i}]") for i, each in enumerate(value)]}
-    if isinstance(
-        value, set | frozenset
-    ):  # in a fixed order, so that equal sets agree between ranks
-        kind = "$set" if isinstance(value, set) else "$frozenset"
-        return {kind: [encode(each, f"an element of {where}") for each in sorted(value, key=repr)]}
-    if isinstance(value, Mapping):
-        return _encode_dict(value, where)
-    if isinstance(value, bytes | bytearray):
-        return {"$bytes": _text(bytes(value), where)}
+    encoder = _ENCODERS.get(kind)
+    if encoder is not None:
+        return encoder(value, where)
     if isinstance(value, torch.dtype) and str(value).removeprefix("torch.") in _DTYPES:
         return {"$dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.Tensor):
-        return {"$tensor": _encode_tensor(value, where)}
+    if isinstance(value, GuardedTensor):
+        raise TypeError(
+            f"cannot save {where}: it is this rank's shard of a parameter; pass full_tensor() of it"
+        )
     return _encode_numpy(value, where)
 
 
@@ -109,15 +103,54 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 # --- one function per type ------------------------------------------------------------------------
 
 
+def _encode_int(value: int, where: str) -> Any:
+    if value.bit_length() > _BITS:
+        raise ValueError(
+            f"{where} is an integer of {value.bit_length()} bits; the limit is {_BITS}"
+        )
+    return value
+
+
+def _encode_float(value: float, where: str) -> Any:
+    return value if math.isfinite(value) else {"$float": repr(value)}
+
+
+def _encode_items(values: Iterable[Any], where: str) -> list[Any]:
+    return [encode(each, f"{where}[{i}]") for i, each in enumerate(values)]
+
+
+def _encode_set(values: Iterable[Any], where: str) -> list[Any]:
+    """In a fixed order, so that equal sets agree between ranks."""
+    return [encode(each, f"an element of {where}") for each in sorted(values, key=repr)]
+
+
+def _encode_pairs(value: Mapping[Any, Any], where: str) -> list[Any]:
+    return [
+        [encode(key, f"a key of {where}"), encode(each, f"{where}[{key!r}]")]
+        for key, each in value.items()
+    ]
+
+
+def _encode_deque(value: deque[Any], where: str) -> Any:
+    return {"$deque": {"items": _encode_items(value, where), "maxlen": value.maxlen}}
+
+
+def _encode_defaultdict(value: defaultdict[Any, Any], where: str) -> Any:
+    factory = value.default_factory
+    name = None if factory is None else getattr(factory, "__name__", "")
+    if name is not None and _FACTORIES.get(name) is not factory:
+        raise TypeError(
+            f"cannot save {where}: a defaultdict of {factory!r}; pass dict() of it, or one of a "
+            "built-in type"
+        )
+    return {"$defaultdict": {"factory": name, "pairs": _encode_pairs(value, where)}}
+
+
 def _encode_dict(value: Mapping[Any, Any], where: str) -> Any:
     """Encode a dict as an object if its keys allow that; otherwise as a list of pairs."""
     if all(type(key) is str for key in value) and not any(key.startswith("$") for key in value):
         return {key: encode(each, f"{where}[{key!r}]") for key, each in value.items()}
-    pairs = [
-        [encode(key, f"a key of {where}"), encode(each, f"{where}[{key!r}]")]
-        for key, each in value.items()
-    ]
-    return {"$dict": pairs}
+    return {"$dict": _encode_pairs(value, where)}
 
 
 def _text(data: bytes, where: str) -> str:
@@ -141,18 +174,27 @@ def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
     return {"dtype": name, "shape": list(value.shape), "data": _text(data, where)}
 
 
+def _encode_parameter(value: torch.nn.Parameter, where: str) -> Any:
+    return {"$parameter": {**_encode_tensor(value, where), "requires_grad": value.requires_grad}}
+
+
 def _encode_numpy(value: object, where: str) -> Any:
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
-        return encode(value.item(), where)
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-        data = _text(numpy.ascontiguousarray(value).tobytes(), where)
-        return {"$array": {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}}
-    kind = f" of {value.dtype}" if hasattr(value, "dtype") else ""
+    dtype: Any = getattr(value, "dtype", None)
+    if numpy is not None and type(value) is numpy.ndarray and dtype.kind in "biufc":
+        return {"$array": _encode_array(numpy, value, where)}
+    if numpy is not None and isinstance(value, numpy.generic) and dtype.kind in "biufc":
+        return {"$number": _encode_array(numpy, value, where)}
+    kind = f" of {dtype}" if dtype is not None else ""
     raise TypeError(
         f"cannot save {where}: unsupported type {type(value).__name__}{kind}; pass numbers, "
         "strings, None, lists, tuples, dicts, sets, bytes, or tensors or arrays of numbers"
     )
+
+
+def _encode_array(numpy: Any, value: Any, where: str) -> dict[str, Any]:
+    data = _text(numpy.ascontiguousarray(value).tobytes(), where)
+    return {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}
 
 
 def _numpy() -> Any:
@@ -176,14 +218,54 @@ def _make_array(told: dict[str, Any]) -> Any:
     return numpy.frombuffer(data, dtype).reshape(told["shape"]).copy()
 
 
+def _make_parameter(told: dict[str, Any]) -> torch.nn.Parameter:
+    return torch.nn.Parameter(_make_tensor(told), bool(told["requires_grad"]))
+
+
+def _make_dict(pairs: list[Any]) -> dict[Any, Any]:
+    return {decode(key): decode(value) for key, value in pairs}
+
+
+def _make_defaultdict(told: dict[str, Any]) -> Any:
+    factory = None if told["factory"] is None else _FACTORIES[told["factory"]]
+    return defaultdict(factory, _make_dict(told["pairs"]))
+
+
+_ENCODERS: dict[type, Callable[[Any, str], Any]] = {
+    int: _encode_int,
+    float: _encode_float,
+    list: _encode_items,
+    tuple: lambda value, where: {"$tuple": _encode_items(value, where)},
+    torch.Size: lambda value, where: {"$size": list(value)},
+    set: lambda value, where: {"$set": _encode_set(value, where)},
+    frozenset: lambda value, where: {"$frozenset": _encode_set(value, where)},
+    deque: _encode_deque,
+    dict: _encode_dict,
+    OrderedDict: lambda value, where: {"$ordered": _encode_pairs(value, where)},
+    Counter: lambda value, where: {"$counter": _encode_pairs(value, where)},
+    defaultdict: _encode_defaultdict,
+    bytes: lambda value, where: {"$bytes": _text(value, where)},
+    bytearray: lambda value, where: {"$bytearray": _text(bytes(value), where)},
+    torch.Tensor: lambda value, where: {"$tensor": _encode_tensor(value, where)},
+    torch.nn.Parameter: _encode_parameter,
+}
+
 _MAKERS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$tuple": lambda values: tuple(decode(list(values))),
+    "$size": lambda values: torch.Size(list(values)),
     "$set": lambda values: set(decode(list(values))),
     "$frozenset": lambda values: frozenset(decode(list(values))),
-    "$dict": lambda pairs: {decode(key): decode(value) for key, value in pairs},
+    "$deque": lambda told: deque(decode(list(told["items"])), told["maxlen"]),
+    "$dict": _make_dict,
+    "$ordered": lambda pairs: OrderedDict(_make_dict(pairs)),
+    "$counter": lambda pairs: Counter(_make_dict(pairs)),
+    "$defaultdict": _make_defaultdict,
     "$bytes": lambda text: base64.b64decode(text, validate=True),
+    "$bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
     "$dtype": lambda name: _DTYPES[name],
     "$tensor": _make_tensor,
+    "$parameter": _make_parameter,
     "$array": _make_array,
+    "$number": lambda told: _make_array({**told, "shape": []})[()],
 }

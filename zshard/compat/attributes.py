@@ -1,8 +1,8 @@
 """Names of torch's wrappers that scripts use and zshard only answers: `model.rank`, no-op setters.
 
-A module's own attributes win: many models have a `rank` or a `device`, so these are looked up only
-where neither the module nor its class has one. Any other name is an AttributeError, so hasattr() is
-False; the message names the page that lists the alternatives.
+A model's own attributes win (`model/own_names.py`); many models have a `rank` or a `device`. Any
+other name is an AttributeError, so hasattr() is False; the message names the page that lists the
+alternatives.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import nn
 
 from zshard import _core
 from zshard.model.methods import GradientReductionHandle, check_bool
+from zshard.model.own_names import ModelNamesFirst, YieldingName, yields_to_the_model
 from zshard.ranks.transports import group_of
 from zshard.strategy import ShardingStrategy
-from zshard.units.units import State, is_unit, state_of, units_of
+from zshard.units.units import State, state_of, units_of
 
 # --- values ---------------------------------------------------------------------------------------
 
@@ -61,18 +62,15 @@ _OF_STATE: dict[str, Callable[[State], object]] = {
 _PAGE = "docs/migration.md says what to use instead of names of torch's FSDP and DDP"
 
 
-class TorchNames(nn.Module):
+@yields_to_the_model
+class TorchNames(ModelNamesFirst):
     """The names of torch's wrappers that take one line each."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)  # a parameter, buffer or child, or the model's own
         except AttributeError as error:
-            if not is_unit(self):
-                raise
-            if name not in _OF_STATE:
-                raise AttributeError(f"{error}; {_PAGE}") from None
-        return _OF_STATE[name](state_of(self))
+            raise AttributeError(f"{error}; {_PAGE}") from None
 
     # --- FSDP2 ------------------------------------------------------------------------------------
 
@@ -130,9 +128,24 @@ class TorchNames(nn.Module):
             state.unit.sync = bool(value)
 
 
+def _property_of(value: Callable[[State], object]) -> property:
+    return property(lambda model: value(state_of(model)))
+
+
+for _name, _value in _OF_STATE.items():
+    setattr(TorchNames, _name, YieldingName(_name, _property_of(_value), is_common=True))
+
+
 # --- state dicts ----------------------------------------------------------------------------------
 
 _PREFIX = "module."
+
+
+def _adds_prefix(model: nn.Module, names: list[str]) -> bool:
+    """Return whether names are the model's own after another "module." than that of its child."""
+    kinds = model.named_parameters, model.named_buffers
+    own = {name for kind in kinds for name, _ in kind(remove_duplicate=False)}
+    return any(name not in own and name.removeprefix(_PREFIX) in own for name in names)
 
 
 def names_without_module(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -140,7 +153,7 @@ def names_without_module(model: nn.Module, state: Mapping[str, Any]) -> Mapping[
     names; any other one unchanged."""
     names = list(state) if isinstance(state, Mapping) else []
     is_ddps = all(isinstance(name, str) and name.startswith(_PREFIX) for name in names)
-    if not names or not is_ddps or "module" in model._modules:
+    if not names or not is_ddps or ("module" in model._modules and not _adds_prefix(model, names)):
         return state
     made = OrderedDict((name.removeprefix(_PREFIX), value) for name, value in state.items())
     facts = getattr(state, "_metadata", None)

@@ -28,7 +28,9 @@ from zshard.compat.classes import (
     StateDictType,
 )
 from zshard.grad_scaler import GradScaler
+from zshard.model.own_names import ModelNamesFirst, yields_to_the_model
 from zshard.model.summon import summon_full_params
+from zshard.ranks.agreement import PublicCall
 from zshard.state import state_dict_form
 from zshard.state.optimizer_names import by_name, names_of, outermost_comm, to_load
 from zshard.state.optimizer_names import optim_state_dict as _optim_state_dict
@@ -154,7 +156,8 @@ def _check_config(argument: str, name: str, config: object, expected: type) -> N
 # --- methods --------------------------------------------------------------------------------------
 
 
-class Fsdp1Methods(nn.Module):
+@yields_to_the_model
+class Fsdp1Methods(ModelNamesFirst):
     """The methods of FSDP1's modules."""
 
     summon_full_params = summon_full_params
@@ -187,6 +190,7 @@ class Fsdp1Methods(nn.Module):
         return by_name(names_of(model, optim), optim, optim_state_dict)
 
     @staticmethod
+    @PublicCall("optim_state_dict_to_load()")
     def optim_state_dict_to_load(
         model: nn.Module,
         optim: Optimizer,

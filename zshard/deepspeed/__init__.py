@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from zshard._removed import removal
 from zshard.deepspeed import zero
 from zshard.deepspeed.build_engine import init_distributed, initialize
 from zshard.deepspeed.engine import DeepSpeedEngine
@@ -34,6 +35,5 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        raise AttributeError(
-            f"zshard.deepspeed has no attribute '{name}': docs/deepspeed.md lists what it has"
-        )
+        unknown = f"zshard.deepspeed has no attribute '{name}': docs/deepspeed.md lists what it has"
+        raise AttributeError(removal(name) or unknown)

@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from zshard.deepspeed.ds_config import Settings, make_folder, read, settings_of
+from zshard.deepspeed.ds_config import ACCUMULATED, Settings, make_folder, read, settings_of
 from zshard.deepspeed.engine import DeepSpeedEngine, check_dataset
 from zshard.deepspeed.optimizers import optimizer_of
 from zshard.deepspeed.schedules import schedule_of
 from zshard.deepspeed.zero import describe
 from zshard.fsdp import FSDP
-from zshard.ranks.agreement import check_agreement
+from zshard.precision import name_of
+from zshard.ranks.agreement import PublicCall, check_agreement
 from zshard.ranks.groups import make_default_group, start_alone
 from zshard.units.units import is_unit, state_of
 from zshard.wrap.meta import reset_or_leave
@@ -98,6 +99,7 @@ def initialize(
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     settings = settings_of(given, args, world, rank)
+    _check_sums(module, settings)
     client = _check_optimizer(optimizer, module)
     groups = None if model_parameters is None else _check_parameters(model_parameters, module)
     _check_scheduler(lr_scheduler, client)
@@ -178,6 +180,20 @@ def _check_model(model: object) -> nn.Module:
             "this model is in DistributedDataParallel: pass the plain module to zshard.initialize()"
         )
     return model
+
+
+def _check_sums(module: nn.Module, settings: Settings) -> None:
+    """Refuse a dtype for sums over micro-batches that is not the parameters'."""
+    asked = settings.accumulated
+    for name, param in module.named_parameters():
+        dtype = torch.float32 if settings.dtype and param.dtype in _HALF else param.dtype
+        if asked is None or not param.requires_grad or dtype is asked:
+            continue
+        raise NotImplementedError(
+            f"'{ACCUMULATED}' in the DeepSpeed config is {name_of(asked)}, but parameter '{name}' "
+            f"is {name_of(dtype)}, and zshard sums micro-batches in the parameters' dtype: remove "
+            "the key, or for float32 sums enable 'bf16', which keeps float32 parameters"
+        )
 
 
 def _check_unsupported(mpu: object, mesh_param: object) -> None:
@@ -299,7 +315,8 @@ def _shard(module: nn.Module, settings: Settings) -> None:
         (f"'{name}'", json.dumps(value, default=str, sort_keys=True))
         for name, value in sorted(settings.values.items())
     ]
-    check_agreement(state_of(module).comms.all, facts, "DeepSpeed configs")
+    with PublicCall("initialize()"):
+        check_agreement(state_of(module).comms.all, facts, "DeepSpeed configs")
     describe(module.parameters())
 
 

@@ -30,6 +30,7 @@ from zshard.offload import Offload
 from zshard.precision import MixedPrecision
 from zshard.strategy import ShardingStrategy
 
+ACCUMULATED = "data_types.grad_accum_dtype"
 _COMMENT = r"//[^\n]*|#[^\n]*|/\*.*?\*/"
 _TOKEN = re.compile(  # texts, comments and trailing commas
     rf'"(?:[^"\\\n]|\\.)*"|{_COMMENT}|(?<![\[{{,]),(?=(?:\s|{_COMMENT})*[}}\]])',
@@ -58,7 +59,8 @@ class Settings:
 
     values: the config with defaults for "auto". sizes: the batch sizes. stage: of ZeRO. dtype: that
     of forward and backward; None: the model's. autocast: that of torch.autocast around the forward.
-    own_disks: each host saves to its own disk.
+    accumulated: the dtype that sums over micro-batches must have; None: any. own_disks: each host
+    saves to its own disk.
     """
 
     values: dict[str, Any]
@@ -67,6 +69,7 @@ class Settings:
     dtype: torch.dtype | None
     autocast: torch.dtype | None
     precision: MixedPrecision | None
+    accumulated: torch.dtype | None
     offload: Offload | None
     loss_scale: LossScale | None
     clipping: float
@@ -108,7 +111,8 @@ def read(config: object) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(
             f"the DeepSpeed config '{path}' is not valid JSON: {error} (comments and trailing "
-            "commas are allowed; put keys and texts in double quotes, and a comma between entries)"
+            "commas are allowed; put {...} around the whole, keys and texts in double quotes, and "
+            "a comma between entries)"
         ) from None
     if not isinstance(found, dict):
         raise TypeError(f"the DeepSpeed config '{path}' must be a JSON object, got {found!r}")
@@ -159,6 +163,7 @@ def _settings(values: ConfigValues, world: int) -> Settings:
         dtype=dtype,
         autocast=autocast,
         precision=_precision(values, dtype),
+        accumulated=_accumulated(values, dtype),
         offload=_offload(values, stage),
         loss_scale=_loss_scale(values) if dtype is torch.float16 else None,
         clipping=float(values.get("gradient_clipping", 1.0)),  # as DeepSpeed since 0.19.3
@@ -226,17 +231,22 @@ def _dtypes(values: ConfigValues) -> tuple[torch.dtype | None, torch.dtype | Non
 
 
 def _precision(values: ConfigValues, dtype: torch.dtype | None) -> MixedPrecision | None:
-    accumulated = values.dtype("data_types.grad_accum_dtype")
-    if accumulated not in (None, torch.float32):
-        raise NotImplementedError(
-            "'data_types.grad_accum_dtype' in the DeepSpeed config must be 'fp32': zshard sums "
-            "gradients in float32"
-        )
     wire = values.dtype("communication_data_type")
     buffers = values.dtype("data_types.buffer_dtype")
     if (dtype, wire, buffers) == (None, None, None):
         return None
     return MixedPrecision(param_dtype=dtype, reduce_dtype=wire, buffer_dtype=buffers)
+
+
+def _accumulated(values: ConfigValues, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype that the config asks for, which is to be the parameters'."""
+    accumulated = values.dtype(ACCUMULATED)
+    if dtype is not None and accumulated not in (None, torch.float32):
+        raise NotImplementedError(
+            f"'{ACCUMULATED}' in the DeepSpeed config must be 'fp32' with 'bf16' or 'fp16': zshard "
+            "then keeps float32 parameters, and sums micro-batches in the parameters' dtype"
+        )
+    return accumulated
 
 
 def _loss_scale(values: ConfigValues) -> LossScale:

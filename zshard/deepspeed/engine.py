@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from zshard.deepspeed.ds_config import BatchSizes, Settings
 from zshard.deepspeed.engine_checkpoints import EngineCheckpoints
+from zshard.fsdp import FSDP
 from zshard.grad_scaler import GradScaler
 from zshard.optim.clip import clip_grad_norm
 from zshard.strategy import ShardingStrategy
@@ -64,6 +65,9 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         self._norm: float | None = None
         self._scaler: GradScaler | None = None
         self._new_scaler()
+        if self._sizes.steps > 1 and settings.strategy in _ACCUMULATES:
+            with self.no_sync():
+                pass  # memory("predicted") counts the full gradients of rounds from now on
 
     # --- forward and backward ---------------------------------------------------------------------
 
@@ -114,7 +118,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
             and not self._in_no_sync
         )
         try:
-            with self.module.no_sync() if unsynced else contextlib.nullcontext():
+            with FSDP.no_sync(self.module) if unsynced else contextlib.nullcontext():
                 scaled.backward(retain_graph=retain_graph)
         except BaseException:
             self._drop_round()
@@ -137,7 +141,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
             raise RuntimeError("engine.no_sync() is not reentrant: leave the enclosing one first")
         self._in_no_sync = True
         try:
-            with self.module.no_sync():
+            with FSDP.no_sync(self.module):
                 yield
         finally:
             self._in_no_sync = False

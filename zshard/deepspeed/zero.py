@@ -20,7 +20,7 @@ from zshard import _core
 from zshard._errors import warn
 from zshard.guard.slices import ShardParameter, WholeParameter, to_local
 from zshard.model.summon import full_params
-from zshard.ranks.agreement import take_from
+from zshard.ranks.agreement import PublicCall, take_from
 from zshard.ranks.ends import may_stay_open
 from zshard.units.shards import part_of
 from zshard.units.units import State
@@ -108,13 +108,20 @@ class ZeroInit(contextlib.AbstractContextManager[None]):
         warn(
             "zero.Init() builds the model on the meta device: zshard.initialize() calls each "
             "module's reset_parameters() and the model's _init_weights(module), and values that "
-            "constructors set otherwise are lost",
+            "constructors set otherwise are lost, so call from_pretrained() outside of it",
         )
         self._device.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        if self._enabled:
-            self._device.__exit__(*error)
+        if not self._enabled:
+            return
+        self._device.__exit__(*error)
+        if isinstance(error[1], RuntimeError) and "from_pretrained" in str(error[1]):
+            raise RuntimeError(
+                "from_pretrained() cannot load values within zero.Init(): call it outside, and "
+                "zshard.initialize() shards the model; for a model that does not fit on one rank, "
+                "build it from its config within zero.Init(), and zshard.load(folder, model) later"
+            ) from error[1]
 
 
 Init = ZeroInit  # DeepSpeed's name; zshard has a different type of that name
@@ -153,14 +160,15 @@ def GatheredParameters(
         yield
         if modifier_rank is None:
             return
-        for state in states:
-            comm = state.comms.all
-            if not 0 <= modifier_rank < comm.world:
-                raise ValueError(
-                    f"modifier_rank={modifier_rank} is out of range for world size {comm.world}"
-                )
-            for param in state.unit.params if comm.world > 1 else ():
-                take_from(modifier_rank, comm, param.detach())
+        with PublicCall("GatheredParameters()"):
+            for state in states:
+                comm = state.comms.all
+                if not 0 <= modifier_rank < comm.world:
+                    raise ValueError(
+                        f"modifier_rank={modifier_rank} is out of range for world size {comm.world}"
+                    )
+                for param in state.unit.params if comm.world > 1 else ():
+                    take_from(modifier_rank, comm, param.detach())
 
 
 def _states_of(params: list[Tensor]) -> list[State]:

@@ -101,6 +101,7 @@ def complaint(
     part, name = parts[0], name_of(func)
     if listed:
         return _misfit(name, parts, args)
+    trains = _trains(args)
     only = "" if part.elements.startswith("no ") else "only "
     what = f"{name} was called on a shard: this rank has {only}{part.elements} of '{part.name}'. "
     plain = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
@@ -122,31 +123,47 @@ def complaint(
     if plain in _RANDOM:
         return f"{what}It needs the full tensor. {_INITIALIZE} For noise, use torch.randn_like(t)."
     whole = _WHOLE
-    trains = any(getattr(arg, "requires_grad", False) for arg in args)
     if plain in _LAYERS or (plain in _PRODUCTS and trains):
         return f"{what}{_IN_A_METHOD}"
     if plain in ("all", "any"):
         return f"{what}{_TRUTHS} {_WHOLE}"
-    if torch.is_grad_enabled() and trains:
-        whole = f"{_WITHOUT_HISTORY} {_IN_A_LOSS}"
+    if trains:
+        whole = f"{_IN_A_LOSS} {_WITHOUT_HISTORY}"
     if plain in _REDUCTIONS:
         return f"{what}{whole}"
+    if plain in ("getitem", "setitem"):
+        whole += " Resize layers, as resize_token_embeddings() does, before FSDP(...)."
     return f"{what}Only elementwise operations work on shards. {whole}"
+
+
+def _trains(args: Sequence[Any]) -> bool:
+    """Return whether autograd records the operation, so that its result may be part of a loss."""
+    return torch.is_grad_enabled() and any(
+        _trains(arg) if isinstance(arg, list | tuple) else getattr(arg, "requires_grad", False)
+        for arg in args
+    )
 
 
 def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
     part = parts[0]
     others = [other for other in parts if other.geometry is not part.geometry]
     ours = f"{name} got a shard of '{part.name}' ({part.elements})"
+    whole = f"{_IN_A_LOSS} {_WITHOUT_HISTORY}" if _trains(args) else _WHOLE
     if others:
         other = others[0]
         return (
             f"{ours} and a shard of '{other.name}' ({other.elements}), which are not the same "
-            f"elements. {_WHOLE}"
+            f"elements. {whole}"
         )
     with torch._C.DisableTorchFunctionSubclass():
         given = [v for arg in args for v in (arg if isinstance(arg, list | tuple) else [arg])]
         shapes = [tuple(each.shape) for each in given if isinstance(each, Tensor)]
+    if part.is_in_forward():
+        return (
+            f"{ours} and a full tensor, within a forward, where `p` is the full parameter and "
+            "`p.data` this rank's shard of it: use `.data` of all parameters, as in "
+            "p.data.mul_(0.9).add_(q.data, alpha=0.1), or of none"
+        )
     if part.root in asked_for_size and set(shapes) == {part.local_shape}:
         return (
             f"{ours} and a tensor of this rank's shape, {part.local_shape}, for which the script "
@@ -159,11 +176,11 @@ def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
         return (
             f"{ours} and a tensor of the full shape {tuple(part.shape)}. Make copies of "
             "parameters, such as those of a moving average, after FSDP(...), so that they are "
-            f"sharded. {_WHOLE}"
+            f"sharded. {whole}"
         )
     return (
         f"{ours} and a tensor of shape {strange[0] if strange else '?'}: expected a number, or a "
-        f"tensor made like the shard (torch.zeros_like(p), p.clone()). {_WHOLE}"
+        f"tensor made like the shard (torch.zeros_like(p), p.clone()). {whole}"
     )
 
 

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zshard._errors import did_you_mean
 from zshard.checkpoint.contents import ranks_of
+from zshard.checkpoint.folder import absolute
 from zshard.checkpoint.load import load
 from zshard.checkpoint.save import save
 from zshard.fsdp import ARGUMENTS, FSDP
@@ -29,7 +30,7 @@ from zshard.model.shard_model import broadcast_buffers
 from zshard.ranks.agreement import on_all_ranks
 from zshard.state import state_dict_form
 from zshard.state.optimizer import gather
-from zshard.units.units import is_unit, units_of
+from zshard.units.units import class_of, is_unit, units_of
 
 __all__ = [
     "RecomputePolicy",
@@ -103,7 +104,7 @@ class Sharding:
         for each, state in units_of(module):
             if state.comms.all.world != world:
                 raise ValueError(
-                    f"{type(each).__bases__[1].__name__} is sharded over "
+                    f"{class_of(each).__name__} is sharded over "
                     f"{state.comms.all.world} rank(s), but Lightning runs {world}: call "
                     "zshard.FSDP in configure_model() (in Fabric: after fabric.launch()), or leave "
                     "it to the strategy"
@@ -130,7 +131,7 @@ class Sharding:
         comm = ranks_of(module)
         with on_all_ranks(comm):
             if comm.rank == 0:
-                os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+                os.makedirs(os.path.dirname(absolute(path)), exist_ok=True)
                 data = io.BytesIO()
                 torch.save(rest, data)
                 raw = data.getvalue()
@@ -327,8 +328,7 @@ class _BackwardSync:
     """Fabric's no_backward_sync()."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = _unwrapped(module).no_sync()
-        return context if enabled else nullcontext()
+        return FSDP.no_sync(_unwrapped(module)) if enabled else nullcontext()
 
 
 class _Wrapper(nn.Module):

@@ -18,11 +18,12 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from zshard.checkpoint.load import load
+from zshard.fsdp import FSDP
 from zshard.guard.whole_values import full_numel
 from zshard.lightning.fabric import Sharding, on_rank_0, optimizer_on_rank_0, trainer_package
 from zshard.model.methods import call_as_forward
 from zshard.model.shard_model import broadcast_buffers
-from zshard.units.units import is_unit
+from zshard.units.units import class_of, is_unit
 
 __all__ = ["ZShardStrategy"]
 
@@ -168,7 +169,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with self.model.no_sync():
+        with FSDP.no_sync(self.model):
             yield
 
     # --- checkpoints ----------------------------------------------------------------------------
@@ -229,7 +230,8 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         if self._folder is None:
             super().load_optimizer_state_dict(checkpoint)
         elif self.optimizers:
-            load(self._folder, self.lightning_module, self.optimizers[0])
+            module = self.lightning_module
+            load(self._folder, module, self.optimizers[0], strict=module.strict_loading)
 
 
 # --- Lightning's table of a model -----------------------------------------------------------------
@@ -255,8 +257,7 @@ def _count(params: Iterable[nn.Parameter]) -> int:
 
 def _layer_type(self: Any) -> str:
     """Return the name of the class that the user wrote."""
-    kind = type(self._module)
-    return (kind.__bases__[1] if is_unit(self._module) else kind).__name__
+    return class_of(self._module).__name__
 
 
 _count_full_parameters()

@@ -23,6 +23,7 @@ from zshard.offload import offload_of, offload_on
 from zshard.optim.codes import GROUP, MIN_8BIT_SIZE
 from zshard.optim.hooks import seen_optimizers
 from zshard.optim.matrices import hidden_matrices
+from zshard.optim.sharded_state import entries_of
 from zshard.options import OffloadLike, PrecisionLike, StrategyLike, WrapPolicyLike, unit_options
 from zshard.precision import precision_of
 from zshard.ranks.devices import CPU
@@ -109,7 +110,7 @@ def _optimizer_bytes(states: Iterable[State]) -> int:
     total = 0
     for optimizer in seen_optimizers():
         for param in params:
-            for value in optimizer.state.get(param, {}).values():
+            for value in entries_of(optimizer.state, param).values():
                 if isinstance(value, torch.Tensor):
                     total += value.numel() * value.itemsize
     return total
@@ -143,6 +144,7 @@ def predict_memory(
     offload: OffloadLike | None = None,
     keep_gathered: bool | int | str = "auto",
     wire: str | Wire | None = None,
+    no_sync: bool = False,
 ) -> dict[str, int]:
     """Predict the memory that FSDP with these arguments takes on rank 0, in bytes by part.
 
@@ -165,6 +167,8 @@ def predict_memory(
         keep_gathered: as for FSDP. "auto" counts as False: what it keeps depends on what the first
             steps leave, and takes no more than that.
         wire: as for FSDP.
+        no_sync: True: steps accumulate micro-batches within no_sync(), so each rank has full
+            gradients, in the parameters' dtype, until the last backward. Default: False.
 
     Returns a dict like that of `model.memory("predicted")`, which ends with "total". Activations
     and torch's own memory are not included; with world size 1, gradients are torch's own as well.
@@ -183,6 +187,8 @@ def predict_memory(
     )
     world = _world(world_size, local_world_size, transport)
     made = dry_run_of(module, auto_wrap_policy, options, world)
+    for unit in made.units if no_sync else ():
+        unit.sync = False
     in_memory, elsewhere = (made.trained_bytes(where, size_of) for where in (False, True))
     return with_optimizer(made.predict(), in_memory, elsewhere)
 

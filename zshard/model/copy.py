@@ -21,10 +21,13 @@ from zshard import _core
 from zshard.any_world import watch_any_world
 from zshard.guard.slices import plain
 from zshard.model.shard_model import ShardingPlan, introduce, sync_buffers
+from zshard.ranks.agreement import PublicCall
 from zshard.units.units import (
     ATTRIBUTE,
     Hook,
+    class_of,
     is_apart,
+    refuse_unsharded,
     state_of,
     units_of,
     without_memory,
@@ -57,6 +60,7 @@ class Copied:
     others: list[nn.Parameter]
 
 
+@PublicCall("copy.deepcopy()")
 def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a sharded model like `model`; ignored parameters and buffers are copied as they are.
 
@@ -72,6 +76,9 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 "ranks: build and wrap a second model, and load model.state_dict() into it on each "
                 "rank"
             )
+    refuse_unsharded((state for _, state in units), "copy a model")
+    if own.unit.in_forward and not own.unit.replicated:
+        raise RuntimeError("cannot copy a model during a step: copy it before its forward")
     own.unit.engine.open()  # reshard what a forward has left unsharded in the compute dtype
     own.unit.engine.close()
     copied = copy_plain(model, memo)
@@ -162,7 +169,7 @@ def copy_plain(root: nn.Module, memo: dict[int, Any]) -> Copied:
 def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy one unit's module, as its original class and without zshard's attributes. Hooks are
     copied: see _without()."""
-    original: type[nn.Module] = type(module).__bases__[1]
+    original = class_of(module)
     made = original.__new__(original)
     memo[id(module)] = made
     state = {key: value for key, value in vars(module).items() if not _is_ours(key, value)}

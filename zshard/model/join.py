@@ -21,7 +21,7 @@ from zshard.guard.slices import plain
 from zshard.optim.announce import Act, Joined, options_of
 from zshard.optim.clip import clip_by, follow_norm
 from zshard.optim.in_backward import is_stepped_in_backward
-from zshard.ranks.agreement import check_agreement, on_all_ranks, take_from
+from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks, take_from
 from zshard.ranks.ends import may_stay_open
 from zshard.units.shards import part_of, units_stepped_by
 from zshard.units.units import is_apart, is_unit, state_of, units_of
@@ -39,17 +39,19 @@ def join(model: nn.Module, objects: Sequence[Any], by_all: bool, throws: bool) -
             "model = FSDP(model) first"
         )
     comm = state_of(model).comms.all
-    with on_all_ranks(comm):
-        optimizers, others = _sorted(model, objects)
-        _check_model(model)
-    check_agreement(comm, _facts(optimizers, others, by_all, throws), "arguments of join()")
+    with PublicCall("join()"):
+        with on_all_ranks(comm):
+            optimizers, others = _sorted(model, objects)
+            _check_model(model)
+        check_agreement(comm, _facts(optimizers, others, by_all, throws), "arguments of join()")
     follower = _Follower(model, optimizers, others)
     follower.engine.join_begin(by_all, throws)
     follower.begin()
     try:
         try:
             yield
-            follower.follow()
+            with PublicCall("join()"):
+                follower.follow()
         except (_core.PeerError, _core.PeerTimeoutError):
             raise  # no rank can receive it
         except BaseException as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from zshard import _core
 from zshard.any_world import micro_batches_in
 from zshard.memory.report import memory_of, memory_table, summary_of
 from zshard.model.join import join
+from zshard.model.own_names import ModelNamesFirst, yields_to_the_model
 from zshard.optim.clip import clip_grad_norm, last_norm
 from zshard.optim.in_backward import OptimizerInBackward
 from zshard.optim.step_guard import guard_of
 from zshard.precision import cast_arguments
 from zshard.units.open_forwards import call_between_hooks, call_guarded
-from zshard.units.units import is_unit, state_of, units_of
+from zshard.units.units import class_of, is_unit, state_of, units_of
 from zshard.wrap.meta import rewind
 
 
@@ -41,7 +43,12 @@ class GradientReductionHandle:
         """Return immediately: nothing is pending."""
 
 
-class ModelMethods(nn.Module):
+_moves_to: ContextVar[tuple[Any] | None] = ContextVar("zshard_to_empty", default=None)
+"""The device that to_empty() moves tensors to, which it does not empty."""
+
+
+@yields_to_the_model
+class ModelMethods(ModelNamesFirst):
     """The methods of sharded models that are zshard's own."""
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Any:
@@ -57,12 +64,22 @@ class ModelMethods(nn.Module):
 
         Returns self.
         """
+        rewind()
+        token = _moves_to.set((device,))
+        try:
+            return super().to_empty(device=device, recurse=recurse)
+        finally:
+            _moves_to.reset(token)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Call `fn` on each tensor, as nn.Module; within to_empty(), only on those without
+        memory."""
+        moves_to = _moves_to.get()
 
         def given(tensor: Tensor) -> Tensor:
-            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+            return fn(tensor) if tensor.is_meta or moves_to is None else tensor.to(*moves_to)
 
-        rewind()
-        return self._apply(given, recurse=recurse)  # type: ignore[no-untyped-call]
+        return super()._apply(fn if moves_to is None else given, recurse)  # type: ignore[no-untyped-call]
 
     def micro_batches(self, step: int, seed: int = 0) -> Iterator[int]:
         """Yield the numbers of the micro-batches that this rank computes in a step, from 0 to
@@ -141,7 +158,8 @@ class ModelMethods(nn.Module):
         Args:
             what: "now" (the default): what zshard holds now. "peak": the maximum of each part, and
                 of their total, since the model was wrapped. "predicted": what a step takes with the
-                current settings, if modules run in the order in which they are registered.
+                current settings, if modules run in the order in which they are registered; from
+                the first no_sync() on, with the full gradients of micro-batches within it.
 
         Returns:
             A dict of bytes:
@@ -195,7 +213,7 @@ class ModelMethods(nn.Module):
         if guard is not None and guard.checks.nonfinite == "skip":
             found["steps/skipped"] = float(guard.skipped)
         for what in ("now", "peak"):
-            for part, size in self.memory(what).items():
+            for part, size in memory_of(self, what).items():
                 found[f"memory/{what}/{part}"] = float(size)
         return found
 
@@ -231,13 +249,9 @@ class ModelMethods(nn.Module):
         """The model as an instance of its original class, for scripts written for DDP or FSDP1.
 
         It shares all state with this module, but has no attribute `module` of its own, so that code
-        which unwraps a model in a loop terminates. If the model has a child named "module", returns
-        that child.
+        which unwraps a model in a loop terminates.
         """
-        if "module" in self._modules:
-            return self._modules["module"]
-        original: type[nn.Module] = type(self).__bases__[1]
-        plain = object.__new__(original)
+        plain = object.__new__(class_of(self))
         plain.__dict__ = self.__dict__
         return plain
 
@@ -245,8 +259,9 @@ class ModelMethods(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Context manager in which backward does not reduce gradients, as in DDP and FSDP1.
 
-        Inside it, `.grad` is this rank's own, unsharded gradient, accumulated over the backwards;
-        this takes memory for the full model's gradients. The next backward outside reduces the sum.
+        Inside it, `.grad` is this rank's own, unsharded gradient, accumulated over the backwards in
+        the parameter's dtype; this takes memory for the full model's gradients. The next backward
+        outside reduces the sum, which mixed precision casts once, as it is sent.
         Without no_sync(), each backward reduces and the accumulated gradient stays sharded, which
         takes no extra memory and gives the same gradient. Collective: use it on all ranks, and not
         inside a backward.

@@ -25,6 +25,7 @@ from zshard.memory.dry_run import Planned, calls_of, parts_to_guard
 from zshard.memory.fits import MemoryLimit, check_fits, words_of
 from zshard.memory.host_limits import Sharing
 from zshard.memory.spare import Spare, keep_between, watch_first_steps
+from zshard.model.own_names import properties_in_place
 from zshard.offload import set_offload
 from zshard.optim.hooks import know_again
 from zshard.optim.shared_state import meet
@@ -34,12 +35,13 @@ from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks, to
 from zshard.ranks.devices import CPU
 from zshard.ranks.groups import Group, resolve_groups
 from zshard.ranks.nccl import NcclOptions
-from zshard.ranks.transports import Comms, check_settings, comm_for, comms_for
+from zshard.ranks.transports import Comms, check_settings, comm_for, comms_for, group_of
 from zshard.ranks.wire import check_wire_over
 from zshard.state.module import attach, attach_replicated
 from zshard.units.shards import remember_parts
 from zshard.units.units import (
     ATTRIBUTE,
+    MADE,
     BufferSync,
     Options,
     State,
@@ -56,8 +58,6 @@ from zshard.wrap.late_parameters import watch
 from zshard.wrap.meta import Init, Materializer, check_in_forward
 from zshard.wrap.tree import UnitSpec
 
-MADE = "_zshard_made"
-"""An attribute of the classes that class_for() makes, which are no subclasses to a model."""
 _HALF = "_zshard_half"  # marks a model while it is being sharded, or after that failed
 
 
@@ -154,6 +154,7 @@ class ShardingPlan:
         given = settings.transport, settings.timeout, settings.device
         check_settings(*given)
         groups = resolve_groups(settings.process_group, settings.device_mesh, self.options.strategy)
+        given = settings.transport, self._timeout(groups.world, settings.timeout), settings.device
         comm, given = self._comm_for(groups.world, given)
         specs = [spec for spec, _ in self.planned]
         facts = facts_of(self.module, specs, self.options, not settings.from_rank_0)
@@ -182,6 +183,19 @@ class ShardingPlan:
         self.group_given = settings.group_given
         by_default = settings.process_group is None and settings.device_mesh is None
         self.is_alone = by_default and not dist.is_initialized()
+
+    def _timeout(self, group: Group | None, asked: float | None) -> float | None:
+        """Return the timeout to ask for: a model has one, so units of earlier calls decide. Raises
+        ValueError for another one than theirs."""
+        theirs = next((s.comms.all for _, s in self.inner if group_of(s.comms.all) is group), None)
+        if theirs is None or group is None:
+            return asked
+        if asked not in (None, theirs.timeout):
+            raise ValueError(
+                f"FSDP(timeout={asked}): a module inside was wrapped with a timeout of "
+                f"{theirs.timeout:g} s, and a model has one: pass the same to both"
+            )
+        return theirs.timeout
 
     def _comm_for(self, group: Group | None, given: Given) -> tuple[_core.Comm, Given]:
         """Return the transport of all ranks, and what to ask of those of parts of them."""
@@ -372,7 +386,7 @@ def class_for(base: type[nn.Module], original: type[nn.Module]) -> type[Any]:
         # Libraries look classes up by __name__ (transformers: is this a causal language model?).
         name, shown = original.__name__, f"FSDP{original.__qualname__}"
         names = {"__module__": original.__module__, "__qualname__": shown, "__new__": make_plain}
-        names[MADE] = True
+        names |= {MADE: True, **properties_in_place(base, original)}
         for each in EXTENSIONS:
             names |= each.methods(original)
         _classes[base, original] = type(name, (base, original), names)

@@ -21,10 +21,10 @@ from zshard import _core
 from zshard.guard.slices import plain
 from zshard.guard.whole_values import joined
 from zshard.optim.step_digest import sum_of_bits
-from zshard.ranks.agreement import gather_bytes, take_from
+from zshard.ranks.agreement import PublicCall, gather_bytes, take_from
 from zshard.ranks.ends import may_stay_open
 from zshard.units.shards import part_of
-from zshard.units.units import State, state_of, units_of
+from zshard.units.units import State, Summons, refuse_writes, state_of, units_of
 
 _NONE, _SLICE, _LOCAL = range(3)
 
@@ -39,10 +39,26 @@ def full_params(
     writeback: keep what is written, else discard it. rank0_only: unshard on rank 0 only.
     with_grads: unshard `.grad` as well.
     """
+    if any(each.rank0_only for state in states for each in state.summons):
+        raise RuntimeError(
+            "summon_full_params() and apply() need all ranks, but were called within "
+            "summon_full_params(rank0_only=True): leave that context first"
+        )
+    for state in states:
+        if state.unit.is_running and not state.unit.replicated:
+            raise RuntimeError(
+                f"cannot summon the parameters of unit '{state.unit.name or '(root)'}' in its own "
+                "forward, where they are full: call summon_full_params() before or after it"
+            )
+    if writeback:
+        units = (state.unit for state in states)
+        refuse_writes(units, "unsharding parameters without writeback=False")
     before = [] if writeback else _values(states)
     versions = [] if writeback else _versions(states)
     held: list[State] = []
     grads: list[_FullGrads] = []
+    for state in states:
+        state.summons.append(Summons(writeback, rank0_only))
     try:
         if with_grads:
             grads += [_FullGrads(state) for state in states]
@@ -59,18 +75,25 @@ def full_params(
             each.show()
         yield
     finally:
-        for each in grads:
-            each.take(writeback)
-        for state in states if writeback else ():
-            _note_values(state)
-        for state in held:
-            state.unit.unpin(writeback)
-        with torch.no_grad():
+        with contextlib.ExitStack() as ends:  # all of them, also if one fails
+            for state in states:
+                ends.callback(state.summons.pop)
+            ends.callback(_set_versions, versions)
+            ends.callback(_restore, before)
             for each in grads:
-                each.restore_own(writeback)
-            for param, value in before:
-                param.copy_(value)
-        _set_versions(versions)
+                ends.callback(each.restore_own, writeback)
+            for state in reversed(held):
+                ends.callback(state.unit.unpin, writeback)
+            for each in grads:
+                each.take(writeback)
+            for state in states if writeback else ():
+                _note_values(state)
+
+
+@torch.no_grad()
+def _restore(before: list[tuple[Tensor, Tensor]]) -> None:
+    for param, value in before:
+        param.copy_(value)
 
 
 def _note_values(state: State) -> None:
@@ -88,13 +111,9 @@ def _values(states: list[State]) -> list[tuple[Tensor, Tensor]]:
     return [
         (param, param.detach().clone())
         for state in states
-        if state.unit.is_full and (state.unit.replicated or _is_pinned(state))
+        if state.unit.is_full and (state.unit.replicated or state.unit.is_pinned)
         for param in state.unit.params
     ]
-
-
-def _is_pinned(state: State) -> bool:
-    return any(_core.held_unit(param) is not None for param in state.unit.params[:1])
 
 
 def _versions(states: list[State]) -> list[tuple[Tensor, int]]:
@@ -116,8 +135,9 @@ def own_unit_as_on_rank_0(module: nn.Module) -> Iterator[None]:
     comm = state.comms.all
     with full_params([state]):
         yield
-        for param in state.unit.params if comm.world > 1 else ():
-            take_from(0, comm, param.detach())
+        with PublicCall("apply()"):
+            for param in state.unit.params if comm.world > 1 else ():
+                take_from(0, comm, param.detach())
 
 
 @contextlib.contextmanager
@@ -176,6 +196,7 @@ class _FullGrads:
         self._whole: dict[int, Tensor | None] = {}
         self._shown = False
 
+    @PublicCall("summon_full_params()")
     @plain()
     def gather(self) -> None:
         """Gather full copies without changing anything yet. Collective. Raises RuntimeError on all

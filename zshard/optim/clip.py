@@ -325,6 +325,7 @@ def _norm(
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
+@PublicCall("clip_grad_norm_()")
 def _norm_in_any_world(
     sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor], norm_type: float
 ) -> float:

@@ -46,6 +46,7 @@ class EightBit(InOneCall):
 
     def _set_eight_bit(self, master: str | None, min_8bit_size: int) -> None:
         """Finish the constructor: set defaults for its groups and for later ones."""
+        self._forms: dict[object, tuple[object, ...]] = {}
         self.defaults.update(master=master, min_8bit_size=min_8bit_size, bits=8)
         for group in self.param_groups:
             self._take_group(group)
@@ -53,7 +54,7 @@ class EightBit(InOneCall):
 
     def _take_group(self, group: dict[str, Any]) -> None:
         if "bits" in self.defaults:  # otherwise torch's constructor is calling
-            for option in ("master", "min_8bit_size", "bits"):
+            for option in _FORM:
                 group.setdefault(option, self.defaults[option])
             _check_options(type(self).__name__, group)
             group.setdefault("rounding_step", 0)
@@ -64,6 +65,17 @@ class EightBit(InOneCall):
     def _is_coded(self, group: Mapping[str, Any], param: Tensor) -> bool:
         """Return whether a parameter's moments are in 8 bits."""
         return bool(group["bits"] == 8 and full_numel(param) >= group["min_8bit_size"])
+
+    def _step_params(self, key: object, group: dict[str, Any], state: dict[Any, Any]) -> None:
+        form = tuple(group[option] for option in _FORM)
+        if key in self._plans and self._forms.get(key) != form:
+            raise ValueError(
+                f"the param group's options {', '.join(_FORM)} were set to {form} after the first "
+                "step, which made state of another form: pass them to the constructor, and load "
+                "the state into the new optimizer"
+            )
+        self._forms[key] = form
+        super()._step_params(key, group, state)
 
     def _make_state(self, group: dict[str, Any], params: Sequence[Tensor]) -> set[Tensor]:
         halves = [p for p in params if p.dtype == torch.bfloat16 and group["master"] is not None]
@@ -96,10 +108,26 @@ class EightBit(InOneCall):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         shown = tree_map_only(Hidden, lambda each: each.value, state["state"])
+        before = [group.get("master") for group in vars(self).get("param_groups", ())]
         super().__setstate__({**state, "state": shown})
+        for group, master in zip(self.param_groups, before, strict=False):
+            group["master"] = group["master"] or master  # which the saved run may not have had
         for group in self.param_groups:
             for param in group["params"]:
                 self._convert(group, param)
+
+    def _problem(self, param: Tensor, own: Mapping[str, Any]) -> str | None:
+        wrong = super()._problem(param, own)
+        for name in self._state if wrong is None else ():
+            value, scale = own.get(name), own.get(codes.scale_of(name))
+            if value is None or (scale is None and value.is_floating_point()):
+                continue
+            if scale is None or value.dtype != torch.uint8 or scale.dtype != torch.uint8:
+                return f"'{name}' and '{codes.scale_of(name)}' are not 8-bit codes and their scales"
+            n = -(-value.numel() // codes.GROUP)
+            if scale.numel() != n:
+                return f"'{codes.scale_of(name)}' has {scale.numel()} elements, expected {n}"
+        return wrong
 
     @torch.no_grad()
     def _convert(self, group: Mapping[str, Any], param: Tensor) -> None:
@@ -131,7 +159,9 @@ class EightBit(InOneCall):
         return {**state_dict, "state": state, "param_groups": groups}
 
 
-_OPTIONS = frozenset(("master", "min_8bit_size", "bits", "rounding_step"))
+_FORM = ("master", "min_8bit_size", "bits")
+"""The options of a group that the form of its state follows."""
+_OPTIONS = frozenset((*_FORM, "rounding_step"))
 
 
 def _check_options(name: str, group: Mapping[str, Any]) -> None:

@@ -30,11 +30,12 @@ from zshard._errors import ShardError
 from zshard.guard.outside import check_optimizer
 from zshard.guard.slices import guarded, plain
 from zshard.optim.announce import say_step
-from zshard.optim.sharded_state import SCALARS, params_of, shard_state_of
+from zshard.optim.sharded_state import SCALARS, entries_of, params_of, shard_state_of
 from zshard.optim.step_digest import note_step, note_values
 from zshard.optim.step_guard import check_step, end_step
-from zshard.units.shards import Stepped, stepped_by, units_stepped_by
-from zshard.units.units import refuse_averaged
+from zshard.units import returned
+from zshard.units.shards import Stepped, part_of, stepped_by, units_stepped_by
+from zshard.units.units import refuse_averaged, refuse_unsharded, refuse_writes
 
 __all__ = [
     *("before_first_steps", "install", "install_steps", "is_older", "know", "know_again"),
@@ -144,6 +145,9 @@ def _before_step(
     """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
     parameters that unshard() has gathered. With a closure, which computes the gradients, the check
     runs after it."""
+    refuse_writes(units_stepped_by(optimizer), "a step", optimizer)
+    if returned.known:
+        returned.look()
     know(optimizer, in_step=True)
     _refuse_by_class(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -197,11 +201,22 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             _note_step(optimizer)
         know(optimizer, in_step=True)  # its state exists now
     finally:
-        prepared = getattr(optimizer, "prepared", None)
-        if prepared is not None:
-            prepared.is_writing = True
-        for unit in units_stepped_by(optimizer) if prepared is None else ():
-            unit.engine.end_write()
+        _end_writes(optimizer)
+
+
+def _end_writes(optimizer: Optimizer) -> None:
+    prepared = getattr(optimizer, "prepared", None)
+    if prepared is not None:
+        prepared.is_writing = True
+    for unit in units_stepped_by(optimizer) if prepared is None else ():
+        unit.engine.end_write()
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _after_failed_step(optimizer: Optimizer) -> None:
+    """A step, its closure or a hook has raised: other ranks may read the parameters as they are."""
+    end_step(optimizer)
+    _end_writes(optimizer)
 
 
 # The compiler would trace code that it does not support.
@@ -251,31 +266,25 @@ def _codes_shards(cls: type) -> bool:
 
 
 def _refuse_held_units(optimizer: Optimizer) -> None:
-    for param in params_of(optimizer):
-        name = _core.held_unit(param)
-        if name is not None:
-            raise RuntimeError(
-                f"unit '{name or '(root)'}' is unsharded by unshard() or summon_full_params(), "
-                "so its parameters are copies and the update would be lost: call reshard() on "
-                "its module, or leave the context, before the optimizer's step"
-            )
+    states = (part.state for p in params_of(optimizer) if (part := part_of(p)) is not None)
+    refuse_unsharded((state for state in states if state is not None), "step")
 
 
 # --- torch's elementwise optimizers ---------------------------------------------------------------
 
 
 def install_steps() -> None:
-    """Run steps that are known to be elementwise on plain tensors: dispatching each of their
-    operations would take as long as the operations. Torch wraps the step of a class when its first
-    optimizer is constructed; for classes that already have optimizers, replace the inner
-    function."""
+    """End the write of a step that raises. Run steps that are known to be elementwise on plain
+    tensors: dispatching each of their operations would take as long as the operations. Torch wraps
+    the step of a class when its first optimizer is constructed; for classes that already have
+    optimizers, replace the inner function."""
     wrap = Optimizer.profile_hook_step
 
     @functools.wraps(wrap)
     def wrap_plain(step: Callable[..., Any]) -> Callable[..., Any]:
         of_torch = step.__module__.startswith("torch.optim.")
         is_elementwise = of_torch and step.__qualname__.partition(".")[0] in _ELEMENTWISE
-        return wrap(_plainly(step) if is_elementwise else step)
+        return _ending(wrap(_plainly(step) if is_elementwise else step))
 
     Optimizer.profile_hook_step = staticmethod(wrap_plain)  # type: ignore[method-assign,assignment]
     for name in _ELEMENTWISE:
@@ -283,6 +292,29 @@ def install_steps() -> None:
         for cell in step.__closure__ if getattr(step, "hooked", False) else ():
             if cell.cell_contents is step.__wrapped__:
                 cell.cell_contents = _plainly(step.__wrapped__)
+    for cls in _classes_below(Optimizer):
+        if getattr(vars(cls).get("step"), "hooked", False):
+            cls.step = _ending(cls.step)
+
+
+def _classes_below(cls: Any) -> Iterator[Any]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _classes_below(each)
+
+
+def _ending(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's wrapper of a step, with _after_failed_step() if anything in it raises."""
+
+    @functools.wraps(step)
+    def stepped(self: Optimizer, *args: object, **kwargs: object) -> Any:
+        try:
+            return step(self, *args, **kwargs)
+        except BaseException:
+            _after_failed_step(self)
+            raise
+
+    return stepped
 
 
 def _plainly(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -324,9 +356,9 @@ def _takes_foreach(group: dict[str, Any]) -> bool:
 
 def _guard_state(optimizer: Optimizer) -> None:
     """Guard state that was created within plain(), as its parameter is guarded."""
-    for param, entries in optimizer.state.items():
+    for param in params_of(optimizer):
         part = _core.slice_part(param)
-        for key, value in entries.items() if part is not None else ():
+        for key, value in entries_of(optimizer.state, param).items() if part is not None else ():
             is_number = value.dim() == 0 and key in SCALARS if torch.is_tensor(value) else True
             if not is_number and value.dim() == param.dim():
                 _core.mark_slice(value, part)

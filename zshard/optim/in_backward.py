@@ -24,7 +24,15 @@ from zshard.optim.hooks import know
 from zshard.optim.step import InOneCall
 from zshard.optim.step_digest import note_step
 from zshard.optim.step_guard import refuse_in_backward
-from zshard.units.units import Hook, State, hook_forward, known_hooks, refuse_averaged, units_of
+from zshard.units.units import (
+    Hook,
+    State,
+    hook_forward,
+    known_hooks,
+    refuse_averaged,
+    refuse_writes,
+    units_of,
+)
 
 __all__ = [
     *("OptimizerInBackward", "is_stepped_in_backward", "refuse_clipping", "refuse_scaler"),
@@ -51,6 +59,8 @@ class OptimizerInBackward:
                 "optimizer_in_backward() does not support deterministic='any-world': call "
                 "optimizer.step() after the last backward of a step"
             )
+        units = (state.unit for _, state in units_of(module))
+        refuse_writes(units, "optimizer_in_backward()")
         self._optimizers = [_checked(optimizer) for optimizer in optimizers]
         for optimizer in self._optimizers:
             know(optimizer)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zshard import _core
 from zshard.guard.slices import guard_like, plain
@@ -29,9 +29,11 @@ from zshard.ranks.agreement import Fact
 from zshard.units.shards import Part, part_of
 
 __all__ = [
-    *("SCALARS", "HeldState", "class_of_state", "fact_of", "full_state_of", "held_by", "held_in"),
-    *("move_together", "params_of", "part_of_state", "scalar_keys", "shard_state_of"),
-    *("takes_codes", "takes_full_state", "with_own_dtypes", "zeros_side_by_side"),
+    *("SCALARS", "HeldState", "class_of_state", "copied", "entries_of", "fact_of"),
+    *("facts_of_other", "full_state_of", "held_by", "held_in", "move_together", "other_state"),
+    *("params_of", "part_of_state", "scalar_keys", "shard_state_of"),
+    *("takes_codes", "takes_full_state", "with_own_dtypes", "without_parameters"),
+    "zeros_side_by_side",
 ]
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
@@ -119,10 +121,11 @@ def held_by(optimizer: Optimizer) -> list[HeldState]:
     return held_in(params_of(optimizer), optimizer.state)
 
 
+@plain()
 def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[HeldState]:
     """As held_by(), from parameters and an optimizer's state."""
     cut = [(param, part) for param in params if (part := part_of(param)) and part.is_cut]
-    states = [(param, part, _now(state.get(param, {}))) for param, part in cut]
+    states = [(param, part, entries_of(state, param)) for param, part in cut]
     scalars = scalar_keys((part.shape, entries) for _, part, entries in states)
     held = []
     for param, part, entries in states:
@@ -141,9 +144,10 @@ def part_of_state(part: Part, key: object) -> Part:
     return part.of_groups(GROUP) if key in SCALES else part
 
 
-def _now(entries: object) -> Any:
+def entries_of(state: Mapping[Any, Any], param: Tensor) -> Mapping[Any, Any]:
     """Return a parameter's state as a copy, since the optimizer's thread may be creating it."""
-    return dict(entries) if type(entries) is dict else entries
+    entries = state.get(param)
+    return dict(entries) if isinstance(entries, Mapping) else {}
 
 
 def _is_cut(value: object, part: Part) -> bool:
@@ -160,6 +164,59 @@ def _described(value: object, is_cut: bool) -> str:
     if not isinstance(value, Tensor):
         return f"({type(value).__name__})"
     return f"({value.dtype}{', sharded' if is_cut else f', shape {tuple(value.shape)}'})"
+
+
+# --- state of no parameter ------------------------------------------------------------------------
+
+
+def other_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state that an optimizer keeps under keys that are no parameters, such as MADGRAD's
+    "k". It is the same on all ranks. Raises RuntimeError, which names the key, if there are shards
+    in it: nothing says what they are shards of."""
+    other = {}
+    for key, value in list(state.items()):
+        if isinstance(key, Tensor) and isinstance(value, Mapping):
+            continue
+        if any(isinstance(leaf, Tensor) and _is_shard(leaf) for leaf in tree_leaves(value)):
+            where = "in the place of a dict" if isinstance(key, Tensor) else f"under {key!r}"
+            raise RuntimeError(
+                f"the optimizer's state has sharded tensors {where}, which cannot be gathered: "
+                "store each in the dict of its parameter, under a key of its own"
+            )
+        if not isinstance(key, Tensor):
+            other[key] = value
+    return other
+
+
+def without_parameters(rest: Mapping[Any, Any], known: Iterable[object]) -> dict[Any, Any]:
+    """Return what in `rest`, saved under keys that name no parameter, is no parameter's state, by
+    what parameters have, `known`: dicts with the same keys are theirs, under a wrong name. Where
+    parameters have nothing, so are dicts with tensors."""
+    forms = {frozenset(own) for own in known if isinstance(own, Mapping)}
+
+    def is_of_a_parameter(value: object) -> bool:
+        if not isinstance(value, Mapping) or forms:
+            return isinstance(value, Mapping) and frozenset(value) in forms
+        return any(hasattr(each, "shape") for each in value.values())
+
+    return {
+        key: value
+        for key, value in rest.items()
+        if type(key) is not int and not is_of_a_parameter(value)
+    }
+
+
+def _is_shard(value: Tensor) -> bool:
+    return _core.is_shard(value) or _core.slice_part(value) is not None
+
+
+def copied(value: object) -> Any:
+    """Return a copy of such state, with tensors and containers of its own."""
+    return tree_map_only(Tensor, lambda each: each.detach().clone(), value)
+
+
+def facts_of_other(other: Mapping[Any, Any]) -> list[Fact]:
+    return [(f"the state under {key!r}", _described(v, False)) for key, v in other.items()]
 
 
 # --- memory ---------------------------------------------------------------------------------------

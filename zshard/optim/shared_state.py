@@ -78,9 +78,15 @@ class OptimizerRecord:
         if in_step and stamp is not None:
             return bool(stamp == self.stamp)
         state: Mapping[Any, Any] = optimizer.state
-        if sum(map(len, list(state.values()))) != self.entries:
+        if _entries_in(state) != self.entries:
             return False
         return all(state.get(ref(), {}).get(key) is value for ref, key, value in self.tensors)
+
+
+def _entries_in(state: Mapping[Any, Any]) -> int:
+    """Return how many values parameters have there."""
+    own = list(state.items())
+    return sum(len(each) for key, each in own if isinstance(key, Tensor) and hasattr(each, "keys"))
 
 
 class ModelRecord:
@@ -146,7 +152,7 @@ class ModelRecord:
         record.tensors = [(weakref.ref(held[i].param), key, value) for i, key, value, _ in cut]
         record.facts = [fact_of(each) for each in held]
         record.nested = [each.nested is not None for each in held]
-        record.entries = sum(map(len, list(optimizer.state.values())))
+        record.entries = _entries_in(optimizer.state)
         record.stamp = getattr(optimizer, "state_changes", None)
 
 

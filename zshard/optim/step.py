@@ -26,6 +26,7 @@ from zshard import _core
 from zshard.guard.whole_values import full_numel
 from zshard.optim import codes
 from zshard.optim.sharded_state import zeros_side_by_side
+from zshard.units.shards import part_of
 
 
 @dataclass
@@ -143,12 +144,43 @@ class InOneCall(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if not self.takes_codes and codes.has_codes(state.get("state", {})):
             raise ValueError(f"cannot load the state dict: {codes.wants_float32(self)}")
+        if "param_groups" in vars(self):  # a load, not a copy
+            self._check_state(state)
         super().__setstate__(state)
         for group in self.param_groups:
             self._take_group(group)
         self._plans = {}
         self.state_changes += 1
         self._set_scaler_flag()
+
+    def _check_state(self, given: dict[str, Any]) -> None:
+        """Raise ValueError for loaded state that the step would not find or could not use."""
+        for group in given.get("param_groups", ()):
+            for number, param in enumerate(group["params"]):
+                own = given["state"].get(param)
+                wrong = self._problem(param, own) if own else None
+                if wrong:
+                    part = part_of(param)
+                    name = f"'{part.name}'" if part is not None else f"{number} of its param group"
+                    raise ValueError(
+                        f"cannot load the state dict into {type(self).__name__}: in the state of "
+                        f"parameter {name}, {wrong}; load state of the same parameters that an "
+                        "optimizer of this kind has saved"
+                    )
+
+    def _problem(self, param: Tensor, own: Mapping[str, Any]) -> str | None:
+        """Return what is wrong with a parameter's loaded state, if anything is."""
+        there = [name for name in self._state if own.get(name) is not None]
+        always = [name for name, option in self._state.items() if option is None]
+        if there or (self._counts_steps and "step" in own):
+            lacking = [name for name in always if name not in there]
+            if lacking:
+                return f"'{lacking[0]}' is missing"
+        sizes = {param.numel(), full_numel(param)}
+        for name in there:
+            if own[name].numel() not in sizes:
+                return f"'{name}' has {own[name].numel()} elements, expected {full_numel(param)}"
+        return None
 
     def _set_scaler_flag(self) -> None:
         """Whether torch's GradScaler may leave checking `found_inf` to the step, on the GPU.

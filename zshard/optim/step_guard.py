@@ -141,6 +141,14 @@ def guard_steps(module: nn.Module, checks: StepChecks) -> None:
             "check_replicas= does not support offload: parameters would be read from the disk; "
             "omit one of them"
         )
+    has_replicas = any(
+        s.unit.replicated or s.comms.all.world > s.comms.shards.world for s in states
+    )
+    if checks.every and not has_replicas and state_of(module).comms.all.rank == 0:
+        warn(
+            f"check_replicas={checks.every} compares only buffers: each rank has other parameters "
+            "under this strategy, so there are no replicas of them; omit it, or use hybrid_shard"
+        )
     state_of(module).guard = StepGuard(module, checks)
 
 

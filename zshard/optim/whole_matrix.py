@@ -12,7 +12,7 @@ import inspect
 import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from zshard import _core
-from zshard.optim.sharded_state import params_of
+from zshard.optim.sharded_state import copied, other_state, params_of
 from zshard.optim.whole_steps import Stepping, WholeSteps, full_shape
 from zshard.ranks.agreement import PublicCall, gather_bytes
 from zshard.units.shards import part_of
@@ -120,15 +120,20 @@ class WholeMatrix(Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         packed = _packed(self)
-        packed["state"] = dict(sorted(self._gathered().items()))
+        packed["state"] = {**self._other_state(), **dict(sorted(self._gathered().items()))}
         for hook in self._optimizer_state_dict_post_hooks.values():
             packed = hook(self, packed) or packed
         return packed
 
-    def full_state(self) -> dict[Tensor, dict[Any, Any]]:
-        """Return the full state of each parameter, as copies on the CPU. Collective."""
+    def full_state(self) -> dict[Any, Any]:
+        """Return the full state of each parameter, as copies on the CPU, and what the optimizer
+        keeps under keys that are no parameters. Collective."""
         numbers = dict(enumerate(params_of(self)))
-        return {numbers[number]: state for number, state in self._gathered().items()}
+        own = {numbers[number]: state for number, state in self._gathered().items()}
+        return {**self._other_state(), **own}
+
+    def _other_state(self) -> dict[Any, Any]:
+        return cast(dict[Any, Any], copied(other_state(self._inner.state)))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of state_dict(), or the state of the same optimizer over the unsharded
@@ -140,7 +145,8 @@ class WholeMatrix(Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         owned = zip(numbers, self._steps.is_owner(self._stepped()), strict=False)
         own = {number for number, is_own in owned if is_own}
-        kept = {number: state for number, state in state_dict["state"].items() if number in own}
+        others = set(numbers) - own
+        kept = {key: state for key, state in state_dict["state"].items() if key not in others}
         self._inner.load_state_dict({**state_dict, "state": copy.deepcopy(kept)})
         _copy_options(self._inner.param_groups, self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():

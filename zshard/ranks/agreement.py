@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from zshard import _core
-from zshard._errors import CheckpointError
+from zshard._errors import CheckpointError, warn
 
 Fact = tuple[str, str]  # (subject, value)
 
@@ -122,6 +122,19 @@ def gather_objects(mine: object, group: dist.ProcessGroup) -> list[Any]:
     return [pickle.loads(bytes_of(each)[:n]) for each, n in zip(gathered, lengths, strict=True)]
 
 
+def warn_together(group: dist.ProcessGroup, text: str) -> None:
+    """Warn on the first rank of `group`; if a script has made warnings errors, raise on all ranks.
+    Collective. For ranks without a transport yet: the others warn within on_all_ranks()."""
+    raised: list[Warning] = []
+    try:
+        if dist.get_rank(group) == 0:
+            warn(text, RuntimeWarning)
+    except RuntimeWarning as error:
+        raised.append(error)
+    for each in gather_objects(raised, group)[0]:
+        raise each
+
+
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     try:
@@ -153,7 +166,9 @@ def on_all_ranks(comm: _core.Comm, fact: Callable[[], object] | None = None) -> 
     fact: its value must be equal on all ranks on exit.
 
     Raises a rank's own exception on that rank; on the others, one of the same kind (OSError,
-    RuntimeError, ...) that names the rank; DivergenceError if `fact` differs.
+    RuntimeError, ...) that names the rank; DivergenceError if `fact` differs. If the body
+    communicates, and a rank fails while the others are in a collective there, these raise
+    DivergenceError with the text of its exception.
     """
     error: Exception | None = None
     digest = b""
@@ -164,7 +179,16 @@ def on_all_ranks(comm: _core.Comm, fact: Callable[[], object] | None = None) -> 
         raise  # the others have the error
     except Exception as caught:
         error = caught
-    outcomes = comm.exchange(bytes([error is not None]) + digest.ljust(32, b"\0"))
+        said = f"raised {type(error).__name__}: {error}"
+        comm.publish_failure(said.encode(errors="replace").decode(errors="replace"))
+    try:
+        outcomes = comm.exchange(bytes([error is not None]) + digest.ljust(32, b"\0"))
+    except _core.DivergenceError:
+        if error is None:
+            raise
+        raise error  # noqa: B904 - the others, still in their bodies, have its text
+    if error is not None:
+        comm.publish_failure("")
     if any(outcome[0] for outcome in outcomes):
         _raise_on_all(comm, error)
     for rank, outcome in enumerate(outcomes):

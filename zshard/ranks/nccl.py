@@ -7,11 +7,16 @@ if not, that package has the path. Everything else is in C.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from zshard import _core
+from zshard.ranks import meeting
 
 MAX_CTAS = 64  # NCCL's own limit
 POLICIES = ("default", "efficiency")  # by their numbers in the C core
@@ -109,3 +114,19 @@ def _packaged() -> str | None:
         if file.exists():
             return str(file)
     return None
+
+
+def gpu_id(device: str) -> bytes:
+    """Return a digest of this GPU's host and its place there, which NCCL uses to distinguish GPUs.
+    It does not depend on the index in this process, and two MIG instances of a GPU have the same
+    digest."""
+    facts: Any = torch.cuda.get_device_properties(device)
+    place = f"{facts.pci_domain_id}:{facts.pci_bus_id}:{facts.pci_device_id}"
+    return hashlib.sha256(f"{meeting.host_id()} {place}".encode()).digest()
+
+
+def sharing_a_gpu(control: _core.Comm, device: str) -> tuple[int, int] | None:
+    """Return the first two ranks that share a GPU, which NCCL rejects; None if each has its own.
+    Collective."""
+    ids = control.exchange(gpu_id(device))
+    return next(((ids.index(gpu), r) for r, gpu in enumerate(ids) if ids.index(gpu) < r), None)

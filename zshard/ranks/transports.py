@@ -1,33 +1,32 @@
 """Transports between the ranks of a group.
 
-Each process has one transport per process group. All members create it together on first use, and
-it stays.
+Each process has one transport per process group and timeout. All members create it together on
+first use, and it stays.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zshard import _core
-from zshard._errors import warn
 from zshard.keeping.client import VARIABLE as KEEPER
 from zshard.ranks import ends, meeting
-from zshard.ranks.agreement import gather_objects, on_all_ranks
+from zshard.ranks.agreement import gather_objects, on_all_ranks, warn_together
 from zshard.ranks.devices import CPU, is_stand_in, torch_device
 from zshard.ranks.groups import Group, Groups, new_subgroup
 from zshard.ranks.meeting import Refusal, connect_hosts, meet, ranks_per_host
-from zshard.ranks.nccl import NcclOptions, library
+from zshard.ranks.nccl import NcclOptions, library, sharing_a_gpu
 from zshard.ranks.stalls import answer_stalls, forget_dead
 from zshard.strategy import ShardingStrategy
 
@@ -39,23 +38,28 @@ TRANSPORTS = {
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-@dataclass
+@dataclass(eq=False)
 class _Connection:
     group: Group  # the process group, kept so that its id is not reused
     comm: _core.Comm
+    limit: float  # its timeout in seconds
     made: set[Group] = field(default_factory=set)  # zshard's own groups, which end with it
     beside: dict[str, Group] = field(default_factory=dict)  # of these, group_beside()'s
 
 
-_FLAT = "flat"  # shm, or c10d alone
-_BESIDE = "beside"  # a second transport, for another thread
+# What zshard itself asks for, and no caller can name: shm, or c10d alone; a second transport, for
+# another thread.
+_Own = Enum("_Own", ["FLAT", "BESIDE"])
+
 _OUTLIVE = 5.0  # seconds that a rank whose wait failed leaves for the rank that caused it
 _PATIENCE = 1800.0  # seconds: the least timeout of a wait for a rank that may be waiting for a disk
 
-Asked = str | NcclOptions  # a transport, by name or by NCCL's options
+Asked = str | NcclOptions | _Own  # a transport, by name or by NCCL's options
 CommSettings = tuple[Asked | None, float | None, str]  # comm_for's transport, timeout and device
 
-_entries: dict[tuple[int, Asked, str], _Connection] = {}  # by group, requested transport, device
+_Key = tuple[int, Asked, str]  # a group's id, the requested transport, a device
+
+_entries: dict[_Key, list[_Connection]] = {}  # on all ranks in the same order; one for each timeout
 _stopped: list[_Connection] = []  # replaced by new ones; their models are unusable
 _alone: dict[str, _core.Comm] = {}  # by device
 
@@ -93,8 +97,7 @@ def comms_for(
 def group_of(comm: _core.Comm) -> Group | None:
     """Return the process group of a transport. None, torch's word for the default group, also means
     a single rank."""
-    known = [*_entries.values(), *_stopped]
-    return next((each.group for each in known if each.comm is comm), None)
+    return next((each.group for each in _known() if each.comm is comm), None)
 
 
 def ranks_of(comm: _core.Comm) -> list[int]:
@@ -113,7 +116,7 @@ def _within(groups: Groups, comm: _core.Comm, settings: CommSettings) -> _core.C
     kinds = [each.rstrip().decode() for each in comm.exchange(found.transport.encode().ljust(16))]
     if len(set(kinds)) == 1:
         return found
-    _warn(
+    warn_together(
         groups.world,
         "shard groups use transport='c10d', because shm, which is faster, is not available to "
         f"that of rank {kinds.index('c10d')}: see its own warning. Pass transport='c10d' to "
@@ -139,7 +142,7 @@ def check_settings(
                 f"transport={wanted!r} requires a model on a GPU, but this one is on the CPU: "
                 "move the model, or pass device_id"
             )
-    elif wanted not in known and wanted != _FLAT:
+    elif wanted not in known and wanted is not _Own.FLAT:
         raise ValueError(
             f"unknown transport {wanted!r} for a model on {kind}: expected one of "
             f"{', '.join(known)}"
@@ -165,19 +168,26 @@ def comm_for(
         return _comm_alone(device)
     _drop_dead_entries()
     _set_stopped_aside()
-    entry = _entries.get((id(group), wanted, device))
+    limit = _timeout_of(group, seconds)
+    known = _entries.setdefault((id(group), wanted, device), [])
+    entry = _agreed(known[0].comm, known, limit) if known else None
     if entry is None:
         connect = _connect if device == CPU else functools.partial(connect_gpu, device)
-        limit = _timeout_of(group, seconds)
-        entry = _connection(group, lambda: connect(group, wanted, limit))
-        _entries[(id(group), wanted, device)] = entry
+        entry = _connection(group, limit, lambda: connect(group, wanted, limit))
+        known.append(entry)
         if entry.comm.transport != wanted:  # "auto": from now on the explicit name means the same
-            _entries.setdefault((id(group), entry.comm.transport, device), entry)
-        elif (id(group), "auto", device) not in _entries:
-            _entries[(id(group), "auto", device)] = entry
-    elif timeout is not None:
-        entry.comm.set_timeout(float(timeout))
+            _entries.setdefault((id(group), entry.comm.transport, device), []).append(entry)
+        elif wanted != "auto":
+            _entries.setdefault((id(group), "auto", device), []).append(entry)
     return entry.comm
+
+
+def _agreed(comm: _core.Comm, known: list[_Connection], limit: float) -> _Connection | None:
+    """Return the one with this timeout, if all ranks have it: timeouts may differ between ranks.
+    Collective."""
+    own = next((i for i, each in enumerate(known) if each.limit == limit), len(known))
+    told = comm.exchange(own.to_bytes(4, "little"))
+    return known[own] if len(set(told)) == 1 and own < len(known) else None
 
 
 def comm_beside(comm: _core.Comm) -> _core.Comm:
@@ -194,23 +204,25 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
             "the last use of the model"
         )
     _set_stopped_aside()
-    key = (id(group), _BESIDE, CPU)
-    if key not in _entries:
-        kind = "c10d" if comm.transport in ("c10d", "hosts") else "auto"  # the model's
-        patience = max(comm.timeout, _PATIENCE)
+    patience = max(comm.timeout, _PATIENCE)
+    known = _entries.setdefault((id(group), _Own.BESIDE, CPU), [])
+    entry = _agreed(comm, known, patience)
+    if entry is None:
+        # The model's kind of transport, where possible.
+        kind = "c10d" if comm.transport in ("c10d", "hosts") else "auto"
         try:
-            _entries[key] = _connection(group, lambda: _connect(group, kind, patience, True))
+            entry = _connection(group, patience, lambda: _connect(group, kind, patience, True))
         except _core.PeerError:
             comm.exchange(b"")  # raises the error that names the rank
             raise
-    return _entries[key].comm
+        known.append(entry)
+    return entry.comm
 
 
 def group_beside(comm: _core.Comm, device: torch.device) -> Group:
     """Return a process group of a transport's ranks for tensors on `device`, which no other code
     uses. Collective on first use."""
-    known = (entry for entry in (*_entries.values(), *_stopped) if entry.comm is comm)
-    entry = next(known, None)
+    entry = next((each for each in _known() if each.comm is comm), None)
     if entry is None:
         raise RuntimeError(
             "the model's process group has been destroyed: call destroy_process_group() only after "
@@ -228,22 +240,30 @@ def _comm_alone(device: str) -> _core.Comm:
     return _alone[device]
 
 
-def _connection(group: Group, connect: Callable[[], _core.Comm]) -> _Connection:
+def _known() -> list[_Connection]:
+    """Return all transports, each once, also those that have been replaced."""
+    entries = {id(entry): entry for known in _entries.values() for entry in known}
+    return [*entries.values(), *_stopped]
+
+
+def _connection(group: Group, limit: float, connect: Callable[[], _core.Comm]) -> _Connection:
     """Return the result of `connect`, with the process groups that it creates."""
     known = set(dist.distributed_c10d._world.pg_map)
     comm = connect()
-    others = set().union(*(entry.made for entry in _entries.values()))
-    return _Connection(group, comm, set(dist.distributed_c10d._world.pg_map) - known - others)
+    others = set().union(*(entry.made for entry in _known()))
+    made = set(dist.distributed_c10d._world.pg_map) - known - others
+    return _Connection(group, comm, limit, made)
 
 
 def _set_stopped_aside() -> None:
     """Replace transports that an error has stopped, if the script caught it, so that new models
     connect over new ones. All ranks do: a stopped transport has reported its error to every
     rank."""
-    for key in [key for key, entry in _entries.items() if _core.is_stopped(entry.comm)]:
-        entry = _entries.pop(key)
-        if entry not in _stopped:
-            _stopped.append(entry)
+    for known in _entries.values():
+        for entry in [each for each in known if _core.is_stopped(each.comm)]:
+            known.remove(entry)
+            if entry not in _stopped:
+                _stopped.append(entry)
 
 
 def _drop_dead_entries() -> None:
@@ -252,7 +272,7 @@ def _drop_dead_entries() -> None:
     groups = dist.distributed_c10d._world.pg_map
     alive = {id(group) for group in groups}
     _stopped[:] = [entry for entry in _stopped if id(entry.group) in alive]
-    dead = [_entries.pop(key) for key in list(_entries) if key[0] not in alive]
+    dead = [entry for key in list(_entries) if key[0] not in alive for entry in _entries.pop(key)]
     forget_dead()
     for made in set().union(*(entry.made for entry in dead)):
         if made in groups:
@@ -313,7 +333,7 @@ def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) 
             raise RuntimeError(
                 f"transport='hosts' is not available: {comm}. Pass transport='auto' or 'c10d'"
             )
-        _warn(
+        warn_together(
             group,
             "transport='c10d' sends more between hosts than transport='hosts', which is not "
             f"available: {comm}. Pass transport='c10d' to silence this warning",
@@ -336,23 +356,11 @@ def _fall_back(refusal: Refusal, wanted: Asked, group: Group) -> None:
             f"no transport is available: shm: {refusal.reason}; c10d: {refusal.shortage}"
         )
     if len(set(refusal.hosts)) == 1:
-        _warn(
+        warn_together(
             group,
             "ranks of one host use transport='c10d', because shm, which is faster, is not "
             f"available: {refusal.reason}. Pass transport='c10d' to silence this warning",
         )
-
-
-def _warn(group: Group, text: str) -> None:
-    """Warn on the first rank; if a script has made warnings errors, raise on all. Collective."""
-    raised: list[Warning] = []
-    try:
-        if dist.get_rank(group) == 0:
-            warn(text, RuntimeWarning)
-    except RuntimeWarning as error:
-        raised.append(error)
-    for each in gather_objects(raised, group)[0]:
-        raise each
 
 
 def new_group(group: Group, device: str, backend: str | None = None) -> Group:
@@ -370,7 +378,7 @@ def new_group(group: Group, device: str, backend: str | None = None) -> Group:
 
 def choices_for(device: str, wanted: Asked) -> tuple[Asked, Asked]:
     """Return the transport between the hosts of GPUs, and the backend for these GPUs' memory."""
-    return _FLAT, wanted
+    return _Own.FLAT, wanted
 
 
 def connect_gpu(device: str, group: Group, wanted: Asked, timeout: float) -> _core.Comm:
@@ -379,8 +387,8 @@ def connect_gpu(device: str, group: Group, wanted: Asked, timeout: float) -> _co
     hosts, kind = choices_for(device, wanted)
     control = comm_for(group, hosts, timeout)
     kind = "nccl" if options is not None else kind
-    if kind == "auto" and (sharing := _sharing_a_gpu(control, device)) is not None:
-        _warn(
+    if kind == "auto" and (sharing := sharing_a_gpu(control, device)) is not None:
+        warn_together(
             group,
             f"ranks {sharing[0]} and {sharing[1]} share a GPU, which NCCL does not support: all "
             "ranks use transport='c10d' with gloo, which copies through the host. Give each rank a "
@@ -400,25 +408,10 @@ def connect_gpu(device: str, group: Group, wanted: Asked, timeout: float) -> _co
     return _core.Comm.gpu(control, "c10d", device, new_group(group, device).group_name)
 
 
-def _gpu_id(device: str) -> bytes:
-    """Return a digest of this GPU's host and its place there, which NCCL uses to distinguish GPUs.
-    It does not depend on the index in this process, and two MIG instances of a GPU have the same
-    digest."""
-    facts: Any = torch.cuda.get_device_properties(device)
-    place = f"{facts.pci_domain_id}:{facts.pci_bus_id}:{facts.pci_device_id}"
-    return hashlib.sha256(f"{meeting.host_id()} {place}".encode()).digest()
-
-
-def _sharing_a_gpu(control: _core.Comm, device: str) -> tuple[int, int] | None:
-    """Return the first two ranks that share a GPU, which NCCL rejects, or None. Collective."""
-    ids = control.exchange(_gpu_id(device))
-    return next(((ids.index(gpu), r) for r, gpu in enumerate(ids) if ids.index(gpu) < r), None)
-
-
 def _comms(beside: bool) -> list[_core.Comm]:
     """Return the transports that other threads use, or all others."""
-    found = (entry.comm for key, entry in _entries.items() if (key[1] == _BESIDE) is beside)
-    return list(dict.fromkeys(found))
+    found = (known for key, known in _entries.items() if (key[1] is _Own.BESIDE) is beside)
+    return list(dict.fromkeys(entry.comm for known in found for entry in known))
 
 
 def _notify_peers(text: str) -> None:

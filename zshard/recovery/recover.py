@@ -8,6 +8,7 @@ all of them have written. A rank on which that step is not done finishes it in t
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import mmap
 import os
@@ -16,9 +17,8 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,27 +52,54 @@ class Mark(IntEnum):
     DONE = 8
 
 
-@dataclass(frozen=True)
-class Generations:
-    """all_known: those that any rank has something of. whole: {generation: the last step that all
-    ranks have written}, of those in which all have."""
+class KeptName(NamedTuple):
+    """What a rank's memory is called at the keeper. keep: the name of its Keep(), else how many the
+    process made before, so that each finds its own."""
 
-    all_known: list[int]
-    whole: dict[int, int]
+    generation: int
+    rank: int
+    world: int
+    keep: str
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
 
 
-def generations(keeper: Keeper, comm: _core.Comm) -> Generations:
-    """Return what the ranks' keepers hold. Collective."""
-    own: dict[str, int] = {}
+def names_at(keeper: Keeper) -> list[KeptName]:
+    """Return the names of what a keeper holds."""
+    found = []
     for name in keeper.list():
-        generation, _, rank = name.partition(" ")
-        if int(rank) == comm.rank:
-            held = keeper.get(name)
-            own[generation] = _ready(held.fds) if held is not None else 0
-    everyone = [json.loads(text) for text in gather_bytes(comm, json.dumps(own).encode())]
-    known = sorted({int(generation) for each in everyone for generation in each})
-    steps = {g: min(each.get(str(g), 0) for each in everyone) for g in known}
-    return Generations(known, {g: step for g, step in steps.items() if step > 0})
+        generation, rank, world, keep = name.split(" ", 3)
+        found.append(KeptName(int(generation), int(rank), int(world), keep))
+    return found
+
+
+class Generations(NamedTuple):
+    """newest: the last that any rank has anything of, also of another number of ranks; -1: none.
+    whole: (generation, the last step that all ranks have written) of the newest one in which all
+    have; None: there is none. own: this rank's name, without the generation."""
+
+    newest: int
+    whole: tuple[int, int] | None
+    own: KeptName
+
+
+def generations(keeper: Keeper, comm: _core.Comm, own: KeptName) -> Generations:
+    """Return what the ranks' keepers hold of this rank and its peers. Collective."""
+    known = [name for name in names_at(keeper) if name.keep == own.keep]
+    steps: dict[str, int] = {}
+    for name in known:
+        if name == own._replace(generation=name.generation):
+            held = keeper.get(str(name))
+            steps[str(name.generation)] = _ready(held.fds) if held is not None else 0
+    mine = [max((name.generation for name in known), default=-1), steps]
+    everyone = [json.loads(text) for text in gather_bytes(comm, json.dumps(mine).encode())]
+    newest = max(newest for newest, _ in everyone)
+    for generation in range(newest, -1, -1):
+        step = min(each.get(str(generation), 0) for _, each in everyone)
+        if step > 0:
+            return Generations(newest, (generation, step), own)
+    return Generations(newest, None, own)
 
 
 def _ready(fds: Sequence[int]) -> int:
@@ -93,7 +120,7 @@ class Old:
     @contextlib.contextmanager
     def opened(self, generation: int) -> Iterator[tuple[KeptLayout, list[int]]]:
         """Context manager: this rank's layout and descriptors of a generation."""
-        held = self.keeper.get(f"{generation} {self.comm.rank}")
+        held = self.keeper.get(str(self.found.own._replace(generation=generation)))
         if held is None:
             raise RuntimeError("the keeper has dropped this run's state meanwhile: start it again")
         try:
@@ -108,19 +135,19 @@ def recovered(
 ) -> tuple[int, dict[str, Any]] | None:
     """Restore the newest step that all ranks have, and return its number and the script's dict;
     None if there is none. Collective."""
-    if not old.found.whole:
+    if old.found.whole is None:
         return None
     began = time.monotonic()
-    generation, number = max(old.found.whole.items())
+    generation, number = old.found.whole
     with on_all_ranks(old.comm), old.opened(generation) as (layout, fds):
         _check(layout, model, optimizer, old.comm)
         state = _read_slot(fds[SLOTS[number % 2]])
+        _check_rest(state, model, others)
         if _number(fds, Mark.DONE) < number and state["stepped"]:
             _finish(layout, fds, number)
     with on_all_ranks(old.comm), old.opened(generation) as (layout, fds):
         _restore(layout, fds, state, model, optimizer)
-        for other, own in zip(others, state["others"], strict=True):
-            other.load_state_dict(own)
+        restore_others(others, state["others"])
         set_rng_state(state["rng"])
     say(old.comm, f"recovered step {number} from memory in {time.monotonic() - began:.2f} s")
     script: dict[str, Any] = pickle.loads(state["script"])
@@ -151,6 +178,42 @@ def _check(layout: KeptLayout, model: nn.Module, optimizer: Optimizer, comm: _co
         )
 
 
+def _check_rest(state: dict[str, Any], model: nn.Module, others: Sequence[Any]) -> None:
+    _check_kinds(others, state["others"])
+    now = {
+        name: (str(buffer.dtype).removeprefix("torch."), tuple(buffer.shape))
+        for name, buffer in model.named_buffers()
+    }
+    then = {name: (dtype, shape) for name, (dtype, shape, _) in state["buffers"].items()}
+    for name in sorted({name for name, _ in then.items() ^ now.items()}):
+        raise RuntimeError(
+            f"the kept state has {then.get(name, 'no buffer')} as buffer '{name}', where this "
+            f"script has {now.get(name, 'none')}: register buffers, in their shape, before "
+            "recover()"
+        )
+
+
+def states_of(others: Sequence[Any]) -> list[list[Any]]:
+    """Return (class, state) of schedulers and the like."""
+    return [[type(other).__name__, other.state_dict()] for other in others]
+
+
+def restore_others(others: Sequence[Any], states: Sequence[Sequence[Any]]) -> None:
+    """Load what states_of() returned. Raises RuntimeError if that was of others."""
+    _check_kinds(others, states)
+    for other, (_, state) in zip(others, states, strict=True):
+        other.load_state_dict(state)
+
+
+def _check_kinds(others: Sequence[Any], states: Sequence[Sequence[Any]]) -> None:
+    now, then = [type(other).__name__ for other in others], [kind for kind, _ in states]
+    if now != then:
+        raise RuntimeError(
+            f"the kept state is of {then} beside model and optimizer, where this script passes "
+            f"{now}: pass the same to Keep(), in the same order, or start a run of its own"
+        )
+
+
 def _number(fds: Sequence[int], what: Mark) -> int:
     (found,) = struct.unpack("Q", os.pread(fds[HEAD], 8, int(what)))
     return int(found)
@@ -159,8 +222,10 @@ def _number(fds: Sequence[int], what: Mark) -> int:
 def _read_slot(fd: int) -> dict[str, Any]:
     data = bytearray(os.fstat(fd).st_size)
     _read_into(memoryview(data), fd, 0, "the script's data")
-    state: dict[str, Any] = pickle.loads(data)
-    return state
+    file = io.BytesIO(data)
+    counters = pickle.load(file)
+    state: dict[str, Any] = pickle.load(file)
+    return {**state, "counters": counters}
 
 
 def _finish(layout: KeptLayout, fds: Sequence[int], number: int) -> None:
@@ -195,6 +260,7 @@ def _restore(
         for group, own in zip(optimizer.param_groups, state["groups"], strict=True):
             group.update(own)
         _make_state(optimizer, state["counters"])
+        optimizer.state.update(state["other"])
         tensors = dict(state_tensors(optimizer))
         _fill(tensors, [each for each in layout.state if each[0] in tensors], files)
         know(optimizer)

@@ -164,6 +164,9 @@ def carry_out(plan: LoadPlan, source: Source | None) -> None:
 def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> LoadPlan:
     """Return what model.load_state_dict(state) would do; change nothing. Raise RuntimeError, which
     lists everything that does not fit."""
+    for _, unit_state in units_of(model):
+        if unit_state.unit.in_forward:
+            raise RuntimeError("cannot load a model during a step: load it before its forward")
     loads: list[NotedLoad] = []
     token = planned_loads.set(loads)
     with _Recorder(model) as recorder, _Later(model) as later:

@@ -38,8 +38,18 @@ from zshard.state.stand_ins import (
     StandIns,
     current_copies,
 )
+from zshard.units.returned import note_returned, note_used
 from zshard.units.shards import part_of
-from zshard.units.units import State, is_unit, session, units_of, writing
+from zshard.units.units import (
+    State,
+    is_for_now,
+    is_unit,
+    refuse_unsharded,
+    refuse_writes,
+    session,
+    units_of,
+    writing,
+)
 from zshard.wrap.tree import UnitSpec
 
 
@@ -63,18 +73,30 @@ def attach(state: State, spec: UnitSpec) -> None:
 
 
 def attach_replicated(spec: UnitSpec) -> None:
-    """Make a replicated unit note what is loaded into it."""
+    """Make a replicated unit note what is loaded into it, and copy what a context takes back."""
     for owner in {owner for ref in spec.params for owner, _ in ref.owners}:
         if _note_replicated not in owner._load_state_dict_post_hooks.values():
             owner.register_load_state_dict_post_hook(_note_replicated)  # type: ignore[no-untyped-call]
             owner.register_load_state_dict_pre_hook(_before_replicated)  # type: ignore[no-untyped-call]
+            owner.register_state_dict_post_hook(_copy_replicated)  # type: ignore[no-untyped-call]
 
 
 def _before_replicated(
-    module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *lists: object
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *lists: object
 ) -> None:
     """A pre-hook of nn.Module's loading."""
+    note_used(state.get(prefix + name) for name in module._parameters)
     _refuse_assignment(metadata)
+
+
+def _copy_replicated(module: nn.Module, state: Any, prefix: str, _metadata: object) -> None:
+    """A hook of nn.Module's saving. Aliases of the parameters would lose the values that a context,
+    such as ema.swapped(), takes back at its end."""
+    for name, param in module._parameters.items():
+        part, key = None if param is None else part_of(param), prefix + name
+        owner = None if part is None or part.is_cut else part.state
+        if owner is not None and key in state and is_for_now(owner):
+            state[key] = state[key].detach().clone()
 
 
 def _refuse_assignment(metadata: dict[str, Any]) -> None:
@@ -115,12 +137,14 @@ def whole_state_dict(
     cut = [s.unit for _, s in units_of(module) if not s.unit.replicated]
     with contextlib.ExitStack() as opened:
         begin = functools.partial(opened.enter_context, session(cut))
-        token = current_copies.set(FullCopies(module.parameters(), begin, keep))
+        copies = FullCopies(module.parameters(), begin, keep)
+        token = current_copies.set(copies)
         try:
             state = state_dict(*args, **kwargs)
         finally:
             current_copies.reset(token)
     _refuse_shards(state)
+    note_returned(copies.owners, state)
     return state
 
 
@@ -135,7 +159,7 @@ def _settle_replicas(module: nn.Module) -> None:
 
 def _is_cast(param: nn.Parameter) -> bool:
     part = part_of(param)
-    return part is not None and param.dtype != part.dtype and _core.held_unit(param) is None
+    return part is not None and param.dtype != part.dtype
 
 
 def _refuse_shards(state: object) -> None:
@@ -210,9 +234,12 @@ class _SaveMethod(_OwnersMethod):
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         used = self.in_use()
         params = (place.param for place in used.values())
-        copies = current_copies.get() or FullCopies(params, lambda: None)
+        around = current_copies.get()
+        copies = around or FullCopies(params, lambda: None)
         with StandIns(self.module, {name: copies.of(place) for name, place in used.items()}):
             self.original()(destination, prefix, keep_vars)
+        if around is None:
+            note_returned(copies.owners, destination)
 
 
 class _LoadMethod(_OwnersMethod):
@@ -231,6 +258,12 @@ class _LoadMethod(_OwnersMethod):
     ) -> None:
         _refuse_assignment(local_metadata)
         used = self.in_use()
+        states = [state for _, state in units_of(self.module)] if is_unit(self.module) else []
+        owners = (part_of(place.param) for place in used.values())
+        states += [part.state for part in owners if part is not None and part.state is not None]
+        refuse_unsharded((each for each in states if each.summons), "load")
+        note_used(state_dict.get(prefix + name) for name in used)
+        refuse_writes((place.unit for place in used.values()), "load_state_dict()")
         loads: list[NotedLoad] = []
         with writing(place.unit for place in used.values() if planned_loads.get() is None):
             for place in used.values():

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,9 +35,12 @@ from zshard.optim.eight_bit import hidden
 from zshard.optim.hooks import is_older, know, post
 from zshard.optim.sharded_state import (
     HeldState,
+    copied,
     fact_of,
+    facts_of_other,
     full_state_of,
     held_by,
+    other_state,
     params_of,
     part_of_state,
     scalar_keys,
@@ -50,8 +53,9 @@ from zshard.optim.shared_state import FullState, read_full
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes
 from zshard.state.source import Copy, Source, filled, shard_of
 from zshard.state.stand_ins import Pending
+from zshard.units import returned
 from zshard.units.shards import Part, part_of, units_stepped_by
-from zshard.units.units import writing
+from zshard.units.units import State, refuse_writes, writing
 
 __all__ = ["OptimizerPlan", "gather", "install", "problems_with", "taken"]
 
@@ -73,14 +77,43 @@ def _save(self: Optimizer) -> dict[str, Any]:
     if not _has_parts(self):
         return _torchs_save(self)
     with self.register_state_dict_post_hook(_gather_state, prepend=True):
-        return _torchs_save(self)
+        packed = _torchs_save(self)
+    _note_returned(self, packed)
+    return packed
+
+
+def _note_returned(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
+    """Have lost writes to the copies noticed; other tensors are the optimizer's own."""
+    numbers = _numbers(optimizer, packed)
+    found: dict[State, dict[str, Tensor]] = {}
+    for param in params_of(optimizer):
+        part, entries = part_of(param), packed["state"].get(numbers[id(param)])
+        state = part.state if part is not None and part.is_cut else None
+        own = optimizer.state.get(param, {})
+        for key, value in entries.items() if isinstance(entries, Mapping) else ():
+            if part is None or state is None or value is own.get(key):
+                continue
+            if returned.is_plain(value) and value.numel() > 0:
+                found.setdefault(state, {})[f"'{key}' of '{part.name}'"] = value
+    for state, tensors in found.items():
+        said = "optimizer.state_dict()", "optimizer.load_state_dict()"
+        returned.note(state, tensors, said)
+
+
+def tensors_in(state: object) -> Iterator[Tensor]:
+    """Yield the tensors of a state dict's "state"."""
+    for entries in state.values() if isinstance(state, Mapping) else ():
+        yield from entries.values() if isinstance(entries, Mapping) else ()
 
 
 @functools.wraps(_torchs_load)
 def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
+    returned.note_used(tensors_in(state_dict.get("state")))
+    returned.look()
     if not _has_parts(self):
         _torchs_load(self, state_dict)
         return
+    refuse_writes(units_stepped_by(self), "the optimizer's load_state_dict()")
     with (
         self.register_load_state_dict_pre_hook(_take_parts),
         writing(units_stepped_by(self)),  # a rank that reads gets all of it, or nothing
@@ -108,14 +141,17 @@ def _gather_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any
     whole = {numbers[id(param)]: entries for param, entries in gather(optimizer)}
     state = packed["state"]
     if whole:  # copy the rest, too: otherwise it could be one step newer
-        state = {number: _snapshot(e, whole.get(number, {})) for number, e in state.items()}
+        state = {
+            number: _snapshot(own, whole[number]) if number in whole else copied(own)
+            for number, own in state.items()
+        }
     return {**packed, "state": state}
 
 
 def _snapshot(entries: object, whole: Mapping[Any, Tensor]) -> object:
     """Return a parameter's state with `whole` in place of shards; all values are copies."""
     if not isinstance(entries, Mapping):
-        return entries
+        return copied(entries)
     return {k: whole[k] if k in whole else filled(v, None) for k, v in entries.items()}
 
 
@@ -129,11 +165,12 @@ def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
 
     Collective over the ranks of the parameters' models, except over shm, where a rank reads the
     others' memory. Raises DivergenceError if their states differ in parameters, names, shapes or
-    dtypes; RuntimeError for shards within a list or dict.
+    dtypes; RuntimeError for shards within a list or dict, or under a key that is no parameter.
     """
     if takes_full_state(optimizer):
         optimizer.full_state()  # type: ignore[attr-defined]
         return []
+    other = facts_of_other(other_state(optimizer.state))
     full = _still_full(optimizer)
     if full is not None:
         return full if keep else [(param, {}) for param, _ in full]
@@ -148,7 +185,7 @@ def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
             result += [(each.param, {}) for each in mine]
     for comm in {id(e.part.comm): e.part.comm for e in held if e.part.peers is None}.values():
         mine = [e for e in held if e.part.peers is None and e.part.comm is comm]
-        check_agreement(comm, [fact_of(each) for each in mine], "optimizers")
+        check_agreement(comm, [*map(fact_of, mine), *other], "optimizers")
         for each, ranges in zip(mine, _ranges(comm, mine), strict=True):
             cut = [(key, value, own) for key, value, own in each.entries if own is not None]
             whole = {
@@ -214,7 +251,8 @@ def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] |
     if problems:
         raise ValueError("\n".join(["the state dict does not match the optimizer:", *problems]))
     plan = OptimizerPlan(optimizer, params, found)
-    state = {**given["state"], **plan.take(None)}
+    rest = {key: copied(own) for key, own in given["state"].items() if key not in found}
+    state = {**rest, **plan.take(None)}
     plan.read(None)
     return hidden(optimizer, {**given, "state": state})
 
@@ -310,7 +348,7 @@ class OptimizerPlan:
         for param in params.values():
             part = part_of(param)
             if part is not None:
-                part.settle(param)
+                part.settle()
         found = [(n, p, part_of(p), state[n]) for n, p in params.items() if n in state]
         scalars = scalar_keys(
             (part.shape if part else tuple(p.shape), e) for _, p, part, e in found

@@ -5,6 +5,8 @@ names. It also controls which rank has the state: with `rank0_only` other ranks 
 shards, and with `from_rank0` they receive theirs.
 
     {"state": {name: {"step": ..., "exp_avg": ...}}, "param_groups": [{"params": [name], ...}]}
+
+State that an optimizer keeps under a key that is no parameter stays under that key.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard.optim.sharded_state import params_of
+from zshard.optim.sharded_state import params_of, without_parameters
 from zshard.ranks.agreement import PublicCall, gather_bytes
 from zshard.ranks.transports import comm_for
-from zshard.state.optimizer import OptimizerPlan, gather, problems_with, taken
+from zshard.state.optimizer import OptimizerPlan, gather, problems_with, taken, tensors_in
 from zshard.state.source import FromRank0, pending, told_by_rank_0
+from zshard.units.returned import note_used
 from zshard.units.shards import part_of
 from zshard.units.units import plain_name, units_of
 
@@ -32,8 +35,10 @@ __all__ = [
     "by_number",
     "load_optim_state_dict",
     "names_of",
+    "of_params",
     "optim_state_dict",
     "outermost_comm",
+    "refuse_clash",
     "to_load",
 ]
 
@@ -57,10 +62,12 @@ def optim_state_dict(
 
     Returns {"state": {name: {key: tensor or value}}, "param_groups": [{"params": [name, ...],
     option: value}]}, the format of FSDP1 and torch.distributed.checkpoint.state_dict. Tensors are
-    copies, with the shapes and dtypes of the unsharded model's optimizer state.
+    copies, with the shapes and dtypes of the unsharded model's optimizer state. State under a key
+    that is no parameter stays under it.
 
-    Raises ValueError if the optimizer has a parameter that the model lacks; DivergenceError on all
-    ranks if their states differ in parameters, keys, shapes or dtypes.
+    Raises ValueError if the optimizer has a parameter that the model lacks, or such a key is a
+    parameter's name; DivergenceError on all ranks if their states differ in parameters, keys,
+    shapes or dtypes.
     """
     names = names_of(model, optimizer)
     if rank0_only and outermost_comm(model).rank != 0:
@@ -125,12 +132,29 @@ def names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     return names
 
 
+def refuse_clash(other: Iterable[Any], names: Mapping[int, str]) -> None:
+    """Raise ValueError for state under a key that is no parameter, but a parameter's name."""
+    clash = next((key for key in other if key in names.values()), None)
+    if clash is not None:
+        raise ValueError(
+            f"the optimizer has state under {clash!r}, which is also a parameter's name: use "
+            "optimizer.state_dict(), or another key"
+        )
+
+
 def by_name(
     names: Mapping[int, str], optimizer: Optimizer, numbered: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return a state dict of torch's format with names instead of numbers, without the optimizer's
     own tensors."""
-    state: dict[Any, Any] = {}
+    note_used(tensors_in(numbered["state"]))  # these are no aliases under DDP either
+    numbers = {number for group in numbered["param_groups"] for number in group["params"]}
+    state: dict[Any, Any] = {
+        key: _copy(value, optimizer.state.get(key))
+        for key, value in numbered["state"].items()
+        if key not in numbers
+    }
+    refuse_clash(state, names)
     groups: list[dict[str, Any]] = []
     for ours, given in zip(optimizer.param_groups, numbered["param_groups"], strict=True):
         own = [names[id(param)] for param in ours["params"]]
@@ -178,20 +202,23 @@ def to_load(
 def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) -> dict[str, Any]:
     """Return rank 0's state dict by number, with this rank's shards already cut out."""
     # Numbers travel together: one message each would take longer.
-    outline = {n: pending(entries, dims=1) for n, entries in made.get("state", {}).items()}
+    outline = {
+        n: pending(own, dims=1) if type(n) is int else own
+        for n, own in made.get("state", {}).items()
+    }
     told = told_by_rank_0(comm, {**made, "state": outline})
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in told["param_groups"]]
     params = dict(enumerate(params_of(optimizer)))
     if sizes == theirs:
-        problems = problems_with(optimizer, params, told["state"])
+        problems = problems_with(optimizer, params, of_params(told["state"]))
     else:
         problems = [f"its param groups have {theirs} parameters, but this rank's have {sizes}"]
     _raise_together(comm, problems)
     plan, source = OptimizerPlan(optimizer, params, told["state"]), FromRank0(comm)
     state = taken(optimizer, plan.take(source))
     plan.read(source)
-    return {**told, "state": state}
+    return {**told, "state": {**told["state"], **state}}
 
 
 def _raise_together(comm: _core.Comm, problems: Sequence[str]) -> None:
@@ -210,7 +237,6 @@ def by_number(
     """Return the problems with a dict by name, and the same dict by number if there are none."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         return [f"it lacks 'state' or 'param_groups': pass the result of {_HOW}"], {}
-    states = {_plain(name): entries for name, entries in given["state"].items()}
     ours, theirs = optimizer.param_groups, given["param_groups"]
     listed = [[_plain(name) for name in group.get("params", ())] for group in theirs]
     if len(ours) != len(theirs):
@@ -219,6 +245,10 @@ def by_number(
     numbers = {id(param): number for number, param in params.items()}
     named = model.named_parameters(remove_duplicate=False)
     known = {plain_name(name): param for name, param in named if id(param) in numbers}
+    of_groups = set(itertools.chain(*listed))
+    rest = {n: own for n, own in given["state"].items() if _plain(n) not in {*known, *of_groups}}
+    other = without_parameters(rest, [own for n, own in given["state"].items() if n not in rest])
+    states = {_plain(name): own for name, own in given["state"].items() if name not in other}
     problems = _unknown(dict.fromkeys(itertools.chain(states, *listed)), known)
     for i, (own, names) in enumerate(zip(ours, listed, strict=True)):
         problems += _misplaced(i, own["params"], names, known)
@@ -234,7 +264,12 @@ def by_number(
         {**_options_of(other), "params": [numbers[id(p)] for p in own["params"]]}
         for own, other in zip(ours, theirs, strict=True)
     ]
-    return problems, {"state": state, "param_groups": groups}
+    return problems, {"state": {**state, **other}, "param_groups": groups}
+
+
+def of_params(state: Mapping[Any, Any]) -> dict[int, Any]:
+    """Return the state of parameters in the result of by_number(), which has their numbers."""
+    return {number: own for number, own in state.items() if type(number) is int}
 
 
 def _plain(name: object) -> Any:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zshard import _core
-from zshard.units.units import unsharded, without_memory
+from zshard.units.shards import part_of
+from zshard.units.units import State, is_elsewhere, unsharded, without_memory
 
 # Allowed queries: facts, and other tensors of its shape and dtype.
 _FACTS = {
@@ -225,16 +226,36 @@ class FullCopies:
         self._below = {id(param) for param in params}  # a unit's, in this call
         self._begin = begin
         self._keep = keep
+        self._has_begun = False
         self._made: dict[int, nn.Parameter] = {}
+        self.owners: dict[int, State] = {}
+        """The units of the copies in the result, by the identity of the copies' storages."""
 
     def of(self, place: Place) -> nn.Parameter:
-        """Return the copy of a parameter; the first one of a unit gathers it."""
+        """Return the copy of a parameter; the first one of a unit gathers it. Raises RuntimeError
+        if another rank has been given all of it."""
         key = id(place.param)
-        if not self._made:
-            self._begin()
+        part = part_of(place.param)
+        state = None if part is None else part.state
         if key not in self._made:
+            if state is not None and is_elsewhere(state):
+                return self._elsewhere(place)
+            if not (place.unit.is_pinned or self._has_begun):
+                self._has_begun = True
+                self._begin()
             self._made.update(copies_of(place.unit, self._below | {key}, self._keep))
-        return self._made[key]
+        copy = self._made[key]
+        if self._keep and state is not None and copy.numel() > 0:
+            self.owners[copy.untyped_storage()._cdata] = state
+        return copy
+
+    def _elsewhere(self, place: Place) -> nn.Parameter:
+        if self._keep:
+            raise RuntimeError(
+                f"state_dict() needs the full '{place.name}', which is on rank 0 alone within "
+                "summon_full_params(rank0_only=True): call it there, or omit rank0_only"
+            )
+        return without_memory(place.param, place.shape, place.param.device)
 
 
 current_copies: ContextVar[FullCopies | None] = ContextVar("zshard_state_dict", default=None)

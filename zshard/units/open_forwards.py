@@ -16,7 +16,7 @@ from torch import nn
 
 from zshard import _core
 from zshard.ranks.groups import check_still_alone
-from zshard.units.units import state_of
+from zshard.units.units import class_of, state_of
 
 __all__ = ["call_between_hooks", "call_guarded", "is_forward_open"]
 
@@ -51,7 +51,7 @@ def call_guarded(
     open forwards."""
     state = state_of(module)
     if state.is_alone:
-        check_still_alone(type(module).__bases__[1].__name__)
+        check_still_alone(class_of(module).__name__)
     n_open = unit.n_open
     if n_open and unit.is_running and state.n_calls == 0:
         unit.unwind(0, "")  # left by another kind of call, such as model.module(x)

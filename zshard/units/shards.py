@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from zshard import _core
-from zshard.units.units import State
+from zshard.units.units import State, refuse_unsharded, refuse_writes, writers
 
 __all__ = [
     *("Part", "Stepped", "asked_for_size", "known_parts", "part_of", "remember_parts"),
-    *("replicas_of", "hand_writes", "sizes_for_torch", "stepped_by", "units_stepped_by"),
+    *("replicas_of", "sizes_for_torch", "stepped_by", "units_stepped_by"),
 ]
 
 
@@ -158,9 +158,12 @@ class Part:
     def begin_write(self, tensor: Tensor) -> bool:
         """Note that a script is about to write to a shard of these elements in place. Waits until
         no other rank reads it. Returns whether end_write() must follow: not for a copy, and not
-        within a step."""
+        within a step. Raises RuntimeError for a kept model."""
         unit = self.unit
-        return unit is not None and unit.begin_write(self.index, tensor)
+        if unit is None:
+            return False
+        self._refuse_write(unit, tensor)
+        return unit.begin_write(self.index, tensor)
 
     def end_write(self) -> None:
         """Note the end of the script's operation, whether it has raised or not."""
@@ -182,15 +185,13 @@ class Part:
 
     def note_write(self, tensor: Tensor, operation: Callable[..., Any]) -> None:
         """Note that a script has written to a shard of these elements in place, as all ranks
-        must."""
+        must. Before an assignment to .data, which moves them."""
         unit = self.unit
         if unit is not None:
+            self._refuse_write(unit, tensor)
             name = operation.__name__
             said = "an assignment to .data" if name == "__set__" else f"{name}()"
             unit.note_write(self.index, tensor, said)
-            if self._is_own(unit, tensor):
-                hand_writes.count += 1
-                hand_writes.last = self.name
 
     def note_draw(self, tensor: Tensor, drawn: int) -> None:
         """Note that a script has drawn random numbers for these elements in place. drawn: the same
@@ -199,35 +200,24 @@ class Part:
         if unit is not None and self._is_own(unit, tensor):
             unit.note_draw(self.index, drawn)
 
+    def _refuse_write(self, unit: _core.Unit, tensor: Tensor) -> None:
+        if writers and self._is_own(unit, tensor):
+            refuse_writes([unit], f"a write to '{self.name}' in place")
+
     def _is_own(self, unit: _core.Unit, tensor: Tensor) -> bool:
         """Return whether a tensor lies where the parameter does, also after p.data = t."""
         own = unit.params[self.index].untyped_storage()
         return bool(own._cdata == tensor.untyped_storage()._cdata)
 
-    def settle(self, param: Tensor) -> None:
-        """Reshard a parameter that a forward has kept, so that `param` has its between-steps shape
-        and dtype. Raises RuntimeError if unshard() has gathered it, and during a forward or
-        backward."""
-        held = _core.held_unit(param)
-        if held is not None:
-            raise RuntimeError(
-                f"unit '{held or '(root)'}' is unsharded by unshard(): call reshard() on its "
-                "module before the optimizer's load_state_dict()"
-            )
-        unit = self.unit
-        if unit is not None and unit.is_full:
-            unit.unpin()
+    def settle(self) -> None:
+        """Reshard a parameter that a forward has kept, so that it has its between-steps shape and
+        dtype. Raises RuntimeError as refuse_unsharded() does, and during a forward or backward."""
+        state = self.state
+        if state is not None:
+            refuse_unsharded([state], "load an optimizer's state")
+            if state.unit.is_full:
+                state.unit.unpin()
 
-
-@dataclass
-class HandWrites:
-    """How often scripts have written to shards in place, and to which parameter last."""
-
-    count: int = 0
-    last: str = ""
-
-
-hand_writes = HandWrites()
 
 asked_for_size: weakref.WeakSet[Part] = weakref.WeakSet()
 """Parts of full parameters of which a script has asked for this rank's size."""

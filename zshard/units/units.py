@@ -29,6 +29,9 @@ _M = TypeVar("_M", bound=nn.Module)
 
 ATTRIBUTE = "_zshard_state"
 
+MADE = "_zshard_made"
+"""An attribute of the classes of units, which are no subclasses to a model."""
+
 BufferSync = Literal[False, True, "training"]
 """In which forwards buffers are broadcast from rank 0: in none, in all, or in those with gradients,
 which all ranks run."""
@@ -67,6 +70,13 @@ class Measurement(Protocol):
         """Return the same for a copy of the model."""
 
 
+class Summons(NamedTuple):
+    """A summon_full_params() that is open on all ranks."""
+
+    writeback: bool
+    rank0_only: bool
+
+
 class StateDictForm(NamedTuple):
     """The form of state_dict() of units.
 
@@ -95,6 +105,8 @@ class State:
     is_alone: bool = False  # there was no process group
     hooks: list[Hook] = field(default_factory=list)  # on the module, and on its submodules
     form: StateDictForm = field(default=StateDictForm())
+    summons: list[Summons] = field(default_factory=list)  # the innermost last
+    knows_of_writes: bool = False  # units/returned.py has warned
     whole_grads: bool = False  # within summon_full_params(with_grads=True)
     optimizer_peak: int = 0  # bytes, as memory() has seen them
     names: list[str] = field(init=False)  # of the parameters
@@ -135,20 +147,19 @@ def session(units: Iterable[_core.Unit]) -> Iterator[None]:
 def writing(units: Iterable[_core.Unit]) -> Iterator[None]:
     """Context manager in which the shards of the units' models may be written: no peer reads."""
     engines = [unit.engine for unit in {unit.engine_id: unit for unit in units}.values()]
-    for engine in engines:
-        engine.begin_write()
-    try:
-        yield
-    finally:  # also after an exception: all ranks count their writes
+    with contextlib.ExitStack() as begun:
         for engine in engines:
-            engine.end_write()
+            engine.begin_write()
+            begun.callback(engine.end_write)  # after an exception, too: all ranks count writes
+        yield
 
 
 @contextlib.contextmanager
 def unsharded(unit: _core.Unit) -> Iterator[None]:
     """Context manager in which a unit's full parameters can be read, in their own dtype. As a
-    forward without gradients: over c10d all ranks run it together."""
-    with session([unit]):
+    forward without gradients: over c10d all ranks run it together. A pinned unit is read as it is,
+    with what a script has written to it, and alone."""
+    with contextlib.nullcontext() if unit.is_pinned else session([unit]):
         held = unit.is_full  # by a running forward, which continues with it
         unit.unshard(True)
         try:
@@ -158,25 +169,35 @@ def unsharded(unit: _core.Unit) -> Iterator[None]:
                 unit.reshard()
 
 
-def settle(model: nn.Module, to: str = "save") -> None:
-    """Bring all parameters to their state between steps. Raise RuntimeError, which says that it is
-    too early `to` do something, during forward or backward, and while unshard() or
-    summon_full_params() keeps parameters unsharded."""
-    for _, state in units_of(model):
-        held = [name for p in state.unit.params if (name := _core.held_unit(p)) is not None]
-        if held:
-            raise RuntimeError(
-                f"cannot {to} while unshard() or summon_full_params() keeps the parameters of unit "
-                f"'{held[0] or '(root)'}' unsharded: call reshard() or leave the context first"
-            )
-        try:
-            state.unit.unpin()
-        except RuntimeError as error:
-            raise RuntimeError(f"cannot {to} a model during a step: {error}") from None
-
+# --- what the parameters are at the moment --------------------------------------------------------
 
 averaged: set[int] = set()
 """The engines of models whose parameters are averages for now: within ema.swapped()."""
+
+
+def is_elsewhere(state: State) -> bool:
+    """Return whether summon_full_params(rank0_only=True) has the unit's parameters on rank 0."""
+    by_rank_0 = any(each.rank0_only for each in state.summons) and not state.unit.replicated
+    return by_rank_0 and not state.unit.is_pinned
+
+
+def is_for_now(state: State) -> bool:
+    """Return whether a context takes back at its end the values that the parameters have now."""
+    averages = state.unit.engine_id in averaged
+    return averages or any(not each.writeback for each in state.summons)
+
+
+def refuse_unsharded(states: Iterable[State], to: str) -> None:
+    """Raise RuntimeError, which says that it is too early `to` do something, while unshard() or
+    summon_full_params() keeps parameters unsharded: what it reads or writes would be this rank's
+    copy, or the shard that the copy replaces."""
+    for state in states:
+        if state.unit.is_pinned or is_elsewhere(state):
+            raise RuntimeError(
+                f"cannot {to} while unshard() or summon_full_params() keeps the parameters of unit "
+                f"'{state.unit.name or '(root)'}' unsharded: call reshard() or leave the context "
+                "first"
+            )
 
 
 def refuse_averaged(units: Iterable[_core.Unit], what: str) -> None:
@@ -188,15 +209,67 @@ def refuse_averaged(units: Iterable[_core.Unit], what: str) -> None:
         )
 
 
+class SoleWriter(Protocol):
+    """Who alone writes to a model between its passes: a zshard.Keep."""
+
+    def refuse_write(self, what: str, optimizer: torch.optim.Optimizer | None) -> None:
+        """Raise RuntimeError if `what`, a step of `optimizer` or another write, is not allowed."""
+
+
+writers: weakref.WeakValueDictionary[int, SoleWriter] = weakref.WeakValueDictionary()
+"""By the model's engine."""
+
+
+def refuse_writes(
+    units: Iterable[_core.Unit], what: str, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Raise RuntimeError if one of the units' models may not be written now, since it is kept.
+    optimizer: what is about to step them. It must step no other models while one is kept."""
+    for unit in units if writers else ():
+        writer = writers.get(unit.engine_id)
+        if writer is not None:
+            writer.refuse_write(what, optimizer)
+        elif optimizer is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} trains an FSDP(...) model that zshard.Keep() was not "
+                "given, so a restart would lose its steps: keep one module that contains all "
+                "models, and step it with one optimizer, with a param group for each model"
+            )
+
+
+def settle(model: nn.Module, to: str = "save") -> None:
+    """Bring all parameters to their state between steps. Raise RuntimeError, which says that it is
+    too early `to` do something, during forward or backward, and as refuse_unsharded() does. to:
+    ends with "of" if it is something of the model's."""
+    states = [state for _, state in units_of(model)]
+    refuse_unsharded(states, to.removesuffix(" of"))
+    for state in states:
+        try:
+            state.unit.unpin()
+        except RuntimeError as error:
+            raise RuntimeError(f"cannot {to} a model during a step: {error}") from None
+
+
 def is_unit(module: nn.Module) -> bool:
     """Return whether an FSDP(...) call has made `module` a unit."""
     return ATTRIBUTE in module.__dict__
 
 
 def state_of(module: nn.Module) -> State:
-    """Return the state of a unit's module. Raises KeyError for any other module."""
-    state: State = module.__dict__[ATTRIBUTE]
+    """Return the state of a unit's module. Raises TypeError for any other module."""
+    state: State | None = module.__dict__.get(ATTRIBUTE)
+    if state is None:
+        raise TypeError(
+            f"a {type(module).__name__} is no sharded module: call FSDP(module) first, and pass "
+            "what it returns, without another module around it"
+        )
     return state
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, of a unit's module the one that it had before."""
+    kind: type[nn.Module] = type(module)
+    return kind.__bases__[1] if MADE in vars(kind) else kind
 
 
 def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, State]]:
@@ -264,7 +337,9 @@ def modules_of(kind: type[_M], module: nn.Module, root_only: bool) -> list[_M]:
 # load_state_dict() expects.
 
 _COMPILED = "_orig_mod"  # in torch.compile(module)
-_PARTS = (_COMPILED, "_checkpoint_wrapped_module")  # load_state_dict() inserts the latter itself
+_CHECKPOINTED = "_checkpoint_wrapped_module"  # load_state_dict() inserts this one itself
+_PARTS = {_COMPILED: "OptimizedModule", _CHECKPOINTED: "ActivationWrapper"}
+"""The components, with the classes of their wrappers."""
 
 
 def plain_name(name: str) -> str:
@@ -274,12 +349,24 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _PARTS)
 
 
+def wrapped_child(module: nn.Module) -> str | None:
+    """Return the name of the child that torch.compile() or activation checkpointing has put the
+    module around; None for any other module."""
+    kinds = {kind.__name__ for kind in type(module).__mro__}  # their modules may not be imported
+    return next((part for part, kind in _PARTS.items() if kind in kinds), None)
+
+
+def stray_part(module: nn.Module) -> str | None:
+    """Return the name of a child that checkpoints would take for a wrapper's; None without one."""
+    return next((p for p in _PARTS if p in module._modules and p != wrapped_child(module)), None)
+
+
 def bare(model: nn.Module) -> nn.Module:
     """Return the model that was passed to DDP and torch.compile(). Stops at a unit."""
     while ATTRIBUTE not in vars(model):
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif _COMPILED in model._modules:
+        elif wrapped_child(model) == _COMPILED:
             model = model.get_submodule(_COMPILED)
         else:
             break
@@ -291,7 +378,7 @@ def wanted_by(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     wanted = dict(state)
     for path, module in model.named_modules(remove_duplicate=False):  # from outside to inside
         if _COMPILED in module._modules:
-            kept = [part for part in path.split(".") if part and part != _PARTS[1]]
+            kept = [part for part in path.split(".") if part and part != _CHECKPOINTED]
             prefix = "".join(f"{part}." for part in kept)
             wanted = {
                 f"{prefix}{_COMPILED}.{name[len(prefix) :]}" if name.startswith(prefix) else name: v

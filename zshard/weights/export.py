@@ -217,7 +217,8 @@ class Export:
             if made.takes and prepare is not None:
                 prepare(made)
         if by_all and comm is not None:
-            check_agreement(comm, self._facts(made), "tensors to export")
+            with PublicCall("export()"):
+                check_agreement(comm, self._facts(made), "tensors to export")
         if not (by_all or made.takes or self.since is not None):
             yield made
             return

@@ -53,7 +53,7 @@ class _Folder:
     """A folder that is being written, under a hidden name until finish()."""
 
     def __init__(self, target: Target, limit: int) -> None:
-        self._staging = Staging(target, secrets.token_hex(16), overwrite=False)
+        self._staging = Staging(target, secrets.token_hex(16), overwrite=None)
         self._limit = limit
         self._files: list[_core.File] = []
         self._places: dict[str, tuple[_core.File, int]] = {}

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zshard.guard.slices import to_local
+from zshard.ranks.agreement import PublicCall
 from zshard.units.units import is_unit, known_hooks, like, state_of
 
 Init = Callable[[nn.Module], Any]
@@ -300,7 +301,8 @@ def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str
         unset = (i for i, (owner, attribute, _) in enumerate(rest) if _is_unset(owner(), attribute))
         first = next(unset, len(rest))
         if torch.is_grad_enabled():  # all ranks run it, and some may have no elements of a tensor
-            all_first = state_of(model).comms.all.exchange(first.to_bytes(4, "big"))
+            with PublicCall("forward()"):
+                all_first = state_of(model).comms.all.exchange(first.to_bytes(4, "big"))
             first = min(int.from_bytes(each, "big") for each in all_first)
         if first < len(rest):
             raise RuntimeError(

@@ -17,6 +17,8 @@
 #include "device/arena.h"
 #include "shim/tensor.h"
 
+#include <pthread.h>
+
 enum {
     ZS_C10D_PIECE = 4 << 20, /* bytes of a broadcast at a time */
     ZS_C10D_LISTS = 256,     /* of flats */
@@ -93,6 +95,8 @@ typedef struct zs_c10d_comm {
     zs_arena *areas; /* owned; what one backward has out at a time; freed with the last unit; NULL: none yet */
     bool told;       /* this rank has left its reason */
     bool same_slots; /* in the last turn all ranks had the same gather, and those of each host the same slot */
+    pthread_mutex_t areas_lock;
+    bool has_strays; /* also one that is in no list, for lack of memory */
     zs_c10d_stray *strays;
     struct zs_c10d_comm *next; /* next in the list of those kept for their strays */
 } zs_c10d_comm;
@@ -105,10 +109,12 @@ zs_status zs_c10d_init(zs_c10d_comm *comm, const char *group_name, const zs_rank
 /* Frees the head's members. False: torch's threads may still write there, so it and its memory stay forever. */
 bool zs_c10d_clear(zs_c10d_comm *comm);
 
-/* The turn of a gather of the flat / starts the gather once all ranks have agreed on it. */
+/* The turn of a gather of the flat / *new*, for zs_c10d_gather_finish or, if it has not started, zs_c10d_gathering_free
+ * (NULL allowed) / starts it, from this rank's shard into `full`, once all ranks have agreed on its turn. */
 zs_c10d_turn zs_c10d_gather_turn(zs_c10d_comm *comm, const zs_flat_mem *flat, const char *unit);
-zs_status zs_c10d_gather_agreed(zs_c10d_comm *comm, const zs_c10d_turn *turn, const char *shard, zs_target to,
-                                zs_gathering **out);
+zs_status zs_c10d_gathering_new(const zs_c10d_turn *turn, zs_target to, zs_gathering **out);
+void zs_c10d_gathering_free(zs_gathering *gathering);
+zs_status zs_c10d_gather_agreed(zs_c10d_comm *comm, const char *shard, char *full, zs_gathering *gathering);
 
 /* Parts of the table, see comm_ops.h. */
 zs_status zs_c10d_gather_finish(zs_comm *comm, zs_gathering *gathering);
@@ -180,6 +186,9 @@ void zs_c10d_leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory);
 
 /* Fails with this thread's record, rephrased for `turn`; looks for the rank that caused the failure. */
 zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status);
+
+/* Frees the text of why the transport is unusable. */
+void zs_c10d_free_lost(zs_c10d_comm *comm);
 
 /* Allocates memory for one collective, until zs_c10d_return_area, which sets it to NULL (and accepts NULL). */
 zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, zs_mem **area);
@@ -254,8 +263,15 @@ bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_
 
 /* --- c10d_words.c ------------------------------------------------------------------------------------------------- */
 
+/* Is it an exchange or a broadcast? */
+bool zs_c10d_talks(const zs_c10d_turn *turn);
+
 /* What a rank does, as a phrase to follow "rank 0 was"; `owner` is named after the unit. */
 void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, size_t size);
+
+/* The same for an exchange or broadcast of a call with a name, with its number and bytes: where two ranks differ within
+ * the same call. */
+void zs_c10d_describe_talk(const zs_c10d_turn *turn, char *text, size_t size);
 
 /* The same without numbers that change from step to step, for profiles. */
 void zs_c10d_describe_brief(const zs_c10d_turn *turn, char *text, size_t size);

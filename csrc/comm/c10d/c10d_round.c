@@ -62,9 +62,10 @@ zs_status zs_c10d_send(zs_comm *comm, zs_cunit *cunit)
     zs_c10d_unit *unit = (zs_c10d_unit *)cunit;
     size_t stride = stride_of(&cunit->spec), world = (size_t)comm->world;
     zs_c10d_turn turn = turn_of(unit, ZS_C10D_POST);
-    ZS_TRY(zs_c10d_agree(self, &turn));
-    ZS_TRY(zs_c10d_borrow_area(self, stride * world, &unit->received));
+    ZS_TRY(zs_c10d_check_usable(self));
+    ZS_TRY(zs_c10d_borrow_area(self, stride * world, &unit->received)); /* zs_c10d_drop returns them */
     ZS_TRY(zs_c10d_borrow_area(self, stride * world, &unit->sent));
+    ZS_TRY(zs_c10d_agree(self, &turn));
     char *sent = unit->sent->ptr;
     for (size_t r = 0; r < world; r++)
         pack_piece(cunit, (int)r, sent + r * stride);

@@ -68,18 +68,12 @@ static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return ZS_OK;
 }
 
-/* Of the same unit, or of calls that match? */
-static bool same_name(const zs_c10d_turn *a, const zs_c10d_turn *b)
-{
-    if (a->kind == ZS_C10D_EXCHANGE || a->kind == ZS_C10D_BROADCAST) return zs_calls_match(a->name, b->name);
-    return memcmp(a->name, b->name, sizeof a->name) == 0;
-}
-
-/* Do two ranks have the same turn, for any pass and any fingerprint? */
+/* Do two ranks have the same turn, for any pass and any fingerprint? An equivalence: where all ranks have the turn of
+ * one of them, any two have the same. */
 static bool alike(const zs_c10d_turn *a, const zs_c10d_turn *b)
 {
     return a->kind == b->kind && a->number == b->number && a->round == b->round && a->bytes == b->bytes &&
-           same_name(a, b);
+           memcmp(a->name, b->name, sizeof a->name) == 0;
 }
 
 /* Do parameters or their gradients travel? */
@@ -185,15 +179,32 @@ static const char *remedy_of(const zs_c10d_turn *a, const zs_c10d_turn *b)
     return trains ? ZS_UNEVEN : "";
 }
 
+/* The first rank with another turn than this one. */
+static int first_unlike(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
+{
+    int r = 0;
+    while (r + 1 < comm->base.world && alike(&turns[r], &turns[comm->base.rank]))
+        r++;
+    return r;
+}
+
+/* Are two ranks within the same call, so that its name does not show the difference? */
+static bool same_call(const zs_c10d_turn *a, const zs_c10d_turn *b)
+{
+    return zs_c10d_talks(a) && zs_c10d_talks(b) && a->name[0] != 0 && strcmp(a->name, b->name) == 0;
+}
+
 static zs_status fail_apart(zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
-    int own = comm->base.rank, other = 0;
+    int own = comm->base.rank, other = first_unlike(comm, turns);
     char ours[ZS_C10D_PHRASE], theirs[ZS_C10D_PHRASE], failures[ZS_FAILURES];
-    while (alike(&turns[other], &turns[own]))
-        other++;
     zs_comm_failures(&comm->base, failures, sizeof failures);
     describe_beside(&turns[own], &turns[other], zs_c10d_describe_here, ours, sizeof ours);
     describe_beside(&turns[other], &turns[own], zs_c10d_describe, theirs, sizeof theirs);
+    if (same_call(&turns[own], &turns[other])) {
+        zs_c10d_describe_talk(&turns[own], ours, sizeof ours);
+        zs_c10d_describe_talk(&turns[other], theirs, sizeof theirs);
+    }
     return ZS_FAIL(
         ZS_ERR_DIVERGED,
         "ranks diverged: rank %d was %s, but rank %d was %s%s; run the same forwards, backwards and collectives "

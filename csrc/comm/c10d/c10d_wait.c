@@ -34,6 +34,23 @@ static bool look_for_gone(zs_c10d_comm *comm, double patience, char *sentence, s
     }
 }
 
+static char without_text[] = "its text did not fit into memory";
+
+/* The transport is unusable from now on. False: it already was. */
+static bool lose(zs_c10d_comm *comm, const char *why)
+{
+    char *none = NULL, *text = strdup(why);
+    bool first = atomic_compare_exchange_strong(&comm->base.lost, &none, text != NULL ? text : without_text);
+    if (!first) free(text);
+    return first;
+}
+
+void zs_c10d_free_lost(zs_c10d_comm *comm)
+{
+    char *text = atomic_load(&comm->base.lost);
+    if (text != without_text) free(text);
+}
+
 /* zs_c10d_fail, with the findings of a stall; NULL: there was none. */
 static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, zs_status status)
 {
@@ -59,12 +76,12 @@ static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const 
                              zs_c10d_remedy_of(turn));
         else
             status = ZS_FAIL(status, "rank %d failed while %s: %s", own, phrase, words);
+        /* The others may be in it, and would wait for this rank. */
+        bool alone = status != ZS_ERR_TIMEOUT && status != ZS_ERR_PEER;
+        if (alone && comm->group != NULL) zs_c10d_abort(&comm->base, zs_last_message());
     }
     if (status == ZS_ERR_TIMEOUT) zs_add_lines(lines);
-    if (comm->base.lost == NULL) {
-        comm->base.lost = strdup(zs_last_message());
-        if (comm->base.near != NULL) zs_comm_abort(comm->base.near, zs_last_message());
-    }
+    if (lose(comm, zs_last_message()) && comm->base.near != NULL) zs_comm_abort(comm->base.near, zs_last_message());
     return status;
 }
 
@@ -104,17 +121,18 @@ static zs_status check_wait(zs_c10d_comm *comm, patience *seen)
 static zs_status break_off(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, zs_status status)
 {
     if (status != ZS_ERR_TORCH) return fail_after(comm, turn, stall, status);
-    if (comm->base.lost == NULL)
-        comm->base.lost = strdup("a wait was interrupted (Ctrl-C) while its collective was in flight");
+    lose(comm, "a wait was interrupted (Ctrl-C) while its collective was in flight");
     return status;
 }
 
 /* Torch's threads will write to the memory whenever the missing peer comes. */
 void zs_c10d_leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
 {
+    if (memory != NULL) zs_mem_retain(memory);
+    comm->has_strays = true;
     zs_c10d_stray *stray = malloc(sizeof *stray);
-    if (stray == NULL) return; /* a leak is as good */
-    *stray = (zs_c10d_stray){work, memory != NULL ? zs_mem_retain(memory) : NULL, comm->strays};
+    if (stray == NULL) return; /* they stay, but nothing points to them */
+    *stray = (zs_c10d_stray){work, memory, comm->strays};
     comm->strays = stray;
 }
 
@@ -220,19 +238,25 @@ zs_status zs_c10d_watch_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, const
 
 zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, zs_mem **area)
 {
-    if (comm->areas == NULL) ZS_TRY(zs_arena_new(comm->base.device, &comm->areas));
-    return zs_arena_take(comm->areas, bytes, area);
+    pthread_mutex_lock(&comm->areas_lock);
+    zs_status status = comm->areas == NULL ? zs_arena_new(comm->base.device, &comm->areas) : ZS_OK;
+    ZS_THEN(status, zs_arena_take(comm->areas, bytes, area));
+    pthread_mutex_unlock(&comm->areas_lock);
+    return status;
 }
 
 void zs_c10d_return_area(zs_c10d_comm *comm, zs_mem **area)
 {
-    if (*area != NULL) zs_arena_give(comm->areas, *area);
+    if (*area == NULL) return;
+    pthread_mutex_lock(&comm->areas_lock);
+    zs_arena_give(comm->areas, *area);
+    pthread_mutex_unlock(&comm->areas_lock);
     *area = NULL;
 }
 
 void zs_c10d_free_areas(zs_c10d_comm *comm)
 {
-    if (comm->strays != NULL) return;
+    if (comm->has_strays) return;
     zs_arena_free(comm->areas);
     comm->areas = NULL;
 }

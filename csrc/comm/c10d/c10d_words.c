@@ -22,12 +22,16 @@ static const char *coded_as(const zs_c10d_turn *turn)
     return turn->round == ZS_WIRE_BF16 ? ", as bf16 between hosts" : ", as int8 between hosts";
 }
 
+bool zs_c10d_talks(const zs_c10d_turn *turn)
+{
+    return turn->kind == ZS_C10D_EXCHANGE || turn->kind == ZS_C10D_BROADCAST;
+}
+
 void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, size_t size)
 {
     unsigned long long number = turn->number, round = turn->round, bytes = turn->bytes;
     const char *verb = unit_verb((zs_c10d_kind)turn->kind);
-    bool talks = turn->kind == ZS_C10D_EXCHANGE || turn->kind == ZS_C10D_BROADCAST;
-    if (talks && turn->name[0] != 0) {
+    if (zs_c10d_talks(turn) && turn->name[0] != 0) {
         snprintf(text, size, "in %s", turn->name);
         return;
     }
@@ -46,6 +50,15 @@ void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, s
     snprintf(text, size, "in an unknown collective (a different zshard version?)");
 }
 
+void zs_c10d_describe_talk(const zs_c10d_turn *turn, char *text, size_t size)
+{
+    zs_c10d_turn nameless = *turn;
+    nameless.name[0] = 0;
+    zs_c10d_describe(&nameless, "", text, size);
+    size_t length = strlen(text);
+    if (length < size) snprintf(text + length, size - length, " in %s", turn->name);
+}
+
 void zs_c10d_describe_brief(const zs_c10d_turn *turn, char *text, size_t size)
 {
     switch ((zs_c10d_kind)turn->kind) {
@@ -62,16 +75,15 @@ void zs_c10d_describe_brief(const zs_c10d_turn *turn, char *text, size_t size)
 
 const char *zs_c10d_remedy_of(const zs_c10d_turn *turn)
 {
-    if (turn->kind == ZS_C10D_EXCHANGE || turn->kind == ZS_C10D_BROADCAST) return "call it on all ranks";
+    if (zs_c10d_talks(turn)) return "call it on all ranks";
     return "run the same forwards and backwards on all ranks" ZS_UNEVEN;
 }
 
 void zs_c10d_describe_here(const zs_c10d_turn *turn, const char *owner, char *text, size_t size)
 {
     char place[ZS_PLACE];
-    bool talks = turn->kind == ZS_C10D_EXCHANGE || turn->kind == ZS_C10D_BROADCAST;
     zs_script_place(place, sizeof place);
-    if (place[0] != 0 && talks && turn->name[0] != 0) { /* which contains its name */
+    if (place[0] != 0 && zs_c10d_talks(turn) && turn->name[0] != 0) { /* which contains its name */
         snprintf(text, size, "%s", place);
         return;
     }

@@ -1,7 +1,8 @@
 /* comm_c10d.c - the transport over a process group of torch.distributed: anything that gloo or MPI reaches.
  *
  * Everything is a collective, and collectives pair up by order. The schedule makes all ranks gather and reduce their
- * units in one order; c10d_turn.c checks it before each. */
+ * units in one order; c10d_turn.c checks it before each. What a collective needs is allocated before ranks agree on it:
+ * a rank that fails in between would leave the others in it, paired with whatever it does next. */
 #include "base/file.h"
 #include "comm/c10d/c10d.h"
 
@@ -26,21 +27,28 @@ zs_c10d_turn zs_c10d_gather_turn(zs_c10d_comm *comm, const zs_flat_mem *flat, co
     return turn;
 }
 
-zs_status zs_c10d_gather_agreed(zs_c10d_comm *self, const zs_c10d_turn *turn, const char *shard, zs_target to,
-                                zs_gathering **out)
+zs_status zs_c10d_gathering_new(const zs_c10d_turn *turn, zs_target to, zs_gathering **out)
 {
-    zs_gathering *made = malloc(sizeof *made);
-    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", turn->name);
-    *made = (zs_gathering){*turn, NULL, zs_mem_retain(to.mem)};
-    zs_status status = zs_group_all_gather(self->group, shard, to.full, turn->bytes, self->base.world, &made->work);
-    if (status == ZS_OK) {
-        zs_traffic_from_each(&self->base, ZS_TRAFFIC_GATHER, turn->bytes);
-        *out = made;
-        return ZS_OK;
-    }
-    zs_mem_release(made->mem);
-    free(made);
-    return zs_c10d_fail(self, turn, status);
+    *out = malloc(sizeof **out);
+    if (*out == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", turn->name);
+    **out = (zs_gathering){*turn, NULL, zs_mem_retain(to.mem)};
+    return ZS_OK;
+}
+
+void zs_c10d_gathering_free(zs_gathering *gathering)
+{
+    if (gathering == NULL) return;
+    zs_mem_release(gathering->mem);
+    free(gathering);
+}
+
+zs_status zs_c10d_gather_agreed(zs_c10d_comm *self, const char *shard, char *full, zs_gathering *gathering)
+{
+    const zs_c10d_turn *turn = &gathering->turn;
+    zs_status status = zs_group_all_gather(self->group, shard, full, turn->bytes, self->base.world, &gathering->work);
+    if (status != ZS_OK) return zs_c10d_fail(self, turn, status);
+    zs_traffic_from_each(&self->base, ZS_TRAFFIC_GATHER, turn->bytes);
+    return ZS_OK;
 }
 
 static zs_status c10d_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_target to,
@@ -48,15 +56,21 @@ static zs_status c10d_gather_start(zs_comm *comm, const zs_flat_mem *flat, const
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     zs_c10d_turn turn = zs_c10d_gather_turn(self, flat, name);
-    ZS_TRY(zs_c10d_agree(self, &turn));
-    return zs_c10d_gather_agreed(self, &turn, flat->shard, to, out);
+    zs_gathering *made = NULL;
+    zs_status status = zs_c10d_gathering_new(&turn, to, &made);
+    ZS_THEN(status, zs_c10d_agree(self, &turn));
+    ZS_THEN(status, zs_c10d_gather_agreed(self, flat->shard, to.full, made));
+    if (status == ZS_OK)
+        *out = made;
+    else
+        zs_c10d_gathering_free(made);
+    return status;
 }
 
 zs_status zs_c10d_gather_finish(zs_comm *comm, zs_gathering *gathering)
 {
     zs_status status = zs_c10d_finish((zs_c10d_comm *)comm, &gathering->turn, gathering->work, gathering->mem);
-    zs_mem_release(gathering->mem);
-    free(gathering);
+    zs_c10d_gathering_free(gathering);
     return status;
 }
 
@@ -69,8 +83,11 @@ size_t zs_c10d_bytes(const zs_comm *comm)
 zs_status zs_c10d_reserve(zs_comm *comm, const zs_arena *plan)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
-    if (self->areas == NULL) ZS_TRY(zs_arena_new(comm->device, &self->areas));
-    return zs_arena_cover(self->areas, plan);
+    pthread_mutex_lock(&self->areas_lock);
+    zs_status status = self->areas == NULL ? zs_arena_new(comm->device, &self->areas) : ZS_OK;
+    ZS_THEN(status, zs_arena_cover(self->areas, plan));
+    pthread_mutex_unlock(&self->areas_lock);
+    return status;
 }
 
 /* --- small collectives, creation and end
@@ -91,14 +108,14 @@ zs_status zs_c10d_exchange(zs_comm *comm, const void *mine, size_t bytes, void *
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     ZS_TRY(zs_check_exchange(bytes));
+    ZS_TRY(zs_c10d_check_usable(self));
     zs_c10d_turn turn = zs_c10d_talk_turn(self, ZS_C10D_EXCHANGE, bytes);
-    ZS_TRY(zs_c10d_agree(self, &turn)); /* a barrier already */
-    self->messages++;
-    if (bytes == 0) return ZS_OK;
     zs_mem *area = NULL;
-    ZS_TRY(zs_c10d_borrow_area(self, (size_t)(comm->world + 1) * bytes, &area));
-    zs_status status = exchange_in(self, &turn, mine, area);
-    if (status == ZS_OK) memcpy(all, area->ptr, (size_t)comm->world * bytes);
+    if (bytes > 0) ZS_TRY(zs_c10d_borrow_area(self, (size_t)(comm->world + 1) * bytes, &area));
+    zs_status status = zs_c10d_agree(self, &turn); /* a barrier already */
+    if (status == ZS_OK) self->messages++;
+    if (area != NULL) ZS_THEN(status, exchange_in(self, &turn, mine, area));
+    if (status == ZS_OK && area != NULL) memcpy(all, area->ptr, (size_t)comm->world * bytes);
     zs_c10d_return_area(self, &area);
     return status;
 }
@@ -123,13 +140,14 @@ zs_status zs_c10d_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     ZS_TRY(zs_check_root(comm, root));
     if (bytes == 0) return ZS_OK;
+    ZS_TRY(zs_c10d_check_usable(self));
     zs_c10d_turn turn = zs_c10d_talk_turn(self, ZS_C10D_BROADCAST, bytes);
     turn.round = (uint64_t)root;
-    ZS_TRY(zs_c10d_agree(self, &turn));
-    self->messages++;
     zs_mem *area = NULL;
     ZS_TRY(zs_c10d_borrow_area(self, bytes < ZS_C10D_PIECE ? bytes : ZS_C10D_PIECE, &area));
-    zs_status status = broadcast_in(self, &turn, data, area);
+    zs_status status = zs_c10d_agree(self, &turn);
+    if (status == ZS_OK) self->messages++;
+    ZS_THEN(status, broadcast_in(self, &turn, data, area));
     zs_c10d_return_area(self, &area);
     return status;
 }
@@ -193,12 +211,12 @@ static void keep(zs_c10d_comm *self)
 
 bool zs_c10d_clear(zs_c10d_comm *self)
 {
-    if (self->strays != NULL || zs_c10d_is_forked(self)) {
+    if (self->has_strays || zs_c10d_is_forked(self)) {
         keep(self);
         return false;
     }
     zs_c10d_free_areas(self);
-    free(self->base.lost);
+    zs_c10d_free_lost(self);
     zs_c10d_peers_free(self);
     zs_group_free(self->group);
     return true;
@@ -264,6 +282,7 @@ zs_status zs_c10d_init(zs_c10d_comm *comm, const char *group_name, const zs_rank
     comm->base.timeout = timeout;
     comm->gone = -1;
     comm->lifetime = zs_lifetime();
+    pthread_mutex_init(&comm->areas_lock, NULL);
     zs_refs_init(&comm->base.refs);
     ZS_TRY(zs_group_new(group_name, &comm->group));
     return zs_c10d_peers_connect(comm);

@@ -143,9 +143,10 @@ static zs_status limit_ctas(nccl_backend *self, const card *all)
     return ZS_OK;
 }
 
-static zs_status meet_peers(nccl_backend *self, zs_comm *control)
+/* all: [world] */
+static zs_status meet_with(nccl_backend *self, zs_comm *control, card *all)
 {
-    card own, all[control->world];
+    card own;
     memset(&own, 0, sizeof own);
     zs_process_own_id(&own.processes);
     own.choices = self->choices;
@@ -157,6 +158,15 @@ static zs_status meet_peers(nccl_backend *self, zs_comm *control)
     for (int r = 0; r < control->world; r++)
         zs_process_watch_add(self->processes, r, &all[r].processes);
     return limit_ctas(self, all);
+}
+
+static zs_status meet_peers(nccl_backend *self, zs_comm *control)
+{
+    card *all = calloc((size_t)control->world, sizeof *all);
+    if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the options of %d ranks", control->world);
+    zs_status status = meet_with(self, control, all);
+    free(all);
+    return status;
 }
 
 /* On the monitor's thread. */

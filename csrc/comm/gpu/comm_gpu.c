@@ -23,7 +23,7 @@ static zs_status compare_fingerprints(zs_gpu_comm *comm)
 static zs_status check_order(zs_gpu_comm *comm, bool ended)
 {
     comm->order.fingerprint = comm->base.fingerprint;
-    ZS_TRY(zs_gpu_after_wait(comm, zs_comm_exchange(comm->control, &comm->order, sizeof comm->order, comm->orders)));
+    ZS_TRY(zs_gpu_after_wait(comm, zs_gpu_compare_hosts(comm, &comm->order, sizeof comm->order, comm->orders)));
     int other = 0;
     if (zs_gpu_order_differs(comm, &other)) return zs_gpu_fail(comm, zs_gpu_order_fail(comm, other));
     comm->agreed = comm->order.count;

@@ -79,7 +79,7 @@ static zs_status describe(zs_gpu_comm *comm, const trace *a, const trace *b, int
     bool known = at < ZS_GPU_MOVES;
     const char *what = !known ? zs_gpu_order_last(comm) : at < own ? comm->moves[at].what : "not queued";
     snprintf(mine.text, sizeof mine.text, "%s", what);
-    ZS_TRY(zs_comm_exchange(comm->control, &mine, sizeof mine, all));
+    ZS_TRY(zs_gpu_compare_hosts(comm, &mine, sizeof mine, all));
     if (known)
         return ZS_FAIL(ZS_ERR_DIVERGED, "ranks diverged: transfer %llu is %s on rank 0, but %s on rank %d" REMEDY,
                        (unsigned long long)(comm->agreed + at + 1), all[0].text, all[other].text, other);
@@ -100,7 +100,7 @@ static zs_status compare(zs_gpu_comm *comm, int other)
         mine->count = comm->order.count;
         for (size_t i = 0; i < ZS_GPU_MOVES; i++)
             mine->hashes[i] = comm->moves[i].hash;
-        status = zs_comm_exchange(comm->control, mine, sizeof *mine, all);
+        status = zs_gpu_compare_hosts(comm, mine, sizeof *mine, all);
     }
     ZS_THEN(status, describe(comm, &all[0], &all[other], other, told));
     free(mine);

@@ -35,9 +35,22 @@ static zs_status meet(const zs_gpu_comm *comm, const void *mine, size_t bytes, v
     return zs_comm_is_stopped(comm->control) ? zs_comm_exchange(comm->control, mine, bytes, all) : ZS_OK;
 }
 
+zs_status zs_gpu_compare_hosts(const zs_gpu_comm *comm, const void *mine, size_t bytes, void *all)
+{
+    char call[ZS_CALL] = "";
+    zs_call_swap(call);
+    zs_status status = zs_comm_exchange(comm->control, mine, bytes, all);
+    zs_call_swap(call);
+    return status;
+}
+
 static zs_status say(zs_c10d_comm *head, const zs_c10d_turn *mine, zs_c10d_turn *turns)
 {
-    return meet(gpu_of(head), mine, sizeof *mine, turns);
+    char call[ZS_CALL] = ""; /* which the turns have */
+    zs_call_swap(call);
+    zs_status status = meet(gpu_of(head), mine, sizeof *mine, turns);
+    zs_call_swap(call);
+    return status;
 }
 
 static zs_status exchange_words(zs_c10d_comm *head, zs_diagnostics *all)
@@ -45,7 +58,7 @@ static zs_status exchange_words(zs_c10d_comm *head, zs_diagnostics *all)
     zs_comm *control = gpu_of(head)->control;
     memcpy(control->words.where, head->base.words.where, sizeof control->words.where);
     head->base.words = control->words;
-    return zs_comm_exchange(control, &control->words, sizeof control->words, all);
+    return zs_gpu_compare_hosts(gpu_of(head), &control->words, sizeof control->words, all);
 }
 
 /* How a gather's shards travel, as its turn says. */
@@ -251,6 +264,7 @@ zs_status zs_gpu_turns_new(zs_gpu_comm *comm)
     head->base.timeout = comm->base.timeout;
     head->lifetime = zs_lifetime();
     head->gone = -1;
+    pthread_mutex_init(&head->areas_lock, NULL);
     head->say = say;
     head->hooks = &hooks;
     self->gpu = comm;
@@ -264,7 +278,7 @@ void zs_gpu_turns_free(zs_gpu_comm *comm)
     zs_c10d_comm *head = &comm->turns->head;
     zs_c10d_free_areas(head);
     zs_comm_set_others(&head->base, NULL);
-    free(head->base.lost);
+    zs_c10d_free_lost(head);
     free(comm->turns);
     comm->turns = NULL;
 }

@@ -205,7 +205,14 @@ static zs_status begin_here(zs_hosts_comm *self, zs_hosts_op *op)
     hosts_gathering *gathering = (hosts_gathering *)op;
     ZS_TRY(set_apart(slot_of(gathering->to), !c10d->same_slots));
     if (c10d->same_slots) return start_across(self, gathering);
-    return zs_c10d_gather_agreed(c10d, &op->ticket.mine, gathering->source.shard, gathering->to, &gathering->flat);
+    zs_gathering *flat = NULL;
+    ZS_TRY(zs_c10d_gathering_new(&op->ticket.mine, gathering->to, &flat)); /* hosts_queue.c reports a failure */
+    zs_status status = zs_c10d_gather_agreed(c10d, gathering->source.shard, gathering->to.full, flat);
+    if (status == ZS_OK)
+        gathering->flat = flat;
+    else
+        zs_c10d_gathering_free(flat);
+    return status;
 }
 
 static const zs_hosts_acts gather_acts = {.can = can_begin, .begin = begin, .begin_here = begin_here};

@@ -79,6 +79,17 @@ static void name_call(zs_shm *shm)
     snprintf(shm->own->doing, sizeof shm->own->doing, "%s", zs_call_name());
 }
 
+/* A rank has left out a broadcast, perhaps because it failed before. From here on all have the same number of pieces: a
+ * rank would take an old piece for the next one. */
+static void catch_up(zs_shm *shm, zs_shm_act act)
+{
+    for (int r = 0; r < shm->base.world; r++) {
+        const zs_shm_mailbox *from = &shm->peers[r].control->mail[act.number % 2];
+        if (from->pieces > shm->pieces) shm->pieces = from->pieces;
+    }
+    zs_shm_set(shm, &shm->own->taken, shm->pieces);
+}
+
 static zs_status shm_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
     zs_shm *shm = (zs_shm *)comm;
@@ -88,19 +99,23 @@ static zs_status shm_exchange(zs_comm *comm, const void *mine, size_t bytes, voi
     zs_shm_act act = zs_shm_act_make(ZS_SHM_EXCHANGED, 0, ++shm->exchanges);
     zs_shm_mailbox *box = &shm->own->mail[act.number % 2];
     box->bytes = bytes;
+    box->pieces = shm->pieces;
     snprintf(box->call, sizeof box->call, "%s", zs_call_name());
     memcpy(box->data, mine, bytes);
     name_call(shm);
     zs_shm_note(shm, act);
     zs_shm_set(shm, &shm->own->exchanged, act.number);
     ZS_TRY(zs_shm_wait(shm, act));
+    int apart = -1;
     for (int r = 0; r < comm->world; r++) {
         const zs_shm_mailbox *from = &shm->peers[r].control->mail[act.number % 2];
-        if (from->bytes != bytes || !zs_calls_match(from->call, box->call))
-            return zs_comm_locate(comm, zs_shm_fail_apart(shm, act, r));
-        memcpy((char *)all + (size_t)r * bytes, from->data, bytes);
+        bool same = from->bytes == bytes && from->pieces == box->pieces && strcmp(from->call, box->call) == 0;
+        if (!same && apart < 0) apart = r;
+        if (apart < 0) memcpy((char *)all + (size_t)r * bytes, from->data, bytes);
     }
-    return ZS_OK;
+    if (apart < 0) return ZS_OK;
+    catch_up(shm, act);
+    return zs_comm_locate(comm, zs_shm_fail_apart(shm, act, apart));
 }
 
 /* The root's part of one piece: fills a free half of its stage while the peers empty the other. */
@@ -110,6 +125,7 @@ static zs_status send_piece(zs_shm *shm, const char *data, size_t bytes, size_t 
     if (piece > 2) ZS_TRY(zs_shm_wait(shm, zs_shm_act_make(ZS_SHM_TAKEN, 0, piece - 2)));
     memcpy(shm->own->stage[piece % 2], data, bytes);
     shm->own->sent_bytes[piece % 2] = left;
+    snprintf(shm->own->sent_call[piece % 2], ZS_CALL, "%s", zs_call_name());
     zs_shm_note(shm, zs_shm_act_make(ZS_SHM_SENT, (uint32_t)shm->base.rank, piece));
     zs_shm_set(shm, &shm->own->sent, piece);
     zs_shm_set(shm, &shm->own->taken, piece); /* so that the next root, whichever it is, does not miss us */
@@ -121,6 +137,8 @@ static zs_status take_piece(zs_shm *shm, char *data, size_t bytes, size_t left, 
     zs_shm_act act = zs_shm_act_make(ZS_SHM_SENT, (uint32_t)root, shm->pieces);
     const zs_shm_control *from = shm->peers[root].control;
     ZS_TRY(zs_shm_wait(shm, act));
+    const char *call = from->sent_call[act.number % 2];
+    if (strcmp(call, zs_call_name()) != 0) return zs_shm_fail_calls(shm, zs_call_name(), root, call);
     if (from->sent_bytes[act.number % 2] != left)
         return ZS_FAIL(
             ZS_ERR_DIVERGED,

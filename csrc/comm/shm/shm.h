@@ -66,6 +66,7 @@ static inline zs_shm_act zs_shm_act_make(zs_shm_what what, uint32_t record, uint
 
 typedef struct zs_shm_mailbox {
     uint64_t bytes;     /* length that the sender passes: must be the same on all ranks */
+    uint64_t pieces;    /* of broadcasts that the sender has taken part in, likewise */
     char call[ZS_CALL]; /* the call that it belongs to, likewise; "": one without a name */
     char data[ZS_SHM_MAIL];
 } zs_shm_mailbox;
@@ -92,8 +93,9 @@ typedef struct zs_shm_control {
     /* Exchanges and broadcasts: how many the owner has done, and sizes for checks. */
     alignas(ZS_SHM_LINE) _Atomic uint64_t exchanged;
     _Atomic uint64_t sent, taken;
-    uint64_t sent_bytes[2]; /* bytes left of the broadcast when piece n was sent, by parity of n */
-    char doing[ZS_CALL];    /* the call that the last exchange or broadcast belonged to */
+    uint64_t sent_bytes[2];     /* bytes left of the broadcast when piece n was sent, by parity of n */
+    char sent_call[2][ZS_CALL]; /* the call that it belonged to, likewise */
+    char doing[ZS_CALL];        /* the call that the last exchange or broadcast belonged to */
 
     /* The last text that the owner posted, see shm_state.c: odd while it changes. */
     _Atomic uint64_t post_number, post_at, post_bytes;
@@ -323,6 +325,9 @@ zs_status zs_shm_fail_dead(const zs_shm *shm, zs_shm_act act, int dead, int miss
 zs_status zs_shm_fail_left(const zs_shm *shm, zs_shm_act act, int left);
 zs_status zs_shm_fail_timeout(const zs_shm *shm, zs_shm_act act, int missing, double waited);
 zs_status zs_shm_fail_circle(const zs_shm *shm, const zs_shm_moment *moments);
+
+/* This rank exchanges or broadcasts within the call `ours`, rank `r` within `theirs`. */
+zs_status zs_shm_fail_calls(const zs_shm *shm, const char *ours, int r, const char *theirs);
 
 /* Rank `r` has reached an exchange of another kind. */
 zs_status zs_shm_fail_apart(const zs_shm *shm, zs_shm_act act, int r);

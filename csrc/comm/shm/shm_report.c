@@ -178,7 +178,7 @@ static void remedy_of_circle(const zs_shm *shm, const zs_shm_moment *moments, ch
 
 zs_status zs_shm_fail_circle(const zs_shm *shm, const zs_shm_moment *moments)
 {
-    char text[2 * SENTENCE] = "", places[PLACES], remedy[SENTENCE];
+    char text[2 * SENTENCE] = "", places[PLACES], remedy[SENTENCE], failures[ZS_FAILURES];
     size_t length = 0;
     for (int r = 0; r < shm->base.world && length + 3 < sizeof text; r++) {
         describe_rank(shm, r, &moments[r], text + length, sizeof text - length);
@@ -187,7 +187,25 @@ zs_status zs_shm_fail_circle(const zs_shm *shm, const zs_shm_moment *moments)
     }
     zs_shm_list_places(shm, places, sizeof places);
     remedy_of_circle(shm, moments, remedy, sizeof remedy);
-    return ZS_FAIL(ZS_ERR_DIVERGED, "ranks diverged and are waiting for each other: %s%s; %s", text, places, remedy);
+    zs_comm_failures(&shm->base, failures, sizeof failures);
+    return ZS_FAIL(ZS_ERR_DIVERGED, "ranks diverged and are waiting for each other: %s%s%s; %s", text, failures, places,
+                   remedy);
+}
+
+static const char *named(const char *call)
+{
+    return call[0] != 0 ? call : "another collective";
+}
+
+zs_status zs_shm_fail_calls(const zs_shm *shm, const char *ours, int r, const char *theirs)
+{
+    char places[PLACES], failures[ZS_FAILURES];
+    zs_shm_list_places(shm, places, sizeof places);
+    zs_comm_failures(&shm->base, failures, sizeof failures);
+    return ZS_FAIL(ZS_ERR_DIVERGED,
+                   "ranks diverged: rank %d called %s, but rank %d called %s%s%s; run the same collectives on all "
+                   "ranks",
+                   shm->base.rank, named(ours), r, named(theirs), failures, places);
 }
 
 zs_status zs_shm_fail_apart(const zs_shm *shm, zs_shm_act act, int r)
@@ -195,20 +213,24 @@ zs_status zs_shm_fail_apart(const zs_shm *shm, zs_shm_act act, int r)
     int own = shm->base.rank;
     const zs_shm_mailbox *ours = &shm->own->mail[act.number % 2],
                          *theirs = &shm->peers[r].control->mail[act.number % 2];
-    char places[PLACES];
+    char places[PLACES], failures[ZS_FAILURES];
+    if (strcmp(ours->call, theirs->call) != 0) return zs_shm_fail_calls(shm, ours->call, r, theirs->call);
     zs_shm_list_places(shm, places, sizeof places);
-    if (!zs_calls_match(ours->call, theirs->call))
+    zs_comm_failures(&shm->base, failures, sizeof failures);
+    const char *of = ours->call[0] != 0 ? " of " : "";
+    unsigned long long number = act.number;
+    if (ours->bytes == theirs->bytes)
         return ZS_FAIL(ZS_ERR_DIVERGED,
-                       "ranks diverged: rank %d called %s, but rank %d called %s%s; run the same collectives on all "
-                       "ranks",
-                       own, ours->call, r, theirs->call, places);
-    const char *call = ours->call[0] != 0 ? ours->call : theirs->call;
+                       "ranks diverged before all-gather message %llu%s%s: rank %d took part in %llu chunks of "
+                       "broadcasts, but rank %d in %llu%s%s; run the same collectives on all ranks",
+                       number, of, ours->call, own, (unsigned long long)ours->pieces, r,
+                       (unsigned long long)theirs->pieces, failures, places);
     return ZS_FAIL(
         ZS_ERR_DIVERGED,
-        "ranks diverged at all-gather message %llu%s%s: rank %d sent %llu bytes, but rank %d sent %llu%s; run "
+        "ranks diverged at all-gather message %llu%s%s: rank %d sent %llu bytes, but rank %d sent %llu%s%s; run "
         "the same collectives on all ranks",
-        (unsigned long long)act.number, call[0] != 0 ? " of " : "", call, own, (unsigned long long)ours->bytes, r,
-        (unsigned long long)theirs->bytes, places);
+        number, of, ours->call, own, (unsigned long long)ours->bytes, r, (unsigned long long)theirs->bytes, failures,
+        places);
 }
 
 /* What the peers have answered by now, and this rank's own line. */

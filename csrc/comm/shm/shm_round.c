@@ -154,7 +154,10 @@ zs_status zs_shm_share(zs_comm *comm, zs_cunit *cunit)
 {
     zs_shm *shm = (zs_shm *)comm;
     const zs_shm_unit *unit = (const zs_shm_unit *)cunit;
-    return tell(shm, unit, ZS_SHM_SHARED, &zs_shm_unit_at(shm, comm->rank, unit->record)->shared);
+    zs_shm_unit_record *own = zs_shm_unit_at(shm, comm->rank, unit->record);
+    zs_round_header *told = header_at(own, cunit);
+    if (told->flags != cunit->header->flags) told->flags = cunit->header->flags; /* it has no sum */
+    return tell(shm, unit, ZS_SHM_SHARED, &own->shared);
 }
 
 zs_status zs_shm_arrive_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)

@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from zshard import NcclOptions
-from zshard.ranks import devices, transports
+from zshard.ranks import devices, nccl, transports
 
 GPU = "cuda:0/host"
 """A GPU whose memory is the host's, as the core calls it."""
@@ -35,7 +35,7 @@ def _choices(device: str, asked: Any) -> tuple[Any, Any]:
     return hosts, os.environ.get("ZSHARD_BACKEND", "c10d")
 
 
-_real_gpu_id = transports._gpu_id
+_real_gpu_id = nccl.gpu_id
 
 
 def _gpu_id(device: str) -> bytes:
@@ -48,6 +48,6 @@ def _gpu_id(device: str) -> bytes:
 
 def install() -> None:
     """Replace them in this process. Idempotent."""
-    transports._gpu_id = _gpu_id
+    nccl.gpu_id = _gpu_id
     devices.device_of_cpu = _device_of_cpu
     transports.choices_for = _choices

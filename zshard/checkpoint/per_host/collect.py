@@ -82,7 +82,7 @@ def _everything(parts: PartsOfHosts) -> Iterator[tuple[str, int, int]]:
 
 def _write(spread: Spread, out: str) -> str:
     """Write all files of a Spread, and a manifest without parts."""
-    staging = Staging(Target.of(out, None), secrets.token_hex(16), overwrite=False)
+    staging = Staging(Target.of(out, None), secrets.token_hex(16), overwrite=None)
     records: dict[str, FileRecord] = {}
     try:
         staging.open()

@@ -73,7 +73,8 @@ def write_parts(plan: SavePlan, comm: _core.Comm, per_host: PerHost) -> None:
     _refuse_shared_folder(comm, hosts, plan.target, plan.id)
     # What hosts do not have together cannot be loaded: an interrupted save has left it.
     there, _ = look(comm, hosts, plan.target.path)
-    staging = Staging(plan.target, plan.id, overwrite=there is not None and not there.is_complete)
+    is_left = there is not None and not there.is_complete
+    staging = Staging(plan.target, plan.id, overwrite=True if is_left else None)
     try:
         with on_all_ranks(comm):
             if hosts.leads:

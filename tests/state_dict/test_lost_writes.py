@@ -1,0 +1,148 @@
+"""Writes to what state_dict() has returned: they count under DDP; of sharded parameters they are
+lost, and one warning per model says so."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from models import COMBINATIONS, wrapped
+from scenarios import Stack, floats
+
+import zshard
+from zshard import FSDP
+
+WEIGHT = "blocks.1.up.weight"
+
+
+def partial_load(model, optimizer, step):
+    own = model.state_dict()
+    own[WEIGHT].copy_(torch.zeros_like(own[WEIGHT]))
+
+
+def written_later(model, optimizer, step):
+    own = model.state_dict()
+    step()
+    step()
+    own["head.bias"][1:].mul_(2)
+
+
+def averages_by_hand(model, optimizer, step):
+    average = copy.deepcopy(model)
+    for ours, theirs in zip(
+        average.state_dict().values(), model.state_dict().values(), strict=True
+    ):
+        ours.mul_(0.9).add_(theirs, alpha=0.1)
+
+
+def pruned(model, optimizer, step):
+    for value in model.state_dict().values():
+        value.mul_(value.abs() > 0.1)
+
+
+def part(model, optimizer, step):
+    model.blocks[1].up.state_dict()["weight"].zero_()
+
+
+def kept_vars(model, optimizer, step):
+    with torch.no_grad():
+        model.blocks.state_dict(keep_vars=True)["1.up.weight"].zero_()
+
+
+def optimizer_state(model, optimizer, step):
+    optimizer.state_dict()["state"][0]["exp_avg"].zero_()
+
+
+LOST = [
+    *(partial_load, written_later, averages_by_hand, pruned, part, kept_vars, optimizer_state),
+]
+
+
+def loaded(model, optimizer, step):
+    own = model.state_dict()
+    own[WEIGHT].zero_()
+    model.load_state_dict(own)
+
+
+def part_loaded(model, optimizer, step):
+    own = {name[7:]: v for name, v in model.state_dict().items() if name.startswith("blocks.")}
+    own["1.up.weight"].zero_()
+    model.blocks.load_state_dict(own)
+
+
+def loaded_by_zshard(model, optimizer, step):
+    own = model.state_dict()
+    own[WEIGHT].zero_()
+    zshard.load_state_dict(model, own)
+
+
+def optimizer_loaded(model, optimizer, step):
+    own = optimizer.state_dict()
+    own["state"][0]["exp_avg"].zero_()
+    optimizer.load_state_dict(own)
+
+
+def only_read(model, optimizer, step):
+    both = [model.state_dict(), optimizer.state_dict()]
+    torch.save(copy.deepcopy(both), io.BytesIO())
+    step()
+    torch.save(both, io.BytesIO())
+    sum(value.sum() for value in both[0].values())
+
+
+def of_other_calls(model, optimizer, step):
+    with FSDP.state_dict_type(model, "FULL_STATE_DICT"):
+        model.state_dict()[WEIGHT].zero_()
+    next(iter(zshard.export(model)))[WEIGHT].zero_()
+    zshard.full_tensor(model.head.weight).zero_()
+    zshard.optim_state_dict(model, optimizer)["state"][WEIGHT]["exp_avg"].zero_()
+    with FSDP.summon_full_params(model, writeback=False):
+        model.state_dict()[WEIGHT].zero_()
+
+
+FINE = [
+    *(loaded, part_loaded, loaded_by_zshard, optimizer_loaded, only_read, of_other_calls),
+]
+
+
+def said_of(write, combination, after):
+    """Return the warnings of a script that writes twice."""
+    model = wrapped(Stack, combination)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+
+    def step():
+        model(floats(0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step()
+        for _ in range(2):
+            write(model, optimizer, step)
+            if after == "step":
+                step()
+            else:
+                model.load_state_dict({n: v + 1 for n, v in model.state_dict().items()})
+    return [str(each.message) for each in caught if "is lost" in str(each.message)]
+
+
+@pytest.mark.parametrize("after", ["step", "load"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("write", LOST)
+def test_a_lost_write_is_one_warning(pool2, write, combination, after):
+    for said in pool2.run(said_of, write, combination, after):
+        if combination[0] == "no_shard":  # it is not lost
+            assert said == []
+            continue
+        assert "load_state_dict()" in said[0]
+        assert len(said) == (2 if write is averages_by_hand else 1)  # one for each copy
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("write", FINE)
+def test_what_is_loaded_or_read_is_no_warning(pool2, write, combination):
+    assert pool2.run(said_of, write, combination, "step") == [[], []]

@@ -1,0 +1,553 @@
+"""A model's names and FSDP's: of each public name of FSDP, the model's own attribute wins.
+
+The model has the name as a child, parameter, buffer, method, property or value, some assigned after
+FSDP(), and trains to DDP's bits, with FSDP's methods called as functions.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import assert_same
+from models import COMBINATIONS, ddp, make
+from own_names import NAMES, refuse
+from torch import nn
+
+import zshard
+from zshard import FSDP
+from zshard.model.own_names import PROTOCOL
+from zshard.units.units import bare, class_of
+
+WIDTH = 5
+
+
+class Model(nn.Module):
+    """Uses its attribute `name` in forward. `begin` and `end` set it: at the end of __init__() and
+    once the model is wrapped."""
+
+    name = "own"
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.begin()
+
+    def begin(self): ...
+
+    def end(self): ...
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        found = getattr(self, self.name)
+        return (found(x) if callable(found) else x * found) * self.gain
+
+
+class Around(nn.Module):
+    """Two such models, as inner units."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.parts = nn.ModuleList([kind(), kind()])
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+# --- what the name is: attributes of the model's class --------------------------------------------
+
+
+def linear():
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def twice(self, x):
+    return 2 * x + self.first.bias
+
+
+def setting(value: Callable[[], Any]) -> Callable[[nn.Module], None]:
+    return lambda self: setattr(self, self.name, value())
+
+
+def moves(self, x):
+    """A forward that reads and assigns a buffer."""
+    x = torch.tanh(self.first(x))
+    setattr(self, self.name, 0.5 * getattr(self, self.name) + x.detach().mean(0))
+    return x * getattr(self, self.name) * self.gain
+
+
+def counts(self, x):
+    """A forward that writes through a property's setter."""
+    setattr(self, self.name, getattr(self, self.name) + 1)
+    return torch.tanh(self.first(x)) * getattr(self, self.name) * self.gain
+
+
+def forwards(self, name):
+    """__getattr__ of a model that passes names on to a part of it."""
+    try:
+        return nn.Module.__getattr__(self, name)
+    except AttributeError:
+        return getattr(nn.Module.__getattr__(self, "first"), name)
+
+
+def buffer(self):
+    self.register_buffer(self.name, torch.full((WIDTH,), 0.5))
+
+
+def frozen(self):
+    self.register_parameter(self.name, nn.Parameter(torch.ones(WIDTH), requires_grad=False))
+
+
+def late_child(self):
+    self.add_module(self.name, nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+    with torch.no_grad():
+        for param in getattr(self, self.name).parameters():
+            param.fill_(0.25)
+
+
+def late_method(self):
+    setattr(class_of(self), self.name, twice)
+
+
+def of_first(self):
+    self.first.note = torch.full((WIDTH,), 3.0)
+
+
+def kinds_of(name: str) -> dict[str, type[Model]]:
+    """Return a class of models for each kind of attribute that the name can be."""
+    kept = property(
+        lambda self: vars(self).get("_kept", 1.0), lambda self, v: vars(self).update(_kept=v)
+    )
+    contents: dict[str, dict[str, Any]] = {
+        "child": {"begin": setting(linear)},
+        "parameter": {"begin": setting(lambda: nn.Parameter(torch.ones(WIDTH)))},
+        "buffer": {"begin": buffer, "forward": moves},
+        "method": {name: twice},
+        "static method": {name: staticmethod(torch.relu)},
+        "property": {name: property(lambda self: self.first.bias * 2)},
+        "property with a setter": {name: kept, "forward": counts},
+        "value": {"begin": setting(lambda: 0.5)},
+        "value of the class": {name: 0.5},
+        "name that it passes on": {
+            "__getattr__": forwards,
+            "begin": lambda self: setattr(self.first, name, torch.full((WIDTH,), 3.0)),
+        },
+        "later child": {"end": late_child},
+        "later child by assignment": {"end": setting(lambda: nn.Identity())},
+        "later parameter": {"end": frozen},
+        "later buffer": {"end": buffer, "forward": moves},
+        "later value": {"end": setting(lambda: 0.5)},
+        "later function": {"end": setting(lambda: torch.relu)},
+        "later method of the class": {"end": late_method},
+    }
+    return {kind: type("Model", (Model,), {"name": name, **own}) for kind, own in contents.items()}
+
+
+KINDS = list(kinds_of("own"))
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def train(model, no_sync, clip):
+    """Two steps of two micro-batches each; return the losses and norms."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, norms = [], []
+    for step in range(2):
+        for micro in range(2):
+            numbers = torch.Generator().manual_seed(10 * step + 2 * dist.get_rank() + micro)
+            with contextlib.nullcontext() if micro else no_sync(model):
+                loss = model(torch.randn(3, WIDTH, generator=numbers)).square().mean()
+                loss.backward()
+            losses.append(loss.detach())
+        norms.append(clip(model, 1e9))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def trains_as_under_ddp(kind: str, names: list[str], inside: bool, combination) -> None:
+    for name in names:
+        cls = kinds_of(name)[kind]
+        build = (lambda cls=cls: Around(cls)) if inside else cls
+        plain, model = make(build), make(build)
+        theirs = ddp(plain)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            strategy, transport = combination
+            policy = {cls} if inside else {nn.Linear}
+            FSDP(model, strategy=strategy, transport=transport, auto_wrap_policy=policy)
+        for each in (plain, model):
+            for part in each.parts if inside else [each]:
+                part.end()
+        expected = train(
+            theirs,
+            nn.parallel.DistributedDataParallel.no_sync,
+            lambda m, most: nn.utils.clip_grad_norm_(m.parameters(), most),
+        )
+        found = train(model, FSDP.no_sync, FSDP.clip_grad_norm_)
+        what = f"{name} as a {kind}"
+        assert_same(found[0], expected[0], f"the losses with {what}")
+        torch.testing.assert_close(found[1], expected[1])
+        assert_same(model.state_dict(), plain.state_dict(), f"the state with {what}")
+        other = copy.deepcopy(model)
+        assert_same(other.state_dict(), plain.state_dict(), f"a copy with {what}")
+        assert FSDP.memory(model)["total"] > 0 and transport in FSDP.summary(model)
+
+
+WHERE = [
+    (False, ("full_shard", "shm")),
+    (True, ("shard_grad_op", "c10d")),
+    (False, ("zero1", "c10d")),
+    (True, ("no_shard", "shm")),
+    (True, ("full_shard", "c10d")),
+]
+
+
+@pytest.mark.sampled(len(KINDS))
+@pytest.mark.parametrize(("inside", "combination"), WHERE)
+@pytest.mark.parametrize("first", range(6))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_models_own_attribute_wins(pool2, kind, first, inside, combination):
+    pool2.run(trains_as_under_ddp, kind, NAMES[first::6], inside, combination)
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def flips(self, x):
+    """A forward with a flag of its own, which FSDP has for scripts of DDP."""
+    self.require_backward_grad_sync = not self.require_backward_grad_sync
+    return torch.tanh(self.first(x)) * (2 if self.require_backward_grad_sync else 1) * self.gain
+
+
+FLAGS = {
+    "set in __init__()": {"begin": lambda self: setattr(self, self.name, True)},
+    "of the class": {"require_backward_grad_sync": True},
+}
+
+
+def flag_of_its_own(how):
+    kind = type(
+        "Model",
+        (Model,),
+        {"name": "require_backward_grad_sync", "forward": flips, **FLAGS[how]},
+    )
+    plain, model = make(kind), FSDP(make(kind))
+    theirs = ddp(plain)
+    expected = train(
+        theirs, nn.parallel.DistributedDataParallel.no_sync, lambda m, most: torch.ones(())
+    )
+    assert_same(train(model, FSDP.no_sync, lambda m, most: torch.ones(())), expected, "the losses")
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
+    assert FSDP.require_backward_grad_sync(model) is True
+    assert model.require_backward_grad_sync == plain.require_backward_grad_sync
+
+
+@pytest.mark.parametrize("how", FLAGS)
+def test_a_flag_of_the_model_does_not_stop_reductions(pool2, how):
+    pool2.run(flag_of_its_own, how)
+
+
+def test_a_bool_sets_ddps_flag_of_a_model_without_its_own():
+    model = FSDP(make(linear))
+    model.require_backward_grad_sync = False
+    assert FSDP.require_backward_grad_sync(model) is False
+    model.require_backward_grad_sync = torch.ones(2).numpy()[0] > 0  # NumPy's bool
+    assert FSDP.require_backward_grad_sync(model) is True
+    model.require_backward_grad_sync = 0.5
+    assert model.require_backward_grad_sync == 0.5 and model._zshard_state.unit.sync
+    del model.require_backward_grad_sync
+    assert model.require_backward_grad_sync is True
+
+
+# --- names of wrappers ----------------------------------------------------------------------------
+
+WRAPPERS = ["module", "_fsdp_wrapped_module", "_fpw_module", "_forward_module"]
+
+
+class Holder(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        self.last = nn.Linear(WIDTH, WIDTH)
+        setattr(self, name, nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return self.last(torch.tanh(getattr(self, self.name)(x)))
+
+
+def trained(model, steps=1):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(steps):
+        model(torch.ones(2, WIDTH) + dist.get_rank() + step).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def child_as_a_wrappers(name, combination, folder):
+    strategy, transport = combination
+    plain, model = (make(lambda: Holder(name)) for _ in range(2))
+    theirs = ddp(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        FSDP(model, strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear})
+    trained(theirs)
+    optimizer = trained(model)
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
+    zshard.save(folder, model, optimizer)
+    other = make(lambda: Holder(name), seed=2)
+    zshard.load(folder, other)
+    assert_same(other.state_dict(), plain.state_dict(), "a loaded plain model")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict(theirs.state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "the state from DDP's state dict")
+    model.load_state_dict(model.state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "the state from its own state dict")
+    whole = zshard.optim_state_dict(model, optimizer)["state"]
+    assert len(whole) == len(list(plain.parameters()))
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_child_may_have_the_name_that_wrappers_give(pool2, tmp_path, name, combination):
+    pool2.run(child_as_a_wrappers, name, combination, str(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("name", ["_orig_mod", "_checkpoint_wrapped_module"])
+def test_a_child_whose_name_checkpoints_omit_is_refused(name):
+    with pytest.raises(ValueError, match=f"a Holder has a child '{name}'.*rename the child"):
+        FSDP(nn.Sequential(Holder(name)))
+
+
+def test_a_child_called_orig_mod_is_not_compiled():
+    model = Holder("_orig_mod")
+    assert bare(model) is model
+
+
+@pytest.mark.parametrize("name", ["_zshard_state", "_zshard_other"])
+@pytest.mark.parametrize(
+    "value", [nn.Identity(), nn.Parameter(torch.ones(2))], ids=["child", "parameter"]
+)
+def test_private_names_are_refused(name, value):
+    model = Model()
+    setattr(model.first, name, value)
+    with pytest.raises(ValueError, match=f"a Linear has an attribute '{name}'.*rename it"):
+        FSDP(model)
+    assert type(model) is Model
+
+
+@pytest.mark.parametrize("of_class", [False, True], ids=["instance", "class"])
+def test_a_value_with_the_name_of_our_state_is_refused(of_class):
+    kind = type("Mine", (nn.Linear,), {})
+    model = nn.Sequential(kind(2, 2))
+    (kind if of_class else model[0])._zshard_state = 3
+    with pytest.raises(ValueError, match="a Mine has an attribute '_zshard_state'"):
+        FSDP(model)
+
+
+# --- the protocol ---------------------------------------------------------------------------------
+
+
+class Protocol(nn.Module):
+    """Overrides what FSDP overrides, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.calls = nn.Linear(WIDTH, WIDTH), []
+
+    def forward(self, x):
+        return self.first(x)
+
+
+def counting(name):
+    def method(self, *args, **kwargs):
+        self.calls.append(name)
+        return getattr(super(Protocol, self), name)(*args, **kwargs)
+
+    return method
+
+
+OVERRIDDEN = ["__call__", "state_dict", "load_state_dict", "apply", "to_empty", "extra_repr"]
+OVERRIDDEN += ["register_buffer", "register_parameter", "add_module"]
+for each in OVERRIDDEN:
+    setattr(Protocol, each, counting(each))
+
+
+def calls_the_models():
+    model = FSDP(Protocol())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(torch.ones(1, WIDTH))
+    model.load_state_dict(model.state_dict())
+    model.apply(lambda module: None)
+    model.to_empty(device="cpu")
+    repr(model)
+    model.register_buffer("metrics", torch.ones(1), persistent=False)
+    model.register_parameter("memory", None)
+    model.add_module("join", nn.Identity())
+    assert set(OVERRIDDEN) == set(model.calls)
+    assert_same(model.state_dict(), before, "the state after to_empty()")
+    assert type(model.join) is nn.Identity and model.memory is None
+
+
+def test_methods_of_the_protocol_call_the_models(pool2):
+    pool2.run(calls_the_models)
+
+
+def test_the_protocol_is_what_fsdp_overrides():
+    own = {name for cls in FSDP.__mro__[:-2] for name, each in vars(cls).items() if callable(each)}
+    shared = {name for name in own & PROTOCOL if not name.startswith("_")}
+    assert shared | {"__call__"} == set(OVERRIDDEN)
+
+
+# --- one warning ----------------------------------------------------------------------------------
+
+
+class Clashing(Model):
+    name = "summary"
+
+    def __init__(self):
+        super().__init__()
+        self.metrics = nn.ModuleDict({"accuracy": nn.Identity()})
+        self.device, self.rank = torch.device("cpu"), 3  # which many models have
+
+    def summary(self, x):
+        return x
+
+
+def clashes(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in caught if "hide FSDP's" in str(each.message)]
+
+
+def test_one_warning_names_what_hides_names_of_fsdp():
+    texts = clashes(lambda: FSDP(Around(Clashing), auto_wrap_policy={Clashing}))
+    assert len(texts) == 1
+    assert "'metrics' of Clashing, 'summary' of Clashing" in texts[0]
+    assert "FSDP.metrics(model)" in texts[0] and "rank" not in texts[0]
+    assert clashes(lambda: FSDP(make(linear))) == []
+
+
+def test_a_function_of_fsdp_says_which_models_it_takes():
+    with pytest.raises(TypeError, match="a Linear is no sharded module: call FSDP"):
+        FSDP.memory(linear())
+
+
+# --- zshard calls FSDP's names as functions -------------------------------------------------------
+
+
+class Hostile(nn.Module):
+    """Raises where another than FSDP itself reads one of FSDP's names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+refuse(Hostile)
+
+
+def uses_every_feature(combination, folder):
+    strategy, transport = combination
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FSDP(make(Hostile), strategy=strategy, transport=transport, nonfinite="skip")
+    optimizer, ema = zshard.AdamW(model.parameters(), lr=0.1), zshard.EMA(model, 0.9)
+    with FSDP.join(model, optimizer), zshard.profile():
+        for step in range(2):
+            with FSDP.no_sync(model):
+                model(torch.ones(2, WIDTH)).sum().backward()
+            model(torch.ones(2, WIDTH) + step).sum().backward()
+            FSDP.clip_grad_norm_(model, 0.1)
+            optimizer.step()
+            ema.update()
+            optimizer.zero_grad()
+    zshard.save(folder, model, optimizer, ema=ema)
+    zshard.load(folder, model, optimizer, ema=ema)
+    zshard.load_optim_state_dict(model, optimizer, zshard.optim_state_dict(model, optimizer))
+    list(zshard.export(model)), list(zshard.whole_named_parameters(model))
+    zshard.named_norms(model), zshard.num_parameters(model), FSDP.metrics(model)
+    with FSDP.summon_full_params(model):
+        model.first.weight.sum()
+    with ema.swapped():
+        model(torch.ones(2, WIDTH))
+    with FSDP.state_dict_type(model, "FULL_STATE_DICT"):
+        model.load_state_dict(model.state_dict())
+    FSDP.unshard(model), FSDP.reshard(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = FSDP(make(Hostile), strategy=strategy, transport=transport)
+    handle = FSDP.optimizer_in_backward(other, zshard.SGD(other.parameters(), lr=0.1))
+    other(torch.ones(2, WIDTH)).sum().backward()
+    handle.remove()
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
+def test_nothing_reads_a_models_attributes_for_fsdps(pool2, tmp_path, combination):
+    pool2.run(uses_every_feature, combination, str(tmp_path / "saved"))
+
+
+RECEIVER = re.compile(r"(^|[._])(model|module|sharded|root|lightning_module)$|^(bare|_unwrapped)\(")
+OTHERS = {  # DDP, Lightning's wrapper, a dry run, a node
+    ("units/units", "model.module"),
+    ("lightning/fabric", "module.module"),
+    ("memory/fits", "model.module"),
+    ("wrap/__init__", "tree.root.module"),
+}
+
+
+def names_read(text: str) -> set[str]:
+    """Return where code reads one of FSDP's names of a model."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        read = None
+        if isinstance(node, ast.Attribute) and RECEIVER.search(ast.unparse(node.value)):
+            read = node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            read = getattr(node.args[1], "value", None)
+        if read in NAMES:
+            found.add(ast.unparse(node))
+    return found
+
+
+def test_zshard_calls_fsdps_names_as_functions():
+    package = Path(zshard.__file__).parent
+    found = {
+        (str(path.relative_to(package).with_suffix("")), text)
+        for path in package.rglob("*.py")
+        for text in names_read(path.read_text())
+    }
+    assert found == OTHERS
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("with self.module.no_sync(): pass", {"self.module.no_sync"}),
+        ("bare(model).join(*own)", {"bare(model).join"}),
+        ("getattr(m, 'clip_grad_norm_', None)", {"getattr(m, 'clip_grad_norm_', None)"}),
+        ("FSDP.no_sync(model); unit.reshard(); ', '.join(x); spec.module", set()),
+    ],
+)
+def test_a_name_that_is_read_is_found(text, found):
+    assert names_read(text) == found
