@@ -288,7 +288,7 @@ def sender_lacks_memory():
         assert joined(zshard.receive_export()).keys() == make(Net).state_dict().keys()
 
 
-def test_a_sender_without_memory_tells_the_receivers():
+def test_a_sender_without_memory_fails_its_receivers():
     fork_ranks(in_group, 2, sender_lacks_memory.__name__, check=True, timeout=60)
 
 

@@ -294,8 +294,8 @@ def _flat_optimizer(
         for (key,), value in kind.items():
             if key.startswith(prefix):
                 name, what = _split(key[len(prefix) :], params)
-                told = _option(value, tensors.get((key,))) if into is options else value
-                into.setdefault(name, {})[what] = told
+                own = _option(value, tensors.get((key,))) if into is options else value
+                into.setdefault(name, {})[what] = own
     if not options:
         raise KeyError("param_groups")
     return OptimizerState(None, [], state, others, options)
