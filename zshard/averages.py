@@ -358,4 +358,4 @@ def _checked(decay: float | Sequence[float]) -> tuple[float, ...]:
             raise ValueError(f"decay must be between 0 and 1, got {each!r}")
     if len(set(decays)) != len(decays) or not 0 < len(decays) <= _MOST:
         raise ValueError(f"decay must be 1 to {_MOST} different numbers, got {decays}")
-    return decays
+    return tuple(map(float, decays))  # NumPy's have another repr(), which names files

@@ -7,6 +7,7 @@ leftovers. A folder that cannot be saved to keeps its content.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import tempfile
@@ -297,6 +298,19 @@ def test_lock_file_deleted_by_the_previous_holder(tmp_path, monkeypatch):
     lock = folders._locked(target)
     assert len(calls) == 2 and os.path.samestat(os.fstat(lock), os.stat(calls[0]))
     _core.unlock(lock)
+
+
+def test_full_disk_does_not_keep_the_lock(tmp_path, monkeypatch):
+    """Its file says who holds it, which takes space."""
+
+    def pwrite(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", pwrite)
+        with pytest.raises(OSError, match="No space left"):
+            zshard.save(tmp_path / "x", small())
+    zshard.save(tmp_path / "x", small())
 
 
 def test_file_system_without_locks(tmp_path, monkeypatch):

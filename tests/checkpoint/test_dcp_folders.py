@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import zshard
 from zshard import CheckpointError
 from zshard.checkpoint import torch_file
-from zshard.checkpoint.checkpoint import read_whole
+from zshard.checkpoint.checkpoint import optimizer_of_paths, read_whole
 from zshard.checkpoint.load import Reader
 from zshard.checkpoint.opening import opened
 from zshard.checkpoint.safetensors import CODES, OpenFile
@@ -372,6 +372,38 @@ def test_complete_folder_loads(folder):
     model = Two()
     result = zshard.load(folder, model)
     assert dict(result) == {"step": 3} and model.a[1, 2] == 5 and model.b.sum() == 4
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+@pytest.mark.parametrize("how", ["named", "numbered", "flat"])
+def test_many_param_groups(tmp_path, is_tensor, how):
+    """Each of a dozen has an option of its own, a number or a tensor."""
+
+    def built(first):
+        model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(12)))
+        rates = [torch.tensor(first + i) if is_tensor else float(first + i) for i in range(12)]
+        groups = [
+            {"params": [p], "lr": lr} for p, lr in zip(model.parameters(), rates, strict=True)
+        ]
+        return model, torch.optim.AdamW(groups)
+
+    model, optimizer = built(1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=how == "flat")
+    state = get_state_dict(model, optimizer, options=options)[1]
+    state = optimizer.state_dict() if how == "numbered" else state
+    dcp.save({"model": model, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    other, loaded = built(50)
+    zshard.load(tmp_path, other, loaded)
+    assert differences(loaded.state_dict(), optimizer.state_dict()) == []
+
+
+def test_lists_whose_elements_several_ranks_have_written():
+    """In the metadata they come in the order of the ranks."""
+    paths = {("param_groups", 0, "params", i): f"p{i}" for i in (1, 2, 0)}
+    found = optimizer_of_paths({}, {**paths, ("param_groups", 0, "lr"): 0.5}, [])
+    assert found.groups == [{"params": ["p0", "p1", "p2"], "lr": 0.5}]
 
 
 def test_state_by_strange_names_is_refused(tmp_path):

@@ -13,9 +13,11 @@ from compare import assert_same
 from models import Net, make
 from nursery import fork_ranks
 from spawn import ranks
+from torch import nn
 
 import zshard
 from zshard import FSDP, AdamW, Exported
+from zshard.weights import send
 
 BOTH = ["shm", "c10d"]
 
@@ -99,6 +101,26 @@ def sends_changes(transport):
 @pytest.mark.parametrize("transport", BOTH)
 def test_only_what_has_changed(pool, transport):
     pool.run(sends_changes, transport)
+
+
+@pytest.mark.parametrize("kind", ["strided", "expanded", "negative", "conjugate"])
+def test_a_changed_view_is_sent(kind):
+    """Their memory is not that of their values."""
+    model, since, values = nn.Module(), Exported(), torch.randn(8, dtype=torch.complex64)
+    other = values.real.clone()
+    view, changed = {
+        "strided": lambda: (other[::2], other.index_fill(0, torch.tensor([6]), 5.0)[::2]),
+        "expanded": lambda: (other[:1].expand(1 << 22), other[1:2].expand(1 << 22)),
+        "negative": lambda: (other, torch._neg_view(other)),
+        "conjugate": lambda: (values, values.conj()),
+    }[kind]()
+    model.register_buffer("b", view)
+    expected = view.clone()
+    same(joined(zshard.export(model, since=since)), {"b": expected})
+    assert joined(zshard.export(model, since=since)) == {}
+    model.b = changed
+    expected = changed.resolve_neg().resolve_conj().clone()
+    same(joined(zshard.export(model, since=since)), {"b": expected})
 
 
 def one_rank_broke(transport):
@@ -243,6 +265,31 @@ def sends_to_group(transport):
 @pytest.mark.parametrize("transport", BOTH)
 def test_broadcasts(transport):
     fork_ranks(in_group, 4, sends_to_group.__name__, transport, check=True, timeout=120)
+
+
+class TooLarge(torch.Tensor):
+    """A bucket for which the group's device has no memory."""
+
+    def to(self, *_):
+        raise MemoryError("on purpose")
+
+
+def sender_lacks_memory():
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            room = send.flat_for
+            patch.setattr(send, "flat_for", lambda batch: room(batch).as_subclass(TooLarge))
+            with pytest.raises(MemoryError, match="on purpose"):
+                zshard.export(make(Net)).broadcast()
+        zshard.export(make(Net)).broadcast()
+    else:
+        with pytest.raises(RuntimeError, match=r"the sender's export failed.*on purpose"):
+            joined(zshard.receive_export())
+        assert joined(zshard.receive_export()).keys() == make(Net).state_dict().keys()
+
+
+def test_a_sender_without_memory_fails_its_receivers():
+    fork_ranks(in_group, 2, sender_lacks_memory.__name__, check=True, timeout=60)
 
 
 def receiver_leaves():

@@ -221,6 +221,21 @@ def plain_together(path):
     return state_of(other, theirs), dict(result)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_into_tensors_with_negative_and_conjugate_bits(tmp_path, dtype):
+    """Their memory has other values than they have."""
+    model = nn.Module()
+    values = torch.randn(4, dtype=dtype)
+    model.register_buffer("b", values.conj() if dtype.is_complex else torch._neg_view(values))
+    saved = model.b.resolve_conj().resolve_neg().clone()
+    zshard.save(tmp_path / "x", model)
+    with torch.no_grad():
+        model.b.zero_()
+    zshard.load(tmp_path / "x", model)
+    assert model.b.is_conj() or model.b.is_neg()
+    assert_same(model.b.resolve_conj().resolve_neg(), saved, "the buffer")
+
+
 def test_plain_models_of_two_ranks(pool2, tmp_path):
     first, second = pool2.run(plain_together, str(tmp_path / "x"))
     assert differ(first[0], second[0]) == []

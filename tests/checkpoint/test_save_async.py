@@ -25,6 +25,7 @@ from torch import nn
 import zshard
 from zshard import FSDP, _core
 from zshard.checkpoint import save, write
+from zshard.checkpoint.safetensors import DTYPES
 from zshard.ranks.agreement import bytes_of
 
 
@@ -117,6 +118,28 @@ def test_one_at_a_time(pool, tmp_path):
     assert pool.run(two_after_another, tmp_path) == [str(tmp_path / "step-00000003")] * 2
     first, third = (whole(tmp_path / f"step-0000000{i}") for i in (1, 3))
     assert first.keys() == third.keys() and differences(first, third) != []
+
+
+def test_a_save_continues_if_the_wait_for_it_is_interrupted(tmp_path):
+    """The next save waits for it again: it has the same memory."""
+    model, waits = nn.Linear(4, 4), []
+    with Held() as held:
+        saving = zshard.save(tmp_path / "a", model, asynchronous=True)
+        join = saving._thread.join
+
+        def interrupted():
+            waits.append(saving.done())
+            if len(waits) == 1:
+                raise KeyboardInterrupt
+            held.go.set()
+            join()
+
+        saving._thread.join = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            zshard.save(tmp_path / "b", model, asynchronous=True)
+        last = zshard.save(tmp_path / "b", model, asynchronous=True)
+    last.wait()
+    assert waits[:2] == [False, False] and inside(tmp_path) == ["a", "b"]
 
 
 def failing(folder, how):
@@ -330,6 +353,28 @@ def test_warnings_of_a_save(pool, tmp_path):
             for text in first:
                 assert "has NaN or infinite values in '2.weight'" in text
             assert manifest_in(tmp_path / "saved").finite == (spoiled != "model")
+
+
+OTHERS = [
+    dtype
+    for code, dtype in DTYPES.items()
+    if code not in FORMATS and (dtype.is_complex or dtype.is_floating_point)
+]
+
+
+@pytest.mark.parametrize("dtype", OTHERS, ids=str)
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_nonfinite_values_of_dtypes_that_the_core_does_not_check(tmp_path, dtype, is_plain):
+    model = nn.Module()
+    values = torch.ones(8).to(dtype)
+    model.weight = nn.Parameter(values if is_plain else values[::2], requires_grad=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zshard.save(tmp_path / "good", model)
+    values[6] = float("nan")
+    with pytest.warns(UserWarning, match="NaN or infinite values in 'weight'"):
+        zshard.save(tmp_path / "bad", model)
+    assert manifest_in(tmp_path / "good").finite and not manifest_in(tmp_path / "bad").finite
 
 
 @pytest.mark.parametrize("width", [4, 64])

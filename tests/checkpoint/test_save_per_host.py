@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import threading
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -199,6 +200,17 @@ def save_two_steps(root, per_host):
     return save(root, per_host, steps=(3, 5))
 
 
+def load_with_errors(root, per_host) -> str:
+    """Warnings are errors: that of one rank is raised on all."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        try:
+            load(root, per_host)
+        except (RuntimeWarning, RuntimeError) as error:
+            return str(error)
+    return ""
+
+
 def resume(root, per_host):
     """Load, train, and save step 5."""
     path = disk(root, host_of(per_host))
@@ -224,6 +236,8 @@ def test_an_incomplete_newest_checkpoint_is_skipped_and_replaced(root):
     shutil.rmtree(Path(root, "disk1/checkpoints/step-00000005"))
     loaded = fork_ranks(load, 2, root, 1, check=True)
     assert {result.value[:2] for result in loaded} == {(first, 3)}
+    for each in fork_ranks(load_with_errors, 2, root, 1, check=True):
+        assert "step-00000003' is the newest complete checkpoint" in each.value
     assert {each.value for each in fork_ranks(resume, 2, root, 1, check=True)} == {second}
     loaded = fork_ranks(load, 2, root, 1, check=True)
     assert {result.value[:2] for result in loaded} == {(second, 5)}
@@ -289,6 +303,10 @@ def misuse(root):
         with pytest.raises(error, match=text):
             zshard.save(where, model, optimizer, **options)
     train(model, optimizer)
+    with warnings.catch_warnings():  # an error on one rank is one on all
+        warnings.simplefilter("error")
+        with pytest.raises((UserWarning, RuntimeError), match="only 2 hosts"):
+            zshard.save(path, model, optimizer, per_host=True, replicas=5)
     with pytest.warns(UserWarning, match="only 2 hosts") if is_first() else nullcontext():
         zshard.save(path, model, optimizer, per_host=True, replicas=5)
     assert sorted(os.listdir(path)) == [

@@ -159,6 +159,13 @@ def test_inspect(tmp_path, capsys, monkeypatch):
     assert not main()
 
 
+def test_decays_of_numpy(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    model, ema = saved(tmp_path / "a", numpy.array(DECAYS))
+    zshard.load(tmp_path / "a", model, ema=EMA(model, DECAYS))
+    assert ema.decays == DECAYS
+
+
 def test_what_does_not_fit(tmp_path):
     model, ema = saved(tmp_path / "a")
     cases = {

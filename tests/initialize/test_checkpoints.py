@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,39 @@ def test_weights_are_saved_in_16_bits(pool: RankPool, transport: str, tmp_path: 
     found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.usefixtures("group_ends")
+@pytest.mark.parametrize("without_frozen", [False, True])
+def test_tied_weights_stay_tied_in_16_bits(tmp_path: Path, without_frozen: bool) -> None:
+    tied = torch.nn.Sequential(*(torch.nn.Linear(7, 7, bias=False) for _ in range(3)))
+    tied[2].weight = tied[0].weight.requires_grad_(not without_frozen)
+    engine = engine_of(config(bf16={"enabled": True}), model=tied)
+    engine.save_16bit_model(str(tmp_path), exclude_frozen_parameters=without_frozen)
+    found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert {value.dtype for value in found.values()} == {torch.bfloat16}
+    assert "1.weight" in found and ("0.weight" in found) is not without_frozen
+    if without_frozen:
+        assert "2.weight" not in found
+    else:
+        assert found["0.weight"].data_ptr() == found["2.weight"].data_ptr()
+
+
+def loads_nothing(folder: str) -> str:
+    engine = engine_of()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            engine.load_checkpoint(folder)
+        except (UserWarning, RuntimeError) as error:
+            return str(error)
+    return ""
+
+
+@ranks(2)
+def test_warning_that_is_an_error_is_raised_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    for text in pool.run(loads_nothing, str(tmp_path)):
+        assert "there is no checkpoint to load" in text
 
 
 def with_zshard(folder: str) -> Any:

@@ -150,6 +150,34 @@ def test_failed_backward_is_dropped_on_all_ranks(
     assert pool.run(raises_in_the_middle, stage, transport) == [2, 2]
 
 
+def step_raises_once(dtype: str, transport: str) -> int:
+    """The optimizer's step raises on all ranks at the end of a round."""
+    rounds = config(gradient_accumulation_steps=3)
+    if dtype:
+        rounds[dtype] = {"enabled": True}
+    engine, other = engine_of(rounds, transport), engine_of(rounds, transport)
+    train(engine, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.optimizer, "step", _fail_step)
+        assert "MemoryError: on purpose" in raised(lambda: train(engine, 1, start=2))
+    assert not engine.is_gradient_accumulation_boundary() and engine.global_steps == 0
+    assert train(engine, 6) == train(other, 6)
+    for ours, theirs in zip(engine.module.parameters(), other.module.parameters(), strict=True):
+        assert torch.equal(zshard.to_local(ours), zshard.to_local(theirs))
+    return engine.global_steps
+
+
+def _fail_step(*_: Any) -> None:
+    raise MemoryError("on purpose")
+
+
+@pytest.mark.parametrize("dtype", ["", "fp16"])
+@TRANSPORTS
+@ranks(2)
+def test_failed_step_is_dropped(pool: RankPool, dtype: str, transport: str) -> None:
+    assert pool.run(step_raises_once, dtype, transport) == [2, 2]
+
+
 def fails_on_one_rank(where: str, transport: str) -> None:
     engine = engine_of(config(gradient_clipping=1.0), transport)
     train(engine, 1)

@@ -119,6 +119,23 @@ def test_warning_if_the_optimizer_does_not_fit(pool2):
     assert len(first) == 1 and "and Adam's state" in first[0]
 
 
+def warned_as_error():
+    """As above, in a script that makes warnings errors."""
+    parts = predicted(transport="shm")
+    limit = parts["total"] - parts["optimizer"] + MIB
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        try:
+            FSDP(stack(), auto_wrap_policy={nn.Linear}, transport="shm", memory_limit=limit)
+        except (RuntimeWarning, RuntimeError) as error:
+            return str(error)
+
+
+def test_a_warning_that_is_an_error_is_raised_on_all_ranks(pool2):
+    for text in pool2.run(warned_as_error):
+        assert "and Adam's state" in text
+
+
 def differing_limits():
     try:
         FSDP(stack(), memory_limit=None if dist.get_rank() == 0 else "auto")

@@ -359,6 +359,27 @@ def hybrid() -> tuple[str, str, list[str]]:
     return comms.all.transport, comms.shard_group.transport, texts
 
 
+def warned_as_error() -> str:
+    """The script makes warnings errors, and catches that of zshard."""
+    if start() == 1:
+        deny("pidfd_open", "ENOSYS")
+    from zshard import FSDP
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        try:
+            FSDP(model())
+        except RuntimeWarning as error:
+            found = str(error)
+    return f"{transport_of(FSDP(model(), transport='c10d'))}: {found}"
+
+
+@needs_x86
+def test_a_warning_that_is_an_error_is_raised_on_all_ranks() -> None:
+    for said in values_of(fork_ranks(warned_as_error, 3)):
+        assert said.startswith("c10d: ranks of one host use transport='c10d'")
+
+
 @needs_x86
 def test_shard_groups_fall_back_together() -> None:
     found = values_of(fork_ranks(hybrid, 4))

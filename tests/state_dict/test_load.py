@@ -56,6 +56,19 @@ def test_values_equal_the_state(pool, name, from_rank0):
         assert found == [[]] * pool.world, combination
 
 
+def views(transport):
+    """Rank 0 has views that are not contiguous although they have one dimension."""
+    model = FSDP(nn.LayerNorm(64), transport=transport, timeout=20)
+    state = {"weight": torch.arange(128.0)[::2], "bias": torch.ones(1).expand(64)}
+    zshard.load_state_dict(model, given_to(dist.get_rank(), state), from_rank0=True)
+    return differences(model.state_dict(), state)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_views(pool2, transport):
+    assert pool2.run(views, transport) == [[], []]
+
+
 def continued(strategy, options, in_backward):
     """Return what differs, after some training, from a model that nn.Module's method loaded."""
     states, state, case = [], state_of(Net), CASES["net"]

@@ -131,6 +131,28 @@ def test_ddp_loads_zshards_checkpoints(saved: Path) -> None:
     assert equal(ours, theirs)
 
 
+def save_where_rank_0_fails(world: int, folder: str) -> list[str]:
+    """Return what each save raises: of what cannot be pickled, then of what can."""
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=ZShardFabricStrategy(**SHARDED))
+    fabric.launch()
+    model: Any = fabric.setup_module(Net())
+    found = []
+    for more in (lambda: 0, 1) if fabric.global_rank == 0 else (0, 1):
+        try:
+            fabric.save(folder, {"model": model, "more": more})
+            found.append("")
+        except Exception as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_save_that_fails_on_rank_0_fails_on_all(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    file.write_text("an earlier checkpoint")
+    for first, second in on_ranks(save_where_rank_0_fails, 2, str(file)):
+        assert "pickle" in first and second == ""
+
+
 def test_two_modules_need_full_checkpoints() -> None:
     with pytest.raises(ValueError, match="saves one module and at most one optimizer, got 2 and 0"):
         ZShardFabricStrategy(**SHARDED).save_checkpoint("x", {"a": Net(), "b": Net()})

@@ -247,12 +247,12 @@ def optimizer_of_paths(
     if all(len(path) == 1 for path in (*tensors, *values)):
         return _flat_optimizer(tensors, values, set(params))
     groups: dict[int, dict[str, Any]] = {}
-    for path, value in values.items():
+    for path, value in (*values.items(), *tensors.items()):
         if path[:1] == ("param_groups",) and len(path) >= 3:
-            _put(groups.setdefault(path[1], {}), path[2:], value)
-    listed = [groups[i] for i in sorted(groups, key=str)]
+            _put(groups.setdefault(path[1], {}), path[2:], _option(value, tensors.get(path)))
+    listed = [groups[i] for i in sorted(groups, key=lambda i: (len(str(i)), str(i)))]
     for group in listed:
-        group.update({k: list(v.values()) for k, v in group.items() if _is_list(v)})
+        group.update({k: [v[i] for i in range(len(v))] for k, v in group.items() if _is_list(v)})
     names = _names_by_number(listed)
     known = {str(param) for group in listed for param in group.get("params", ())}
     state: dict[str, dict[str, Readable]] = {}
@@ -289,11 +289,13 @@ def _flat_optimizer(
         (tensors, "state.", state),
         (values, "state.", others),
         (values, "param_groups.", options),
+        (tensors, "param_groups.", options),
     ):
         for (key,), value in kind.items():
             if key.startswith(prefix):
                 name, what = _split(key[len(prefix) :], params)
-                into.setdefault(name, {})[what] = value
+                own = _option(value, tensors.get((key,))) if into is options else value
+                into.setdefault(name, {})[what] = own
     if not options:
         raise KeyError("param_groups")
     return OptimizerState(None, [], state, others, options)
@@ -315,9 +317,15 @@ def _put(into: dict[Any, Any], path: KeyPath, value: object) -> None:
     into[path[-1]] = value
 
 
+def _option(value: Any, tensor: Readable | None) -> Any:
+    """Return the value of an option, which is read if it is a tensor, such as a learning rate."""
+    return value if tensor is None else read_whole(tensor)
+
+
 def _is_list(value: object) -> bool:
-    """Return whether it was a list. (Torch flattens lists that contain tensors.)"""
-    return isinstance(value, dict) and list(value) == list(range(len(value))) and bool(value)
+    """Return whether it was a list. (Torch flattens lists that contain tensors, and several ranks
+    may have written their elements, in any order.)"""
+    return isinstance(value, dict) and value.keys() == set(range(len(value))) and bool(value)
 
 
 def _named(key: object, names: Mapping[str, str]) -> Any:

@@ -319,11 +319,16 @@ def _locked(target: Target) -> int | None:
                 return None
             raise
         # The previous holder deletes the file at the end: then this locks a deleted file.
-        with contextlib.suppress(FileNotFoundError):
+        try:
             if os.path.samestat(os.fstat(lock), os.stat(path)):
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
                 return lock
+        except FileNotFoundError:
+            pass
+        except BaseException:  # the disk may be full: this process must not hold the lock for ever
+            _core.unlock(lock)
+            raise
         _core.unlock(lock)
 
 

@@ -349,7 +349,8 @@ class Reader:
             return
         item = entry.dtype.itemsize
         with flat_of(target) as flat:
-            if flat.dtype == entry.dtype and flat.device.type == "cpu":
+            is_plain = flat.device.type == "cpu" and not (flat.is_conj() or flat.is_neg())
+            if flat.dtype == entry.dtype and is_plain:
                 entry.read_into(bytes_of(flat), begin * item)
                 torch.autograd.graph.increment_version(target)
             else:

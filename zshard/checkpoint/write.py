@@ -34,6 +34,8 @@ from zshard.state.source import CHUNK
 _ALIGN = 64  # bytes; the copies of an asynchronous save begin at multiples of it
 
 _NUMBERS = ("BF16", "F16", "F32", "F64")  # codes of dtypes whose values the core checks
+_OTHERS = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0", "C64")
+"""Those of other dtypes that have NaN."""
 
 Written = tuple[int, int, int]  # offset, length, CRC-32C
 
@@ -63,13 +65,13 @@ class Writer:
         size, offset = dtype.itemsize, piece.offset
         watched = piece.name in self._watched
         code = CODES[dtype] if watched else ""
+        limit = CHUNK // max(size, values.element_size())
+        if watched and code in _OTHERS and _is_strange(values, begin, end, limit, dtype):
+            self.strange.append(piece.name)
         if is_plain(piece):
             self._add(offset, bytes_of(values.view(-1)[begin:end]), code, piece.name)
             return
-        for run in runs(values, begin, end, CHUNK // max(size, values.element_size())):
-            # The core does not know float8.
-            if watched and size == 1 and not bool(run.to(dtype).float().isfinite().all()):
-                self.strange.append(piece.name)
+        for run in runs(values, begin, end, limit):
             self._add(offset, bytes_of(self._copy(run, dtype)), code, piece.name)
             offset += run.numel() * size
 
@@ -144,6 +146,13 @@ def is_plain(piece: Piece) -> bool:
     values = piece.values
     as_it_is = values.device.type == "cpu" and values.dtype == piece.dtype
     return as_it_is and values.is_contiguous() and not (values.is_conj() or values.is_neg())
+
+
+def _is_strange(values: Tensor, begin: int, end: int, limit: int, dtype: torch.dtype) -> bool:
+    """Return whether some of these values are NaN or infinite in a dtype."""
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_complex else torch.float32
+    found = (run.to(dtype).to(wide).isfinite().all() for run in runs(values, begin, end, limit))
+    return not all(map(bool, found))
 
 
 def runs(values: Tensor, begin: int, end: int, limit: int) -> Iterator[Tensor]:
@@ -228,17 +237,18 @@ def start(handle: SaveHandle) -> SaveHandle:
     global _last
     assert _last is None or _last.done(), "only one save may run at a time"
     assert handle._thread is not None, "it has an action"
-    _last = handle
     handle._thread.start()
+    _last = handle  # a thread that could not be started would never end
     return handle
 
 
 def finish() -> None:
     """Wait for the running save. Raise its error, unless a call has raised it already."""
     global _last
-    handle, _last = _last, None
+    handle = _last
     if handle is not None and handle._thread is not None:
-        handle._thread.join()
+        handle._thread.join()  # if a signal ends this, the save still runs: it stays the last one
+        _last = None
         if not handle._told:
             handle.wait()
 

@@ -167,6 +167,9 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
 
         lr_kwargs: arguments for the scheduler's step().
 
+        If the optimizer's step raises, the gradients of the round are dropped, and the next
+        micro-batch is the first of a round.
+
         Raises RuntimeError if backward() was not called before, within no_sync(), or without an
         optimizer; OverflowError if the gradients overflow at the least loss scale.
         """
@@ -190,7 +193,12 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
             self._micro += 1
 
     def _end_round(self, lr_kwargs: dict[str, Any]) -> None:
-        overflow = self._update()
+        try:
+            overflow = self._update()
+        except BaseException:
+            self._drop_round()
+            self._new_scaler()  # the old one has unscaled these gradients
+            raise
         self.module.zero_grad()
         self.micro_steps += 1
         self._micro = 0

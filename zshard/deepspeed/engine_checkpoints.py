@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from zshard import _core
@@ -132,11 +133,12 @@ class EngineCheckpoints:
         if tag is None:
             name = known[0] if known else None
         if name is None:
-            if comm.rank == 0:
-                warn(
-                    f"there is no checkpoint to load: '{os.path.join(folder, _LATEST)}' does not "
-                    "exist; pass tag= to load a certain one",
-                )
+            with on_all_ranks(comm):  # a script may have made warnings errors
+                if comm.rank == 0:
+                    warn(
+                        f"there is no checkpoint to load: '{os.path.join(folder, _LATEST)}' does "
+                        "not exist; pass tag= to load a certain one",
+                    )
             return None, None
         path = os.path.join(folder, name)
         is_there = is_anywhere(comm, path)
@@ -167,13 +169,15 @@ class EngineCheckpoints:
                 "call zshard.save(path, engine.module, dtype=torch.bfloat16)"
             )
         comm = self._comm()
-        params = dict(self.module.named_parameters())
+        params = dict(self.module.named_parameters(remove_duplicate=False))
         with state_dict_form(self.module, rank0_only=True):
             state = self.module.state_dict()
         with on_all_ranks(comm):
             if comm.rank == 0:
+                made: dict[nn.Parameter, torch.Tensor] = {}  # tied ones stay one tensor
                 for name in params.keys() & state.keys():
-                    state[name] = state[name].to(self._settings.dtype or state[name].dtype)
+                    cast = state[name].to(self._settings.dtype or state[name].dtype)
+                    state[name] = made.setdefault(params[name], cast)
                     if exclude_frozen_parameters and not params[name].requires_grad:
                         del state[name]
                 os.makedirs(path_of(save_dir), exist_ok=True)

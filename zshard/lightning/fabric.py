@@ -21,11 +21,13 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zshard._errors import did_you_mean
+from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.folder import absolute
 from zshard.checkpoint.load import load
 from zshard.checkpoint.save import save
 from zshard.fsdp import ARGUMENTS, FSDP
 from zshard.model.shard_model import broadcast_buffers
+from zshard.ranks.agreement import on_all_ranks
 from zshard.state import state_dict_form
 from zshard.state.optimizer import gather
 from zshard.units.units import class_of, is_unit, units_of
@@ -73,7 +75,6 @@ class Sharding:
 
     root_device: torch.device
     broadcast: Callable[[Any], Any]
-    barrier: Callable[[], None]
 
     def __init__(
         self,
@@ -127,15 +128,16 @@ class Sharding:
         """Save a folder with zshard.save(), including rank 0's `rest`."""
         path: str = os.fspath(self.broadcast(given))
         chunks: list[bytes] = []
-        if torch.distributed.get_rank() == 0:
-            os.makedirs(os.path.dirname(absolute(path)), exist_ok=True)
-            if os.path.isfile(path):
-                os.unlink(path)
-            data = io.BytesIO()
-            torch.save(rest, data)
-            raw = data.getvalue()
-            chunks = [raw[i : i + _CHUNK] for i in range(0, len(raw), _CHUNK)]
-        self.barrier()
+        comm = ranks_of(module)
+        with on_all_ranks(comm):
+            if comm.rank == 0:
+                os.makedirs(os.path.dirname(absolute(path)), exist_ok=True)
+                data = io.BytesIO()
+                torch.save(rest, data)
+                raw = data.getvalue()
+                chunks = [raw[i : i + _CHUNK] for i in range(0, len(raw), _CHUNK)]
+                if os.path.isfile(path):
+                    os.unlink(path)
         save(path, module, optimizer, extra={"lightning": chunks}, overwrite=True)
 
     def _load_folder(

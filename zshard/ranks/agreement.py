@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from zshard import _core
-from zshard._errors import CheckpointError
+from zshard._errors import CheckpointError, warn
 
 Fact = tuple[str, str]  # (subject, value)
 
@@ -120,6 +120,19 @@ def gather_objects(mine: object, group: dist.ProcessGroup) -> list[Any]:
     padded[: len(data)] = data.to(device)
     gathered = [each.cpu() for each in _all_gather(padded, group)]
     return [pickle.loads(bytes_of(each)[:n]) for each, n in zip(gathered, lengths, strict=True)]
+
+
+def warn_together(group: dist.ProcessGroup, text: str) -> None:
+    """Warn on the first rank of `group`; if a script has made warnings errors, raise on all ranks.
+    Collective. For ranks without a transport yet: the others warn within on_all_ranks()."""
+    raised: list[Warning] = []
+    try:
+        if dist.get_rank(group) == 0:
+            warn(text, RuntimeWarning)
+    except RuntimeWarning as error:
+        raised.append(error)
+    for each in gather_objects(raised, group)[0]:
+        raise each
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 
 from zshard import _core
-from zshard._errors import warn
 from zshard.keeping.client import VARIABLE as KEEPER
 from zshard.ranks import ends, meeting
-from zshard.ranks.agreement import gather_objects, on_all_ranks
+from zshard.ranks.agreement import gather_objects, on_all_ranks, warn_together
 from zshard.ranks.devices import CPU, is_stand_in, torch_device
 from zshard.ranks.groups import Group, Groups, new_subgroup
 from zshard.ranks.meeting import Refusal, connect_hosts, meet, ranks_per_host
@@ -110,15 +109,15 @@ def ranks_of(comm: _core.Comm) -> list[int]:
 def _within(groups: Groups, comm: _core.Comm, settings: CommSettings) -> _core.Comm:
     """Return the transport of a shard group. All shard groups use the same kind: shards are laid
     out for it, and all ranks reduce together."""
-    if groups.shard_group is None or settings[2] != CPU:
+    if groups.shard_group is None or groups.world is None or settings[2] != CPU:
         return comm_for(groups.shard_group, *settings)
     with on_all_ranks(comm):
         found = comm_for(groups.shard_group, *settings)
     kinds = [each.rstrip().decode() for each in comm.exchange(found.transport.encode().ljust(16))]
     if len(set(kinds)) == 1:
         return found
-    _warn(
-        comm.rank,
+    warn_together(
+        groups.world,
         "shard groups use transport='c10d', because shm, which is faster, is not available to "
         f"that of rank {kinds.index('c10d')}: see its own warning. Pass transport='c10d' to "
         "silence this",
@@ -322,7 +321,7 @@ def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) 
             if not beside:  # the other one's waits are on another thread
                 answer_stalls(met, group)
             return met
-        _fall_back(met, wanted, rank)
+        _fall_back(met, wanted, group)
         hosts = met.hosts
     own = new_group(group, CPU)
     if not beside and (wanted == "hosts" or (wanted == "auto" and len(set(hosts)) > 1)):
@@ -334,8 +333,8 @@ def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) 
             raise RuntimeError(
                 f"transport='hosts' is not available: {comm}. Pass transport='auto' or 'c10d'"
             )
-        _warn(
-            rank,
+        warn_together(
+            group,
             "transport='c10d' sends more between hosts than transport='hosts', which is not "
             f"available: {comm}. Pass transport='c10d' to silence this warning",
         )
@@ -345,7 +344,7 @@ def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) 
     return comm
 
 
-def _fall_back(refusal: Refusal, wanted: Asked, rank: int) -> None:
+def _fall_back(refusal: Refusal, wanted: Asked, group: Group) -> None:
     """Warn on one rank that c10d replaces shm. Raises RuntimeError on all ranks if shm was
     requested, or c10d would fail too."""
     if wanted == "shm":
@@ -357,17 +356,11 @@ def _fall_back(refusal: Refusal, wanted: Asked, rank: int) -> None:
             f"no transport is available: shm: {refusal.reason}; c10d: {refusal.shortage}"
         )
     if len(set(refusal.hosts)) == 1:
-        _warn(
-            rank,
+        warn_together(
+            group,
             "ranks of one host use transport='c10d', because shm, which is faster, is not "
             f"available: {refusal.reason}. Pass transport='c10d' to silence this warning",
         )
-
-
-def _warn(rank: int, text: str) -> None:
-    """Warn on the first rank of a group."""
-    if rank == 0:
-        warn(text, RuntimeWarning)
 
 
 def new_group(group: Group, device: str, backend: str | None = None) -> Group:
@@ -395,8 +388,8 @@ def connect_gpu(device: str, group: Group, wanted: Asked, timeout: float) -> _co
     control = comm_for(group, hosts, timeout)
     kind = "nccl" if options is not None else kind
     if kind == "auto" and (sharing := sharing_a_gpu(control, device)) is not None:
-        _warn(
-            control.rank,
+        warn_together(
+            group,
             f"ranks {sharing[0]} and {sharing[1]} share a GPU, which NCCL does not support: all "
             "ranks use transport='c10d' with gloo, which copies through the host. Give each rank a "
             "GPU of its own, or pass transport='c10d' to silence this warning",

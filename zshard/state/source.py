@@ -88,7 +88,7 @@ class FromRank0:
             end = begin + flat.numel()
             for first, last in chunks(whole.numel(), whole.dtype):
                 if self._comm.rank == 0:
-                    chunk = whole[first:last].cpu()
+                    chunk = whole[first:last].cpu().contiguous()
                 else:
                     chunk = self._memory.of(last - first, whole.dtype)
                 self._comm.broadcast(chunk.view(torch.uint8), 0)

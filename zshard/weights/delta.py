@@ -73,6 +73,7 @@ def digest(tensor: Tensor) -> bytes:
     flat = to_local(tensor).detach().reshape(-1)
     made = hashlib.sha256()
     for begin, end in chunks(flat.numel(), flat.dtype):
-        piece = flat[begin:end].cpu()
+        # A view may have gaps, no stride, or a bit that says that its values are negated.
+        piece = flat[begin:end].cpu().resolve_conj().resolve_neg().contiguous()
         made.update(bytes_of(piece))
     return made.digest()

@@ -44,10 +44,12 @@ class _Channel:
 
     def send(self, header: Mapping[str, Any], flat: Tensor | None = None) -> None:
         data = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
-        self._pass(torch.tensor([data.numel()]))
-        self._pass(data)
+        parts = [torch.tensor([data.numel()]), data]
         if flat is not None and flat.numel() > 0:
-            self._pass(flat)
+            parts.append(flat)
+        # First the memory: half a message cannot be followed by an error.
+        for part in [each.to(self._device) for each in parts]:
+            self._pass(part)
 
     def receive(self) -> tuple[dict[str, Any], list[Tensor]]:
         """Return a header and the tensors that it announces."""

@@ -198,13 +198,15 @@ def choose(comm: _core.Comm, hosts: Hosts, path: str) -> Chosen:
     everyone = gather_bytes(comm, json.dumps(names_at(path)).encode())
     names = by_age(name for each in everyone for name in json.loads(each))
     chosen = newest(names, lambda name: look(comm, hosts, os.path.join(path, name)), path)
-    if chosen.skipped and comm.rank == 0:
+    if chosen.skipped:
         listed = ", ".join(f"'{name}'" for name in chosen.skipped)
-        warn(
-            f"'{path}': the hosts do not have all of {listed}: '{chosen.name}' is the newest "
-            "complete checkpoint",
-            RuntimeWarning,
-        )
+        with on_all_ranks(comm):  # a script may have made warnings errors
+            if comm.rank == 0:
+                warn(
+                    f"'{path}': the hosts do not have all of {listed}: '{chosen.name}' is the "
+                    "newest complete checkpoint",
+                    RuntimeWarning,
+                )
     return chosen
 
 

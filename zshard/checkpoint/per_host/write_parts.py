@@ -46,12 +46,14 @@ class PerHost(NamedTuple):
         """
         hosts = Hosts(comm)
         possible = min(replicas, len(hosts.all) - 1)
-        if possible < replicas and comm.rank == 0:
-            warnings.warn(
-                f"replicas={replicas}, but there are only {len(hosts.all)} hosts: this checkpoint "
-                f"has {possible} copies",
-                stacklevel=2,
-            )
+        if possible < replicas:
+            with on_all_ranks(comm):  # a script may have made warnings errors
+                if comm.rank == 0:
+                    warnings.warn(
+                        f"replicas={replicas}, but there are only {len(hosts.all)} hosts: this "
+                        f"checkpoint has {possible} copies",
+                        stacklevel=2,
+                    )
         group = group_beside(beside, torch.device("cpu")) if possible else None
         return PerHost(hosts, possible, group)
 
