@@ -243,7 +243,7 @@ def adversaries(together: bool) -> str:
     """Train a generator and a critic, with the micro-batches of both in the generator's step."""
     generator, critic = small(), small()
     for step in range(2):
-        for index in critic.micro_batches(step):
+        for _ in critic.micro_batches(step):
             with torch.no_grad():
                 made = generator(torch.rand(2, 4))
             (critic(made).mean() - critic(torch.rand(2, 4)).mean()).backward()
