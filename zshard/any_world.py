@@ -13,7 +13,7 @@ import math
 import random
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from torch.utils.data import Sampler
 
 from zshard import _core
 from zshard.ranks.agreement import bytes_of
-from zshard.units.units import Options, State, is_unit, known_hooks, state_of
-from zshard.wrap.tree import UnitSpec
+from zshard.units.units import Options, is_unit, known_hooks, state_of
 
 NAME = "any-world"
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -51,15 +50,16 @@ def micro_batches_of(deterministic: str | None, micro_batches: int | None) -> in
 
 def check_any_world(
     module: nn.Module,
-    planned: Sequence[tuple[UnitSpec, Options]],
-    inner: Sequence[State],
+    options: Sequence[Options],
+    inner: Iterable[Options],
+    held: Collection[int],
     device: str,
 ) -> None:
     """Raise NotImplementedError or ValueError if results of the model would depend on the number
-    of ranks all the same. planned: its units; inner: those of earlier calls."""
-    options = [each for _, each in planned]
+    of ranks all the same. options: of its units; inner: of units of earlier calls; held: ids of
+    the parameters of both."""
     count = options[-1].micro_batches
-    if any(state.options.micro_batches != count for state in inner):
+    if any(each.micro_batches != count for each in inner):
         raise ValueError(
             "a unit of the model was sharded by another FSDP() call with another micro_batches: "
             "pass the same deterministic and micro_batches to all FSDP() calls of a model"
@@ -75,8 +75,6 @@ def check_any_world(
         raise ValueError(
             f"deterministic={NAME!r} adds gradients in float32: omit reduce_dtype={wire}"
         )
-    held = {id(ref.param) for spec, _ in planned for ref in spec.params}
-    held |= {id(param) for state in inner for param in state.unit.params}
     for name, param in module.named_parameters():
         if param.requires_grad and id(param) not in held:
             raise ValueError(
@@ -150,7 +148,7 @@ def _may_train(module: nn.Module) -> bool:
 
 
 def _buffers_of(module: nn.Module) -> dict[str, tuple[object, ...]]:
-    """Return what tells whether a buffer was changed, also by `.data`, which has no version."""
+    """Return what shows whether a buffer was changed, also by `.data`, which has no version."""
     found: dict[str, tuple[object, ...]] = {}
     for name, buffer in module.named_buffers():
         values = buffer.detach().contiguous()

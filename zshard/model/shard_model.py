@@ -167,8 +167,12 @@ class ShardingPlan:
             facts.append(("OMP_NUM_THREADS", str(torch.get_num_threads())))
         check_agreement(comm, facts)
         check_wire_over(comm, self.options.wire)
+        inner = [state for _, state in self.inner]
+        held = {id(ref.param) for spec in specs for ref in spec.params}
+        held |= {id(param) for state in inner for param in state.unit.params}
+        options = [each for _, each in self.planned]
         check_any_world(
-            self.module, self.planned, [state for _, state in self.inner], settings.device
+            self.module, options, [each.options for each in inner], held, settings.device
         )
         self.comms = self._kept_comms(comms_for(groups, self.options.strategy, comm, given))
         with on_all_ranks(comm):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -100,15 +100,9 @@ def _note_returned(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
         returned.note(state, tensors, said)
 
 
-def tensors_in(state: object) -> Iterator[Tensor]:
-    """Yield the tensors of a state dict's "state"."""
-    for entries in state.values() if isinstance(state, Mapping) else ():
-        yield from entries.values() if isinstance(entries, Mapping) else ()
-
-
 @functools.wraps(_torchs_load)
 def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
-    returned.note_used(tensors_in(state_dict.get("state")))
+    returned.note_used(returned.tensors_in(state_dict.get("state")))
     returned.look()
     if not _has_parts(self):
         _torchs_load(self, state_dict)

@@ -24,9 +24,9 @@ from zshard import _core
 from zshard.optim.sharded_state import params_of, without_parameters
 from zshard.ranks.agreement import PublicCall, gather_bytes
 from zshard.ranks.transports import comm_for
-from zshard.state.optimizer import OptimizerPlan, gather, problems_with, taken, tensors_in
+from zshard.state.optimizer import OptimizerPlan, gather, problems_with, taken
 from zshard.state.source import FromRank0, pending, told_by_rank_0
-from zshard.units.returned import note_used
+from zshard.units.returned import note_used, tensors_in
 from zshard.units.shards import part_of
 from zshard.units.units import plain_name, units_of
 

@@ -12,7 +12,7 @@ ranks meet anyway: before a step, a save or a load.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,12 @@ def note(state: State, tensors: Mapping[str, Tensor], said: tuple[str, str]) -> 
 def is_plain(value: object) -> bool:
     """Return whether a value is a tensor of torch's own classes, with a version counter."""
     return type(value) in (Tensor, nn.Parameter) and not value.is_inference()  # type: ignore[attr-defined]
+
+
+def tensors_in(state: object) -> Iterator[Tensor]:
+    """Yield the tensors of a state dict's "state"."""
+    for entries in state.values() if isinstance(state, Mapping) else ():
+        yield from entries.values() if isinstance(entries, Mapping) else ()
 
 
 def note_used(values: Iterable[object]) -> None:
