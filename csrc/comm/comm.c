@@ -43,28 +43,6 @@ void zs_comm_set_near(zs_comm *comm, zs_comm *near)
     near->patience = 10; /* longer than an unreachable store, and a rank that may still exit, keep c10d waiting */
 }
 
-static _Thread_local char this_thread;
-
-zs_status zs_comm_enter(zs_comm *comm)
-{
-    const void *none = NULL;
-    if (comm->ops->mapped) return ZS_OK;
-    if (atomic_load(&comm->user) != &this_thread && !atomic_compare_exchange_strong(&comm->user, &none, &this_thread))
-        return ZS_FAIL(
-            ZS_ERR_STATE,
-            "two threads of rank %d communicate with the same ranks over transport '%s' at a time, and other "
-            "ranks may do so in another order; use models from one thread, pass each model a process_group= "
-            "of its own, or pass transport='shm'",
-            comm->rank, comm->ops->name);
-    comm->entered++;
-    return ZS_OK;
-}
-
-void zs_comm_leave(zs_comm *comm)
-{
-    if (!comm->ops->mapped && --comm->entered == 0) atomic_store(&comm->user, NULL);
-}
-
 bool zs_comm_shares_memory(const zs_comm *comm)
 {
     return comm->ops->mapped && comm->world > 1;

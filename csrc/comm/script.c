@@ -1,6 +1,8 @@
 /* script.c - see script.h. */
 #include "comm/script.h"
 
+#include "comm/comm.h"
+
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
@@ -32,6 +34,27 @@ void zs_call_swap(char name[ZS_CALL])
     memcpy(before, call, ZS_CALL);
     memcpy(call, name, ZS_CALL);
     memcpy(name, before, ZS_CALL);
+}
+
+/* The address of `call` stands for this thread. */
+zs_status zs_comm_enter(zs_comm *comm)
+{
+    const void *none = NULL;
+    if (comm->ops->mapped) return ZS_OK;
+    if (atomic_load(&comm->user) != call && !atomic_compare_exchange_strong(&comm->user, &none, call))
+        return ZS_FAIL(
+            ZS_ERR_STATE,
+            "two threads of rank %d communicate with the same ranks over transport '%s' at a time, and other "
+            "ranks may do so in another order; use models from one thread, pass each model a process_group= "
+            "of its own, or pass transport='shm'",
+            comm->rank, comm->ops->name);
+    comm->entered++;
+    return ZS_OK;
+}
+
+void zs_comm_leave(zs_comm *comm)
+{
+    if (!comm->ops->mapped && --comm->entered == 0) atomic_store(&comm->user, NULL);
 }
 
 void zs_script_place(char *text, size_t size)

@@ -35,7 +35,7 @@ TEST = re.compile(r"^    TEST\((\w+), (.*)\),$", re.MULTILINE)
 
 
 def cases() -> list:
-    """Every test of every program, in every build that tells something about it."""
+    """Every test of every program, in every build that shows something about it."""
     found = []
     for program in PROGRAMS:
         text = (C / f"{program}.c").read_text()

@@ -1,7 +1,7 @@
 """A struct's fields are written by one file, so that whoever asks who changed one knows where to look.
 
 The core's records are always reached by variables of one name (`unit`, `record`), so an
-assignment through that name tells which field of which struct a file writes. What makes and frees a
+assignment through that name shows which field of which struct a file writes. What makes and frees a
 struct may write all of it.
 """
 

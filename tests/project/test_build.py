@@ -119,7 +119,7 @@ def test_only_changed_files_are_rebuilt(project: Project) -> None:
 
 def test_build_prints_what_it_compiles_and_how_far_it_is(project: Project) -> None:
     lines = project.run("setup.py", "-q", "build_ext", "--inplace").stdout.splitlines()
-    assert re.fullmatch(r"\[1/5\] c\+\+ plus\.cpp", lines[0]), lines
+    assert "[1/5] c++ plus.cpp" in lines, lines  # it starts first; what prints first is chance
     assert sorted(line.split()[0] for line in lines) == [f"[{n}/5]" for n in range(1, 6)]
     project.write("csrc/base/lone/alone.c", PROJECT["csrc/base/lone/alone.c"] + "/* edited */\n")
     lines = project.run("setup.py", "-q", "build_ext", "--inplace").stdout.splitlines()

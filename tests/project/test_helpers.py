@@ -19,7 +19,7 @@ pytest_plugins = ["pytester"]
 
 
 def compares(what):
-    """Fails on a rank, as a function of a test does that asserts; or tells who loaded a helper."""
+    """Fails on a rank, as a function of a test does that asserts; or names who loaded a helper."""
     if what == "lists":
         assert sorted([3, 1, 2]) == [1, 2, 4]
     if what == "tensors":

@@ -121,7 +121,6 @@ zs_status zs_c10d_gather_finish(zs_comm *comm, zs_gathering *gathering);
 zs_status zs_c10d_give_up(zs_comm *comm);
 zs_status zs_c10d_reserve(zs_comm *comm, const zs_arena *plan);
 size_t zs_c10d_bytes(const zs_comm *comm);
-void zs_c10d_abort(zs_comm *comm, const char *reason);
 zs_status zs_c10d_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all);
 zs_status zs_c10d_broadcast(zs_comm *comm, void *data, size_t bytes, int root);
 zs_status zs_c10d_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all);
@@ -155,6 +154,9 @@ zs_status zs_c10d_agree_on(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d
 zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn);
 
 /* --- c10d_wait.c -------------------------------------------------------------------------------------------------- */
+
+/* Part of the table, see comm_ops.h. */
+void zs_c10d_abort(zs_comm *comm, const char *reason);
 
 /* Was this process forked from a rank? It must use neither the process group nor its store. */
 bool zs_c10d_is_forked(const zs_c10d_comm *comm);

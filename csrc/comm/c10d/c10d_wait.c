@@ -51,6 +51,20 @@ void zs_c10d_free_lost(zs_c10d_comm *comm)
     if (text != without_text) free(text);
 }
 
+bool zs_c10d_is_forked(const zs_c10d_comm *comm)
+{
+    return comm->lifetime != zs_lifetime();
+}
+
+/* A process group cannot send a reason, but its store can: the peers look there after a long wait, or when we have
+ * exited. */
+void zs_c10d_abort(zs_comm *comm, const char *reason)
+{
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    if (!self->told && !zs_c10d_is_forked(self)) zs_group_publish_text(self->group, comm->rank, reason);
+    self->told = true;
+}
+
 /* zs_c10d_fail, with the findings of a stall; NULL: there was none. */
 static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, zs_status status)
 {
@@ -88,11 +102,6 @@ static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const 
 zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status)
 {
     return fail_after(comm, turn, NULL, status);
-}
-
-bool zs_c10d_is_forked(const zs_c10d_comm *comm)
-{
-    return comm->lifetime != zs_lifetime();
 }
 
 /* --- waiting ------------------------------------------------------------------------------------------------------ */

@@ -158,15 +158,6 @@ zs_status zs_c10d_give_up(zs_comm *comm)
     return zs_c10d_agree((zs_c10d_comm *)comm, &turn);
 }
 
-/* A process group cannot send a reason, but its store can: the peers look there after a long wait, or when we have
- * exited. */
-void zs_c10d_abort(zs_comm *comm, const char *reason)
-{
-    zs_c10d_comm *self = (zs_c10d_comm *)comm;
-    if (!self->told && !zs_c10d_is_forked(self)) zs_group_publish_text(self->group, comm->rank, reason);
-    self->told = true;
-}
-
 /* What a rank leaves in the group's store when it ends. */
 typedef struct last_page {
     zs_fingerprint fingerprint;

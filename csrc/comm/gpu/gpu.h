@@ -84,6 +84,9 @@ void zs_gpu_order_add(zs_gpu_comm *comm, const char *what, const char *unit, siz
 /* This rank's last move, in words. */
 const char *zs_gpu_order_last(const zs_gpu_comm *comm);
 
+/* An exchange of the hosts, in whatever calls they are: what they exchange says what differs. */
+zs_status zs_gpu_compare_hosts(const zs_gpu_comm *comm, const void *mine, size_t bytes, void *all);
+
 /* Does any rank's order, of those just exchanged, differ from rank 0's? Sets *rank to the first such rank. */
 bool zs_gpu_order_differs(const zs_gpu_comm *comm, int *rank);
 
@@ -175,9 +178,6 @@ void zs_gpu_turns_free(zs_gpu_comm *comm);
 
 /* Its head; NULL: there are no turns. */
 zs_c10d_comm *zs_gpu_turns_of(const zs_gpu_comm *comm);
-
-/* An exchange of the hosts, in whatever calls they are: what they exchange says what differs. */
-zs_status zs_gpu_compare_hosts(const zs_gpu_comm *comm, const void *mine, size_t bytes, void *all);
 
 /* Returns when all ranks are about to make this move, and takes part in the others' gathers until then:
  * ZS_ERR_DIVERGED if that is impossible, with nothing queued. No-ops without turns. */

@@ -62,6 +62,15 @@ bool zs_gpu_order_differs(const zs_gpu_comm *comm, int *rank)
     return r < world;
 }
 
+zs_status zs_gpu_compare_hosts(const zs_gpu_comm *comm, const void *mine, size_t bytes, void *all)
+{
+    char call[ZS_CALL] = "";
+    zs_call_swap(call);
+    zs_status status = zs_comm_exchange(comm->control, mine, bytes, all);
+    zs_call_swap(call);
+    return status;
+}
+
 /* The first move since ranks agreed that differs between the two; ZS_GPU_MOVES: it is no longer remembered. */
 static uint64_t first_to_differ(const zs_gpu_comm *comm, const trace *a, const trace *b)
 {

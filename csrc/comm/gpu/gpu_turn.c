@@ -35,15 +35,6 @@ static zs_status meet(const zs_gpu_comm *comm, const void *mine, size_t bytes, v
     return zs_comm_is_stopped(comm->control) ? zs_comm_exchange(comm->control, mine, bytes, all) : ZS_OK;
 }
 
-zs_status zs_gpu_compare_hosts(const zs_gpu_comm *comm, const void *mine, size_t bytes, void *all)
-{
-    char call[ZS_CALL] = "";
-    zs_call_swap(call);
-    zs_status status = zs_comm_exchange(comm->control, mine, bytes, all);
-    zs_call_swap(call);
-    return status;
-}
-
 static zs_status say(zs_c10d_comm *head, const zs_c10d_turn *mine, zs_c10d_turn *turns)
 {
     char call[ZS_CALL] = ""; /* which the turns have */
