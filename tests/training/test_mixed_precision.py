@@ -7,6 +7,7 @@ cast, and are summed in float32 in rank order.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from compare import assert_same
 from models import COMBINATIONS, Block, differences, loss_of, make, wrapped
-from scenarios import WIDTH, Stack, floats, message_of
+from scenarios import WIDTH, Stack, all_grads, floats, message_of
 from spawn import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -310,6 +311,30 @@ def accumulate_in_no_sync(combination):
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
 def test_no_sync_sums_in_the_reduce_dtype(pool2, combination):
     pool2.run(accumulate_in_no_sync, combination)
+
+
+def rounded_by_wire(combination, order):
+    """Rank 0 alone has gradients: which parameters' sums are in bfloat16's range of values?"""
+    strategy, transport = combination
+    layers = {"linear": nn.Linear(WIDTH, WIDTH), "norm": nn.BatchNorm1d(WIDTH)}
+    model = FSDP(
+        nn.Sequential(OrderedDict((name, layers[name]) for name in order)),
+        strategy=strategy,
+        transport=transport,
+        mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16),
+    )
+    loss = model(floats(0)).pow(3).sum()
+    (loss * (dist.get_rank() == 0)).backward()
+    sums = all_grads(model)
+    return {name: bool((each == each.bfloat16().float()).all()) for name, each in sums.items()}
+
+
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
+def test_parameters_that_keep_their_dtype_send_it(pool2, combination):
+    for order in (["linear", "norm"], ["norm", "linear"]):
+        for rounded in pool2.run(rounded_by_wire, combination, order):
+            assert rounded["linear.weight"]
+            assert not rounded["norm.weight"]
 
 
 class Part(nn.Module):
