@@ -76,7 +76,7 @@ static bool handle_signals(void)
 }
 
 /* For other threads than the main one; those that run no backward, such as one that saves, continue. */
-static bool told_meanwhile(void)
+static bool was_pressed(void)
 {
     if (getpid() == gettid() || !zs_in_backward()) return false;
     zs_py_signals_watch();
@@ -90,7 +90,7 @@ bool zs_py_interrupted(void)
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     bool again = type != NULL && type == by_signal, now = !again && handle_signals();
-    bool yes = again || now || told_meanwhile();
+    bool yes = again || now || was_pressed();
     if (now) {
         Py_XDECREF(type);
         Py_XDECREF(value);

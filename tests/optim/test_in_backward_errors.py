@@ -171,7 +171,7 @@ def test_optimizer_error_propagates_from_backward(pool2, combination):
 
 
 class Refusing(zshard.SGD):
-    """Its step raises if told to."""
+    """Its step raises on demand."""
 
     raises = False
 
@@ -182,7 +182,7 @@ class Refusing(zshard.SGD):
 
 
 class Slow(nn.Module):
-    """Sleeps in backward if told to."""
+    """Sleeps in backward on demand."""
 
     sleeps = False
 
