@@ -349,18 +349,19 @@ static zs_status summed(zs_schedule *schedule)
 }
 
 /* Steps the units that are stepped in backward and were not yet, now that no peer reads; unless `status` is a failure.
- */
+ * After a step or hook that raised, peers may read the parameters as they are. */
 static zs_status step_rest(zs_engine *engine, zs_status status)
 {
     if (!steps_in_backward(engine)) return status;
-    ZS_THEN(status, zs_writing_begin(engine));
+    zs_status begun = status == ZS_OK || status == ZS_ERR_TORCH ? zs_writing_begin(engine) : status;
+    ZS_ALSO(status, begun);
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
         if (status == ZS_OK)
             status = zs_in_backward_finish(zs_engine_unit(engine, i), !engine->context.schedule.gave_up);
         else
             zs_in_backward_abandon(zs_engine_unit(engine, i));
     }
-    if (status == ZS_OK) zs_writing_end(engine);
+    if (begun == ZS_OK) zs_writing_end(engine);
     return status;
 }
 

@@ -139,16 +139,18 @@ static zs_status find_flat(zs_unit *unit, const zs_tensor_info *info, zs_precisi
     for (int f = 0; f < unit->n_flats; f++) {
         const zs_flat *flat = &unit->flats[f];
         if (flat->dtype == info->dtype && flat->trainable == info->requires_grad &&
-            flat->layout.itemsize == info->itemsize && flat->compute == own.compute) {
+            flat->layout.itemsize == info->itemsize && flat->compute == own.compute && flat->wire == own.wire) {
             *index = f;
             return ZS_OK;
         }
     }
     if (unit->n_flats == ZS_MAX_FLATS)
-        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                       "unit '%s' has more than %d combinations of parameter dtype and requires_grad; wrap its "
-                       "submodules as units of their own",
-                       zs_unit_label(unit->name), ZS_MAX_FLATS);
+        return ZS_FAIL(
+            ZS_ERR_UNSUPPORTED,
+            "unit '%s' has more than %d combinations of requires_grad and dtypes (of parameters, param_dtype, "
+            "reduce_dtype); wrap its "
+            "submodules as units of their own",
+            zs_unit_label(unit->name), ZS_MAX_FLATS);
     zs_flat *flat = &unit->flats[unit->n_flats];
     flat->dtype = info->dtype;
     flat->compute = own.compute;

@@ -17,7 +17,8 @@ typedef struct python_stepper {
 static zs_status call(const python_stepper *stepper, Py_ssize_t index)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *result = NULL, *method = PyObject_CallNoArgs(stepper->weak);
+    PyObject *result = NULL, *method = NULL;
+    if (!PyErr_Occurred()) method = PyObject_CallNoArgs(stepper->weak); /* after an exception no script's code runs */
     if (method == Py_None)
         PyErr_SetString(PyExc_RuntimeError,
                         "optimizer_in_backward(): the model that it was called on was deleted, but some of its modules "

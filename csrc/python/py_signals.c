@@ -64,13 +64,39 @@ static bool pressed_meanwhile(void)
     return atomic_exchange(&seen, count) != count;
 }
 
+/* What a signal has last raised in a wait of this thread: its type, to compare only. Later waits fail as well. */
+static _Thread_local const PyObject *by_signal;
+
+/* Runs the handlers of signals; true with their exception. */
+static bool handle_signals(void)
+{
+    bool raised = PyErr_CheckSignals() != 0;
+    by_signal = raised ? PyErr_Occurred() : NULL;
+    return raised;
+}
+
+/* For other threads than the main one; those that run no backward, such as one that saves, continue. */
+static bool was_pressed(void)
+{
+    if (getpid() == gettid() || !zs_in_backward()) return false;
+    zs_py_signals_watch();
+    return pressed_meanwhile() && raises();
+}
+
+/* What a hook or step has raised is set aside meanwhile: this rank completes its rounds, for which peers wait. */
 bool zs_py_interrupted(void)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
-    bool yes = PyErr_Occurred() != NULL || PyErr_CheckSignals() != 0;
-    if (!yes && getpid() != gettid() && zs_in_backward()) { /* other threads, such as one that saves, continue */
-        zs_py_signals_watch();
-        yes = pressed_meanwhile() && raises();
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    bool again = type != NULL && type == by_signal, now = !again && handle_signals();
+    bool yes = again || now || was_pressed();
+    if (now) {
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(trace);
+    } else {
+        PyErr_Restore(type, value, trace);
     }
     PyGILState_Release(gil);
     return yes;

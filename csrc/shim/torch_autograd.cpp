@@ -365,7 +365,7 @@ bool zs_hook_has_users(const zs_tensor *handle)
 zs_status zs_hook_run_users(zs_tensor *handle)
 {
     return guarded([&] {
-        GradReady *ours = our_hook(handle->tensor);
+        GradReady *ours = zs::has_raised() ? nullptr : our_hook(handle->tensor);
         if (ours != nullptr && ours->users != nullptr) (*ours->users)(handle->tensor);
         return ZS_OK;
     });

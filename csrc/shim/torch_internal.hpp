@@ -52,6 +52,15 @@ inline zs_status fail_torch(const char *what)
     return zs_fail(ZS_ERR_TORCH, "%s", what);
 }
 
+// Has a hook or step raised a Python exception on this thread, which is still to be reported?
+inline bool has_raised()
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    const bool raised = PyErr_Occurred() != nullptr;
+    PyGILState_Release(gil);
+    return raised;
+}
+
 // Runs `body`, and turns any exception into a status. A python_error stays set as the current Python exception.
 template <typename Body> zs_status guarded(Body body) noexcept
 {

@@ -5,6 +5,8 @@ A step that would be wrong is an error with a remedy, and training continues aft
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zshard
+from zshard import FSDP
 
 # --- refusals and failures --------------------------------------------------------------------------------
 
@@ -165,3 +168,73 @@ def failing_step(combination):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_optimizer_error_propagates_from_backward(pool2, combination):
     assert pool2.run(failing_step, combination) == ["\"param group lacks 'lr'\""] * 2
+
+
+class Refusing(zshard.SGD):
+    """Its step raises on demand."""
+
+    raises = False
+
+    def _step_part(self, *args):
+        if self.raises:
+            raise ArithmeticError("in the step")
+        super()._step_part(*args)
+
+
+class Slow(nn.Module):
+    """Sleeps in backward on demand."""
+
+    sleeps = False
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda _: time.sleep(0.5 * self.sleeps))
+        return x
+
+
+def refusing(transport):
+    options = {"transport": transport, "timeout": 20}
+    blocks = [FSDP(nn.Linear(8, 8), **options) for _ in range(2)]
+    model = FSDP(nn.Sequential(blocks[0], Slow(), blocks[1]), **options)
+    optimizer = Refusing(model.parameters(), lr=0.1)
+    model.optimizer_in_backward(optimizer)
+    model(torch.ones(2, 8)).sum().backward()
+    return model, optimizer
+
+
+def evaluated_alone():
+    """A step raises in backward, on all ranks: rank 0 alone can evaluate then, and training continues."""
+    model, optimizer = refusing("shm")
+    optimizer.raises = True
+    text = message_of(model(torch.ones(2, 8)).sum().backward, ArithmeticError)
+    optimizer.raises = False
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            assert model(torch.ones(2, 8)).isfinite().all()
+    dist.barrier()
+    model(torch.ones(2, 8)).sum().backward()
+    return text
+
+
+def test_rank_alone_evaluates_after_a_step_that_raised(pool2):
+    assert pool2.run(evaluated_alone) == ["in the step"] * 2
+
+
+def raises_before_a_slow_peer(transport):
+    """One rank's step raises while another has yet to reduce the next unit: their rounds end, and
+    the next forward says that they differ by a step."""
+    model, optimizer = refusing(transport)
+    first = dist.get_rank() == 0
+    optimizer.raises, model[1].sleeps = first, not first
+    loss = model(torch.ones(2, 8)).sum()
+    text = message_of(loss.backward, ArithmeticError) if first else loss.backward()
+    return text, message_of(lambda: model(torch.ones(2, 8)), zshard.DivergenceError)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_step_that_raises_completes_the_rounds(pool2, transport):
+    for (text, later), own in zip(
+        pool2.run(raises_before_a_slow_peer, transport), (True, False), strict=True
+    ):
+        assert text == ("in the step" if own else None)
+        assert "rank 0 has made 1 optimizer steps, but rank 1 has made 2" in later

@@ -329,6 +329,29 @@ def test_hooks_on_reduced_gradients_are_guarded(pool2):
         pool2.run(norms_in_hooks, combination)
 
 
+def raising_hooks(combination):
+    """What a hook raises is raised, though there are hooks of other units; none runs after it."""
+    model, ran = sharded_model(combination), []
+
+    def hook(param):
+        ran.append(param)
+        if len(ran) == 1:
+            raise ArithmeticError("in a hook")
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hook)
+    text = message_of(lambda: backward(model, 0), ArithmeticError)
+    count = len(ran)
+    model.zero_grad()
+    backward(model, 1)
+    return text, count, len(ran) - count == len(list(model.parameters()))
+
+
+def test_what_a_hook_raises_is_not_lost(pool2):
+    for combination in COMBINATIONS:
+        assert pool2.run(raising_hooks, combination) == [("in a hook", 1, True)] * 2
+
+
 def save_with_buffers(combination):
     strategy, transport = combination
     model = FSDP(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -441,6 +442,30 @@ def scale_losses(kind, combination):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_micro_batches_with_a_loss_scale(pool2, combination, kind):
     pool2.run(scale_losses, kind, combination)
+
+
+def rounded_by_wire(combination, order):
+    """Rank 0 alone has gradients: which parameters' sums are in bfloat16's range of values?"""
+    strategy, transport = combination
+    layers = {"linear": nn.Linear(WIDTH, WIDTH), "norm": nn.BatchNorm1d(WIDTH)}
+    model = FSDP(
+        nn.Sequential(OrderedDict((name, layers[name]) for name in order)),
+        strategy=strategy,
+        transport=transport,
+        mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16),
+    )
+    loss = model(floats(0)).pow(3).sum()
+    (loss * (dist.get_rank() == 0)).backward()
+    sums = all_grads(model)
+    return {name: bool((each == each.bfloat16().float()).all()) for name, each in sums.items()}
+
+
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
+def test_parameters_that_keep_their_dtype_send_it(pool2, combination):
+    for order in (["linear", "norm"], ["norm", "linear"]):
+        for rounded in pool2.run(rounded_by_wire, combination, order):
+            assert rounded["linear.weight"]
+            assert not rounded["norm.weight"]
 
 
 class Part(nn.Module):
