@@ -175,16 +175,33 @@ zs_status zs_engine_settle(zs_engine *engine)
     return zs_schedule_settle(&engine->context.schedule);
 }
 
-zs_status zs_engine_write_begin(zs_engine *engine)
+/* Within a forward (greedy training steps one layer there, and goes on to the next), all ranks end what they read
+ * before any of them writes. */
+static zs_status begin_to_write(zs_engine *engine)
 {
-    ZS_TRY(zs_engine_settle(engine)); /* peers may still read, for a backward that raised here */
+    zs_schedule *schedule = &engine->context.schedule;
+    if (schedule->n_open == 0 || engine->held > 0 || schedule->stage != ZS_IN_FORWARD) return zs_writing_begin(engine);
+    if (engine->join != NULL)
+        return ZS_FAIL(ZS_ERR_STATE, "parameters are written (stepped, loaded) in a forward within join(), where a "
+                                     "rank that has run out of batches would keep the old ones; write to them after "
+                                     "the forward");
+    ZS_TRY(zs_context_follow(&engine->context));
+    ZS_TRY(zs_schedule_pause(schedule));
+    engine->interrupted = true;
     return zs_writing_begin(engine);
 }
 
-void zs_engine_write_end(zs_engine *engine)
+zs_status zs_engine_write_begin(zs_engine *engine)
+{
+    ZS_TRY(zs_engine_settle(engine)); /* peers may still read, for a backward that raised here */
+    return begin_to_write(engine);
+}
+
+zs_status zs_engine_write_end(zs_engine *engine)
 {
     zs_writing_end(engine);
     zs_pace_stepped(engine);
+    return zs_schedule_resume(&engine->context.schedule);
 }
 
 zs_status zs_engine_before_step(zs_engine *engine)
@@ -193,5 +210,5 @@ zs_status zs_engine_before_step(zs_engine *engine)
     ZS_TRY(zs_leaves_check_step(&engine->context));
     ZS_TRY(zs_engine_check_spoiled(engine));
     zs_pace_step(engine);
-    return zs_writing_begin(engine);
+    return begin_to_write(engine);
 }

@@ -130,11 +130,11 @@ zs_status zs_engine_unwind(zs_engine *engine, size_t n_open);
  * waits until no peer reads this rank's shards. Otherwise a no-op. */
 zs_status zs_engine_settle(zs_engine *engine);
 
-/* Before / after writing parameters between passes (a step, a load): settles, waits until no peer reads the shards, and
- * keeps readers out until the end. After a failure in between, write_end may be omitted: the next pass ends the write.
- */
+/* Before / after writing parameters (a step, a load): settles, waits until no peer reads the shards, and keeps readers
+ * out until the end. A forward around it is interrupted meanwhile, which is a meeting of all ranks. After a failure in
+ * between, write_end may be omitted: the next pass ends the write. */
 zs_status zs_engine_write_begin(zs_engine *engine);
-void zs_engine_write_end(zs_engine *engine);
+zs_status zs_engine_write_end(zs_engine *engine);
 
 /* What was counted between the last two optimizer steps; of several steps after one backward the first counts. false:
  * there were no two. */

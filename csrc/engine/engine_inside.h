@@ -58,6 +58,7 @@ struct zs_engine {
     uint64_t sample;            /* (sampled) of the shards after the last known write; see sample.c */
     bool sampled;
     bool writing;   /* a write has begun, and neither it nor a pass has ended it */
+    bool interrupted; /* a write has, within a forward, which has not continued yet */
     bool by_hand;   /* a script has written to shards since the last pass or known write */
     zs_join *join;  /* owned; NULL outside join() */
     zs_call *calls; /* [n_calls] owned: the events of a forward of the modules in their order */

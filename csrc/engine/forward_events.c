@@ -219,7 +219,7 @@ static zs_status unshard_for_read(zs_unit *unit)
 zs_status zs_engine_read(zs_unit *unit, uint64_t operation)
 {
     zs_record_set_operation(&unit->record, operation);
-    if (zs_recording_runs(zs_engine_of(unit)) == NULL || (zs_unit_is_full(unit) && zs_recording_counts(unit)))
+    if (!zs_engine_in_forward(zs_engine_of(unit)) || (zs_unit_is_full(unit) && zs_recording_counts(unit)))
         return ZS_OK;
     zs_grad_keep_nodes(!zs_grad_mode());
     zs_status status = unshard_for_read(unit);
@@ -231,7 +231,7 @@ zs_status zs_engine_read(zs_unit *unit, uint64_t operation)
 
 bool zs_engine_in_forward(const zs_engine *engine)
 {
-    return zs_recording_runs(engine) != NULL;
+    return zs_recording_runs(engine) != NULL && !engine->writing;
 }
 
 zs_status zs_engine_unread(zs_unit *unit)

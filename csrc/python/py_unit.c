@@ -284,7 +284,7 @@ static PyObject *unit_unpin(unit_object *self, PyObject *args)
     if (writes) ZS_PY_NOGIL(status, zs_engine_write_begin(engine));
     bool begun = writes && status == ZS_OK;
     if (status == ZS_OK && keep != Py_None) status = zs_unit_accept(self->unit, keep == Py_True);
-    if (begun) zs_engine_write_end(engine);
+    if (begun) ZS_ALSO(status, zs_engine_write_end(engine));
     zs_status resharded;
     ZS_PY_NOGIL(resharded, zs_engine_reshard(self->unit));
     ZS_ALSO(status, resharded);
