@@ -50,11 +50,9 @@ static zs_status used_outside(const zs_unit *unit, int64_t i, const char *of_wha
 }
 
 /* A graph built from the shard gives the shard's gradient, even if the parameter is unsharded by now. */
-static zs_status check_whole(const zs_unit *unit, int64_t i)
+static zs_status check_whole(const zs_unit *unit, int64_t i, const zs_grad_info *grad)
 {
-    zs_grad_info grad;
-    ZS_TRY(zs_grad_describe(unit->params[i].tensor, &grad));
-    if (grad.numel == unit->params[i].numel) return ZS_OK;
+    if (grad->numel == unit->params[i].numel) return ZS_OK;
     ZS_TRY(zs_grad_set(unit->params[i].tensor, NULL));
     return used_outside(unit, i, "the shard of ");
 }
@@ -75,8 +73,11 @@ static zs_status grad_ready_hook(void *pointer, int64_t i)
     zs_unit *unit = pointer;
     ZS_TRY(refuse_recorded(unit, i));
     ZS_TRY(zs_in_backward_check(unit));
+    zs_grad_info grad;
+    ZS_TRY(zs_grad_describe(unit->params[i].tensor, &grad));
+    if (!grad.defined) return ZS_OK; /* a custom function returned None for the parameter */
     if (!zs_unit_is_full(unit)) return used_outside(unit, i, "");
-    ZS_TRY(check_whole(unit, i));
+    ZS_TRY(check_whole(unit, i, &grad));
     ZS_TRY(zs_context_follow(unit->context));
     return zs_schedule_gradient(schedule_of(unit), &unit->record, i);
 }

@@ -108,7 +108,8 @@ zs_status zs_engine_broadcast_buffers(zs_engine *engine);
 zs_status zs_engine_pre_forward(zs_unit *unit, bool training);
 zs_status zs_engine_post_forward(zs_unit *unit);
 
-/* Does a forward of this model run on this thread? */
+/* Does code of a forward or backward of this model run on this thread, where its parameters are the full ones? Not
+ * while a write has begun there, such as a step. */
 bool zs_engine_in_forward(const zs_engine *engine);
 
 /* Within a forward of the same model on this thread: an operation reads the parameters of a unit. Unshards the unit

@@ -160,7 +160,7 @@ zs_status zs_schedule_enter(zs_schedule *schedule, zs_record *record, const zs_e
 
 zs_status zs_schedule_recompute(zs_schedule *schedule, zs_record *record, int64_t now)
 {
-    zs_through_begin(record, now);
+    if (now >= 0) zs_through_begin(record, now);
     return zs_unshard_for(schedule, record, ZS_PHASE_BACKWARD);
 }
 

@@ -203,7 +203,8 @@ void zs_schedule_drop_lease(zs_schedule *schedule, const zs_lease *lease);
  * open. A failure before the unit is entered leaves open only what was open before. */
 zs_status zs_schedule_enter(zs_schedule *schedule, zs_record *record, const zs_entry *entry);
 
-/* The forward begins again within a backward, to be recomputed. */
+/* The forward begins again within a backward, to be recomputed, or a hook or a custom function reads the unit there.
+ * `now` -1: autograd does not record. */
 zs_status zs_schedule_recompute(zs_schedule *schedule, zs_record *record, int64_t now);
 
 /* An operation in the innermost forward reads the unit's parameters: it is unsharded until that ends, or until
