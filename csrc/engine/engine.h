@@ -112,6 +112,9 @@ zs_status zs_engine_post_forward(zs_unit *unit);
  * while a write has begun there, such as a step. */
 bool zs_engine_in_forward(const zs_engine *engine);
 
+/* Has a write begun that neither its end nor a pass has ended? */
+bool zs_engine_is_written(const zs_engine *engine);
+
 /* Within a forward of the same model on this thread: an operation reads the parameters of a unit. Unshards the unit
  * until that forward ends, as if its module were called there. `operation`: a number, equal for all units that the
  * operation reads. No-op outside such a forward. */
