@@ -176,7 +176,7 @@ zs_status zs_engine_settle(zs_engine *engine)
     return zs_schedule_settle(&engine->context.schedule);
 }
 
-/* Within a forward (greedy training steps one layer there, and goes on to the next), all ranks end what they read
+/* Within a forward (greedy training steps one layer there, then trains the next), all ranks end what they read
  * before any of them writes. */
 static zs_status begin_to_write(zs_engine *engine)
 {

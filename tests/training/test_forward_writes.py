@@ -287,7 +287,7 @@ def test_set_to_other_memory_is_refused(pool2: Any) -> None:
 
 
 class Greedy(nn.Module):
-    """Trains each layer by a loss of its own, and goes on with what the new weights compute."""
+    """Trains each layer by a loss of its own, and continues with what the new weights compute."""
 
     def __init__(self, custom: bool) -> None:
         super().__init__()
