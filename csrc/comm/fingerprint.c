@@ -246,7 +246,8 @@ static void list_writes(const zs_comm *comm, int other, char *text, size_t size)
 /* In what a rank differs from rank 0. */
 typedef struct difference {
     const zs_fingerprint *first, *second;
-    int other; /* the rank */
+    int other;  /* the rank */
+    bool looks; /* found by a rank that reads alone */
 } difference;
 
 static bool only_settings_differ(const difference *d)
@@ -293,6 +294,10 @@ static bool have_drawn_otherwise(const difference *d)
 static const char *remedy(const difference *d)
 {
     const zs_fingerprint *first = d->first, *second = d->second;
+    if (d->looks && first->steps != second->steps)
+        return "a rank that reads parameters alone (state_dict(), full_tensor(), a forward without gradients) must do "
+               "so after optimizer.step(), not between backward and step, where another may be ahead; if all ranks "
+               "read, load a checkpoint on all ranks, and step on all ranks or on none";
     if (have_drawn_otherwise(d))
         return "initialize on all ranks, after torch.manual_seed() with one seed, or by model.apply(fn), which takes "
                "rank 0's "
@@ -326,17 +331,27 @@ static bool is_tolerable(const zs_comm *comm, const difference *d)
     return first == NULL || second == NULL || are_near(first, second);
 }
 
-zs_status zs_comm_check_fingerprints(zs_comm *comm, const zs_fingerprint *fingerprints)
+static zs_status check(zs_comm *comm, const zs_fingerprint *fingerprints, bool looks)
 {
     bool same = true;
     for (int r = 1; r < comm->world; r++) {
-        difference d = {&fingerprints[0], &fingerprints[r], r};
+        difference d = {&fingerprints[0], &fingerprints[r], r, looks};
         if (memcmp(d.first, d.second, sizeof *fingerprints) == 0) continue;
         same = false;
         if (!is_tolerable(comm, &d)) return fail(comm, &d);
     }
     if (same) comm->apart = false;
     return ZS_OK;
+}
+
+zs_status zs_comm_check_fingerprints(zs_comm *comm, const zs_fingerprint *fingerprints)
+{
+    return check(comm, fingerprints, false);
+}
+
+zs_status zs_comm_check_look(zs_comm *comm, const zs_fingerprint *fingerprints)
+{
+    return check(comm, fingerprints, true);
 }
 
 zs_status zs_comm_compare_fingerprints(zs_comm *comm, const zs_fingerprint *fingerprints)

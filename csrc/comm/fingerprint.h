@@ -63,6 +63,9 @@ void zs_comm_set_others(zs_comm *comm, zs_diagnostics *others);
  * that have them. */
 zs_status zs_comm_check_fingerprints(zs_comm *comm, const zs_fingerprint *fingerprints);
 
+/* The same, found by a rank that may read alone. */
+zs_status zs_comm_check_look(zs_comm *comm, const zs_fingerprint *fingerprints);
+
 /* The same if all ranks have `fingerprints` at the same time: if these differ, they exchange texts first.
  * Collective. */
 zs_status zs_comm_compare_fingerprints(zs_comm *comm, const zs_fingerprint *fingerprints);

@@ -115,8 +115,9 @@ static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
     bool trains = !entry->by_hand && entry->recording;
     zs_reading reading = {.pass = trains ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE};
     reading.eval_mode = !entry->by_hand && !entry->training;
-    if (entry->resumed) return begin_reading(engine, &reading);
-    ZS_TRY(zs_join_forward(engine, entry, meets(engine, entry)));
+    if (entry->resumed && !engine->interrupted) return begin_reading(engine, &reading);
+    engine->interrupted = false;
+    if (!entry->resumed) ZS_TRY(zs_join_forward(engine, entry, meets(engine, entry)));
     zs_writing_over(engine);
     ZS_TRY(zs_writing_back(engine));
     ZS_TRY(zs_writing_cast(engine));
@@ -124,7 +125,7 @@ static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
     drop_grads(engine);
     zs_join_meetings(engine, true);
     zs_status status = renew_secondary(engine, &reading);
-    ZS_THEN(status, zs_buffers_sync(engine, entry));
+    if (!entry->resumed) ZS_THEN(status, zs_buffers_sync(engine, entry));
     zs_join_meetings(engine, false);
     return status == ZS_OK ? begin_reading(engine, &reading) : status;
 }

@@ -50,11 +50,9 @@ static zs_status used_outside(const zs_unit *unit, int64_t i, const char *of_wha
 }
 
 /* A graph built from the shard gives the shard's gradient, even if the parameter is unsharded by now. */
-static zs_status check_whole(const zs_unit *unit, int64_t i)
+static zs_status check_whole(const zs_unit *unit, int64_t i, const zs_grad_info *grad)
 {
-    zs_grad_info grad;
-    ZS_TRY(zs_grad_describe(unit->params[i].tensor, &grad));
-    if (grad.numel == unit->params[i].numel) return ZS_OK;
+    if (grad->numel == unit->params[i].numel) return ZS_OK;
     ZS_TRY(zs_grad_set(unit->params[i].tensor, NULL));
     return used_outside(unit, i, "the shard of ");
 }
@@ -75,8 +73,11 @@ static zs_status grad_ready_hook(void *pointer, int64_t i)
     zs_unit *unit = pointer;
     ZS_TRY(refuse_recorded(unit, i));
     ZS_TRY(zs_in_backward_check(unit));
+    zs_grad_info grad;
+    ZS_TRY(zs_grad_describe(unit->params[i].tensor, &grad));
+    if (!grad.defined) return ZS_OK; /* a custom function returned None for the parameter */
     if (!zs_unit_is_full(unit)) return used_outside(unit, i, "");
-    ZS_TRY(check_whole(unit, i));
+    ZS_TRY(check_whole(unit, i, &grad));
     ZS_TRY(zs_context_follow(unit->context));
     return zs_schedule_gradient(schedule_of(unit), &unit->record, i);
 }
@@ -175,17 +176,34 @@ zs_status zs_engine_settle(zs_engine *engine)
     return zs_schedule_settle(&engine->context.schedule);
 }
 
-zs_status zs_engine_write_begin(zs_engine *engine)
+/* Within a forward (greedy training steps one layer there, then trains the next), all ranks end what they read
+ * before any of them writes. */
+static zs_status begin_to_write(zs_engine *engine)
 {
-    ZS_TRY(zs_engine_settle(engine)); /* peers may still read, for a backward that raised here */
+    zs_schedule *schedule = &engine->context.schedule;
+    if (schedule->n_open == 0 || engine->held > 0 || schedule->stage != ZS_IN_FORWARD) return zs_writing_begin(engine);
+    if (engine->join != NULL)
+        return ZS_FAIL(ZS_ERR_STATE, "parameters are written (stepped, loaded) in a forward within join(), where a "
+                                     "rank that has run out of batches would keep the old ones; write to them after "
+                                     "the forward");
+    ZS_TRY(zs_context_follow(&engine->context));
+    ZS_TRY(zs_schedule_pause(schedule));
+    engine->interrupted = true;
     return zs_writing_begin(engine);
 }
 
-void zs_engine_write_end(zs_engine *engine)
+zs_status zs_engine_write_begin(zs_engine *engine)
 {
-    if (!engine->writing) return; /* a closure's forward has ended it */
+    ZS_TRY(zs_engine_settle(engine)); /* peers may still read, for a backward that raised here */
+    return begin_to_write(engine);
+}
+
+zs_status zs_engine_write_end(zs_engine *engine)
+{
+    if (!engine->writing) return ZS_OK; /* a closure's forward has ended it */
     zs_writing_end(engine);
     zs_pace_stepped(engine);
+    return zs_schedule_resume(&engine->context.schedule);
 }
 
 /* The optimizer updates shards. Units that a forward has kept for its backward are gathered again there. */
@@ -206,5 +224,5 @@ zs_status zs_engine_before_step(zs_engine *engine)
     ZS_TRY(zs_leaves_check_step(&engine->context));
     ZS_TRY(zs_engine_check_spoiled(engine));
     zs_pace_step(engine);
-    return zs_writing_begin(engine);
+    return begin_to_write(engine);
 }

@@ -108,8 +108,12 @@ zs_status zs_engine_broadcast_buffers(zs_engine *engine);
 zs_status zs_engine_pre_forward(zs_unit *unit, bool training);
 zs_status zs_engine_post_forward(zs_unit *unit);
 
-/* Does a forward of this model run on this thread? */
+/* Does code of a forward or backward of this model run on this thread, where its parameters are the full ones? Not
+ * while a write has begun there, such as a step. */
 bool zs_engine_in_forward(const zs_engine *engine);
+
+/* Has a write begun that neither its end nor a pass has ended? */
+bool zs_engine_is_written(const zs_engine *engine);
 
 /* Within a forward of the same model on this thread: an operation reads the parameters of a unit. Unshards the unit
  * until that forward ends, as if its module were called there. `operation`: a number, equal for all units that the
@@ -130,10 +134,11 @@ zs_status zs_engine_unwind(zs_engine *engine, size_t n_open);
  * waits until no peer reads this rank's shards. Otherwise a no-op. */
 zs_status zs_engine_settle(zs_engine *engine);
 
-/* Before / after writing parameters between passes (a step, a load): settles, waits until no peer reads the shards, and
- * keeps readers out until the end. The next pass ends a write, too; write_end without one is a no-op. */
+/* Before / after writing parameters (a step, a load): settles, waits until no peer reads the shards, and keeps readers
+ * out until the end. A forward around it is interrupted meanwhile, which is a meeting of all ranks. The next pass ends
+ * a write, too; write_end without one is a no-op. */
 zs_status zs_engine_write_begin(zs_engine *engine);
-void zs_engine_write_end(zs_engine *engine);
+zs_status zs_engine_write_end(zs_engine *engine);
 
 /* What was counted between the last two optimizer steps; of several steps after one backward the first counts. false:
  * there were no two. */

@@ -57,10 +57,11 @@ struct zs_engine {
     const zs_unit *in_backward; /* the unit of the latter; compared only */
     uint64_t sample;            /* (sampled) of the shards after the last known write; see sample.c */
     bool sampled;
-    bool writing;   /* a write has begun, and neither it nor a pass has ended it */
-    bool by_hand;   /* a script has written to shards since the last pass or known write */
-    zs_join *join;  /* owned; NULL outside join() */
-    zs_call *calls; /* [n_calls] owned: the events of a forward of the modules in their order */
+    bool writing;     /* a write has begun, and neither it nor a pass has ended it */
+    bool interrupted; /* a write has, within a forward, which has not continued yet */
+    bool by_hand;     /* a script has written to shards since the last pass or known write */
+    zs_join *join;    /* owned; NULL outside join() */
+    zs_call *calls;   /* [n_calls] owned: the events of a forward of the modules in their order */
     size_t n_calls;
     zs_keep_gathered keep_gathered;
     zs_engine_bytes peak; /* of each kind */

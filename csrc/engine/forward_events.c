@@ -212,23 +212,28 @@ static zs_status unshard_for_read(zs_unit *unit)
     zs_schedule *schedule = schedule_of(unit);
     ZS_TRY(zs_context_follow(unit->context));
     ZS_TRY(zs_pin_check(unit));
-    if (zs_backward_runs(schedule)) return zs_schedule_recompute(schedule, &unit->record, zs_next_node());
+    if (zs_backward_runs(schedule)) {
+        ZS_TRY(zs_in_backward_check(unit));
+        return zs_schedule_recompute(schedule, &unit->record, zs_grad_mode() ? zs_next_node() : -1);
+    }
     return zs_schedule_read(schedule, &unit->record, zs_next_node());
 }
 
 zs_status zs_engine_read(zs_unit *unit, uint64_t operation)
 {
     zs_record_set_operation(&unit->record, operation);
-    if (zs_recording_runs(zs_engine_of(unit)) == NULL || (zs_unit_is_full(unit) && zs_recording_counts(unit)))
-        return ZS_OK;
+    if (!zs_engine_in_forward(zs_engine_of(unit))) return ZS_OK;
+    bool counts = zs_recording_runs(zs_engine_of(unit)) == NULL || zs_recording_counts(unit);
+    if (zs_unit_is_full(unit) && counts) return ZS_OK;
     ZS_TRY(unshard_for_read(unit));
     zs_unit_show_full(unit, false); /* the guard is asked about the next one, too */
-    return zs_recording_counts(unit) ? ZS_OK : zs_recording_read(unit);
+    return counts ? ZS_OK : zs_recording_read(unit);
 }
 
 bool zs_engine_in_forward(const zs_engine *engine)
 {
-    return zs_recording_runs(engine) != NULL;
+    bool runs = zs_recording_runs(engine) != NULL || zs_backward_runs(&engine->context.schedule);
+    return runs && !engine->writing;
 }
 
 zs_status zs_engine_unread(zs_unit *unit)

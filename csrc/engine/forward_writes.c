@@ -43,7 +43,7 @@ static zs_status check(const zs_unit *unit)
 zs_status zs_forward_write_begin(zs_unit *unit)
 {
     zs_schedule *schedule = &unit->context->schedule;
-    if (schedule->n_open == 0 || zs_recording_runs(zs_engine_of(unit)) == NULL) return ZS_OK;
+    if (schedule->n_open == 0 || !zs_engine_in_forward(zs_engine_of(unit))) return ZS_OK;
     if (zs_backward_runs(schedule)) return ZS_OK;
     ZS_TRY(zs_context_follow(unit->context));
     ZS_TRY(zs_schedule_unread(schedule, &unit->record));

@@ -16,6 +16,11 @@ static void end(zs_engine *engine, bool known)
     zs_comm_write_end(engine->context.ranks.shard_group, engine->reader, known);
 }
 
+bool zs_engine_is_written(const zs_engine *engine)
+{
+    return engine->writing;
+}
+
 void zs_writing_over(zs_engine *engine)
 {
     engine->writing = engine->by_hand = false;

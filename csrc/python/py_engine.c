@@ -167,10 +167,7 @@ static PyObject *engine_begin_write(engine_object *self, PyObject *unused)
 static PyObject *engine_end_write(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    Py_BEGIN_ALLOW_THREADS;
-    zs_engine_write_end(self->engine);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return without_gil(self, zs_engine_write_end);
 }
 
 static PyObject *engine_meet(engine_object *self, PyObject *unused)

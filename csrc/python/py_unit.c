@@ -284,9 +284,10 @@ static PyObject *unit_unpin(unit_object *self, PyObject *args)
     if (writes) ZS_PY_NOGIL(status, zs_engine_write_begin(engine));
     bool begun = writes && status == ZS_OK;
     if (status == ZS_OK && keep != Py_None) status = zs_unit_accept(self->unit, keep == Py_True);
-    if (begun) zs_engine_write_end(engine);
-    zs_status resharded;
+    zs_status ended = ZS_OK, resharded;
+    if (begun) ZS_PY_NOGIL(ended, zs_engine_write_end(engine));
     ZS_PY_NOGIL(resharded, zs_engine_reshard(self->unit));
+    ZS_ALSO(status, ended);
     ZS_ALSO(status, resharded);
     return zs_py_shown(engine, status);
 }

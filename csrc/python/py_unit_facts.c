@@ -187,6 +187,7 @@ typedef enum fact {
     ENGINE_ID,
     IS_RUNNING,
     READ_BY,
+    IS_WRITTEN,
     IN_FORWARD,
     N_OPEN,
     ENGINE,
@@ -219,6 +220,7 @@ static PyObject *unit_fact(unit_object *self, void *which)
     case IS_RUNNING: return PyBool_FromLong(record->inside > 0);
     case READ_BY:
         return record->read.by != NULL ? PyUnicode_FromString(zs_unit_of(record->read.by)->name) : Py_NewRef(Py_None);
+    case IS_WRITTEN: return PyBool_FromLong(zs_engine_is_written(engine));
     case IN_FORWARD: return PyBool_FromLong(zs_engine_in_forward(engine));
     case N_OPEN: return PyLong_FromSize_t(zs_engine_n_open(engine));
     case ENGINE: return zs_py_engine_wrap(engine);
@@ -254,7 +256,9 @@ PyGetSetDef zs_py_unit_getset[] = {
     FACT("is_running", IS_RUNNING, NULL, "Whether a forward of its module has begun and not ended."),
     FACT("read_by", READ_BY, NULL,
          "Name of the unit in whose forward an operation has read the parameters last; None: of none."),
-    FACT("in_forward", IN_FORWARD, NULL, "Whether a forward of the unit's model runs on this thread."),
+    FACT("is_written", IS_WRITTEN, NULL, "Whether a write to the model has begun, such as an optimizer's step."),
+    FACT("in_forward", IN_FORWARD, NULL,
+         "Whether code of a forward or backward of the unit's model runs on this thread, but no write there."),
     FACT("n_open", N_OPEN, NULL, "Number of open forwards and sessions of the unit's model."),
     FACT("engine", ENGINE, NULL, "The engine that the unit belongs to."),
     {0},

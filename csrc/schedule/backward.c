@@ -155,7 +155,7 @@ static zs_status deliver(zs_schedule *schedule)
     return status;
 }
 
-/* A forward continues, with its parameters, after a backward within it. */
+/* A forward continues, with its parameters, after a backward or a write within it. */
 static zs_status resume_forward(zs_schedule *schedule)
 {
     schedule->stage = ZS_IN_FORWARD;
@@ -165,6 +165,21 @@ static zs_status resume_forward(zs_schedule *schedule)
     for (size_t i = 0; schedule->n_read > 0 && i < schedule->n; i++)
         if (schedule->records[i]->read.depth > 0) ZS_TRY(zs_schedule_unshard(schedule, schedule->records[i]));
     return ZS_OK;
+}
+
+zs_status zs_schedule_pause(zs_schedule *schedule)
+{
+    if (schedule->n_open == 0 || schedule->stage != ZS_IN_FORWARD) return ZS_OK;
+    zs_status status = zs_unshard_end_pass(schedule, ZS_PHASE_FORWARD);
+    ZS_ALSO(status, zs_reshard_all(schedule, false));
+    ZS_ALSO(status, zs_session_suspend(schedule));
+    return status;
+}
+
+zs_status zs_schedule_resume(zs_schedule *schedule)
+{
+    bool paused = schedule->suspended && schedule->n_open > 0 && schedule->stage == ZS_IN_FORWARD;
+    return paused ? resume_forward(schedule) : ZS_OK;
 }
 
 zs_status zs_schedule_end(zs_schedule *schedule)

@@ -147,7 +147,7 @@ zs_status zs_schedule_enter(zs_schedule *schedule, zs_record *record, const zs_e
 {
     if (record != NULL) zs_through_begin(record, entry->now);
     ZS_TRY(make_room(schedule));
-    zs_status status = schedule->n_open == 0 ? begin_session(schedule, entry) : ZS_OK;
+    zs_status status = schedule->n_open == 0 ? begin_session(schedule, entry) : zs_schedule_resume(schedule);
     if (status != ZS_OK) {
         (void)end_session(schedule); /* the first failure is the one that is reported */
         return status;
@@ -161,7 +161,7 @@ zs_status zs_schedule_enter(zs_schedule *schedule, zs_record *record, const zs_e
 
 zs_status zs_schedule_recompute(zs_schedule *schedule, zs_record *record, int64_t now)
 {
-    zs_through_begin(record, now);
+    if (now >= 0) zs_through_begin(record, now);
     return zs_unshard_for(schedule, record, ZS_PHASE_BACKWARD);
 }
 

@@ -58,6 +58,7 @@ void zs_record_set_operation(zs_record *record, uint64_t operation)
 
 zs_status zs_schedule_read(zs_schedule *schedule, zs_record *record, int64_t now)
 {
+    ZS_TRY(zs_schedule_resume(schedule));
     if (record->state != ZS_FULL) zs_through_begin(record, now);
     ZS_TRY(give_back_unheld(schedule, record));
     ZS_TRY(zs_unshard_for(schedule, record, ZS_PHASE_FORWARD));

@@ -29,7 +29,7 @@ typedef struct zs_entry {
     bool training;  /* the module is in training mode */
     bool by_hand;   /* not a forward: a script will read parameters */
     bool recording; /* autograd records: a backward may follow */
-    bool resumed;   /* the forward continues after a backward within it */
+    bool resumed;   /* the forward continues after a backward or a write within it */
     int64_t now;    /* how many nodes autograd has created so far */
 } zs_entry;
 
@@ -132,7 +132,7 @@ struct zs_schedule {
                        * hand, or a unit that was freed */
     size_t n_open, open_room;
     zs_entry entry;         /* of the last session of forwards */
-    bool suspended;         /* it is closed for a backward within it */
+    bool suspended;         /* it is closed for a backward or a write within it */
     size_t n_read;          /* units being read */
     bool outermost_gathers; /* the session began with a unit that has parameters */
     bool gave_up;           /* this rank abandoned the backward that is being closed */
@@ -203,7 +203,8 @@ void zs_schedule_drop_lease(zs_schedule *schedule, const zs_lease *lease);
  * open. A failure before the unit is entered leaves open only what was open before. */
 zs_status zs_schedule_enter(zs_schedule *schedule, zs_record *record, const zs_entry *entry);
 
-/* The forward begins again within a backward, to be recomputed. */
+/* The forward begins again within a backward, to be recomputed, or a hook or a custom function reads the unit there.
+ * `now` -1: autograd does not record. */
 zs_status zs_schedule_recompute(zs_schedule *schedule, zs_record *record, int64_t now);
 
 /* An operation in the innermost forward reads the unit's parameters: it is unsharded until that ends, or until
@@ -222,6 +223,12 @@ zs_status zs_schedule_leave(zs_schedule *schedule, zs_record *record, bool keep)
 
 /* Ends all forwards entered since there were `n_open`. Reports the first failure. */
 zs_status zs_schedule_unwind(zs_schedule *schedule, size_t n_open);
+
+/* Before / after a write within a forward, such as an optimizer's step: reshards all units but pinned ones and closes
+ * the session, so that no rank reads / opens it again. No-op outside of a forward, and in a backward. The next event
+ * of the forward opens it, too, if the write has raised. */
+zs_status zs_schedule_pause(zs_schedule *schedule);
+zs_status zs_schedule_resume(zs_schedule *schedule);
 
 /* Ends the innermost session that was opened by hand, and the forwards entered in it; no-op if there is none. */
 zs_status zs_schedule_leave_by_hand(zs_schedule *schedule);

@@ -1,4 +1,4 @@
-/* session.c - a session of forwards, and a backward that runs within one. See inner.h. */
+/* session.c - a session of forwards, and what interrupts one: a backward or a write within it. See inner.h. */
 #include "schedule/inner.h"
 
 zs_status zs_session_suspend(zs_schedule *schedule)

@@ -64,8 +64,23 @@ class HookRef {
     zs_hook hook_;
 };
 
+// Compiled autograd asks each hook for what it would compile.
+[[noreturn]] void refuse_compiled()
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyErr_SetString(PyExc_NotImplementedError,
+                    "compiled autograd cannot run the hooks in which zshard gathers parameters and reduces gradients: "
+                    "compile the model's forward and backward by torch.compile(model), and call backward() outside of "
+                    "torch._dynamo.compiled_autograd");
+    python_error error;
+    error.persist();
+    PyGILState_Release(gil);
+    throw error;
+}
+
 struct BeforeBackward final : ag::FunctionPreHook {
     explicit BeforeBackward(const zs_hook &hook) : ref(hook) {}
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &) const override { refuse_compiled(); }
     ag::variable_list operator()(const ag::variable_list &grads) override
     {
         ref.run();
@@ -81,6 +96,7 @@ struct GradReady final : ag::PostAccumulateGradHook {
     {
     }
     void operator()(const ag::Variable &) override { ref.run(); }
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &) const override { refuse_compiled(); }
     HookRef ref;
     std::unique_ptr<ag::PostAccumulateGradHook> users;
 };

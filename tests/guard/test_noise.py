@@ -135,6 +135,27 @@ def test_noise_by_the_shape_is_refused(
             assert "torch.randn_like(p)" in text
 
 
+def refusals_where_one_rank_has_all(transport: str, change: Callable[[Any], None]) -> str:
+    torch.manual_seed(0)
+    made = FSDP(nn.Sequential(nn.Linear(6, 6, bias=False)), transport=transport)
+    made(torch.ones(2, 6)).square().sum().backward()
+    has_all = made[0].weight.numel() == 36
+    with torch.no_grad():
+        found = message_of(lambda: change(made[0].weight), zshard.ShardError) if has_all else ""
+    return found if has_all else f"{made[0].weight.numel()} elements"
+
+
+@pytest.mark.parametrize("change", REFUSED)
+@ranks(2)
+def test_noise_by_the_shape_is_refused_where_one_rank_has_all(
+    pool: RankPool, change: Callable[[Any], None]
+) -> None:
+    """What this rank draws, the other does not, so that all later numbers differ."""
+    first, second = pool.run(refusals_where_one_rank_has_all, "shm", change)
+    assert "for which the script has asked" in first
+    assert second == "0 elements"
+
+
 def right(combination: tuple[str, str], change: Callable[[Any], None]) -> None:
     strategy, transport = combination
     made = FSDP(model(), strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear})

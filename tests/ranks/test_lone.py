@@ -144,6 +144,31 @@ def test_rank_0_calls_alone_in_low_precision(pool2, place):
 
 
 @passing_groups()
+def between_backward_and_step(read):
+    """Rank 1 has stepped when rank 0 reads; the remedy is to read after the step."""
+    model = FSDP(make(Wide), process_group=own_group(), transport="shm", timeout=20)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    stepped = dist.new_group(backend="gloo")
+    model(floats(dist.get_rank(), 0)).sum().backward()
+    if dist.get_rank() == 1:
+        optimizer.step()
+    dist.barrier(stepped, async_op=True).wait()
+    text = ""
+    if dist.get_rank() == 0:
+        text = message_of(lambda: read(model), zshard.DivergenceError)
+        optimizer.step()
+        read(model)
+    model(floats(dist.get_rank(), 1)).sum().backward()
+    return text
+
+
+@pytest.mark.parametrize("read", [zshard.FSDP.state_dict, evaluated], ids=["state_dict", "forward"])
+def test_between_backward_and_step(pool2, read):
+    first, second = pool2.run(between_backward_and_step, read)
+    assert "after optimizer.step(), not between backward and step" in first and not second
+
+
+@passing_groups()
 def before_the_first_step(place):
     """nanoGPT evaluates before it trains, and its optimizer is older than its sharded model."""
     model = make(Wide)

@@ -329,3 +329,20 @@ def gradients_seen(transport):
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_only_the_compiler_sees_grad_as_none(pool2, transport):
     assert pool2.run(gradients_seen, transport) == [({True}, {False}, {True})] * 2
+
+
+def compiled_autograd(transport):
+    """The remedy in the error: the model is compiled, and backward() runs outside of it."""
+    torch._dynamo.reset()
+    model = wrapped(Stack, ("full_shard", transport))
+    loss = loss_of(model(floats(0)))
+    enabled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    with enabled, pytest.raises(NotImplementedError, match=r"torch\.compile\(model\)"):
+        loss.backward()
+    loss_of(torch.compile(model, backend="eager")(floats(0))).backward()
+    expected = mean_grads(Stack, lambda plain, _: loss_of(plain(floats(0))).backward())
+    assert_same(whole_grads(model), expected, "the gradients")
+
+
+def test_compiled_autograd_is_refused_with_a_remedy(pool2):
+    pool2.run(compiled_autograd, "shm")

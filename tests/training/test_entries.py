@@ -372,3 +372,73 @@ def one_graph(combination):
 @pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
 def test_two_models_in_one_graph(pool2, combination):
     pool2.run(one_graph, combination)
+
+
+# --- parameters that a backward reads ---------------------------------------------------------------
+
+
+class Reversible(torch.autograd.Function):
+    """Recomputes its inputs in backward; the gradients of its layers come from a backward within."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Any, x: Tensor, y: Tensor, *_: Tensor) -> Any:
+        with torch.no_grad():
+            x = x + block.f(y)
+            y = y + block.g(x)
+        ctx.block, ctx.n = block, len(_)
+        ctx.save_for_backward(x, y)
+        return x, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        block = ctx.block
+        with torch.no_grad():
+            y = y - block.g(x)
+            x = x - block.f(y)
+        with torch.enable_grad():
+            x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
+            first = x + block.f(y)
+            torch.autograd.backward((first, y + block.g(first)), grads)
+        return None, x.grad, y.grad, *(None for _ in range(ctx.n))
+
+
+class Reads(nn.Module):
+    """A hook in the forward's graph reads a parameter of a unit that it has not called."""
+
+    def __init__(self, reversible: bool) -> None:
+        super().__init__()
+        self.f, self.g, self.other = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.reversible = reversible
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        if self.reversible:
+            params = (*self.f.parameters(), *self.g.parameters())
+            return torch.cat(Reversible.apply(self, x, x + 1, *params), -1)  # type: ignore[no-untyped-call]
+        x.register_hook(
+            lambda g: (g * self.other.weight.square().sum()) @ self.other.weight.detach()
+        )
+        return self.g(torch.tanh(self.f(x)))
+
+
+def check_reads(reversible: bool, strategy: str, transport: str) -> None:
+    plain = make(lambda: Reads(reversible))
+    model = FSDP(
+        copy.deepcopy(plain), strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear}
+    )
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), 0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            each(torch.ones(2, WIDTH)).square().mean().backward()
+            optimizer.step()
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("reversible", [True, False], ids=["reversible", "hook"])
+def test_backward_reads_parameters(pool2, reversible, combination):
+    pool2.run(check_reads, reversible, *combination)

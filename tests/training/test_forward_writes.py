@@ -284,3 +284,67 @@ def set_to_a_copy() -> None:
 
 def test_set_to_other_memory_is_refused(pool2: Any) -> None:
     pool2.run(set_to_a_copy)
+
+
+class Greedy(nn.Module):
+    """Trains each layer by a loss of its own, and continues with what the new weights compute."""
+
+    def __init__(self, custom: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))  # of the unit whose forward runs
+        self.custom = custom
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for turn, (layer, optimizer) in enumerate(self.steps()):
+            loss = layer(x).square().mean() + self.scale.square().sum()
+            loss.backward()
+            lag(turn)
+            optimizer.step()
+            optimizer.zero_grad()
+            x = torch.tanh(layer(x.detach())) * self.scale
+        return x
+
+    def steps(self) -> list[tuple[nn.Module, Any]]:
+        if "optimizers" not in vars(self):
+            kind: Any = Decayed if self.custom else torch.optim.AdamW
+            self.optimizers = (
+                kind([*self.first.parameters(), self.scale], lr=0.05),
+                zshard.SGD(self.second.parameters(), lr=0.05, momentum=0.9),
+            )
+        return list(zip((self.first, self.second), self.optimizers, strict=True))
+
+
+class Decayed(torch.optim.Optimizer):
+    """An optimizer of a script, whose operations on shards the guard sees."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            sums = self.state[param].setdefault("sums", torch.zeros(param.shape))
+            sums.mul_(0.9).add_(param.grad + param * 0.01)
+            param.sub_(sums * self.param_groups[0]["lr"])
+
+
+def train_greedily(custom: bool, combination: tuple[str, str]) -> None:
+    strategy, transport = combination
+    plain = make(functools.partial(Greedy, custom))
+    model = FSDP(
+        copy.deepcopy(plain), strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear}
+    )
+    for batch in torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(0)):
+        assert_same(model(batch).detach(), plain(batch).detach(), "the output")
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("combination", [*COMBINATIONS, *HYBRID])
+@pytest.mark.parametrize("custom", [False, True], ids=["torch's", "a script's"])
+def test_step_within_a_forward(pool2: Any, custom, combination) -> None:
+    """All ranks have stepped before any of them reads the new weights, and none writes while
+    another reads."""
+    pool2.run(train_greedily, custom, combination)

@@ -63,6 +63,12 @@ _IN_AN_OPTIMIZER = (
     "for others zshard.WholeMatrix(optimizer_class, params, ...), an elementwise one "
     '(zshard.AdamW, torch.optim.SGD), or FSDP(..., strategy="no_shard").'
 )
+_IN_A_BACKWARD = (
+    "The backward that runs has not entered the model yet: move the hook or the custom function "
+    "into a forward of the model (for a method of yours, call "
+    "zshard.register_forward_method(model, 'its name') once), or make the module that has the "
+    "parameter part of its parent's unit, by auto_wrap_policy=, and read it there."
+)
 _OF_TORCH = "If torch's {} called it: zshard has sharded this model already, so remove that call."
 _WRAPPERS = {
     torch.chunk: _OF_TORCH.format("fully_shard(), distribute_tensor() or parallelize_module()"),
@@ -112,8 +118,10 @@ def complaint(
         )
     if func in _WRAPPERS:
         what += _WRAPPERS[func] + " "
-    elif not torch.is_grad_enabled():
+    elif part.unit is not None and part.unit.is_written:
         what += _IN_AN_OPTIMIZER + " "
+    elif torch._C._current_graph_task_id() != -1 and not part.is_in_forward():
+        what += _IN_A_BACKWARD + " "
     if plain in _NORMS:
         return (
             f"{what}On all ranks, model.clip_grad_norm_() returns the norm of the gradients, "

@@ -142,9 +142,10 @@ class Part:
     def takes(self, tensor: Tensor) -> bool:
         """Return whether a plain tensor of the shard's shape may be combined with the shard. If the
         script has read that shape, it may have filled the tensor with numbers that are the same on
-        each rank, such as random ones; then only a constant tensor is safe. A tensor of the full
-        shape is unambiguous."""
-        if self.root not in asked_for_size or tensor.numel() in (0, math.prod(self.shape)):
+        each rank, such as random ones; then only a constant tensor is safe, also where this rank
+        has all elements, as the others have drawn none. A tensor of the full shape is
+        unambiguous, as a load copies it."""
+        if self.root not in asked_for_size or not tensor.numel() or tensor.shape == self.shape:
             return True
         values = tensor.detach().reshape(-1)
         return bool((values == values[0]).all())

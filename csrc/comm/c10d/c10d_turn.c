@@ -162,12 +162,14 @@ static zs_status compare_fingerprints(zs_c10d_comm *comm, const zs_c10d_turn *tu
 {
     zs_fingerprint *fingerprints = calloc((unsigned)comm->base.world, sizeof *fingerprints);
     if (fingerprints == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' steps");
+    bool looks = false;
     for (int r = 0; r < comm->base.world; r++) {
+        looks |= zs_reading_is_look(turns[r].reading);
         bool counts = joined || (alike(&turns[r], turns) && is_of_parameters(turns));
         fingerprints[r] = turns[counts ? r : 0].fingerprint;
         if (same_past(&turns[r], turns)) fingerprints[r].grads = fingerprints[0].grads;
     }
-    zs_status status = zs_comm_check_fingerprints(&comm->base, fingerprints);
+    zs_status status = (looks ? zs_comm_check_look : zs_comm_check_fingerprints)(&comm->base, fingerprints);
     free(fingerprints);
     return status;
 }

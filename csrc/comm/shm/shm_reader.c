@@ -93,7 +93,7 @@ static zs_status compare_fingerprints(zs_shm *shm, const zs_reader *reader, zs_p
         fingerprints[r].grads = 0;                                /* a forward needs none */
         if (pass == ZS_PASS_EVALUATE) fingerprints[r].frozen = 0; /* which training forwards report */
     }
-    return zs_comm_check_fingerprints(&shm->base, fingerprints);
+    return (pass == ZS_PASS_EVALUATE ? zs_comm_check_look : zs_comm_check_fingerprints)(&shm->base, fingerprints);
 }
 
 static uint64_t work_of(const zs_shm *shm, const zs_reader *reader, int r)
