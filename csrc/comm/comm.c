@@ -93,6 +93,10 @@ zs_status zs_check_ranks_of_hosts(const zs_ranks_of_hosts *ranks)
         return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", ranks->rank, world);
     if (per_host < 0 || (per_host > 0 && world % per_host != 0))
         return ZS_FAIL(ZS_ERR_VALUE, "world size %d is not a multiple of %d ranks per host", world, per_host);
+    if (per_host > 1 && world / per_host > ZS_SUM_HOSTS)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "%d ranks on %d hosts: at most %d hosts can train together; use fewer, with more ranks on each",
+                       world, world / per_host, (int)ZS_SUM_HOSTS);
     return ZS_OK;
 }
 

@@ -24,6 +24,8 @@ typedef enum zs_stream {
     ZS_STREAMS
 } zs_stream;
 
+enum { ZS_SUM_HOSTS = 4096 }; /* that one sum adds up host by host */
+
 /* Sums `world` sources elementwise in rank order: dst[i] = sum_r (src[r][i] + prev) * scale, with prev = dst[i] if
  * `accumulate` else 0; a NULL source counts as zeros. Sources are of `dtype`, dst of `to`, computed in fp32 (fp64 if
  * either is). dst may be one of the sources (same index, same dtype). On the CPU it uses torch's threads. */
@@ -35,7 +37,8 @@ typedef struct zs_sum {
     zs_dtype dtype, to;
     double scale;
     bool accumulate;
-    int per_host; /* (CPU) so many neighbouring sources are summed first, unscaled; 0: none */
+    /* (CPU) so many neighbouring sources are summed first, unscaled, of ZS_SUM_HOSTS hosts at most; 0: none */
+    int per_host;
     /* (CPU) NULL, or the order in which to add, then to scale: `world` counts all ranks' sections. No -0 comes out, as
      * a source that is absent is as good as zeros. */
     const struct zs_tree *tree;

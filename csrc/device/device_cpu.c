@@ -159,7 +159,7 @@ static void sum_part(void *ctx, int64_t begin, int64_t end)
 }
 
 /* Elements of each host's sum at a time. */
-enum { CHUNK = 512, HOSTS = 8 }; /* of more hosts, chunks are shorter */
+enum { CHUNK = 512, HOSTS = ZS_SUM_HOSTS / CHUNK }; /* of more hosts, chunks are shorter, down to one element */
 
 /* The sources from `first` on of one host, unscaled, to `part`; NULL: none of them has anything. */
 static const void *sum_host(const zs_sum *sum, int first, int64_t at, int64_t n, void *part)
