@@ -45,24 +45,33 @@ void zs_comm_set_near(zs_comm *comm, zs_comm *near)
 
 static _Thread_local char this_thread;
 
-zs_status zs_comm_enter(zs_comm *comm)
+zs_status zs_comm_hold(zs_comm *comm)
 {
     const void *none = NULL;
-    if (comm->ops->mapped) return ZS_OK;
     if (atomic_load(&comm->user) != &this_thread && !atomic_compare_exchange_strong(&comm->user, &none, &this_thread))
         return ZS_FAIL(
             ZS_ERR_STATE,
             "two threads of rank %d communicate with the same ranks over transport '%s' at a time, and other "
-            "ranks may do so in another order; use models from one thread, pass each model a process_group= "
-            "of its own, or pass transport='shm'",
+            "ranks may do so in another order; use models from one thread, or pass each model a process_group= "
+            "of its own",
             comm->rank, comm->ops->name);
     comm->entered++;
     return ZS_OK;
 }
 
+void zs_comm_let_go(zs_comm *comm)
+{
+    if (--comm->entered == 0) atomic_store(&comm->user, NULL);
+}
+
+zs_status zs_comm_enter(zs_comm *comm)
+{
+    return comm->ops->mapped ? ZS_OK : zs_comm_hold(comm);
+}
+
 void zs_comm_leave(zs_comm *comm)
 {
-    if (!comm->ops->mapped && --comm->entered == 0) atomic_store(&comm->user, NULL);
+    if (!comm->ops->mapped) zs_comm_let_go(comm);
 }
 
 bool zs_comm_shares_memory(const zs_comm *comm)

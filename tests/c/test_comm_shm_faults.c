@@ -7,6 +7,7 @@
 #include "comm/shm/shm.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -307,6 +308,34 @@ static void different_exchanges_diverge(rank_env *env)
     OK(meet(env)); /* so that rank 0 stays until all have taken */
 }
 
+static void *meet_beside(void *env)
+{
+    OK(meet(env));
+    return NULL;
+}
+
+/* A rank waits for one thing at a time: the others read there whether it can ever go on. */
+static void two_threads_do_not_wait_at_a_time(rank_env *env)
+{
+    pthread_t thread;
+    zs_cunit *unit = make_unit(env, unit_name, 64);
+    if (env->rank == 1) {
+        wait_for_arrivals(env, env->world - 1);
+        OK(post_empty(env, unit));
+        OK(meet(env));
+    } else {
+        OK(post_empty(env, unit));
+        CHECK(pthread_create(&thread, NULL, meet_beside, env) == 0);
+        while (atomic_load(&((zs_shm *)env->comm)->own->wait_id) % 2 == 0)
+            sleep_us(1000);
+        FAILS(collect(env, unit), ZS_ERR_STATE, "two threads of rank");
+        arrive(env);
+        CHECK(pthread_join(thread, NULL) == 0);
+    }
+    OK(collect(env, unit));
+    OK(meet(env));
+}
+
 /* --- joining ------------------------------------------------------------------------------------------------------------------- */
 
 static zs_status try_to_join(rank_env *env, const char *token, bool unknown, zs_comm **comm)
@@ -406,6 +435,7 @@ static const rank_test tests[] = {
     TEST(slow_rank_is_no_deadlock, .least = 2),
     TEST(different_models_diverge, .least = 2),
     TEST(different_exchanges_diverge, .least = 2),
+    TEST(two_threads_do_not_wait_at_a_time, .least = 2),
     TEST(unreachable_peers, .least = 2, .joins_itself = true),
     TEST(wrong_token_is_refused, .least = 2, .joins_itself = true),
     TEST(strangers_end_no_deadline, .least = 2, .joins_itself = true),
