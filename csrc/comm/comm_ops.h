@@ -220,7 +220,7 @@ struct zs_comm {
     zs_diagnostics *others;     /* [world] what each rank has published, NULL: unknown, or `said` knows; owned */
     /* How many have ended; what streams did in them precedes all that the compute stream has done since. */
     uint64_t sessions;
-    _Atomic(const void *) user; /* (not mapped) the thread that is in a collective, NULL: none, see zs_comm_enter */
+    _Atomic(const void *) user; /* the thread that is in a collective, or (mapped) in a wait; NULL: none */
     int entered;                /* how often it is */
     zs_refs refs;
 };

@@ -2,6 +2,7 @@
 #include "comm/script.h"
 
 #include "comm/comm.h"
+#include "comm/comm_local.h"
 
 #include <stdatomic.h>
 #include <stdio.h>
@@ -37,24 +38,33 @@ void zs_call_swap(char name[ZS_CALL])
 }
 
 /* The address of `call` stands for this thread. */
-zs_status zs_comm_enter(zs_comm *comm)
+zs_status zs_comm_hold(zs_comm *comm)
 {
     const void *none = NULL;
-    if (comm->ops->mapped) return ZS_OK;
     if (atomic_load(&comm->user) != call && !atomic_compare_exchange_strong(&comm->user, &none, call))
         return ZS_FAIL(
             ZS_ERR_STATE,
             "two threads of rank %d communicate with the same ranks over transport '%s' at a time, and other "
-            "ranks may do so in another order; use models from one thread, pass each model a process_group= "
-            "of its own, or pass transport='shm'",
+            "ranks may do so in another order; use models from one thread, or pass each model a process_group= "
+            "of its own",
             comm->rank, comm->ops->name);
     comm->entered++;
     return ZS_OK;
 }
 
+void zs_comm_let_go(zs_comm *comm)
+{
+    if (--comm->entered == 0) atomic_store(&comm->user, NULL);
+}
+
+zs_status zs_comm_enter(zs_comm *comm)
+{
+    return comm->ops->mapped ? ZS_OK : zs_comm_hold(comm);
+}
+
 void zs_comm_leave(zs_comm *comm)
 {
-    if (!comm->ops->mapped && --comm->entered == 0) atomic_store(&comm->user, NULL);
+    if (!comm->ops->mapped) zs_comm_let_go(comm);
 }
 
 void zs_script_place(char *text, size_t size)

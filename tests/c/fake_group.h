@@ -27,6 +27,8 @@ static int under_way;         /* works that have not been waited for to their en
 static int fail_at;           /* the how-many-th collective from now on fails at its start; 0: none */
 static int fail_late_at;      /* likewise, at its end */
 static int last_forever_at;   /* likewise, never ends */
+static int slow_at;           /* likewise, ends after a wait in vain */
+static const char *reading;   /* what one that never ends may read at any time */
 static zs_status failure;     /* with what */
 static const char *complaint; /* and the words */
 static char last_words[128];  /* of this rank, as the store would have them */
@@ -63,11 +65,11 @@ static zs_status begin(const zs_group *group, zs_work **work)
 {
     calls++;
     CHECK(group->timeout == wire->timeout);
-    bool late = is_due(&fail_late_at), forever = is_due(&last_forever_at);
+    bool late = is_due(&fail_late_at), forever = is_due(&last_forever_at), slow = is_due(&slow_at);
     if (is_due(&fail_at)) return ZS_FAIL(failure, "%s", complaint);
     *work = calloc(1, sizeof **work);
     CHECK(*work != NULL);
-    **work = (zs_work){.waits = forever ? 1 << 30 : 0, .status = late ? failure : ZS_OK};
+    **work = (zs_work){.waits = forever ? 1 << 30 : slow, .status = late ? failure : ZS_OK};
     under_way++;
     return ZS_OK;
 }
@@ -99,7 +101,8 @@ zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t
 {
     CHECK(world == wire->world + absent);
     ZS_TRY(begin(group, work));
-    if ((*work)->waits != 0 || (*work)->status != ZS_OK) return ZS_OK;
+    if ((*work)->waits > 1) reading = in;
+    if ((*work)->waits > 1 || (*work)->status != ZS_OK) return ZS_OK;
     if (absent > 0)
         gather_for_absent(in, out, bytes, world);
     else
@@ -111,7 +114,7 @@ zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t
 {
     CHECK(world == wire->world);
     ZS_TRY(begin(group, work));
-    if ((*work)->waits != 0 || (*work)->status != ZS_OK) return ZS_OK;
+    if ((*work)->waits > 1 || (*work)->status != ZS_OK) return ZS_OK;
     size_t whole = piece_bytes * (size_t)world;
     char *all = malloc(whole * (size_t)world);
     CHECK(all != NULL);
@@ -126,7 +129,7 @@ zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t
 zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root, zs_work **work)
 {
     ZS_TRY(begin(group, work));
-    if ((*work)->waits != 0 || (*work)->status != ZS_OK) return ZS_OK;
+    if ((*work)->waits > 1 || (*work)->status != ZS_OK) return ZS_OK;
     char call[ZS_CALL] = "";
     zs_call_swap(call);
     zs_status status = zs_comm_broadcast(wire, data, bytes, root);

@@ -253,6 +253,14 @@ static void one_call_that_differs(rank_env *env)
     zs_call_end();
 }
 
+/* All ranks wait here, below the transport, so that none is found gone before the others have looked. */
+static void stay(rank_env *env)
+{
+    char none[1] = "";
+    (void)env;
+    OK(zs_comm_exchange(wire, none, 0, none));
+}
+
 static int left; /* allocations of the transport that still succeed */
 
 static zs_status scarce_mem_new(const zs_device *device, size_t bytes, zs_mem **out)
@@ -303,6 +311,63 @@ static void memory_that_runs_out(rank_env *env)
             zs_cunit_free(env->comm, unit);
             env->comm->device = device;
         }
+    }
+}
+
+/* A rank that cannot tell what it has done, when turns differ, has lost the transport: the others are in that exchange.
+ * Here they find its reason in the store. */
+static void no_memory_for_words(rank_env *env)
+{
+    zs_device_ops ops = *zs_device_cpu()->ops;
+    ops.mem_new = scarce_mem_new;
+    const zs_device poor = {&ops, zs_device_cpu()->where}, *device = env->comm->device;
+    zs_cunit_spec spec = {.name = "block", .n_params = 1, .n_flats = 1, .shard_bytes = {64}};
+    zs_cunit *unit = NULL;
+    char byte = (char)env->rank, all[2 * MAX_RANKS];
+    OK(zs_cunit_new(env->comm, &spec, &unit));
+    zs_cunit_free(env->comm, unit); /* and all areas */
+    left = 1000;
+    env->comm->device = &poor;
+    OK(zs_comm_exchange(env->comm, &byte, 1, all));
+    if (env->rank == 1) {
+        left = 0; /* it has what a byte needs */
+    } else {
+        last_forever_at = 2; /* the texts */
+        speaker = 1;
+        snprintf(last_words, sizeof last_words, "out of memory");
+    }
+    FAILS(zs_comm_exchange(env->comm, "no", env->rank == 1 ? 1 : 2, all), ZS_ERR_DIVERGED, "ranks diverged");
+    CHECK(env->rank != 1 || (speaker == 1 && strstr(last_words, "out of memory") != NULL));
+    stay(env);
+    FAILS(zs_comm_exchange(env->comm, &byte, 1, all), ZS_ERR_PEER, "out of memory");
+    env->comm->device = device;
+}
+
+static zs_comm *last_comm;
+static zs_cunit *last_unit;
+
+static bool free_the_last_unit(void)
+{
+    zs_cunit_free(last_comm, last_unit);
+    last_unit = NULL;
+    return false;
+}
+
+/* A model may be collected while this thread or another one waits in a collective that is not its own. */
+static void last_unit_is_freed_within_a_wait(rank_env *env)
+{
+    zs_cunit_spec spec = {.name = "block", .n_params = 1, .n_flats = 1, .shard_bytes = {64 << 10}};
+    char byte = (char)env->rank, all[MAX_RANKS];
+    for (int nth = 1; nth <= 2; nth++) {
+        OK(zs_cunit_new(env->comm, &spec, &last_unit));
+        last_comm = env->comm;
+        slow_at = nth;
+        zs_comm_on_wait(free_the_last_unit);
+        OK(zs_comm_exchange(env->comm, &byte, 1, all));
+        zs_comm_on_wait(NULL);
+        CHECK(last_unit == NULL && zs_comm_bytes(env->comm) == 0);
+        for (int r = 0; r < env->world; r++)
+            CHECK(all[r] == r);
     }
 }
 
@@ -402,14 +467,6 @@ static void two_threads_at_a_time(rank_env *env)
     OK(zs_comm_exchange(env->comm, &byte, 1, all));
 }
 
-/* All ranks wait here, below the transport, so that none is found gone before the others have looked. */
-static void stay(rank_env *env)
-{
-    char none[1] = "";
-    (void)env;
-    OK(zs_comm_exchange(wire, none, 0, none));
-}
-
 /* A failure of the process group is put into words, and ends the transport. */
 static void failures_are_explained(rank_env *env)
 {
@@ -506,6 +563,24 @@ static void interrupted_wait_ends_the_transport(rank_env *env)
     zs_comm_on_wait(NULL);
 }
 
+/* What abandoned gathers read stays, too: rank 0's own, and what the others bring to it. */
+static void interrupted_gathers_keep_shards(rank_env *env)
+{
+    zs_flat_mem flats[FLATS];
+    zs_reader *reader = begin_forward(env, flats);
+    unsigned first = env->rank == 0 ? 0 : 1;
+    zs_comm_on_wait(always);
+    last_forever_at = 2; /* the first one agrees on it */
+    zs_clear_error();
+    CHECK(gather_one(env, &flats[first], first) == ZS_ERR_TORCH);
+    zs_clear_error();
+    stay(env);
+    zs_comm_on_wait(NULL);
+    CHECK(reading == flats[0].shard);
+    end_forward(env, reader, flats);
+    CHECK(has_pattern(reading, SHARD, (unsigned)env->rank));
+}
+
 #define OVER_C10D(body)                    \
     static void c10d_##body(rank_env *env) \
     {                                      \
@@ -519,12 +594,15 @@ OVER_C10D(steps_that_differ)
 OVER_C10D(calls_that_differ)
 OVER_C10D(one_call_that_differs)
 OVER_C10D(memory_that_runs_out)
+OVER_C10D(no_memory_for_words)
+OVER_C10D(last_unit_is_freed_within_a_wait)
 OVER_C10D(two_threads_at_a_time)
 OVER_C10D(failures_are_explained)
 OVER_C10D(unknown_peers_are_listed)
 OVER_C10D(last_words_are_told)
 OVER_C10D(dead_rank_is_found)
 OVER_C10D(interrupted_wait_ends_the_transport)
+OVER_C10D(interrupted_gathers_keep_shards)
 
 static const rank_test tests[] = {
     TEST(c10d_rounds_in_a_row, .least = 2),
@@ -543,6 +621,8 @@ static const rank_test tests[] = {
     TEST(c10d_calls_that_differ, .least = 3),
     TEST(c10d_one_call_that_differs, .least = 2),
     TEST(c10d_memory_that_runs_out, .least = 2),
+    TEST(c10d_no_memory_for_words, .least = 2),
+    TEST(c10d_last_unit_is_freed_within_a_wait, .least = 2),
     TEST(c10d_two_threads_at_a_time, .least = 2),
     TEST(many_ranks_on_a_little_stack, .least = MAX_RANKS),
     TEST(c10d_failures_are_explained, .least = 2),
@@ -550,6 +630,7 @@ static const rank_test tests[] = {
     TEST(c10d_last_words_are_told, .least = 2),
     TEST(c10d_dead_rank_is_found, .least = 2, .killed = 1),
     TEST(c10d_interrupted_wait_ends_the_transport, .least = 2),
+    TEST(c10d_interrupted_gathers_keep_shards, .least = 2),
     TEST(self_rounds_in_a_row, .least = MAX_RANKS),
     TEST(self_sums_are_shared, .least = MAX_RANKS),
     TEST(self_rounds_have_an_order, .least = MAX_RANKS),

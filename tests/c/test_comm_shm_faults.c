@@ -4,7 +4,12 @@
  */
 #include "ranks.h"
 
+#include "comm/shm/shm.h"
+
 #include <fcntl.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 
 static const char *const unit_name = "blocks.3";
 
@@ -105,6 +110,27 @@ static void memory_of_a_dead_peer_stays_readable(rank_env *env)
     wait_for_arrivals(env, 1);
     sleep_us(50000);
     OK(collect(env, unit)); /* what it gave before it died is there */
+}
+
+/* A rank that dies while it posts where its optimizer state lies leaves a number that says so for ever. */
+static void peer_killed_while_it_posts(rank_env *env)
+{
+    char *text = NULL;
+    size_t bytes = 0;
+    const zs_state_ops *state = env->comm->ops->state;
+    OK(state->post(env->comm, "state", 5));
+    OK(meet(env));
+    if (env->rank == 1) {
+        atomic_fetch_add(&((zs_shm *)env->comm)->own->post_number, 1);
+        arrive(env);
+        sleep_us(100000);
+        kill(getpid(), SIGKILL);
+    }
+    wait_for_arrivals(env, 1);
+    FAILS(state->posted(env->comm, 1, &text, &bytes), ZS_ERR_PEER, "died while it posted");
+    OK(state->posted(env->comm, 0, &text, &bytes));
+    CHECK(bytes == 5 && memcmp(text, "state", 5) == 0);
+    free(text);
 }
 
 static void exit_is_not_a_failure(rank_env *env)
@@ -282,6 +308,34 @@ static void different_exchanges_diverge(rank_env *env)
     OK(meet(env)); /* so that rank 0 stays until all have taken */
 }
 
+static void *meet_beside(void *env)
+{
+    OK(meet(env));
+    return NULL;
+}
+
+/* A rank waits for one thing at a time: the others read there whether it can ever go on. */
+static void two_threads_do_not_wait_at_a_time(rank_env *env)
+{
+    pthread_t thread;
+    zs_cunit *unit = make_unit(env, unit_name, 64);
+    if (env->rank == 1) {
+        wait_for_arrivals(env, env->world - 1);
+        OK(post_empty(env, unit));
+        OK(meet(env));
+    } else {
+        OK(post_empty(env, unit));
+        CHECK(pthread_create(&thread, NULL, meet_beside, env) == 0);
+        while (atomic_load(&((zs_shm *)env->comm)->own->wait_id) % 2 == 0)
+            sleep_us(1000);
+        FAILS(collect(env, unit), ZS_ERR_STATE, "two threads of rank");
+        arrive(env);
+        CHECK(pthread_join(thread, NULL) == 0);
+    }
+    OK(collect(env, unit));
+    OK(meet(env));
+}
+
 /* --- joining ------------------------------------------------------------------------------------------------------------------- */
 
 static zs_status try_to_join(rank_env *env, const char *token, bool unknown, zs_comm **comm)
@@ -323,6 +377,30 @@ static void wrong_token_is_refused(rank_env *env)
     zs_comm_release(comm);
 }
 
+/* Processes that have nothing to say, one after the other, in place of rank 1: rank 0 waits no longer for that. */
+static void strangers_end_no_deadline(rank_env *env)
+{
+    if (env->rank == 0) {
+        zs_comm *comm = NULL;
+        double start = now();
+        CHECK(try_to_join(env, "0123456789abcdef", false, &comm) == ZS_ERR_UNSUPPORTED && now() - start < 5.0);
+        atomic_store(&env->board->step, 100);
+        zs_comm_release(comm);
+        return;
+    }
+    arrive(env);
+    wait_for_arrivals(env, env->world);
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    size_t length = strlen(env->board->addresses[0]);
+    memcpy(name.sun_path + 1, env->board->addresses[0], length);
+    while (atomic_load(&env->board->step) < 100) {
+        int line = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK, 0);
+        (void)!connect(line, (struct sockaddr *)&name,
+                       (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + length));
+        close(line);
+    }
+}
+
 static int open_descriptors(void)
 {
     int count = 0;
@@ -346,6 +424,7 @@ static const rank_test tests[] = {
     TEST(peer_killed_while_awaited, .least = 2, .killed = 1),
     TEST(peer_killed_while_another_is_awaited, .least = 3, .killed = 1),
     TEST(memory_of_a_dead_peer_stays_readable, .least = 2, .killed = 1),
+    TEST(peer_killed_while_it_posts, .least = 2, .killed = 1),
     TEST(exit_is_not_a_failure, .least = 2),
     TEST(peer_killed_in_a_reader_wait, .least = 2, .killed = 1),
     TEST(timeout_names_the_late_ranks, .least = 2),
@@ -357,8 +436,10 @@ static const rank_test tests[] = {
     TEST(slow_rank_is_no_deadlock, .least = 2),
     TEST(different_models_diverge, .least = 2),
     TEST(different_exchanges_diverge, .least = 2),
+    TEST(two_threads_do_not_wait_at_a_time, .least = 2),
     TEST(unreachable_peers, .least = 2, .joins_itself = true),
     TEST(wrong_token_is_refused, .least = 2, .joins_itself = true),
+    TEST(strangers_end_no_deadline, .least = 2, .joins_itself = true),
     TEST(no_descriptor_is_left_open, .least = 2, .joins_itself = true),
 };
 

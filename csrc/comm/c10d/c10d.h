@@ -58,9 +58,9 @@ typedef struct zs_c10d_turn {
     char name[88];                   /* of the unit, truncated; of the call that an exchange or broadcast is part of */
 } zs_c10d_turn;
 
-/* A collective that was abandoned, and the memory that torch's threads may still write to. */
+/* A collective that was abandoned, and the memory that torch's threads may still use. */
 typedef struct zs_c10d_stray {
-    zs_work *work;
+    zs_work *work;  /* NULL: that of another one */
     zs_mem *memory; /* NULL: an area */
     struct zs_c10d_stray *next;
 } zs_c10d_stray;
@@ -92,7 +92,8 @@ typedef struct zs_c10d_comm {
     zs_c10d_peer *peers;               /* [world] */
     int gone;        /* the peer that was first seen to have exited, the cause of later failures; -1: none */
     size_t living;   /* live units, and (hosts) gathers that have an area */
-    zs_arena *areas; /* owned; what one backward has out at a time; freed with the last unit; NULL: none yet */
+    zs_arena *areas; /* owned; what one backward has out at a time; NULL: none */
+    bool areas_end;  /* the last unit is freed, and so are they, as soon as none is lent */
     bool told;       /* this rank has left its reason */
     bool same_slots; /* in the last turn all ranks had the same gather, and those of each host the same slot */
     pthread_mutex_t areas_lock;
@@ -112,7 +113,7 @@ bool zs_c10d_clear(zs_c10d_comm *comm);
 /* The turn of a gather of the flat / *new*, for zs_c10d_gather_finish or, if it has not started, zs_c10d_gathering_free
  * (NULL allowed) / starts it, from this rank's shard into `full`, once all ranks have agreed on its turn. */
 zs_c10d_turn zs_c10d_gather_turn(zs_c10d_comm *comm, const zs_flat_mem *flat, const char *unit);
-zs_status zs_c10d_gathering_new(const zs_c10d_turn *turn, zs_target to, zs_gathering **out);
+zs_status zs_c10d_gathering_new(const zs_c10d_turn *turn, const zs_flat_mem *flat, zs_target to, zs_gathering **out);
 void zs_c10d_gathering_free(zs_gathering *gathering);
 zs_status zs_c10d_gather_agreed(zs_c10d_comm *comm, const char *shard, char *full, zs_gathering *gathering);
 
@@ -186,6 +187,9 @@ zs_status zs_c10d_watch_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, const
 /* Abandons `work`: the memory that it may still write to is kept forever. */
 void zs_c10d_leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory);
 
+/* A gather has ended: if it was abandoned, torch's threads may yet read the shard, which is kept forever, too. */
+void zs_c10d_leave_source(zs_c10d_comm *comm, zs_mem *shard);
+
 /* Fails with this thread's record, rephrased for `turn`; looks for the rank that caused the failure. */
 zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status);
 
@@ -195,6 +199,11 @@ void zs_c10d_free_lost(zs_c10d_comm *comm);
 /* Allocates memory for one collective, until zs_c10d_return_area, which sets it to NULL (and accepts NULL). */
 zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, zs_mem **area);
 void zs_c10d_return_area(zs_c10d_comm *comm, zs_mem **area);
+
+/* A unit, or a gather that has an area, keeps all areas / no longer does: the last one frees them. A unit may be freed
+ * while this or another thread is in a collective: what is lent then goes with its return. */
+void zs_c10d_keep_areas(zs_c10d_comm *comm);
+void zs_c10d_let_areas_go(zs_c10d_comm *comm);
 
 /* Frees all areas, unless an abandoned collective may still write to them. */
 void zs_c10d_free_areas(zs_c10d_comm *comm);

@@ -139,15 +139,14 @@ void zs_c10d_finish_round(zs_comm *comm, zs_cunit *cunit)
 
 void zs_c10d_unit_clear(zs_comm *comm, zs_cunit *cunit)
 {
-    zs_c10d_comm *self = (zs_c10d_comm *)comm;
     (void)cunit;
-    if (--self->living == 0) zs_c10d_free_areas(self); /* the transport lives as long as the process group */
+    zs_c10d_let_areas_go((zs_c10d_comm *)comm); /* the transport lives as long as the process group */
 }
 
 zs_status zs_c10d_unit_init(zs_comm *comm, zs_cunit *cunit)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
-    self->living++;
+    zs_c10d_keep_areas(self);
     ((zs_c10d_unit *)cunit)->number = self->units++;
     zs_cunit_lay_side_by_side(cunit);
     return ZS_OK;

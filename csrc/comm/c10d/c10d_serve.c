@@ -17,6 +17,7 @@
 /* A flat that this transport has created, and not freed. */
 struct zs_c10d_flat {
     uint64_t key;
+    zs_mem *mem; /* borrowed, of the shard */
     const char *shard;
     size_t shard_bytes;
     struct zs_c10d_flat *next;
@@ -49,7 +50,7 @@ zs_status zs_c10d_flat_add(zs_c10d_comm *comm, zs_flat_mem *made)
     if (flat == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a shard");
     made->key = comm->flats++;
     zs_c10d_flat **list = list_of(comm, made->key);
-    *flat = (zs_c10d_flat){made->key, made->shard, made->shard_bytes, *list};
+    *flat = (zs_c10d_flat){made->key, made->mem, made->shard, made->shard_bytes, *list};
     *list = flat;
     return ZS_OK;
 }
@@ -228,6 +229,7 @@ zs_status zs_c10d_serve(zs_c10d_comm *comm, const zs_c10d_turn *turn)
     status = zs_group_all_gather(comm->group, flat->shard, area->ptr, flat->shard_bytes, world, &work);
     zs_traffic_from_each(&comm->base, ZS_TRAFFIC_GATHER, flat->shard_bytes);
     status = status == ZS_OK ? zs_c10d_finish(comm, turn, work, NULL) : zs_c10d_fail(comm, turn, status);
+    zs_c10d_leave_source(comm, flat->mem);
     zs_c10d_return_area(comm, &area);
     return status;
 }

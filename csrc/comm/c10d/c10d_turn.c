@@ -120,31 +120,36 @@ bool zs_c10d_all_agree(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return all_alike(comm, turns) && (turns->kind != ZS_C10D_GATHER || find_apart(comm, turns) < 0);
 }
 
-/* All ranks have seen that turns differ: they exchange their texts before they report it. */
+/* Gets all ranks' texts [world], over the group. */
+static zs_status gather_words(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_diagnostics *others)
+{
+    size_t bytes = (size_t)comm->base.world * sizeof *others;
+    zs_mem *area = NULL;
+    ZS_TRY(zs_c10d_borrow_area(comm, bytes + sizeof *others, &area));
+    char *all = area->ptr, *mine = all + bytes;
+    memcpy(mine, &comm->base.words, sizeof *others);
+    zs_work *work = NULL;
+    zs_status status = zs_group_all_gather(comm->group, mine, all, sizeof *others, comm->base.world, &work);
+    ZS_THEN(status, zs_c10d_finish(comm, turn, work, NULL));
+    if (status == ZS_OK) memcpy(others, all, bytes);
+    zs_c10d_return_area(comm, &area);
+    return status;
+}
+
+/* All ranks have seen that turns differ: they exchange their texts before they report it. A rank that cannot has lost
+ * the transport: the others are in that exchange. */
 static void learn_words(zs_c10d_comm *comm, const zs_c10d_turn *turn)
 {
     zs_diagnostics *others = calloc((size_t)comm->base.world, sizeof *others);
-    zs_mem *area = NULL;
+    zs_status status = others == NULL ? ZS_FAIL(ZS_ERR_MEMORY, "out of memory asking what the ranks have done") : ZS_OK;
     zs_comm_look(&comm->base);
-    if (comm->hooks != NULL) {
-        if (others != NULL && comm->hooks->exchange_words(comm, others) == ZS_OK)
-            zs_comm_set_others(&comm->base, others);
-        zs_clear_error();
-        return;
-    }
-    size_t bytes = (size_t)comm->base.world * sizeof(zs_diagnostics);
-    if (zs_c10d_borrow_area(comm, bytes + sizeof(zs_diagnostics), &area) != ZS_OK) {
+    ZS_THEN(status, comm->hooks != NULL ? comm->hooks->exchange_words(comm, others) : gather_words(comm, turn, others));
+    if (status != ZS_OK) {
         free(others);
-        return;
+        others = NULL;
+        (void)zs_c10d_fail(comm, turn, status);
     }
-    char *all = area->ptr, *mine = all + bytes;
-    memcpy(mine, &comm->base.words, sizeof(zs_diagnostics));
-    zs_work *work = NULL;
-    zs_status status = zs_group_all_gather(comm->group, mine, all, sizeof(zs_diagnostics), comm->base.world, &work);
-    ZS_THEN(status, zs_c10d_finish(comm, turn, work, NULL));
-    if (status == ZS_OK && others != NULL) memcpy(others, all, bytes);
     zs_comm_set_others(&comm->base, others);
-    zs_c10d_return_area(comm, &area);
     zs_clear_error();
 }
 
@@ -161,7 +166,9 @@ static zs_status check_readings(zs_c10d_comm *comm, const zs_c10d_turn *turns)
 static zs_status compare_fingerprints(zs_c10d_comm *comm, const zs_c10d_turn *turns, bool joined)
 {
     zs_fingerprint *fingerprints = calloc((unsigned)comm->base.world, sizeof *fingerprints);
-    if (fingerprints == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' steps");
+    if (fingerprints == NULL) /* the others may go on */
+        return zs_c10d_fail(comm, &turns[comm->base.rank],
+                            ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' steps"));
     bool looks = false;
     for (int r = 0; r < comm->base.world; r++) {
         looks |= zs_reading_is_look(turns[r].reading);
@@ -242,6 +249,7 @@ static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns, int *nex
         ZS_TRY(compare_fingerprints(comm, turns, chosen >= 0));
     }
     if (chosen < 0 && !meant) return fail_apart(comm, turns);
+    ZS_TRY(zs_c10d_check_usable(comm)); /* without the others' texts, they may conclude something else */
     *next = chosen;
     /* If all have the same turn, they differ in what the texts have settled. */
     return chosen >= 0 || turns->kind == ZS_C10D_GATHER ? check_readings(comm, turns) : ZS_OK;

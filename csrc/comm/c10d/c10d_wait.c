@@ -145,6 +145,11 @@ void zs_c10d_leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
     comm->strays = stray;
 }
 
+void zs_c10d_leave_source(zs_c10d_comm *comm, zs_mem *shard)
+{
+    if (comm->has_strays) zs_c10d_leave_behind(comm, NULL, shard);
+}
+
 /* `stall`: NULL if a wait may be long because of its size. */
 static zs_status wait_for(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory,
                           zs_c10d_stall *stall)
@@ -254,11 +259,37 @@ zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, zs_mem **area)
     return status;
 }
 
+/* With the lock. */
+static void free_if_idle(zs_c10d_comm *comm)
+{
+    comm->areas_end = comm->areas != NULL && !comm->has_strays;
+    if (!comm->areas_end || zs_arena_lent_bytes(comm->areas) > 0) return;
+    zs_c10d_free_areas(comm);
+    comm->areas_end = false;
+}
+
+void zs_c10d_keep_areas(zs_c10d_comm *comm)
+{
+    pthread_mutex_lock(&comm->areas_lock);
+    comm->living++;
+    comm->areas_end = false;
+    pthread_mutex_unlock(&comm->areas_lock);
+}
+
+void zs_c10d_let_areas_go(zs_c10d_comm *comm)
+{
+    if (zs_c10d_is_forked(comm)) return; /* another thread of the parent may have held the lock */
+    pthread_mutex_lock(&comm->areas_lock);
+    if (--comm->living == 0) free_if_idle(comm);
+    pthread_mutex_unlock(&comm->areas_lock);
+}
+
 void zs_c10d_return_area(zs_c10d_comm *comm, zs_mem **area)
 {
     if (*area == NULL) return;
     pthread_mutex_lock(&comm->areas_lock);
     zs_arena_give(comm->areas, *area);
+    if (comm->areas_end && comm->living == 0) free_if_idle(comm);
     pthread_mutex_unlock(&comm->areas_lock);
     *area = NULL;
 }

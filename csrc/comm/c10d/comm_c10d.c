@@ -17,7 +17,7 @@
 struct zs_gathering {
     zs_c10d_turn turn;
     zs_work *work;
-    zs_mem *mem; /* counted reference */
+    zs_mem *mem, *source; /* counted references */
 };
 
 zs_c10d_turn zs_c10d_gather_turn(zs_c10d_comm *comm, const zs_flat_mem *flat, const char *name)
@@ -27,11 +27,11 @@ zs_c10d_turn zs_c10d_gather_turn(zs_c10d_comm *comm, const zs_flat_mem *flat, co
     return turn;
 }
 
-zs_status zs_c10d_gathering_new(const zs_c10d_turn *turn, zs_target to, zs_gathering **out)
+zs_status zs_c10d_gathering_new(const zs_c10d_turn *turn, const zs_flat_mem *flat, zs_target to, zs_gathering **out)
 {
     *out = malloc(sizeof **out);
     if (*out == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", turn->name);
-    **out = (zs_gathering){*turn, NULL, zs_mem_retain(to.mem)};
+    **out = (zs_gathering){*turn, NULL, zs_mem_retain(to.mem), zs_mem_retain(flat->mem)};
     return ZS_OK;
 }
 
@@ -39,6 +39,7 @@ void zs_c10d_gathering_free(zs_gathering *gathering)
 {
     if (gathering == NULL) return;
     zs_mem_release(gathering->mem);
+    zs_mem_release(gathering->source);
     free(gathering);
 }
 
@@ -57,7 +58,7 @@ static zs_status c10d_gather_start(zs_comm *comm, const zs_flat_mem *flat, const
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     zs_c10d_turn turn = zs_c10d_gather_turn(self, flat, name);
     zs_gathering *made = NULL;
-    zs_status status = zs_c10d_gathering_new(&turn, to, &made);
+    zs_status status = zs_c10d_gathering_new(&turn, flat, to, &made);
     ZS_THEN(status, zs_c10d_agree(self, &turn));
     ZS_THEN(status, zs_c10d_gather_agreed(self, flat->shard, to.full, made));
     if (status == ZS_OK)
@@ -70,6 +71,7 @@ static zs_status c10d_gather_start(zs_comm *comm, const zs_flat_mem *flat, const
 zs_status zs_c10d_gather_finish(zs_comm *comm, zs_gathering *gathering)
 {
     zs_status status = zs_c10d_finish((zs_c10d_comm *)comm, &gathering->turn, gathering->work, gathering->mem);
+    zs_c10d_leave_source((zs_c10d_comm *)comm, gathering->source);
     zs_c10d_gathering_free(gathering);
     return status;
 }

@@ -116,12 +116,16 @@ zs_status zs_gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
     const zs_wire_shard code = zs_gpu_code_of(comm, to.code, to.dtype, flat->shard_bytes);
-    ZS_TRY(zs_gpu_agree_on_gather(self, flat, name, code));
-    zs_gathering *made = calloc(1, sizeof *made);
+    zs_gathering *made = calloc(1, sizeof *made); /* before ranks agree: then all begin it */
     if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
     made->code = code;
+    zs_status status = zs_gpu_agree_on_gather(self, flat, name, code);
+    if (status != ZS_OK) {
+        free(made);
+        return status;
+    }
     zs_gpu_order_add(self, "parameters", name, flat->shard_bytes);
-    zs_status status = start_gather(self, flat, to, made);
+    status = start_gather(self, flat, to, made);
     if (status == ZS_OK) {
         made->mem = zs_mem_retain(to.mem);
         made->session = comm->sessions;

@@ -71,12 +71,19 @@ static zs_swap swap_of(const zs_gpu_unit *unit, const zs_mem *filler)
     return swap;
 }
 
-static zs_status move_shards(zs_gpu_comm *comm, zs_gpu_unit *unit)
+/* What a round that is not coded needs. Before ranks agree on it: one that fails later leaves its peers' GPUs in a
+ * swap, paired with what it queues next. */
+static zs_status take_areas(zs_gpu_comm *comm, zs_gpu_unit *unit, zs_mem **filler)
 {
-    zs_mem *filler = NULL;
     const zs_cunit *base = &unit->base;
+    if (unit->lost != NULL) return ZS_OK;
     ZS_TRY(zs_gpu_take_area(comm, base->shards_bytes * (size_t)comm->base.world, &unit->received));
-    if (base->bucket == NULL) ZS_TRY(zs_gpu_take_area(comm, base->shards_bytes, &filler));
+    return base->bucket == NULL ? zs_gpu_take_area(comm, base->shards_bytes, filler) : ZS_OK;
+}
+
+static zs_status move_shards(zs_gpu_comm *comm, zs_gpu_unit *unit, const zs_mem *filler)
+{
+    const zs_cunit *base = &unit->base;
     zs_swap swap = swap_of(unit, filler);
     zs_gpu_order_add(comm, "gradients", base->spec.name, base->shards_bytes);
     zs_status status = zs_device_fork(comm->base.device, ZS_STREAM_REDUCE); /* after the packing */
@@ -84,7 +91,6 @@ static zs_status move_shards(zs_gpu_comm *comm, zs_gpu_unit *unit)
     ZS_THEN(status, comm->backend->ops->swap(comm->backend, &swap));
     ZS_THEN(status, zs_device_cuda_record(comm->base.device, ZS_STREAM_REDUCE, unit->read));
     unit->session = comm->base.sessions;
-    zs_gpu_return_area(comm, &filler);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
 }
 
@@ -97,10 +103,14 @@ zs_status zs_gpu_send(zs_comm *comm, zs_cunit *cunit)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     zs_gpu_unit *unit = (zs_gpu_unit *)cunit;
-    ZS_TRY(zs_gpu_agree_on_round(self, unit, ZS_C10D_POST));
-    memcpy(zs_cunit_header(unit->control), cunit->header, cunit->header_bytes);
-    ZS_TRY(zs_cunit_post(self->control, unit->control, NULL));
-    return unit->lost != NULL ? zs_gpu_send_coded(self, unit) : move_shards(self, unit);
+    zs_mem *filler = NULL;
+    zs_status status = take_areas(self, unit, &filler);
+    ZS_THEN(status, zs_gpu_agree_on_round(self, unit, ZS_C10D_POST));
+    if (status == ZS_OK) memcpy(zs_cunit_header(unit->control), cunit->header, cunit->header_bytes);
+    ZS_THEN(status, zs_cunit_post(self->control, unit->control, NULL));
+    ZS_THEN(status, unit->lost != NULL ? zs_gpu_send_coded(self, unit) : move_shards(self, unit, filler));
+    zs_gpu_return_area(self, &filler);
+    return status;
 }
 
 /* --- collect, share, release -------------------------------------------------------------------------------------- */

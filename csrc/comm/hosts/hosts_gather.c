@@ -76,8 +76,8 @@ static zs_status set_apart(hosts_slot *slot, bool apart)
 
 typedef struct hosts_gathering {
     zs_hosts_op op;
-    zs_flat_mem source;
-    zs_target to;       /* a counted reference */
+    zs_flat_mem source; /* a counted reference */
+    zs_target to;       /* likewise */
     zs_gathering *flat; /* over all ranks; NULL: in two levels */
     uint64_t number;    /* in two levels */
     zs_wire_shard code;
@@ -97,6 +97,7 @@ static hosts_gathering *gathering_new(const zs_hosts_comm *self, const zs_flat_m
     made->works = (zs_work **)(void *)(made->turns + turns);
     made->op.ticket.turns = made->turns;
     zs_mem_retain(to.mem);
+    zs_mem_retain(flat->mem);
     return made;
 }
 
@@ -171,7 +172,7 @@ static zs_status borrow_codes(zs_hosts_comm *self, hosts_gathering *gathering)
 {
     if (gathering->code.wire == ZS_WIRE_EXACT) return ZS_OK;
     ZS_TRY(zs_c10d_borrow_area(&self->c10d, gathering->code.stride * (size_t)self->hosts, &gathering->codes));
-    self->c10d.living++;
+    zs_c10d_keep_areas(&self->c10d);
     return ZS_OK;
 }
 
@@ -181,8 +182,10 @@ static void end(zs_hosts_comm *self, hosts_gathering *gathering)
     zs_hosts_leave(self, gathering->works, (size_t)self->hosts, gathering->to.mem);
     if (gathering->codes != NULL && self->c10d.base.lost == NULL) {
         zs_c10d_return_area(&self->c10d, &gathering->codes);
-        self->c10d.living--;
+        zs_c10d_let_areas_go(&self->c10d);
     }
+    zs_c10d_leave_source(&self->c10d, gathering->source.mem);
+    zs_mem_release(gathering->source.mem);
     zs_mem_release(gathering->to.mem);
     free(gathering);
 }
@@ -206,7 +209,8 @@ static zs_status begin_here(zs_hosts_comm *self, zs_hosts_op *op)
     ZS_TRY(set_apart(slot_of(gathering->to), !c10d->same_slots));
     if (c10d->same_slots) return start_across(self, gathering);
     zs_gathering *flat = NULL;
-    ZS_TRY(zs_c10d_gathering_new(&op->ticket.mine, gathering->to, &flat)); /* hosts_queue.c reports a failure */
+    ZS_TRY(zs_c10d_gathering_new(&op->ticket.mine, &gathering->source, gathering->to,
+                                 &flat)); /* hosts_queue.c reports a failure */
     zs_status status = zs_c10d_gather_agreed(c10d, gathering->source.shard, gathering->to.full, flat);
     if (status == ZS_OK)
         gathering->flat = flat;

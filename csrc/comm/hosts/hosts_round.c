@@ -325,7 +325,7 @@ zs_status zs_hosts_unit_init(zs_comm *comm, zs_cunit *cunit)
     hosts_unit *unit = (hosts_unit *)cunit;
     const zs_cunit_spec *spec = &cunit->spec;
     size_t works = (size_t)self->hosts * (size_t)(spec->n_flats > 0 ? spec->n_flats : 1);
-    self->c10d.living++;
+    zs_c10d_keep_areas(&self->c10d);
     unit->number = self->c10d.units++;
     (void)zs_wire_lay_out(comm, spec, cunit->at);
     unit->sums = zs_wire_sums_of(comm, spec);

@@ -301,7 +301,7 @@ static zs_status answer(meeting *here, int line, int *answered)
 static zs_status answer_one(meeting *here, int *answered)
 {
     const zs_link *link = here->link;
-    if (!readable(link->listener, here->deadline))
+    if (!readable(link->listener, here->deadline) || zs_clock() > here->deadline)
         return ZS_FAIL(ZS_ERR_UNSUPPORTED,
                        "rank %d got a connection from %d of %d higher ranks, and from no other within %.0f s: the "
                        "others failed to "

@@ -8,6 +8,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -90,12 +91,20 @@ static zs_status post(zs_comm *comm, const void *text, size_t bytes)
     return ZS_OK;
 }
 
+/* Will it post no more? */
+static bool has_ended(const zs_shm *shm, int rank)
+{
+    struct pollfd process = {.fd = shm->peers[rank].pidfd, .events = POLLIN}; /* -1, of this rank, never is ready */
+    return poll(&process, 1, 0) > 0;
+}
+
 static zs_status posted(zs_comm *comm, int rank, char **text, size_t *bytes)
 {
     const zs_shm *shm = (const zs_shm *)comm;
     ZS_TRY(zs_check_root(comm, rank));
     const zs_shm_control *from = shm->peers[rank].control;
     for (;;) {
+        bool ended = has_ended(shm, rank); /* before the number, which then is the last one */
         uint64_t number = atomic_load(&from->post_number);
         uint64_t at = atomic_load(&from->post_at);
         *bytes = (size_t)atomic_load(&from->post_bytes);
@@ -107,6 +116,12 @@ static zs_status posted(zs_comm *comm, int rank, char **text, size_t *bytes)
             if (status == ZS_OK && current) return ZS_OK;
             free(*text);
             if (current) return status;
+        } else if (ended) {
+            return ZS_FAIL(
+                ZS_ERR_PEER,
+                "rank %d (pid %d) died while it posted where its optimizer state lies, which is lost: load a "
+                "checkpoint; see the output of rank %d for the cause",
+                rank, (int)shm->peers[rank].pid, rank);
         }
     }
 }

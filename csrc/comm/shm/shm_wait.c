@@ -201,6 +201,7 @@ static zs_status wait_for(zs_shm *shm, zs_shm_act act, bool *reached)
         pause_cpu();
     }
     zs_shm_control *own = shm->own;
+    ZS_TRY(zs_comm_hold(&shm->base)); /* a rank has one act, and one place to sleep */
     zs_shm_note(shm, act);
     atomic_fetch_add(&own->wait_id, 1); /* odd: from here on the act above is a wait */
     zs_profile *range = profile(shm, act);
@@ -211,6 +212,7 @@ static zs_status wait_for(zs_shm *shm, zs_shm_act act, bool *reached)
     if (status != ZS_OK) shm->base.failed = true;
     zs_shm_get_up(shm);
     atomic_fetch_add(&own->wait_id, 1);
+    zs_comm_let_go(&shm->base);
     return zs_comm_locate(&shm->base, status);
 }
 
