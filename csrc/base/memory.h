@@ -10,12 +10,7 @@
 #include "base/status.h"
 
 /* What a unit uses a block for. */
-typedef enum zs_mem_role {
-    ZS_MEM_PLAIN,
-    ZS_MEM_SHARD,
-    ZS_MEM_GRAD_SHARD,
-    ZS_MEM_LOCAL_GRAD
-} zs_mem_role;
+typedef enum zs_mem_role { ZS_MEM_PLAIN, ZS_MEM_SHARD, ZS_MEM_GRAD_SHARD, ZS_MEM_LOCAL_GRAD } zs_mem_role;
 
 struct zs_device;
 

@@ -52,7 +52,7 @@ zs_status zs_check_root(const zs_comm *comm, int root);
 
 /* As zs_comm_enter and zs_comm_leave, on every transport. */
 zs_status zs_comm_hold(zs_comm *comm);
-void zs_comm_let_go(zs_comm *comm);
+void zs_comm_unhold(zs_comm *comm);
 
 /* Calls the hook of zs_comm_on_wait: has the user interrupted? Waits call this a few times a second. */
 bool zs_comm_interrupted(void);

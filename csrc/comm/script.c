@@ -52,7 +52,7 @@ zs_status zs_comm_hold(zs_comm *comm)
     return ZS_OK;
 }
 
-void zs_comm_let_go(zs_comm *comm)
+void zs_comm_unhold(zs_comm *comm)
 {
     if (--comm->entered == 0) atomic_store(&comm->user, NULL);
 }
@@ -64,7 +64,7 @@ zs_status zs_comm_enter(zs_comm *comm)
 
 void zs_comm_leave(zs_comm *comm)
 {
-    if (!comm->ops->mapped) zs_comm_let_go(comm);
+    if (!comm->ops->mapped) zs_comm_unhold(comm);
 }
 
 void zs_script_place(char *text, size_t size)

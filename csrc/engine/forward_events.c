@@ -230,12 +230,6 @@ zs_status zs_engine_read(zs_unit *unit, uint64_t operation)
     return counts ? ZS_OK : zs_recording_read(unit);
 }
 
-bool zs_engine_in_forward(const zs_engine *engine)
-{
-    bool runs = zs_recording_runs(engine) != NULL || zs_backward_runs(&engine->context.schedule);
-    return runs && !engine->writing;
-}
-
 zs_status zs_engine_unread(zs_unit *unit)
 {
     if (!zs_engine_in_forward(zs_engine_of(unit)) || zs_backward_runs(schedule_of(unit))) return ZS_OK;

@@ -27,6 +27,12 @@ const zs_graph_range *zs_recording_runs(const zs_engine *engine)
     return zs_graph_ranges_inner(&engine->ranges, zs_node_thread(), NULL);
 }
 
+bool zs_engine_in_forward(const zs_engine *engine)
+{
+    bool runs = zs_recording_runs(engine) != NULL || zs_backward_runs(&engine->context.schedule);
+    return runs && !engine->writing;
+}
+
 bool zs_recording_counts(const zs_unit *unit)
 {
     return zs_graph_ranges_inner(&zs_engine_of(unit)->ranges, zs_node_thread(), unit) != NULL;

@@ -10,7 +10,7 @@
 
 /* --- session.c ---------------------------------------------------------------------------------------------------- */
 
-/* For a backward or a write within a forward: closes the forward's session / opens it again / ends it, closed or not. */
+/* For a backward or a write within a forward: closes the forward's session / opens it again / ends it in any case. */
 zs_status zs_session_suspend(zs_schedule *schedule);
 zs_status zs_session_resume(zs_schedule *schedule);
 zs_status zs_session_close(zs_schedule *schedule);

@@ -69,9 +69,8 @@ class HookRef {
 {
     PyGILState_STATE gil = PyGILState_Ensure();
     PyErr_SetString(PyExc_NotImplementedError,
-                    "compiled autograd cannot run the hooks in which zshard gathers parameters and reduces gradients: "
-                    "compile the model's forward and backward by torch.compile(model), and call backward() outside of "
-                    "torch._dynamo.compiled_autograd");
+                    "compiled autograd cannot run zshard's hooks: use torch.compile(model), which compiles forward "
+                    "and backward, and call backward() outside of torch._dynamo.compiled_autograd");
     python_error error;
     error.persist();
     PyGILState_Release(gil);

@@ -314,7 +314,7 @@ static void *meet_beside(void *env)
     return NULL;
 }
 
-/* A rank waits for one thing at a time: the others read there whether it can ever go on. */
+/* A rank waits for one thing at a time: the others read there whether it can ever continue. */
 static void two_threads_do_not_wait_at_a_time(rank_env *env)
 {
     pthread_t thread;

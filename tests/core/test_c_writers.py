@@ -45,6 +45,8 @@ KNOWN = {
     "zs_unit.context": {"unit_life.c", "engine.c"},
     # Under local gradients: shown so by one, found to be zeroed by the other.
     "zs_param.below": {"grads.c", "local_grads.c"},
+    # Set by a write within a forward, cleared by the pass that continues it.
+    "zs_engine.interrupted": {"acts.c", "backward_events.c"},
     # Taken and freed; taking turns where a script keeps gradients.
     "zs_flat.grad_mem": {"grad_memory.c", "kept_grads.c"},
     "zs_unit.grads_held": {"grad_memory.c", "kept_grads.c"},

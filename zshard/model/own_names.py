@@ -144,7 +144,7 @@ def refuse_names(model: nn.Module) -> None:
     own, and for children that checkpoints would take for those of torch's wrappers."""
     for module in model.modules():
         kind, tables = type(module), (module._modules, module._parameters, module._buffers)
-        taken = [name for table in tables for name in table if name.startswith(_PRIVATE)]
+        taken = [name for table in tables for name, _ in table.items() if name.startswith(_PRIVATE)]
         state = vars(module).get(ATTRIBUTE, getattr(kind, ATTRIBUTE, None))
         if taken or not isinstance(state, State | None):
             raise ValueError(

@@ -166,7 +166,7 @@ static zs_status check_readings(zs_c10d_comm *comm, const zs_c10d_turn *turns)
 static zs_status compare_fingerprints(zs_c10d_comm *comm, const zs_c10d_turn *turns, bool joined)
 {
     zs_fingerprint *fingerprints = calloc((unsigned)comm->base.world, sizeof *fingerprints);
-    if (fingerprints == NULL) /* the others may go on */
+    if (fingerprints == NULL) /* the others may continue */
         return zs_c10d_fail(comm, &turns[comm->base.rank],
                             ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' steps"));
     bool looks = false;

@@ -212,7 +212,7 @@ static zs_status wait_for(zs_shm *shm, zs_shm_act act, bool *reached)
     if (status != ZS_OK) shm->base.failed = true;
     zs_shm_get_up(shm);
     atomic_fetch_add(&own->wait_id, 1);
-    zs_comm_let_go(&shm->base);
+    zs_comm_unhold(&shm->base);
     return zs_comm_locate(&shm->base, status);
 }
 
