@@ -51,7 +51,7 @@ from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire, check_wire
 from zshard.state.module import whole_state_dict
 from zshard.strategy import strategy_of
-from zshard.units.open_forwards import call_guarded
+from zshard.units.open_forwards import call_guarded, uncompiled
 from zshard.units.returned import look, note_used
 from zshard.units.shards import sizes_for_torch
 from zshard.units.units import MADE, BufferSync, Options, is_unit, modules_of, state_of
@@ -310,6 +310,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
 
     _ddp_params_and_buffers_to_ignore = NoDdp()
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward. After any exception the model is ready for the next forward."""
         refuse_ddp_around()

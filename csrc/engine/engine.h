@@ -112,7 +112,7 @@ zs_status zs_engine_post_forward(zs_unit *unit);
  * while a write has begun there, such as a step. */
 bool zs_engine_in_forward(const zs_engine *engine);
 
-/* Has a write begun that neither its end nor a pass has ended? */
+/* Has a write begun that neither its end nor a pass has ended, or does a step in backward run? */
 bool zs_engine_is_written(const zs_engine *engine);
 
 /* Within a forward of the same model on this thread: an operation reads the parameters of a unit. Unshards the unit

@@ -30,7 +30,7 @@ const zs_graph_range *zs_recording_runs(const zs_engine *engine)
 bool zs_engine_in_forward(const zs_engine *engine)
 {
     bool runs = zs_recording_runs(engine) != NULL || zs_backward_runs(&engine->context.schedule);
-    return runs && !engine->writing;
+    return runs && !zs_engine_is_written(engine);
 }
 
 bool zs_recording_counts(const zs_unit *unit)

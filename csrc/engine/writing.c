@@ -18,7 +18,7 @@ static void end(zs_engine *engine, bool known)
 
 bool zs_engine_is_written(const zs_engine *engine)
 {
-    return engine->writing;
+    return engine->writing || engine->context.stepping;
 }
 
 void zs_writing_over(zs_engine *engine)

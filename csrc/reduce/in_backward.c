@@ -172,7 +172,9 @@ zs_status zs_in_backward_step(zs_unit *unit)
     }
     zs_pager_nest(unit->stepping->lends);
     if (any) unit->context->calls->show(unit->context);
+    unit->context->stepping = true;
     zs_status status = any ? unit->stepping->stepper.step(unit->stepping->stepper.ctx) : ZS_OK;
+    unit->context->stepping = false;
     zs_pager_nest(false);
     ZS_TRY(status);
     for (int64_t i = 0; i < unit->n_params && any; i++)

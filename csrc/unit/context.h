@@ -64,6 +64,7 @@ struct zs_context {
     double divided_by;    /* the default divisor of sums of gradients; 0: the number of ranks */
     int n_stale_classes;  /* units whose parameters have the wrong Python class */
     bool captured;        /* see zs_context_captured */
+    bool stepping;        /* in a backward: an optimizer steps a unit's shards */
     bool reserved;        /* arena and buckets fit the current units, calls and settings */
 };
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import types
 
 import pytest
 import torch
@@ -346,3 +347,53 @@ def compiled_autograd(transport):
 
 def test_compiled_autograd_is_refused_with_a_remedy(pool2):
     pool2.run(compiled_autograd, "shm")
+
+
+# --- a model of many classes ----------------------------------------------------------------------
+
+
+def block_of_its_own_class(number):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.layer(x))
+
+    # Each class has code of its own, as written classes do: torch limits what it compiles of one.
+    code = forward.__code__.replace(co_name=f"forward_{number}")
+    Block.forward = types.FunctionType(code, globals())
+    return Block()
+
+
+def operations_compiled(wrap):
+    """Return how many operations of each graph were compiled, and the losses."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(*map(block_of_its_own_class, range(12))))
+    found, losses = [], []
+
+    def backend(graph, _):
+        found.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph
+
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        losses.append(compiled(torch.ones(2, 8)).square().mean())
+        losses[-1].backward()
+    return sum(found), [loss.item() for loss in losses]
+
+
+def many_classes(strategy):
+    def sharded(model):
+        kinds = {type(block) for block in model}
+        return FSDP(model, auto_wrap_policy=kinds, strategy=strategy)
+
+    return operations_compiled(sharded), operations_compiled(lambda model: model)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_units_of_many_classes_are_all_compiled(pool2, strategy):
+    for ours, plain in pool2.run(many_classes, strategy):
+        assert ours == plain

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from zshard import _core
 from zshard.ranks.groups import check_still_alone
 from zshard.units.units import class_of, state_of
 
-__all__ = ["call_between_hooks", "call_guarded", "is_forward_open"]
+__all__ = ["call_between_hooks", "call_guarded", "is_forward_open", "uncompiled"]
 
 _LONGEST = 200  # characters of an exception that the other ranks get
 _NOTE = "zshard: raised in the forward of unit"
@@ -26,6 +27,22 @@ _SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")  # in torch's messages
 _MOST_PARAMS = 8  # in a note
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def uncompiled(function: _F) -> _F:
+    """Decorator of a function that units share: torch.compile runs it as it is, and compiles what
+    it calls. Else it would be compiled for each class of units, up to torch's limit for a function,
+    beyond which the units' forwards are not compiled either."""
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):  # older torch lacks it
+        action = frames._FrameAction
+        as_it_is = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        frames.set_code_exec_strategy(function.__code__, as_it_is)
+    return function
+
+
+@uncompiled
 def call_between_hooks(
     self: nn.Module,
     unit: _core.Unit,
@@ -40,6 +57,7 @@ def call_between_hooks(
     return output
 
 
+@uncompiled
 def call_guarded(
     module: nn.Module,
     unit: _core.Unit,
@@ -72,6 +90,7 @@ _unhooked = 0
 sharded."""
 
 
+@uncompiled
 def _call_unhooked(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     global _unhooked
     _unhooked += 1
