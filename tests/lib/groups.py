@@ -102,7 +102,8 @@ def on_two_hosts() -> Iterator[None]:
         transports._entries.clear()
         transports._entries.update(known)
         dist.barrier()
-        for made in set().union(*(entry.made for entry in within.values())):
+        found = (entry.made for entries in within.values() for entry in entries)
+        for made in set().union(*found):
             dist.destroy_process_group(made)
 
 
