@@ -186,9 +186,9 @@ static zs_status post(zs_record *record)
     zs_dry_unit *it = dry_unit_of(record);
     zs_dry *dry = it->dry;
     ZS_TRY(note(it, ZS_DRY_POST));
-    if (dry->schedule.in_order) ZS_TRY(talk(dry));
-    ZS_TRY(borrow_area(dry, it->room.received, &it->received));
+    ZS_TRY(borrow_area(dry, it->room.received, &it->received)); /* before ranks agree */
     ZS_TRY(borrow_area(dry, it->room.sent, &it->sent));
+    if (dry->schedule.in_order) ZS_TRY(talk(dry));
     if (dry->schedule.in_order) return ZS_OK;
     ZS_TRY(lend_grads(it)); /* the sum may be made any time from now on */
     if (record->early.over) return_grads(it);

@@ -285,7 +285,7 @@ def test_numpy_arrays_and_numbers():
     }
     back = decode(json.loads(json.dumps(encode(value))))
     assert numpy.array_equal(back["a"], value["a"]) and back["a"].dtype == value["a"].dtype
-    assert back["n"] == 0.5 and back["i"] == 7 and type(back["i"]) is int
+    assert back["n"] == 0.5 and back["i"] == 7 and type(back["i"]) is numpy.int64
 
 
 def test_state_of_schedulers():
