@@ -311,7 +311,7 @@ def test_prediction_by_hand():
         "grads": 1024,
         "slots": 4096,
         "buckets": 4096,
-        "transport": 2 * post,  # sent and received
+        "transport": 2 * post + 5 * 280,  # sent and received, and the message before them
         "offloaded": 0,
         "optimizer": 1024,
         "total": told["total"],

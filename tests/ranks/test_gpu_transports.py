@@ -55,6 +55,7 @@ def test_chosen_transport(monkeypatch, peers, wanted, kind):
     gpu_at(monkeypatch, 1)
     monkeypatch.setattr(transports, "comm_for", lambda *args: control)
     monkeypatch.setattr(transports, "library", lambda: None)
+    monkeypatch.setattr(transports, "warn_together", lambda group, text: None)
     monkeypatch.setattr(
         transports, "new_group", lambda group, device, by: SimpleNamespace(group_name=by)
     )
