@@ -173,9 +173,11 @@ class WholeMatrix(Optimizer):
             after(self)
 
     def _stepped(self) -> list[Stepping]:
-        turns = (max(0, i + 1 - self._n_first) for i in range(len(self.param_groups)))
-        rows = zip(turns, self.param_groups, strict=True)
-        return [Stepping(p, _cost(full_shape(p)), turn=turn) for turn, g in rows for p in g["params"]]
+        found = []
+        for number, group in enumerate(self.param_groups):
+            turn = max(0, number + 1 - self._n_first)
+            found += [Stepping(p, _cost(full_shape(p)), turn=turn) for p in group["params"]]
+        return found
 
     def _proxied(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a param group with a full parameter for each of the group's: with its values where
