@@ -369,30 +369,3 @@ class Masked(nn.Linear):
 
 def test_zeros_of_unsigned_integers_are_values():
     assert not FSDP(on_meta(Masked)).mask.any()
-
-
-def one_rank_runs_first():
-    model = fully_shard(on_meta(lambda: nn.Sequential(Gain(), Gain())))
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(0.5)
-        if dist.get_rank() == 0:
-            model(torch.ones(2, 8))
-    dist.barrier()
-    model(torch.ones(2, 8)).sum().backward()
-    return [param.grad is not None for param in model.parameters()]
-
-
-class Gain(nn.Module):
-    """Without an initialization."""
-
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.empty(8))
-
-    def forward(self, x):
-        return x * self.gain
-
-
-def test_one_rank_may_evaluate_before_the_first_training_forward(pool2):
-    assert pool2.run(one_rank_runs_first) == [[True, True]] * 2
