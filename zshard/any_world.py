@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import random
 import sys
 import weakref
@@ -187,7 +188,8 @@ def micro_batches_in(model: nn.Module, step: int, seed: int) -> Iterator[int]:
 def _seed(*numbers: int) -> None:
     """Seed the random number generators of this process: torch's, Python's, and NumPy's if it is
     imported."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    plain = tuple(map(operator.index, numbers))  # NumPy's have another repr()
+    digest = hashlib.blake2b(repr(plain).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
     torch.manual_seed(number)
     random.seed(number)

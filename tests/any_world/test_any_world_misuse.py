@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -494,3 +495,11 @@ def draw(first: int, shuffle: bool) -> list[dict[int, list[int]]]:
     batches = iter(sampler)
     run = state_of(model).unit.engine.leaves()
     return [{i: next(batches) for i in run} for _ in range(9)]
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, torch.tensor])
+def test_random_numbers_do_not_depend_on_the_class_of_the_step(kind: Any) -> None:
+    next(iter(small().micro_batches(3)))
+    expected = torch.rand(2)
+    next(iter(small().micro_batches(kind(3))))
+    assert torch.equal(torch.rand(2), expected)

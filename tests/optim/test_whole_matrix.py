@@ -154,6 +154,39 @@ def test_parameters_of_two_kinds_take_one_step(pool, transport, kind, active):
     pool.run(steps_two_kinds, transport, kind, active)
 
 
+class Sizes(nn.Module):
+    """The last layer costs more than the others together."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(n, n, bias=False) for n in (10, 9, 40))
+
+    def forward(self, x):
+        return sum(each(x[:, : each.in_features]).square().sum() for each in self.layers)
+
+
+def adds_a_group(transport):
+    plain, module = make(Sizes), make(Sizes)
+    model = zshard.FSDP(module, transport=transport)
+    cls, options = torch.optim.AdamW, {"lr": 0.1}
+    first = [each.layers[:2].parameters() for each in (plain, module)]
+    optimizers = [cls(first[0], **options), zshard.WholeMatrix(cls, first[1], **options)]
+    for step in range(4):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            if step == 2:
+                optimizer.add_param_group({"params": each.layers[2].parameters()})
+            each(torch.full((2, 40), 1.0 + step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(full(model), full(plain), transport)
+    assert differ(optimizers[1].state_dict(), optimizers[0].state_dict()) == []
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_later_group_leaves_the_state_where_it_is(pool2, transport):
+    pool2.run(adds_a_group, transport)
+
+
 @pytest.mark.parametrize("combination", HYBRID)
 def test_hybrid_agrees(pool4, combination):
     ours = pool4.run(values_after, combination)

@@ -411,3 +411,27 @@ def old_batch_norm():
 
 def test_old_versions_of_modules(pool2):
     assert pool2.run(old_batch_norm) == [[], []]
+
+
+class Picky(nn.Linear):
+    refuses = False
+
+    def get_extra_state(self):
+        return 1
+
+    def set_extra_state(self, state):
+        if self.refuses:
+            raise ValueError("not these")
+
+
+def refused_by_rank_1():
+    model = FSDP(Picky(3, 3))
+    state = model.state_dict()
+    model.refuses = dist.get_rank() == 1
+    with pytest.raises(ValueError, match="not these"):
+        zshard.load_state_dict(model, state)
+    model(torch.ones(2, 3)).sum().backward()
+
+
+def test_ranks_stay_in_step_after_one_refused_its_extra_state(pool2):
+    pool2.run(refused_by_rank_1)

@@ -320,3 +320,15 @@ def test_single_rank():
     expected = state["state"]["embed.weight"]
     loaded = {key: theirs.state[plain.embed.weight][key] for key in expected}
     assert_same(loaded, expected, "the loaded state")
+
+
+def malformed_on_rank_0():
+    model = FSDP(nn.Linear(8, 8))
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"state": [], "param_groups": [{"params": ["weight", "bias"]}]}
+    with pytest.raises((AttributeError, RuntimeError), match="no attribute 'items'"):
+        load_optim_state_dict(model, optimizer, state if rank() == 0 else None, from_rank0=True)
+
+
+def test_a_malformed_state_of_rank_0_is_an_error_on_all_ranks(pool2):
+    pool2.run(malformed_on_rank_0)

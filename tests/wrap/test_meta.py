@@ -354,3 +354,18 @@ def to_empty_afterwards():
 
 def test_to_empty_keeps_what_is_initialized(pool2):
     assert pool2.run(to_empty_afterwards) == [[]] * 2
+
+
+class Masked(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("mask", torch.ones(4, dtype=torch.uint8))
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        if "mask" in self._buffers:
+            self.mask.zero_()
+
+
+def test_zeros_of_unsigned_integers_are_values():
+    assert not FSDP(on_meta(Masked)).mask.any()

@@ -50,11 +50,12 @@ class Portion(NamedTuple):
     nbytes: int
 
 
-def assigned(costs: Sequence[int], ranks: int) -> list[int]:
-    """Return the owner of each matrix: the longest-processing-time rule."""
+def assigned(costs: Sequence[int], ranks: int, turns: Sequence[int] = ()) -> list[int]:
+    """Return the owner of each matrix: the longest-processing-time rule. turns: those of a lower
+    turn come first, so that later ones do not change their owners."""
     loads = [0] * ranks
     owners = [0] * len(costs)
-    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+    for i in sorted(range(len(costs)), key=lambda i: (turns[i] if turns else 0, -costs[i])):
         owners[i] = loads.index(min(loads))
         loads[owners[i]] += costs[i]
     return owners

@@ -65,6 +65,7 @@ class WholeMatrix(Optimizer):
         self, optimizer_class: Callable[..., Optimizer], params: ParamsT, **options: Any
     ) -> None:
         super().__init__(params, {})
+        self._n_first = len(self.param_groups)  # later ones leave the owners of these
         name = getattr(optimizer_class, "__name__", str(optimizer_class))
         self._steps = WholeSteps(f"WholeMatrix({name})", 2, sys.maxsize)
         groups = [self._proxied(group) for group in self.param_groups]
@@ -172,7 +173,11 @@ class WholeMatrix(Optimizer):
             after(self)
 
     def _stepped(self) -> list[Stepping]:
-        return [Stepping(param, _cost(full_shape(param))) for param in params_of(self)]
+        found = []
+        for number, group in enumerate(self.param_groups):
+            turn = max(0, number + 1 - self._n_first)
+            found += [Stepping(p, _cost(full_shape(p)), turn=turn) for p in group["params"]]
+        return found
 
     def _proxied(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a param group with a full parameter for each of the group's: with its values where

@@ -36,6 +36,7 @@ class Stepping(NamedTuple):
     cost: int  # see owners.Matrix
     options: str = ""  # on which its ranks must agree
     dtype: torch.dtype | None = None  # of what travels; None: the parameter's
+    turn: int = 0  # see owners.assigned()
 
 
 class WholeSteps:
@@ -151,8 +152,9 @@ def _owners(
     comm: _core.Comm | None, stepped: Sequence[Stepping], members: list[int]
 ) -> dict[int, int]:
     """Return the owner of each member, whether it has a gradient or not: owners keep state."""
-    costs = [stepped[i].cost for i in members]
-    return dict(zip(members, assigned(costs, 1 if comm is None else comm.world), strict=True))
+    costs, turns = [stepped[i].cost for i in members], [stepped[i].turn for i in members]
+    owners = assigned(costs, 1 if comm is None else comm.world, turns)
+    return dict(zip(members, owners, strict=True))
 
 
 def _is_active(param: Tensor) -> bool:

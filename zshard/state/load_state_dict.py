@@ -155,10 +155,11 @@ def carry_out(plan: LoadPlan, source: Source | None) -> None:
     with torch.no_grad(), writing(unit for unit, _, _ in plan.loads):
         for copy in plan.copies:
             copy.carry_out(source)
+        # All ranks execute the same plan, but some of them do not know the contents. Before the
+        # calls: one that raises on one rank changes nothing about what is loaded.
+        note_loads([(unit, index, 0) for unit, index, _ in plan.loads])
         for call in plan.calls:
             call()
-        # All ranks execute the same plan, but some of them do not know the contents.
-        note_loads([(unit, index, 0) for unit, index, _ in plan.loads])
 
 
 def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> LoadPlan:

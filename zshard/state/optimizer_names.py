@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard.optim.sharded_state import params_of, without_parameters
-from zshard.ranks.agreement import PublicCall, gather_bytes
+from zshard.ranks.agreement import PublicCall, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_for
 from zshard.state.optimizer import OptimizerPlan, gather, problems_with, taken
 from zshard.state.source import FromRank0, pending, told_by_rank_0
@@ -192,8 +192,9 @@ def to_load(
     comm = outermost_comm(model)
     problems: list[str] = []
     made: dict[str, Any] = {}
-    if comm.rank == 0 or not from_rank0:
-        problems, made = by_number(model, optimizer, state)
+    with on_all_ranks(comm):
+        if comm.rank == 0 or not from_rank0:
+            problems, made = by_number(model, optimizer, state)
     _raise_together(comm, problems)
     return _from_rank0(comm, optimizer, made) if from_rank0 and comm.world > 1 else made
 

@@ -257,7 +257,10 @@ def _marked(tensor: Tensor) -> Tensor:
 def _mark_of(tensor: Tensor) -> float | int:
     if tensor.is_floating_point() or tensor.is_complex():
         return float("nan")
-    return 0 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
+    if tensor.dtype == torch.bool:
+        return 0
+    info = torch.iinfo(tensor.dtype)
+    return info.min or info.max  # zeros are a common value
 
 
 def has_mark(tensor: Tensor) -> bool:
@@ -297,7 +300,12 @@ def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str
         return
     rest = [(weakref.ref(owner), attribute, name) for owner, attribute, name in left_out]
 
+    checked = False  # on this rank, in a forward that it may have run alone
+
     def check(model: nn.Module, __: object) -> None:
+        nonlocal checked
+        if checked and not torch.is_grad_enabled():
+            return
         unset = (i for i, (owner, attribute, _) in enumerate(rest) if _is_unset(owner(), attribute))
         first = next(unset, len(rest))
         if torch.is_grad_enabled():  # all ranks run it, and some may have no elements of a tensor
@@ -310,7 +318,9 @@ def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str
                 "initialize it after it is sharded (nn.init, reset_parameters()) or load a state "
                 "dict, on all ranks, before the first forward"
             )
-        handle.remove()
+        checked = True
+        if torch.is_grad_enabled():  # else the other ranks still wait for this one there
+            handle.remove()
 
     handle = module.register_forward_pre_hook(check, prepend=True)
     state_of(module).hooks += known_hooks(module, [handle])
