@@ -121,7 +121,11 @@ def what_was_set():
     block.set_gradient_divide_factor(8.0)
     block.set_reshard_after_forward(False)
     model.set_requires_gradient_sync(False, recurse=False)
+    config = zshard.compat.FullStateDictConfig(rank0_only=True)
+    FSDP.set_state_dict_type(model, "FULL_STATE_DICT", config)
     twin = copy.deepcopy(model)
+    assert FSDP.get_state_dict_type(twin) == FSDP.get_state_dict_type(model)
+    assert bool(twin.state_dict()) == (dist.get_rank() == 0)
     return [
         [(unit.divisor, unit.strategy, unit.sync) for unit in map(unit_of, FSDP.fsdp_modules(each))]
         for each in (model, twin)

@@ -220,6 +220,20 @@ def test_local_gradients_on_one_rank_are_refused(pool2):
         assert changed == []
 
 
+def assigned(combination):
+    """Return which parameters have a gradient that was assigned inside, to be discarded."""
+    model = wrapped(Stack, combination)
+    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+    return [name for name, param in model.named_parameters() if param.grad is not None]
+
+
+def test_a_first_gradient_is_discarded(pool2):
+    for combination in COMBINATIONS:
+        assert pool2.run(assigned, combination) == [[], []], combination
+
+
 def stumbling(combination):
     model = wrapped(Stack, combination)
     forward_backward(model, dist.get_rank())

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from groups import own_group, passing_groups
 from models import loss_of, make
-from scenarios import Stack, floats
+from scenarios import Stack, floats, message_of
 from spawn import ranks
 from torch import nn
 
@@ -113,3 +113,28 @@ def test_rank_0_says_where_there_are_no_replicas(pool):
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
 def test_nothing_is_found_where_nothing_differs(pool, strategy):
     assert pool.run(train, strategy, "shm", "parameter", -1) == [None] * 2
+
+
+@passing_groups()
+def with_own_experts(transport):
+    """A unit that each rank has for itself, with a buffer, is no replica."""
+    group, model = own_group(), make(Buffered)
+    alone = [dist.new_group([rank]) for rank in dist.get_process_group_ranks(group)]
+    own = alone[dist.get_group_rank(group, dist.get_rank())]
+    model.norm = FSDP(nn.Sequential(model.norm, nn.Linear(9, 9)), own, transport=transport)
+    model = FSDP(model, group, strategy="no_shard", transport=transport, check_replicas=1)
+    optimizer = zshard.SGD(model.parameters(), lr=1e-3)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model(floats(dist.get_rank(), step))).backward()
+        optimizer.step()
+    if dist.get_rank() == 1:
+        flip(model.stack.head.weight)
+    loss_of(model(floats(dist.get_rank(), 2))).backward()
+    return message_of(optimizer.step, zshard.DivergenceError)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_unit_that_each_rank_has_for_itself_is_not_compared(pool2, transport):
+    for said in pool2.run(with_own_experts, transport):
+        assert "'stack.head.weight'" in said

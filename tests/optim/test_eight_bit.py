@@ -301,3 +301,19 @@ def test_a_sparse_gradient_is_refused_and_changes_nothing():
     with pytest.raises(NotImplementedError, match="dense gradients"):
         optimizer.step()
     assert_same_bits([param.detach() for param in model.parameters()], before)
+
+
+def test_a_load_of_32_bit_state_keeps_a_groups_own_form_and_a_scripts_numbers():
+    params = make_params(torch.float32)
+    plain = torch.optim.AdamW(params)
+    give_grads(params)
+    plain.step()
+    plain.state[params[0]]["count"] = 3
+    group = {"params": params, "bits": 32, "min_8bit_size": 0}
+    optimizer = zshard.AdamW8bit([group])
+    optimizer.load_state_dict(plain.state_dict())
+    found = optimizer.param_groups[0]
+    assert (found["bits"], found["min_8bit_size"]) == (32, 0)
+    assert optimizer.state[params[0]]["count"] == 3
+    for param in params:
+        assert torch.equal(optimizer.state[param]["exp_avg"], plain.state[param]["exp_avg"])

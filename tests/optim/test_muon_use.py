@@ -1,5 +1,7 @@
 """zshard.Muon and WholeMatrix in use and misuse: each is right, or an error that says what to do."""
 
+import copy
+
 import pytest
 import torch
 from compare import assert_same
@@ -353,3 +355,38 @@ def test_more_param_groups():
     optimizer.step()
     whole.step()
     assert len(optimizer.state) == len(whole.state_dict()["state"]) == 2
+
+
+WRONG_GROUPS = [
+    (zshard.Muon, {"params": [nn.Parameter(torch.ones(8))]}),
+    (zshard.Muon, {"params": [nn.Parameter(torch.ones(8, 8))], "split": 3}),
+    (zshard.AdamW, {"params": [nn.Parameter(torch.ones(8))], "differentiable": True}),
+    (zshard.AdamW8bit, {"params": [nn.Parameter(torch.ones(8).half())]}),
+]
+
+
+@pytest.mark.parametrize(("made", "group"), WRONG_GROUPS)
+def test_a_param_group_that_is_refused_is_not_stepped(made, group):
+    optimizer = made([nn.Parameter(torch.ones(8, 8))])
+    with pytest.raises((ValueError, NotImplementedError)):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_ns_dtype_of_a_loaded_state_counts_after_steps():
+    optimizer = zshard.Muon([nn.Parameter(torch.ones(48, 24))], ns_dtype="bfloat16")
+    fresh = zshard.Muon([nn.Parameter(torch.ones(48, 24))], ns_dtype="float32")
+    grad = torch.randn(48, 24, generator=torch.Generator().manual_seed(0))
+    params = [each.param_groups[0]["params"][0] for each in (optimizer, fresh)]
+    params[0].grad = grad.clone()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["param_groups"][0]["ns_dtype"] = "float32"
+    for each in (optimizer, fresh):
+        each.load_state_dict(copy.deepcopy(state))
+    with torch.no_grad():
+        params[1].copy_(params[0])
+    for param, each in zip(params, (optimizer, fresh), strict=True):
+        param.grad = grad.flip(0)
+        each.step()
+    assert torch.equal(params[0], params[1])

@@ -95,6 +95,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if own.guard is not None:
         state_of(copied.module).guard = own.guard.like(copied.module)
     introduce(copied.module)
+    for (_, state), (_, module) in zip(units, copied.units, strict=True):
+        state_of(module).form = state.form
     with writing([state_of(copied.module).unit]):
         for unit, module in copied.units:
             _copy_unit(unit, state_of(module).unit)

@@ -192,7 +192,7 @@ class _FullGrads:
         for grad in self._own:
             if grad is not None:
                 _core.settle(grad, True)
-        self._before: dict[int, Tensor] = {}  # values to restore, of gradients that are full anyway
+        self._before: dict[int, Tensor | None] = {}  # to restore, of gradients that are full anyway
         self._whole: dict[int, Tensor | None] = {}
         self._shown = False
 
@@ -205,8 +205,8 @@ class _FullGrads:
             return
         kinds = [self._kind(grad) for grad in self._own]
         for index, grad in enumerate(self._own):
-            if grad is not None and (self._unit.replicated or kinds[index] == _LOCAL):
-                self._before[index] = grad.detach().clone()
+            if self._unit.replicated or kinds[index] == _LOCAL:
+                self._before[index] = None if grad is None else grad.detach().clone()
         if self._unit.replicated:
             return
         everyone = gather_bytes(self._state.comms.all, bytes(kinds))
@@ -245,8 +245,8 @@ class _FullGrads:
         anyway are restored unless `writeback`."""
         for index, value in self._before.items() if not writeback else ():
             grad = self._own[index]
-            assert grad is not None, "there was one to copy"
-            grad.copy_(value)
+            if grad is not None and value is not None:
+                grad.copy_(value)
             if self._params[index].grad is not grad:
                 self._params[index].grad = grad
         for index in self._whole if self._shown else ():

@@ -108,10 +108,14 @@ class EightBit(InOneCall):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         shown = tree_map_only(Hidden, lambda each: each.value, state["state"])
-        before = [group.get("master") for group in vars(self).get("param_groups", ())]
+        before = [dict(group) for group in vars(self).get("param_groups", ())]
+        for group, known in zip(state["param_groups"], before, strict=False):
+            for option in _FORM:  # which state of 32 bits does not have
+                if option in known:
+                    group.setdefault(option, known[option])
         super().__setstate__({**state, "state": shown})
-        for group, master in zip(self.param_groups, before, strict=False):
-            group["master"] = group["master"] or master  # which the saved run may not have had
+        for group, known in zip(self.param_groups, before, strict=False):
+            group["master"] = group["master"] or known.get("master")  # the saved run may lack it
         for group in self.param_groups:
             for param in group["params"]:
                 self._convert(group, param)
@@ -134,7 +138,8 @@ class EightBit(InOneCall):
         """Give a parameter's loaded state the form that the step expects."""
         own = self.state.get(param, {})
         for key in own.keys() - {"step"}:
-            own[key] = None if own[key] is None else own[key].to(param.device)
+            if isinstance(own[key], Tensor):  # not a script's number
+                own[key] = own[key].to(param.device)
         for name in self._state_names(group):
             if own.get(name) is None or codes.scale_of(name) in own:
                 continue

@@ -143,7 +143,11 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for name in self.defaults.keys() - own:
             del param_group[name]
-        self._take_group(param_group)
+        try:
+            self._take_group(param_group)
+        except BaseException:
+            del self.param_groups[-1]  # or later steps would step it
+            raise
 
     def _take_group(self, group: dict[str, Any]) -> None:
         if group.setdefault("use_muon", "momentum" in group):

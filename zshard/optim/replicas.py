@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zshard import _core
 from zshard.guard.slices import plain
 from zshard.ranks.agreement import bytes_of, gather_bytes
-from zshard.units.units import State, state_of, units_of
+from zshard.units.units import State, is_apart, state_of, units_of
 
 __all__ = ["ReplicaCheck"]
 
@@ -69,12 +69,17 @@ class ReplicaCheck:
         state = state_of(module)
         full: dict[str, int] = {}
         shards: dict[str, int] = {}
-        for _, each in units_of(module):
+        units = list(units_of(module))
+        apart = [one for one, each in units if is_apart(each, state.comms)]  # other ranks' values
+        left = {id(buffer) for one in apart for buffer in one.buffers()}
+        for one, each in units:
+            if one in apart:
+                continue
             if each.unit.replicated:
                 full |= _of_params(each)
             elif each.comms.all.world > each.comms.shards.world:
                 shards |= _of_params(each)
-        buffers = dict(_of_buffers(module))
+        buffers = dict(_of_buffers(module, left))
         changed = [name for name, value in buffers.items() if self._buffers.get(name) != value]
         return Sums(state.comms.shards.rank, full, shards, buffers, changed)
 
@@ -93,8 +98,9 @@ def _of_params(state: State) -> dict[str, int]:
     }
 
 
-def _of_buffers(module: nn.Module) -> Iterator[tuple[str, int]]:
-    return ((name, _checksum(buffer)) for name, buffer in module.named_buffers())
+def _of_buffers(module: nn.Module, left: Collection[int] = ()) -> Iterator[tuple[str, int]]:
+    own = (named for named in module.named_buffers() if id(named[1]) not in left)
+    return ((name, _checksum(buffer)) for name, buffer in own)
 
 
 def _digest(sums: Sums) -> bytes:

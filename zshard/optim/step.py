@@ -137,7 +137,11 @@ class InOneCall(torch.optim.Optimizer):
         Raises NotImplementedError for options that the constructor rejects.
         """
         super().add_param_group(param_group)
-        self._take_group(self.param_groups[-1])
+        try:
+            self._take_group(self.param_groups[-1])
+        except BaseException:
+            del self.param_groups[-1]  # or later steps would step it
+            raise
         self._plans = {}
         self._set_scaler_flag()
 

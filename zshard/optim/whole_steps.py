@@ -101,7 +101,8 @@ class WholeSteps:
         ranges = self._ranges_of(comm, [stepped[i].param for i in members])
         costs = [stepped[i].cost for i in active]
         ids = tuple(id(stepped[i].param) for i in members)
-        key = (id(comm), ids, tuple(active), tuple(costs))
+        dtypes = tuple(stepped[i].dtype for i in active)
+        key = (id(comm), ids, tuple(active), tuple(costs), dtypes)
         if key not in self._plans:
             held = dict(zip(members, ranges, strict=True))
             matrices = [self._matrix(stepped[i], held[i]) for i in active]
