@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from zshard import _core
-from zshard.ranks.agreement import bytes_of
+from zshard.ranks.agreement import checksum
 from zshard.units.units import Options, is_unit, known_hooks, state_of
 
 NAME = "any-world"
@@ -150,11 +150,7 @@ def _may_train(module: nn.Module) -> bool:
 
 def _buffers_of(module: nn.Module) -> dict[str, tuple[object, ...]]:
     """Return what shows whether a buffer was changed, also by `.data`, which has no version."""
-    found: dict[str, tuple[object, ...]] = {}
-    for name, buffer in module.named_buffers():
-        values = buffer.detach().contiguous()
-        found[name] = (buffer.dtype, buffer.shape, _core.crc32c(bytes_of(values)))
-    return found
+    return {name: (b.dtype, b.shape, checksum(b)) for name, b in module.named_buffers()}
 
 
 def micro_batches_in(model: nn.Module, step: int, seed: int) -> Iterator[int]:

@@ -25,9 +25,6 @@ from zshard.ranks.agreement import bytes_of
 _BITS = 8192  # of an int; Python refuses to parse somewhat larger ones
 LIMIT = 2**24  # bytes of one tensor; larger ones belong in a module's buffers
 
-_BITS = 8192  # of an int; Python refuses to parse somewhat larger ones
-LIMIT = 2**24  # bytes of one tensor; larger ones belong in a module's buffers
-
 _PLAIN = (str, bool, type(None))
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, torch.complex128)}
 _FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}

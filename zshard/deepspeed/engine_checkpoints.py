@@ -17,13 +17,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard._errors import CheckpointError, warn
+from zshard._errors import CheckpointError
 from zshard.checkpoint.folder import path_of
 from zshard.checkpoint.load import Loaded, load
 from zshard.checkpoint.per_host.hosts import Hosts, is_anywhere
 from zshard.checkpoint.save import save
 from zshard.deepspeed.ds_config import Settings
-from zshard.ranks.agreement import PublicCall, gather_bytes, on_all_ranks
+from zshard.ranks.agreement import PublicCall, gather_bytes, on_all_ranks, warn_on_rank_0
 from zshard.state import state_dict_form
 from zshard.units.units import state_of
 
@@ -133,12 +133,11 @@ class EngineCheckpoints:
         if tag is None:
             name = known[0] if known else None
         if name is None:
-            with on_all_ranks(comm):  # a script may have made warnings errors
-                if comm.rank == 0:
-                    warn(
-                        f"there is no checkpoint to load: '{os.path.join(folder, _LATEST)}' does "
-                        "not exist; pass tag= to load a certain one",
-                    )
+            warn_on_rank_0(
+                comm,
+                f"there is no checkpoint to load: '{os.path.join(folder, _LATEST)}' does not "
+                "exist; pass tag= to load a certain one",
+            )
             return None, None
         path = os.path.join(folder, name)
         is_there = is_anywhere(comm, path)

@@ -19,12 +19,11 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard._errors import warn
 from zshard.memory.dry_run import DryRun, Planned, World, dry_comms, world_of
 from zshard.memory.host_limits import Room, Sharing, room_of_cgroup, room_of_mappings, rooms
 from zshard.offload import Offload
 from zshard.precision import in_dtype
-from zshard.ranks.agreement import on_all_ranks
+from zshard.ranks.agreement import warn_on_rank_0
 from zshard.ranks.devices import torch_device
 from zshard.ranks.groups import _env_int
 from zshard.ranks.meeting import host_id
@@ -166,9 +165,7 @@ def check_fits(
         raise MemoryError(_explain(model, short, False))
     short = max(each.with_optimizer() for each in shortages)
     if short.missing > 0:
-        with on_all_ranks(comms.all):  # a script may have made warnings errors
-            if comms.all.rank == 0:
-                warn(_explain(model, short, True), RuntimeWarning)
+        warn_on_rank_0(comms.all, _explain(model, short, True), RuntimeWarning)
     return sharing
 
 

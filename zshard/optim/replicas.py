@@ -16,14 +16,14 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from zshard import _core
 from zshard.guard.slices import plain
-from zshard.ranks.agreement import bytes_of, gather_bytes
+from zshard.ranks.agreement import checksum, gather_bytes
 from zshard.units.units import State, is_apart, state_of, units_of
 
-__all__ = ["ReplicaCheck"]
+__all__ = ["ReplicaCheck", "has_replicas"]
 
 
 class Sums(NamedTuple):
@@ -73,26 +73,22 @@ class ReplicaCheck:
         apart = [one for one, each in units if is_apart(each, state.comms)]  # other ranks' values
         left = {id(buffer) for one in apart for buffer in one.buffers()}
         for one, each in units:
-            if one in apart:
-                continue
-            if each.unit.replicated:
-                full |= _of_params(each)
-            elif each.comms.all.world > each.comms.shards.world:
-                shards |= _of_params(each)
+            if one not in apart and has_replicas(each):
+                (full if each.unit.replicated else shards).update(_of_params(each))
         buffers = dict(_of_buffers(module, left))
         changed = [name for name, value in buffers.items() if self._buffers.get(name) != value]
         return Sums(state.comms.shards.rank, full, shards, buffers, changed)
 
 
-def _checksum(tensor: Tensor) -> int:
-    with plain():
-        values = tensor.detach().cpu().contiguous()
-        return _core.crc32c(bytes_of(values))
+def has_replicas(state: State) -> bool:
+    """Return whether several ranks have the same values of the unit."""
+    return state.unit.replicated or state.comms.all.world > state.comms.shards.world
 
 
+@plain()
 def _of_params(state: State) -> dict[str, int]:
     return {
-        name: _checksum(param)
+        name: checksum(param)
         for name, param in zip(state.names, state.unit.params, strict=True)
         if param is not None
     }
@@ -100,7 +96,7 @@ def _of_params(state: State) -> dict[str, int]:
 
 def _of_buffers(module: nn.Module, left: Collection[int] = ()) -> Iterator[tuple[str, int]]:
     own = (named for named in module.named_buffers() if id(named[1]) not in left)
-    return ((name, _checksum(buffer)) for name, buffer in own)
+    return ((name, checksum(buffer)) for name, buffer in own)
 
 
 def _digest(sums: Sums) -> bytes:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from zshard import _core
 from zshard._errors import NonFiniteError, warn
 from zshard.guard.slices import grads_of, plain
-from zshard.optim.replicas import ReplicaCheck
+from zshard.optim.replicas import ReplicaCheck, has_replicas
 from zshard.optim.sharded_state import params_of
-from zshard.ranks.agreement import PublicCall, gather_bytes
+from zshard.ranks.agreement import PublicCall, gather_bytes, warn_on_rank_0
 from zshard.units.shards import units_stepped_by
 from zshard.units.units import state_of, units_of
 
@@ -141,13 +141,11 @@ def guard_steps(module: nn.Module, checks: StepChecks) -> None:
             "check_replicas= does not support offload: parameters would be read from the disk; "
             "omit one of them"
         )
-    has_replicas = any(
-        s.unit.replicated or s.comms.all.world > s.comms.shards.world for s in states
-    )
-    if checks.every and not has_replicas and state_of(module).comms.all.rank == 0:
-        warn(
+    if checks.every and not any(map(has_replicas, states)):
+        warn_on_rank_0(
+            state_of(module).comms.all,
             f"check_replicas={checks.every} compares only buffers: each rank has other parameters "
-            "under this strategy, so there are no replicas of them; omit it, or use hybrid_shard"
+            "under this strategy, so there are no replicas of them; omit it, or use hybrid_shard",
         )
     state_of(module).guard = StepGuard(module, checks)
 

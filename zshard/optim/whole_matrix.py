@@ -23,7 +23,7 @@ from zshard import _core
 from zshard.guard.slices import plain
 from zshard.guard.whole_values import full_tensor
 from zshard.optim.sharded_state import copied, other_state, params_of
-from zshard.optim.whole_steps import Stepping, WholeSteps, full_shape
+from zshard.optim.whole_steps import Stepping, WholeSteps, comm_of, full_shape
 from zshard.ranks.agreement import PublicCall, gather_bytes
 from zshard.units.shards import part_of
 
@@ -51,8 +51,8 @@ class WholeMatrix(Optimizer):
         options: the optimizer's.
 
     The constructor, which reads full values one by one, step() and state_dict() are collective.
-    state_dict() has the optimizer's state of the unsharded
-    model; load_state_dict() takes it on every rank.
+    state_dict() has the optimizer's state of the unsharded model; load_state_dict() takes it on
+    every rank.
 
     Raises what the optimizer does; TypeError for one whose step requires a closure. The step raises
     NotImplementedError for parameters of models over several process groups.
@@ -113,13 +113,15 @@ class WholeMatrix(Optimizer):
             if not is_own:  # from the constructor, or from before the model was sharded
                 self._inner.state.pop(proxy, None)
         pairs = list(zip(params_of(self), proxies, strict=True))
-        others = [i for i, (param, _) in enumerate(pairs) if _comm_of(param) is not None]
-        if len({_comm_of(pairs[i][0]) for i in others}) > 1:
+        comms = [comm_of(param) for param, _ in pairs]
+        others = [i for i, comm in enumerate(comms) if comm is not None]
+        if len({comms[i] for i in others}) > 1:
             raise NotImplementedError(
                 "WholeMatrix() got parameters of models over several process groups: make one "
                 "optimizer for each process group"
             )
-        beside = [(p, proxy) for p, proxy in pairs if _comm_of(p) is None and p.grad is not None]
+        alone = (pair for pair, comm in zip(pairs, comms, strict=True) if comm is None)
+        beside = [(param, proxy) for param, proxy in alone if param.grad is not None]
         jobs: list[_WholeJob] = []
 
         def job_of(active: list[int]) -> _WholeJob:
@@ -214,15 +216,9 @@ def _cost(shape: Sequence[int]) -> int:
     return numel * (min(shape[0], numel // max(shape[0], 1)) if shape else 1)
 
 
-def _comm_of(param: Tensor) -> _core.Comm | None:
-    """Return the transport of the ranks that step a parameter together; None: this rank alone."""
-    part = part_of(param)
-    return None if part is None or part.comm.world == 1 else part.comm
-
-
 def _proxy(param: Tensor, is_own: bool) -> nn.Parameter:
     value = _nothing(full_shape(param), param)
-    comm = _comm_of(param)
+    comm = comm_of(param)
     if is_own or (comm is not None and comm.transport != "shm"):  # over shm, it reads alone
         whole = full_tensor(param.detach())
         value = whole if is_own else value

@@ -20,13 +20,19 @@ from zshard.optim.transfers import Job, Mail, carry_out, mail_for
 from zshard.ranks.agreement import Fact, PublicCall, check_agreement, gather_bytes
 from zshard.units.shards import Part, part_of
 
-__all__ = ["Stepping", "WholeSteps", "full_shape"]
+__all__ = ["Stepping", "WholeSteps", "comm_of", "full_shape"]
 
 
 def full_shape(param: Tensor) -> tuple[int, ...]:
     """Return the shape of the full parameter."""
     part = part_of(param)
     return tuple(param.shape) if part is None else part.shape
+
+
+def comm_of(param: Tensor) -> _core.Comm | None:
+    """Return the transport of the ranks that step a parameter together; None: this rank alone."""
+    part = part_of(param)
+    return None if part is None or part.comm.world == 1 else part.comm
 
 
 class Stepping(NamedTuple):
@@ -143,9 +149,7 @@ def _by_comm(stepped: Sequence[Stepping]) -> dict[_core.Comm | None, list[int]]:
     """Return the parameters of each model's ranks; None: of this rank alone."""
     found: dict[_core.Comm | None, list[int]] = {}
     for i, each in enumerate(stepped):
-        part = part_of(each.param)
-        alone = part is None or part.comm.world == 1
-        found.setdefault(None if part is None or alone else part.comm, []).append(i)
+        found.setdefault(comm_of(each.param), []).append(i)
     return found
 
 

@@ -16,7 +16,6 @@ import itertools
 import json
 import pickle
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -123,8 +122,7 @@ def gather_objects(mine: object, group: dist.ProcessGroup) -> list[Any]:
 
 
 def warn_together(group: dist.ProcessGroup, text: str) -> None:
-    """Warn on the first rank of `group`; if a script has made warnings errors, raise on all ranks.
-    Collective. For ranks without a transport yet: the others warn within on_all_ranks()."""
+    """As warn_on_rank_0(), for ranks without a transport yet."""
     raised: list[Warning] = []
     try:
         if dist.get_rank(group) == 0:
@@ -225,6 +223,13 @@ def _raise_on_all(comm: _core.Comm, error: Exception | None) -> None:
             raise _KINDS.get(kind, RuntimeError)(f"rank {rank}: {text}")
 
 
+def warn_on_rank_0(comm: _core.Comm, text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn on rank 0; if a script has made warnings errors, raise on all ranks. Collective."""
+    with on_all_ranks(comm):
+        if comm.rank == 0:
+            warn(text, category)
+
+
 def _kind_of(error: Exception | None) -> str:
     return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
 
@@ -268,9 +273,9 @@ def value_fact(name: str, tensor: torch.Tensor) -> Fact:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return the CRC-32 of a tensor's values."""
+    """Return the CRC-32C of a tensor's values."""
     plain = tensor.detach().cpu().contiguous()  # possibly a copy, which must outlive its bytes
-    return zlib.crc32(bytes_of(plain))
+    return _core.crc32c(bytes_of(plain))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard._errors import CheckpointError, warn
+from zshard._errors import CheckpointError
 from zshard.checkpoint import manifest as manifests
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.folder import finished, name_of, newest_in, path_of
@@ -27,7 +27,7 @@ from zshard.checkpoint.per_host.parts import Spread, part_files_in
 from zshard.checkpoint.per_host.remote import RemoteParts
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.ranks import meeting
-from zshard.ranks.agreement import gather_bytes, on_all_ranks, on_any_rank
+from zshard.ranks.agreement import gather_bytes, on_all_ranks, on_any_rank, warn_on_rank_0
 from zshard.ranks.transports import group_beside
 from zshard.units.units import bare
 
@@ -200,13 +200,12 @@ def choose(comm: _core.Comm, hosts: Hosts, path: str) -> Chosen:
     chosen = newest(names, lambda name: look(comm, hosts, os.path.join(path, name)), path)
     if chosen.skipped:
         listed = ", ".join(f"'{name}'" for name in chosen.skipped)
-        with on_all_ranks(comm):  # a script may have made warnings errors
-            if comm.rank == 0:
-                warn(
-                    f"'{path}': the hosts do not have all of {listed}: '{chosen.name}' is the "
-                    "newest complete checkpoint",
-                    RuntimeWarning,
-                )
+        warn_on_rank_0(
+            comm,
+            f"'{path}': the hosts do not have all of {listed}: '{chosen.name}' is the newest "
+            "complete checkpoint",
+            RuntimeWarning,
+        )
     return chosen
 
 

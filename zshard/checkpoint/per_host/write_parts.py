@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from zshard.checkpoint.per_host.hosts import SUFFIX, Hosts, look
 from zshard.checkpoint.per_host.remote import RemoteParts
 from zshard.checkpoint.save_plan import Piece, SavePlan, joined, record_of
 from zshard.checkpoint.write import Writer, chunk_for, copy_file, names_of_all, write_text
-from zshard.ranks.agreement import PublicCall, gather_bytes, on_all_ranks
+from zshard.ranks.agreement import PublicCall, gather_bytes, on_all_ranks, warn_on_rank_0
 from zshard.ranks.groups import Group
 from zshard.ranks.transports import group_beside
 
@@ -47,13 +46,11 @@ class PerHost(NamedTuple):
         hosts = Hosts(comm)
         possible = min(replicas, len(hosts.all) - 1)
         if possible < replicas:
-            with on_all_ranks(comm):  # a script may have made warnings errors
-                if comm.rank == 0:
-                    warnings.warn(
-                        f"replicas={replicas}, but there are only {len(hosts.all)} hosts: this "
-                        f"checkpoint has {possible} copies",
-                        stacklevel=2,
-                    )
+            warn_on_rank_0(
+                comm,
+                f"replicas={replicas}, but there are only {len(hosts.all)} hosts: this checkpoint "
+                f"has {possible} copies",
+            )
         group = group_beside(beside, torch.device("cpu")) if possible else None
         return PerHost(hosts, possible, group)
 
