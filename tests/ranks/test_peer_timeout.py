@@ -57,6 +57,24 @@ def test_arguments_are_kept_unchanged(args: tuple[Any, ...]) -> None:
 # --- whose timeout it is ----------------------------------------------------------------------------
 
 
+def transports_of(first: str, second: str) -> list[str]:
+    """Return the transports of models in a group of their own, the last of them with "auto"."""
+    group: Any = dist.new_group([0, 1])
+    asked = ((first, 5), (second, 6), ("auto", 6), ("auto", 7))
+    models = [
+        FSDP(nn.Linear(2, 2), process_group=group, transport=transport, timeout=timeout)
+        for transport, timeout in asked
+    ]
+    return [model.__dict__["_zshard_state"].comms.all.transport for model in models]
+
+
+@pytest.mark.parametrize("first", ["auto", "shm"])
+@pytest.mark.parametrize("second", ["c10d", "shm"])
+def test_auto_stays_shm_beside_another_timeout(pool2: Any, first: str, second: str) -> None:
+    for found in pool2.run(transports_of, first, second):
+        assert found == ["shm", second, "shm", "shm"]
+
+
 def limit_of(model: Any) -> float:
     return float(model.__dict__["_zshard_state"].comms.all.timeout)
 

@@ -178,7 +178,9 @@ def comm_for(
         if entry.comm.transport != wanted:  # "auto": from now on the explicit name means the same
             _entries.setdefault((id(group), entry.comm.transport, device), []).append(entry)
         elif wanted != "auto":
-            _entries.setdefault((id(group), "auto", device), []).append(entry)
+            automatic = _entries.setdefault((id(group), "auto", device), [])
+            if all(each.comm.transport == wanted for each in automatic):
+                automatic.append(entry)
     return entry.comm
 
 
