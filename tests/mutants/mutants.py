@@ -1,0 +1,252 @@
+"""Planted faults: does the suite notice when one line of zshard is wrong?
+
+list.json has 60 of them, 20 each in C, Python and the binding, drawn by a fixed seed from the lines that
+the suite executed on the day of the draw. results.json says which run found each, and when.
+
+    python tests/mutants/mutants.py run               plant each, run the suite until its first failure
+    python tests/mutants/mutants.py run 3 17 -- -m ''  these two, with these words for pytest
+    python tests/mutants/mutants.py plant 17          leave it planted, to look at it; `git checkout` lifts it
+
+The checkout must have no changes: a planted fault is lifted by what git has. To draw anew, build with
+CFLAGS=--coverage LDFLAGS=--coverage, run the suite under `coverage run` (its `patch = subprocess, _exit`), and
+
+    python tests/mutants/mutants.py draw build/coverage.json build/objects-* > tests/mutants/list.json
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+SEED = 20261128
+EACH = 20
+KINDS = {  # by the folders of their files
+    "c": re.compile(r"csrc/(?!python/|shim/).*\.c$"),
+    "binding": re.compile(r"csrc/(python/.*\.c|shim/.*\.cpp)$"),
+    "python": re.compile(r"zshard/.*\.py$"),
+}
+
+# What a fault replaces, and by what. Each place of a line where one matches is a fault of its own.
+BOTH = [
+    (r"(?<=[^=!<>])==(?!=)", "!="),
+    (r"!=", "=="),
+    (r" < ", " <= "),
+    (r" <= ", " < "),
+    (r" > ", " >= "),
+    (r" >= ", " > "),
+    (r" \+ ", " - "),
+    (r" - ", " + "),
+    (r"(?<![\w.])0(?![\w.])", "1"),
+    (r"(?<![\w.])1(?![\w.])", "2"),
+]
+OPERATORS = {
+    ".c": [
+        *BOTH,
+        (r"&&", "||"),
+        (r"\|\|", "&&"),
+        (r"\bif \((.*)\)(?= \{$)", r"if (!(\1))"),
+        (r"^(\s+)[\w>.-]+\(.*\);$", r"\1;"),  # a call whose value nobody reads
+        (r"^(\s+)\S[^=]* [-+|]?= .*;$", r"\1;"),  # an assignment to what is declared elsewhere
+        (r"\btrue\b", "false"),
+        (r"\bfalse\b", "true"),
+    ],
+    ".py": [
+        *BOTH,
+        (r" and ", " or "),
+        (r" or ", " and "),
+        (r"\bif (?!not )(.*):$", r"if not (\1):"),
+        (r"\bnot ", ""),
+        (r" is None", " is not None"),
+        (r" is not None", " is None"),
+        (r"^(\s+)(?!raise|super)[\w.]+\(.*\)$", r"\1pass"),
+        (r"^(\s+)[\w.]+ [-+|]?= .*$", r"\1pass"),
+        (r"^(\s+)return (?!None$).+$", r"\1return None"),
+        (r"\bTrue\b", "False"),
+        (r"\bFalse\b", "True"),
+    ],
+}
+OPERATORS[".cpp"] = OPERATORS[".c"]
+QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
+
+def draw(coverage: Path, objects: Path) -> list[dict[str, Any]]:
+    """Draw EACH faults of each kind: first a line, then what is wrong with it."""
+    executed = {**lines_of_python(coverage), **lines_of_c(objects)}
+    random_ = random.Random(SEED)
+    drawn = []
+    for kind, files in KINDS.items():
+        lines = [
+            (file, n) for file in sorted(executed) if files.match(file) for n in executed[file]
+        ]
+        random_.shuffle(lines)
+        taken: list[dict[str, Any]] = []
+        for file, number in lines:
+            faults = [new for new in faults_of(ROOT / file, number) if compiles(file, number, new)]
+            if faults and len(taken) < EACH:
+                old = (ROOT / file).read_text().splitlines()[number - 1]
+                new = random_.choice(faults)
+                taken.append({"kind": kind, "file": file, "line": number, "old": old, "new": new})
+        drawn += taken
+    return [{"id": number, **each} for number, each in enumerate(drawn, 1)]
+
+
+def lines_of_python(report: Path) -> dict[str, list[int]]:
+    """Return the executed lines of each file within functions, from `coverage json`.
+
+    What an import executes is no test's doing.
+    """
+    found = {}
+    for file, facts in json.loads(report.read_text())["files"].items():
+        tree = ast.parse((ROOT / file).read_text())
+        inside = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                for line in node.body[0].lineno, (node.body[-1].end_lineno or 0):
+                    inside.add(line)
+                inside |= set(range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1))
+        found[file] = sorted(inside & set(facts["executed_lines"]))
+    return found
+
+
+def lines_of_c(objects: Path) -> dict[str, list[int]]:
+    """Return the executed lines of each file, from gcov's counts beside the objects."""
+    found: dict[str, list[int]] = {}
+    for counts in sorted(objects.glob("*.gcda")):
+        command = ["gcov", "--json-format", "--stdout", str(counts)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        for facts in json.loads(done.stdout)["files"]:
+            if facts["file"].startswith("csrc/"):
+                lines = {each["line_number"] for each in facts["lines"] if each["count"]}
+                found[facts["file"]] = sorted(lines | set(found.get(facts["file"], [])))
+    return found
+
+
+def faults_of(file: Path, number: int) -> list[str]:
+    """Return the faulty forms of a line, each wrong in one place outside strings and comments."""
+    line = file.read_text().splitlines()[number - 1]
+    comment = "#" if file.suffix == ".py" else "//"
+    if line.lstrip().startswith((comment, '"', "assert", "*")):
+        return []
+    masked = QUOTED.sub(lambda text: "\0" * len(text[0]), line)
+    code = masked.split(comment)[0].rstrip() if comment in masked else masked
+    faulty = []
+    for pattern, replacement in OPERATORS[file.suffix]:
+        for match in re.finditer(pattern, code):
+            # expanded from the real text: a mask has the places of what it hides
+            real = re.compile(pattern).match(line[: len(code)], match.start())
+            new = match.expand(replacement) if real is None else real.expand(replacement)
+            if "\0" not in new:
+                faulty.append(line[: match.start()] + new + line[match.end() :])
+    return [each for each in dict.fromkeys(faulty) if each != line]
+
+
+def compiles(file: str, number: int, new: str) -> bool:
+    """Return whether the file with its line `number` replaced is valid."""
+    lines = (ROOT / file).read_text().splitlines(keepends=True)
+    lines[number - 1] = new + "\n"
+    if file.endswith(".py"):
+        try:
+            ast.parse("".join(lines))
+        except SyntaxError:
+            return False
+        return True
+    if file.endswith(".cpp"):  # torch's headers: a minute each; the build says
+        return True
+    include = ["-iquote", "csrc", *(f"-isystem{path}" for path in python_headers())]
+    command = ["cc", "-std=c11", "-fsyntax-only", *include, f"-I{Path(file).parent}", "-xc", "-"]
+    text = "".join(lines)
+    return subprocess.run(command, cwd=ROOT, input=text, text=True, stderr=-3).returncode == 0
+
+
+def python_headers() -> list[str]:
+    """Return where Python.h is."""
+    import sysconfig
+
+    return [sysconfig.get_path("include")]
+
+
+# --- planting -------------------------------------------------------------------------------------
+
+
+def plant(fault: dict[str, Any]) -> None:
+    """Replace the fault's line, which may have moved since the draw. Raises LookupError."""
+    path = ROOT / fault["file"]
+    lines = path.read_text().splitlines()
+    places = [number for number, line in enumerate(lines, 1) if line == fault["old"]]
+    if not places:
+        raise LookupError(f"{fault['file']} has no line {fault['old']!r} any more")
+    nearest = min(places, key=lambda number: abs(number - fault["line"]))
+    lines[nearest - 1] = fault["new"]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def run(fault: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    """Plant the fault, build, run pytest with `words` until a test fails, and lift it."""
+    dirty = git("status", "--porcelain", "--untracked-files=no", "--", "zshard", "csrc")
+    if dirty:
+        sys.exit(f"error: a fault is lifted by `git checkout`, and there are changes:\n{dirty}")
+    try:
+        plant(fault)
+        python = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *words]
+        build = subprocess.run(
+            [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT
+        )
+        if build.returncode:
+            return {"found": "by the compiler"}
+        done = subprocess.run(python, cwd=ROOT, capture_output=True, text=True)
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+        return {"found": failed[0] if failed else "" if done.returncode in (0, 5) else "by a crash"}
+    finally:
+        git("checkout", "--", fault["file"])
+
+
+def git(*words: str) -> str:
+    """Return what a git command prints."""
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def chosen(ids: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the faults with these ids; all without."""
+    for fault in json.loads((HERE / "list.json").read_text()):
+        if not ids or str(fault["id"]) in ids:
+            yield fault
+
+
+def main(word: str, arguments: list[str]) -> None:
+    """Run one of the words of this file's first lines."""
+    if word == "draw":
+        print(json.dumps(draw(Path(arguments[0]), Path(arguments[1])), indent=1))
+        return
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    for fault in chosen(arguments[:split]):
+        if word == "plant":
+            plant(fault)
+            continue
+        words = arguments[split + 1 :]
+        found = run(fault, words)
+        record = {"commit": git("rev-parse", "--short", "HEAD").strip(), "words": words, **found}
+        record["date"] = datetime.date.today().isoformat()
+        results = HERE / "results.json"
+        known = json.loads(results.read_text()) if results.exists() else {}
+        known.setdefault(str(fault["id"]), []).append(record)
+        results.write_text(json.dumps(known, indent=1) + "\n")
+        print(fault["id"], fault["file"], record["found"] or "LIVES", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
