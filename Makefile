@@ -10,7 +10,10 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# Where there is no GPU, torch without CUDA, which PyPI does not have: 200 MB in place of 3 GB.
+TORCH_INDEX ?= $(if $(wildcard /dev/nvidiactl /proc/driver/nvidia/gpus/*),,https://download.pytorch.org/whl/cpu)
 TESTS ?= tests
+SHARD ?= 1/16
 ARGS ?=
 CUDA ?=
 
@@ -34,7 +37,7 @@ WORKERS := $(PY) -c 'import os, xdist; print("-n", 1 + min(4, len(os.sched_getaf
 # Tests start hundreds of processes, which would each compile the tests and zshard anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-trainers bench lint messages docs format build wheel sanitize fuzz clean distclean
+.PHONY: help demo test quick thorough test-trainers bench lint messages docs format build wheel sanitize fuzz clean distclean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -45,7 +48,15 @@ demo: build $(VENV)/.demo ## train a GPT on 2 ranks; compare with DDP and FSDP2 
 	$(PY) examples/demo.py $(ARGS)
 
 test: build $(VENV)/.test $(if $(filter 1,$(CUDA)),$(VENV)/.nccl) ## the tests (TESTS=tests/optim/test_clip.py, ARGS="-k name")
+	@$(if $(ARGS)$(filter-out tests,$(TESTS)),,$(PY) tests/lib/c_compile.py)
 	$(PY) -m pytest $(TESTS) $(ARGS) $(if $(ARGS)$(filter-out tests,$(TESTS)),,$$($(WORKERS)))
+
+quick: build $(VENV)/.test ## the tests that start no ranks and no Python, and the C programs: three minutes
+	@$(PY) tests/lib/c_compile.py
+	$(PY) -m pytest $(TESTS) --quick $(ARGS) $$($(WORKERS))
+
+thorough: build $(VENV)/.test $(VENV)/.trainers $(VENV)/.nccl ## all cases of all tests, in parts: SHARD=3/16 (tests/shards.json)
+	$(PY) -m pytest $(TESTS) --shard $(SHARD) -o timeout=1800 $(ARGS) $$($(WORKERS))
 
 test-trainers: build $(VENV)/.test $(VENV)/.trainers ## the tests with real trainers (TESTS=tests/trainers/test_lightning.py)
 	$(PY) -m pytest $(if $(filter tests,$(TESTS)),tests/trainers tests/checkpoint/test_fixtures.py,$(TESTS)) $(ARGS) $(if $(ARGS),,$$($(WORKERS)))
@@ -119,7 +130,8 @@ $(VENV)/.python:
 	    $(PY) -m pip uninstall --quiet --yes setuptools 2>/dev/null; \
 	else \
 	    echo "set-up: installing $(TORCH) into ./$(VENV)"; \
-	    $(PYTHON) -m venv $(VENV) && $(PIP) $(TORCH) 'setuptools>=77'; \
+	    $(PYTHON) -m venv $(VENV) && \
+	    $(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH) 'setuptools>=77'; \
 	fi
 	@$(PY) -c 'import setuptools; exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null || \
 	    $(PIP) 'setuptools>=77' || \

@@ -1,15 +1,18 @@
-"""Fixtures for all tests: pools of ranks that live as long as the session (see spawn.py), and one
-thread for torch."""
+"""Which cases run (sampling.py, shards.py), and fixtures for all tests: pools of ranks that live as long as
+the session (spawn.py), and one thread for torch."""
 
 import importlib.util
 import platform
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import sampling
+import shards
 import torch
 import torch.distributed as dist
 from asserts import rewrite_helpers
-from sampling import leave_to_thorough
+from nursery import start_nursery
 from spawn import RankPool
 
 rewrite_helpers()  # before a test imports them
@@ -22,18 +25,72 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("zshard")
 
 
-def pytest_report_header() -> str:
-    """Which build is tested: in place, installed or sanitized."""
+CASES = pytest.StashKey[list[int]]()  # in this run, and left out of it
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    sampling.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[CASES] = [0, 0]
+    if not hasattr(config, "workerinput"):
+        if config.getoption("numprocesses", None):  # while the workers collect, it imports
+            start_nursery()
+        if config.option.shard:
+            config.pluginmanager.register(shards.Shard(config.option.shard))
+
+
+def pytest_report_header() -> list[str]:
+    """Which build is tested, in place, installed or sanitized; and when all cases last ran."""
     spec = importlib.util.find_spec("zshard")
-    return f"zshard: {spec.origin if spec else 'not importable; run `make test`'}"
+    origin = spec.origin if spec else "not importable; run `make test`"
+    return [f"zshard: {origin}", f"cases: {shards.when_all_ran()}"]
 
 
-@pytest.hookimpl(tryfirst=True)  # before the marks are selected by
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Keep the samples only."""
+    yield
+    if not sampling.runs_all(metafunc.config):
+        metafunc.config.stash[CASES][1] += sampling.keep_a_sample(metafunc)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-k` and `-m` select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave what the samples do not need to `thorough`, and skip what this machine cannot run."""
-    if not any("[" in arg for arg in config.args):  # whoever names a case wants that one
-        leave_to_thorough(items)
+    """Leave out what this run does not want, and skip what this machine cannot run."""
+    ended = shards.Shard(config.option.shard).ended() if config.option.shard else {}
+    left = [
+        item
+        for item in items
+        if sampling.left_out(config, item) or ended.get(item.nodeid, "failed") != "failed"
+    ]
+    config.hook.pytest_deselected(items=left)
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]
+    config.stash[CASES][1] += len(left)
     skip_without_fma([item for item in items if item.get_closest_marker("needs_fma")])
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[CASES][0] = len(session.items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the controller, which collects nothing."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["cases"] = session.config.stash[CASES]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[CASES] = getattr(node, "workeroutput", {}).get("cases", [0, 0])
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    run, left = config.stash[CASES]
+    terminalreporter.write_line(f"{run:,} of {run + left:,} cases in this run")
 
 
 def skip_without_fma(marked: list[pytest.Item]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from spawn import _python_path
+from tasks import python_path
 
 import zshard
 from zshard import KeeperError
@@ -199,7 +199,7 @@ open(f"rank{rank}.json", "w").write(json.dumps(words))
 def command(folder: Path, *words: str) -> subprocess.Popen[str]:
     """Start a command in a folder, where script.py is SCRIPT."""
     (folder / "script.py").write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     for name in ("TORCHELASTIC_RUN_ID", client.VARIABLE):
         env.pop(name, None)
     return subprocess.Popen(

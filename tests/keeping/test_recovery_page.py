@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from spawn import _python_path
+from tasks import python_path
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recovery.md"
 
@@ -28,7 +28,7 @@ def run(script: Path, **env: str) -> tuple[str, list[str]]:
     ]
     done = subprocess.run(
         [*command, str(script)],
-        env={**os.environ, "PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1", **env},
+        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
         timeout=200,

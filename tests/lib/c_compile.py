@@ -4,6 +4,7 @@
 
 An object's name is a digest of all that goes into it, and the object stays under build/, so a file
 that several programs need is compiled once per build, whichever test, process or run comes first.
+`python tests/lib/c_compile.py` compiles what most need on all cores, before the tests (`make test`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import os
 import shlex
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from c_sources import HEADERS, INCLUDES
+from c_sources import HEADERS, INCLUDES, SHM, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 C = ROOT / "tests" / "c"
@@ -99,3 +101,16 @@ def _thread_sanitizer_runs() -> bool:
         command = [*_compiler(), "-fsanitize=thread", str(source), "-o", str(probe)]
         done = subprocess.run(command, capture_output=True)
         return done.returncode == 0 and subprocess.run([str(probe)]).returncode == 0
+
+
+def compile_all() -> None:
+    """Compile what several programs are made of; a test says what does not compile."""
+    several = ["c10d_*.c", "comm_c10d.c", "nccl_*.c", "cuda_driver.c", "layout.c", "arena.c"]
+    files = [*C.glob("test_*.c"), NO_LOOPS, *sources(*SHM, *several)]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores:
+        for source in files:
+            cores.submit(_object, source, BUILDS["sanitized"])
+
+
+if __name__ == "__main__":
+    compile_all()

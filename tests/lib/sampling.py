@@ -1,73 +1,160 @@
-"""Sample tests that are too long for every run: `@pytest.mark.sampled(5)`.
+"""Which cases a run has: a sample of each test's, by default.
 
-Each run executes a few of a test's cases, chosen to cover as many values of its parameters as
-possible. The others are marked `thorough`, and run with those. A test on several ranks takes half a
-second per case, so it is always sampled: one case, different from test to test, so that each
-strategy and transport is used in many tests.
+    @pytest.mark.sampled(5)  # five of its cases in each run, which cover as many values as possible
+
+A test on ranks runs one case, unless it says another number: different from test to test, so that each
+strategy and transport is used in many tests. Other tests run all. What is marked `thorough` takes
+minutes and is left out, too. Cases that are left out are not even made: that takes half a minute.
+
+    --whole        all cases of all tests
+    --shard 3/16   the third sixteenth of them (shards.py)
+    --quick        what starts no ranks and no Python
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import subprocess
+import sys
+import types
 import zlib
 from collections import defaultdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
 ON_RANKS = 1  # cases of a test on ranks, unless it sets another number
+LIBRARIES = (sys.base_prefix, sys.prefix, str(ROOT / "zshard"))  # whose code is not looked into
+STARTERS = ("fork_ranks", "run_ranks", "RankPool", "start_nursery")
+GPU = "tests/gpu/"  # what drives fake GPUs only, and what it drives
+DRIVEN = ["csrc/device", "csrc/comm/gpu", "csrc/comm/nccl", "csrc/pager", "cuda", GPU, "tests/lib"]
+DRIVEN += ["zshard/ranks/nccl.py", "zshard/ranks/devices.py", "tests/c"]
 
 
-def leave_to_thorough(items: list[pytest.Item]) -> None:
-    """Mark as thorough the cases that the samples omit."""
-    tests: dict[str, list[pytest.Function]] = defaultdict(list)
-    for item in items:
-        is_left = item.get_closest_marker("thorough") is not None
-        if isinstance(item, pytest.Function) and not is_left and size_of(item) is not None:
-            tests[item.nodeid.split("[")[0]].append(item)
-    for cases in tests.values():
-        sample = sample_of(cases, size_of(cases[0]) or 0)
-        for case in cases:
-            if case not in sample:
-                case.add_marker(pytest.mark.thorough)
+def add_options(parser: pytest.Parser) -> None:
+    """Add the options above."""
+    group = parser.getgroup("zshard")
+    group.addoption("--whole", action="store_true", help="all cases, not a sample")
+    group.addoption("--shard", metavar="K/N", help="the K-th of N parts of all cases")
+    group.addoption("--quick", action="store_true", help="what starts no ranks and no Python")
 
 
-def size_of(case: pytest.Item) -> int | None:
-    """Return how many cases of its test run each time; None: all."""
-    mark = case.get_closest_marker("sampled")
-    if mark is not None:
-        return int(mark.args[0])
-    return ON_RANKS if on_ranks(case) else None
+def runs_all(config: pytest.Config) -> bool:
+    """Return whether the run's cases are no sample: all, a part of all, or those that are named."""
+    named = any("[" in word for word in config.args)
+    return bool(config.option.whole or config.option.shard or named)
 
 
-def on_ranks(case: pytest.Item) -> bool:
-    """Return whether a test uses a pool of ranks, or its module starts some."""
-    names: list[str] = getattr(case, "fixturenames", [])
-    module = getattr(case, "module", None)
-    starters = ("fork_ranks", "run_ranks")
-    return any(name.startswith("pool") for name in names) or any(
-        hasattr(module, name) for name in starters
-    )
+# --- cases of one test ------------------------------------------------------------------------------
 
 
-def sample_of(cases: list[pytest.Function], size: int) -> list[pytest.Function]:
-    """Choose `size` of the cases of one test, the same each time.
+def keep_a_sample(test: pytest.Metafunc) -> int:
+    """Keep a sample of a test's cases before they are made; return how many are left out."""
+    cases = test._calls
+    usual = [case for case in cases if all(mark.name != "thorough" for mark in case.marks)]
+    mark = test.definition.get_closest_marker("sampled")
+    size = int(mark.args[0]) if mark is not None else ON_RANKS if _on_ranks(test) else len(cases)
+    kept = _sample_of(usual, size, test.definition.nodeid)
+    if not kept:  # pytest would make one case without values
+        return 0
+    left = len(cases) - len(kept)
+    cases[:] = kept
+    return left
+
+
+def _sample_of(cases: list[Any], size: int, test: str) -> list[Any]:
+    """Choose `size` of the cases of one test: the same each time, whatever values are called.
 
     Greedy: the case whose parameters' values have occurred least is next.
     """
-    seen: dict[tuple[str, str], int] = defaultdict(int)
-    pool = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
-    taken = []
-    while pool and len(taken) < size:
-        best = min(pool, key=lambda case: sum(seen[value] for value in values_of(case)))
-        pool.remove(best)
+    seen: dict[tuple[str, int], int] = defaultdict(int)
+    left = sorted(range(len(cases)), key=lambda place: zlib.crc32(f"{test}:{place}".encode()))
+    taken: list[int] = []
+    while left and len(taken) < size:
+        best = min(left, key=lambda place: sum(seen[each] for each in cases[place].indices.items()))
+        left.remove(best)
         taken.append(best)
-        for value in values_of(best):
-            seen[value] += 1
-    return taken
+        for each in cases[best].indices.items():
+            seen[each] += 1
+    return [cases[place] for place in sorted(taken)]
 
 
-def values_of(case: pytest.Function) -> set[tuple[str, str]]:
-    """Return the values of a case's parameters, by name."""
-    spec = getattr(case, "callspec", None)
-    return (
-        {(name, repr(value)) for name, value in spec.params.items()} if spec is not None else set()
-    )
+def _on_ranks(test: pytest.Metafunc) -> bool:
+    """Return whether a test uses a pool of ranks, or starts some."""
+    if any(name.startswith("pool") for name in test.fixturenames):
+        return True
+    fixtures = [each.func for found in test._arg2fixturedefs.values() for each in found]
+    return any(starts(each) for each in (test.function, *fixtures))
+
+
+# --- what a test starts -----------------------------------------------------------------------------
+
+
+@functools.cache
+def starts(function: Any, pythons: bool = False) -> bool:
+    """Return whether a test's function reaches what starts ranks by the names in its code, through
+    functions of the tests. pythons: or what starts any Python."""
+    seen: set[Any] = set()
+    left = [function]
+    while left:
+        function = inspect.unwrap(left.pop())
+        code = getattr(function, "__code__", None)
+        if code is None or code in seen or code.co_filename.startswith(LIBRARIES):
+            continue
+        seen.add(code)
+        names = _names_in(code)
+        if not names.isdisjoint(STARTERS) or (pythons and "executable" in names):
+            return True
+        for name in names:
+            found = function.__globals__.get(name)
+            if isinstance(found, types.ModuleType):
+                left += [value for other in names if (value := getattr(found, other, None))]
+            left.append(found)
+    return False
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Return the global names and attributes that a function's code uses, inner functions' too."""
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+# --- whole tests ------------------------------------------------------------------------------------
+
+
+def left_out(config: pytest.Config, item: pytest.Item) -> str:
+    """Return why a collected case is not in this run; "" if it is."""
+    if config.option.shard:
+        part, parts = map(int, config.option.shard.split("/"))
+        return "" if zlib.crc32(item.nodeid.encode()) % parts == part - 1 else "another shard"
+    if not runs_all(config) and item.get_closest_marker("thorough") is not None:
+        return "thorough"
+    if not runs_all(config) and item.nodeid.startswith(GPU) and gpu_unchanged():
+        return "nothing of GPUs has changed"
+    if config.option.quick and _starts_processes(item):
+        return "not quick"
+    return ""
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    if any(name.startswith("pool") for name in getattr(item, "fixturenames", ())):
+        return True
+    found = getattr(item, "_fixtureinfo", None)
+    fixtures = found.name2fixturedefs.values() if found is not None else ()
+    functions = [each.func for some in fixtures for each in some]
+    return any(starts(each, pythons=True) for each in (getattr(item, "function", None), *functions))
+
+
+@functools.cache
+def gpu_unchanged() -> bool:
+    """Return whether this is a branch that changes nothing of what fake GPUs drive."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    base, head = git("merge-base", "HEAD", "main"), git("rev-parse", "HEAD")
+    return base not in ("", head) and not git("diff", "--name-only", base, "--", *DRIVEN)

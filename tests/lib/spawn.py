@@ -1,70 +1,47 @@
-"""Run test functions on several ranks: fresh ones (`run_ranks`) or a standing pool (`RankPool`).
+"""Run tests on several ranks: a standing pool (`on_ranks`, `RankPool`), or fresh ones (`run_ranks`).
 
 The parent hosts the rendezvous store and only passes on its port, as torchrun's agent does, so that
 no port is guessed and concurrent tests cannot interfere. Fresh ranks are plain subprocesses; those
-of a pool are forks of one that has imported torch and zshard. Every run has a hard limit; the first
-rank that fails ends the run, and its output is the assertion's message. This file is also the
-ranks' entry point (`_main`).
+of a pool are forked by the nursery. Every run has a hard limit; the first rank that fails ends the
+run, and its output is the assertion's message. This file is also the entry point of fresh ranks.
 
-    from spawn import ranks, run_ranks
+    @on_ranks(2, 3)  # on each rank of a pool of 2, then of 3; torch.distributed (gloo) is up there
+    def test_mean(tmp_path):  # its fixtures and parameters are sent to the ranks
+        assert mean(1.0) == 1.0
 
-    def mean(x):  # a module-level function: each rank imports this module and calls it
-        ...
-        return value  # pickled back
-
-    @ranks(2, 3)  # a pool of 2, then one of 3; torch.distributed (gloo) is up in its ranks
-    def test_mean(pool):
-        assert pool.run(mean, 1.0) == [1.0] * pool.world
+    @ranks(2)  # what compares the ranks
+    def test_all_have_one_mean(pool):
+        assert len(set(pool.run(mean, 1.0))) == 1  # a module-level function; its value comes back
 
     def test_dies():  # fresh processes, nothing initialised: for crashes, environments, start-up
         results = run_ranks(mean, 2, 1.0, check=False)
 """
 
 import contextlib
-import ctypes
 import faulthandler
-import importlib.util
+import functools
 import inspect
-import itertools
 import os
 import pickle
-import reprlib
-import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from dataclasses import dataclass
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 from asserts import rewrite_in_ranks
+from nursery import connect, end_with_parent, start_nursery
+from tasks import TAIL, RankFailure, RankResult, answer, call_of, python_path, task_of
 
 GRACE = 2.0  # seconds for the other ranks to end by themselves after one failed
 LEAVE = 10.0  # seconds from a rank's answer to its process's exit
-TAIL = 4000  # characters of a rank's output that a message shows
-_tasks = itertools.count()  # of a pool's rank
-
-
-class RankFailure(AssertionError):
-    """A rank raised, died or did not return in time; the message has its output."""
-
-
-@dataclass(frozen=True)
-class RankResult:
-    """How one rank of `run_ranks` ended; `returncode` is None if it was killed at the time
-    limit."""
-
-    rank: int
-    returncode: int | None
-    stdout: str
-    stderr: str
-    value: Any  # what the function returned; None for a script or a rank that failed
+START = 100.0  # seconds for the nursery to import torch on a loaded machine
 
 
 def ranks(*worlds: Any) -> pytest.MarkDecorator:
@@ -73,16 +50,61 @@ def ranks(*worlds: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("pool", worlds, indirect=True, ids=lambda world: f"{world}ranks")
 
 
+def on_ranks(*worlds: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test on each rank of the session's pool of that size, once per world size.
+
+    Its fixtures and parameters are pickled. An assert that fails on a rank fails at its own line.
+    Other marks stand above this one.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(body).parameters.values()
+
+        @functools.wraps(body)
+        def test(pool: RankPool, **arguments: Any) -> None:
+            __tracebackhide__ = True
+            try:
+                pool.run(test, *(arguments[each.name] for each in own))
+            except RankFailure as failure:
+                _raise_at_its_line(failure)
+
+        pool = inspect.Parameter("pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([pool, *own])  # type: ignore[attr-defined]
+        test.body_on_ranks = body  # type: ignore[attr-defined]
+        return ranks(*worlds)(test)
+
+    return decorate
+
+
+def _raise_at_its_line(failure: RankFailure) -> None:
+    """Raise `failure` as if from the line of the test that failed on a rank, for pytest to show."""
+    __tracebackhide__ = True
+    if failure.line is None:
+        raise failure
+    file, line, text = failure.line
+    code = compile("\n" * (line - 1) + "raise failure", file, "exec").replace(co_name="on a rank")
+    failure.args = (f"{text}\n{failure.args[0]}",)
+    exec(code, {"failure": failure.with_traceback(None)})
+
+
 # --- the parent's side ---------------------------------------------------------------------------
 
 
-def _python_path() -> str:
-    """Return a PYTHONPATH that makes ranks import the same zshard as this process."""
-    old = os.environ.get("PYTHONPATH", "")
-    spec = importlib.util.find_spec("zshard")
-    if spec is None or spec.origin is None or "site-packages" in spec.origin:
-        return old
-    return os.pathsep.join(filter(None, [str(Path(spec.origin).parent.parent), old]))
+class _Parent:
+    """The process that forks the ranks of a pool, as far as their ends tell: see nursery.py."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        if not connection.poll(START):
+            raise TimeoutError("the nursery does not answer")
+        self.pid: int = connection.recv()
+
+    def poll(self) -> int | None:
+        """Return None while it runs."""
+        return -signal.SIGKILL if self._connection.poll(0) else None
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 class _ForkedRank:
@@ -91,7 +113,7 @@ class _ForkedRank:
     The parent writes its pid and exit status to files: this path, with ".pid" for ".code".
     """
 
-    def __init__(self, parent: "subprocess.Popen[bytes]", told: Path) -> None:
+    def __init__(self, parent: _Parent, told: Path) -> None:
         self._parent, self._told = parent, told
 
     @property
@@ -128,9 +150,9 @@ _Process: TypeAlias = "subprocess.Popen[bytes] | _ForkedRank"
 
 
 class _Ranks:
-    """`world` processes of this file, their torchrun-like environment and output files."""
+    """`world` processes, their torchrun-like environment and output files."""
 
-    def __init__(self, world: int, mode: str, env: dict[str, str | None] | None = None) -> None:
+    def __init__(self, world: int, standing: bool, env: dict[str, str | None] | None) -> None:
         from torch.distributed import TCPStore
 
         self.world = world
@@ -147,13 +169,14 @@ class _Ranks:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": _python_path(),
+            "PYTHONPATH": python_path(),
         }
         merged = {**os.environ, **common, **(env or {})}
         self.env = {name: str(value) for name, value in merged.items() if value is not None}
         pairs = [socket.socketpair() for _ in range(world)]
         self.pipes = [Connection(ours.detach()) for ours, _ in pairs]
-        start = self._fork if mode == "pool" else self._spawn
+        self._parent: _Parent | None = None
+        start = self._fork if standing else self._spawn
         self.processes = start([theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()
@@ -162,32 +185,28 @@ class _Ranks:
         """Start a fresh interpreter for each rank."""
         made: list[_Process] = []
         for rank, pipe in enumerate(pipes):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ZSHARD_TEST_PIPES": str(pipe)}
-            made.append(self._start("once", rank, [pipe], {**self.env, **own}))
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            made.append(self._start(rank, pipe, {**self.env, **own}))
         return made
 
     def _fork(self, pipes: list[int]) -> "list[_Process]":
-        """Start one interpreter, which imports torch and zshard and then forks all ranks: see
-        `_fork_ranks`."""
-        listed = ",".join(map(str, pipes))
-        env = {**self.env, "ZSHARD_TEST_PIPES": listed, "ZSHARD_TEST_FOLDER": self.folder.name}
+        """Let the nursery fork all ranks."""
         for rank in range(self.world):
             for what in ("out", "err"):
                 self.path(rank, what).touch()
-        parent = self._start("pool", 0, pipes, env)
-        return [_ForkedRank(parent, self.path(rank, "code")) for rank in range(self.world)]
+        request = {"env": self.env, "folder": self.folder.name}
+        self._parent = _Parent(connect(start_nursery(), pipes, **request))
+        return [_ForkedRank(self._parent, self.path(rank, "code")) for rank in range(self.world)]
 
-    def _start(
-        self, mode: str, rank: int, pipes: list[int], env: dict[str, str]
-    ) -> "subprocess.Popen[bytes]":
+    def _start(self, rank: int, pipe: int, env: dict[str, str]) -> "subprocess.Popen[bytes]":
         with self.path(rank, "out").open("wb") as out, self.path(rank, "err").open("wb") as err:
             return subprocess.Popen(
-                [sys.executable, "-u", __file__, mode],
+                [sys.executable, "-u", __file__, str(pipe)],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                pass_fds=pipes,
+                pass_fds=[pipe],
                 start_new_session=True,  # so that a rank's subprocesses end with it
             )
 
@@ -225,32 +244,9 @@ class _Ranks:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        if self._parent is not None:
+            self._parent.close()
         self.folder.cleanup()
-
-
-def _task(fn_or_path: Any, args: tuple[Any, ...]) -> bytes:
-    """Return a module-level function (by its module's file) or a script, with its arguments, as
-    bytes."""
-    if callable(fn_or_path):
-        name = fn_or_path.__qualname__
-        if "<" in name:
-            raise TypeError(f"{name}: ranks can only import functions at module level")
-        what = (
-            "call",
-            inspect.getsourcefile(inspect.unwrap(fn_or_path)),
-            fn_or_path.__module__,
-            name,
-        )
-    else:
-        what = ("script", str(Path(fn_or_path).resolve()), "", "")
-    return pickle.dumps((*what, pickle.dumps(args)))
-
-
-def call_of(fn_or_path: Any, args: tuple[Any, ...]) -> str:
-    """Describe the ranks' call, for messages: many tests run one function with various
-    arguments."""
-    name = getattr(fn_or_path, "__qualname__", fn_or_path)
-    return f"{name}({', '.join(map(reprlib.repr, args))})"
 
 
 def _failure(
@@ -319,8 +315,8 @@ def run_ranks(
     check: raise RankFailure as soon as a rank fails. Without it, all ranks run to their end or the
         limit; check the results.
     """
-    task = _task(fn_or_path, args)
-    group = _Ranks(world, "once", env)
+    task = task_of(fn_or_path, args)
+    group = _Ranks(world, False, env)
     try:
         group.send(task)
         answers, reason, first = _collect(group, timeout, stop_early=check)
@@ -367,9 +363,9 @@ class RankPool:
 
         Each call starts with torch.manual_seed(0) on every rank.
         """
-        task = _task(fn, args)
+        task = task_of(fn, args)
         if self._group is None:
-            self._group = _Ranks(self.world, "pool", self.env)
+            self._group = _Ranks(self.world, True, self.env)
         group = self._group
         starts = {
             what: [group.path(rank, what).stat().st_size for rank in range(self.world)]
@@ -379,7 +375,9 @@ class RankPool:
             group.send(task)
             answers, reason, first = _collect(group, timeout, stop_early=True)
             if reason:
-                raise _failure(group, first, reason, starts, call_of(fn, args))
+                failure = _failure(group, first, reason, starts, call_of(fn, args))
+                failure.line = answers.get(first, (False, None))[1]
+                raise failure
             return [answers[rank][1] for rank in range(self.world)]
         except BaseException:  # also KeyboardInterrupt and pytest-timeout: the ranks are mid-task
             self.close()
@@ -395,154 +393,16 @@ class RankPool:
 # --- the ranks' side -----------------------------------------------------------------------------
 
 
-def find_modules_beside(file: str) -> None:
-    """Let this process import the modules beside `file`, and each module of tests: arguments may
-    name functions of a module other than the task's."""
-    tests = Path(__file__).resolve().parents[1]
-    for folder in [str(Path(file).parent), *(str(path) for path in tests.iterdir())]:
-        if folder not in sys.path and Path(folder).is_dir():
-            sys.path.insert(0, folder)
-
-
-def _perform(task: bytes) -> Any:
-    """Run the task of `_task`; a script runs as __main__ with its arguments in sys.argv."""
-    kind, file, module, name, packed = pickle.loads(task)
-    find_modules_beside(file)
-    args = pickle.loads(packed)  # only now: they may name functions of a test's module
-    if kind == "script":
-        sys.argv = [file, *map(str, args)]
-        runpy.run_path(file, run_name="__main__")
-        return None
-    return getattr(importlib.import_module(module), name)(*args)
-
-
-def _answer(pipe: Connection, task: bytes) -> int:
-    """Perform `task`, send (ok, value), return an exit status; a traceback goes to stderr."""
-    status = 0
-    try:
-        reply = pickle.dumps((True, _perform(task)))
-    except SystemExit as leave:
-        status = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
-        reply = pickle.dumps((status == 0, None))
-    except BaseException:
-        traceback.print_exc()
-        status, reply = 1, pickle.dumps((False, None))
-    sys.stdout.flush()
-    pipe.send_bytes(reply)
-    return status
-
-
-def _serve(pipe: Connection) -> None:
-    """Run a pool rank: initialize the process group once, then run tasks until the parent hangs
-    up."""
-    import gc
-
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    while True:
-        try:
-            task = pipe.recv_bytes()
-        except EOFError:
-            dist.destroy_process_group()
-            return
-        torch.manual_seed(0)
-        known, groups = len(sys.modules), set(dist.distributed_c10d._world.pg_map)
-        _answer(pipe, task)
-        gc.collect()  # free one test's models and their shared memory before the next one
-        _end_groups_but(groups)
-        if len(sys.modules) > known:
-            gc.freeze()  # else each collection scans all of torch again, for a tenth of a second
-
-
-def _end_groups_but(known: set[Any]) -> None:
-    """End the process groups that a task has created and left, once all ranks have finished it."""
-    import datetime
-
-    import torch.distributed as dist
-    from groups import end_groups_but
-
-    if not dist.is_initialized() or not known <= set(dist.distributed_c10d._world.pg_map):
-        return  # the task has destroyed the pool's own group
-    store, task = dist.distributed_c10d._get_default_store(), next(_tasks)
-    if store.add(f"tests/through with {task}", 1) == dist.get_world_size():
-        store.set(f"tests/all through with {task}", "")
-    try:
-        store.wait([f"tests/all through with {task}"], datetime.timedelta(seconds=20))
-    except RuntimeError:  # a rank is stuck or dead: the pool ends
-        return
-    end_groups_but(known)
-
-
-def _fork_ranks(pipes: list[int], folder: Path) -> int | None:
-    """Fork a rank for each pipe. In a rank, return its number; in the parent, None when all have
-    ended.
-
-    Imports cost a rank seconds, and are the same for all: this process imports, does nothing else
-    (no thread, no tensor), and forks.
-    """
-    import gc
-
-    import torch._dynamo  # noqa: F401 - the first optimizer of a process would import it
-
-    import zshard  # noqa: F401
-
-    gc.freeze()
-    running = {}
-    for rank, pipe in enumerate(pipes):
-        pid = os.fork()
-        if not pid:
-            _become(rank, [other for other in pipes if other != pipe], folder)
-            return rank
-        running[pid] = rank
-        _write_number(folder / f"rank{rank}.pid", pid)
-    for pipe in pipes:
-        os.close(pipe)
-    while running:
-        pid, status = os.wait()
-        _write_number(folder / f"rank{running.pop(pid)}.code", os.waitstatus_to_exitcode(status))
-    return None
-
-
-def _become(rank: int, others: list[int], folder: Path) -> None:
-    """Turn this forked process into a rank: its group, its output, its environment."""
-    os.setsid()
-    for pipe in others:
-        os.close(pipe)
-    for descriptor, what in ((1, "out"), (2, "err")):
-        with open(folder / f"rank{rank}.{what}", "ab") as file:
-            os.dup2(file.fileno(), descriptor)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-
-
-def _write_number(path: Path, number: int) -> None:
-    """Write a number to a file atomically."""
-    made = path.with_suffix(path.suffix + ".part")
-    made.write_text(str(number))
-    made.replace(path)
-
-
-def _main(mode: str) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphans if pytest is killed
-    pipes = [int(pipe) for pipe in os.environ.pop("ZSHARD_TEST_PIPES").split(",")]
+def _main(descriptor: int) -> int:
+    """Run a fresh rank's only task."""
+    end_with_parent()
     rewrite_in_ranks()
-    rank: int | None = 0
-    if mode == "pool":
-        rank = _fork_ranks(pipes, Path(os.environ.pop("ZSHARD_TEST_FOLDER")))
-        if rank is None:
-            return
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a fork does not inherit it
     faulthandler.enable(all_threads=True)  # a crash writes the threads' stacks to stderr
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    pipe = Connection(pipes[rank])
+    pipe = Connection(descriptor)
     os.register_at_fork(after_in_child=pipe.close)  # else a forked worker hides this rank's death
-    if mode == "pool":
-        _serve(pipe)
-    else:
-        sys.exit(_answer(pipe, pipe.recv_bytes()))
+    return answer(pipe, pipe.recv_bytes())
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    sys.exit(_main(int(sys.argv[1])))

@@ -19,7 +19,7 @@ from pathlib import Path
 import fake_cuda
 from as_gpu import fake_gpu
 from c_compile import BUILDS, C, compile_c
-from spawn import _python_path
+from tasks import python_path
 
 _SOURCE = C / "fake_nccl.c"
 _STARTUP = Path(__file__).resolve().parent / "as_gpu"
@@ -48,7 +48,7 @@ def environment(backend: str = "c10d", late: int = 200) -> dict[str, str]:
         "ZSHARD_CUDA_ON_HOST": "1",
         "ZSHARD_BACKEND": backend,
         "FAKE_CUDA_DELAY_US": str(late),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(_STARTUP), _python_path()])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_STARTUP), python_path()])),
     }
     if backend == "nccl":
         library = nccl_library()

@@ -4,7 +4,9 @@ See tests/lib: asserts.py, compare.py, sampling.py.
 """
 
 import re
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,10 +142,12 @@ def test_failing_comparison_lists_the_differences():
         assert_same(many, dict.fromkeys(many, -1), "the state")
 
 
-# --- samples ---------------------------------------------------------------------------------------
+# --- which cases run -------------------------------------------------------------------------------
 
 TESTS = """
 import pytest
+import sys
+from nursery import fork_ranks
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("a", range(4))
@@ -154,40 +158,67 @@ def test_many(a, b):
 @pytest.mark.parametrize("a", range(3))
 def test_all(a):
     pass
-"""
 
-CONFTEST = """
-import pytest
-from sampling import leave_to_thorough
+def started(a):
+    return fork_ranks
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    leave_to_thorough(items)
-"""
+@pytest.mark.parametrize("a", range(3))
+def test_on_ranks(a):
+    started(a)
 
-INI = """
-[pytest]
-markers =
-    sampled(n): see sampling.py
-    thorough: the rest
-"""
-
-
-def collected(pytester, *args):
-    done = pytester.runpytest("--collect-only", "-q", "-p", "no:randomly", *args)
-    return [line for line in done.outlines if "::" in line]
-
+@pytest.mark.parametrize("a", range(3))
+def test_of_a_program(a):
+    [sys.executable]
 
 @pytest.mark.thorough
-def test_sample_has_each_value_and_thorough_the_rest(pytester):
-    pytester.makeini(INI)
-    pytester.makeconftest(CONFTEST)
+def test_of_minutes():
+    pass
+"""
+
+
+@pytest.fixture
+def cases(pytester):
+    """Return the names of the cases that options choose, and what pytest says last."""
+    tests = Path(__file__).parents[1]
+    markers = "markers =\n    sampled(n): n\n    thorough: minutes\n"
+    pytester.makeini(f"[pytest]\npythonpath = {tests / 'lib'}\n{markers}")
+    shutil.copy(tests / "conftest.py", pytester.path)
     pytester.makepyfile(TESTS)
-    short = collected(pytester, "-m", "not thorough")
-    rest = collected(pytester, "-m", "thorough")
+
+    def collected(*options):
+        done = pytester.runpytest("--collect-only", "-q", *options)
+        return [line.split("::")[1] for line in done.outlines if "::" in line], done.outlines
+
+    return collected
+
+
+def test_sample_has_each_value_and_whole_has_all_cases(cases):
+    short, said = cases()
     many = [line for line in short if "test_many" in line]
-    assert len(many) == 4 and len(rest) == 12 and len(short) == 7
+    assert len(many) == 4 and len(short) == 4 + 3 + 1 + 3
     values = [line.split("[")[1][:-1].split("-") for line in many]
     assert {a for a, _ in values} == {b for _, b in values} == set("0123")
-    assert not set(short) & set(rest)
-    assert collected(pytester, "-m", "not thorough") == short
+    assert "11 of 26 cases in this run" in said
+    assert cases()[0] == short
+    whole, said = cases("--whole")
+    assert len(whole) == 16 + 3 + 3 + 3 + 1 and set(short) < set(whole)
+    assert "26 of 26 cases in this run" in said
+
+
+def test_sample_does_not_depend_on_what_values_are_called(pytester, cases):
+    places = [line.split("[")[1] for line in cases()[0] if "test_many" in line]
+    renamed = TESTS.replace('"a", range(4)', '"a", [10, 11, 12, 13]').replace('"b"', '"c"')
+    pytester.makepyfile(renamed.replace("test_many(a, b)", "test_many(a, c)"))
+    others = [line.split("[")[1] for line in cases()[0] if "test_many" in line]
+    assert [each.replace("-1", "-", 1) for each in others] == places
+
+
+def test_quick_starts_no_ranks_and_no_python(cases):
+    names = {line.split("[")[0] for line in cases("--quick")[0]}
+    assert names == {"test_many", "test_all"}
+
+
+def test_shards_are_all_cases_once(cases):
+    shards = [cases("--shard", f"{k}/3")[0] for k in (1, 2, 3)]
+    assert sorted(sum(shards, [])) == sorted(cases("--whole")[0])
+    assert all(shards)

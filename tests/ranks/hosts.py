@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from nursery import SLACK, RankResult, _Nursery, _result, _task
+from nursery import SLACK, Nursery, connect, result_of
+from tasks import RankResult, task_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is not installed
 
@@ -36,10 +38,11 @@ class HostedRanks:
     def __init__(self, count: int) -> None:
         with contextlib.ExitStack() as stack:
             self.hosts = stack.enter_context(Hosts(count))
-            self._nurseries: list[_Nursery] = []
+            self._hosts: list[Connection] = []
             for host in self.hosts.all:
-                self._nurseries.append(_Nursery(host.entered, INTERFACE))
-                stack.callback(self._nurseries[-1].close)
+                nursery = Nursery(host.entered, INTERFACE)
+                stack.callback(nursery.close)
+                self._hosts.append(connect(nursery.address))
             self.run(_nothing, 1, timeout=STARTUP)  # so that no test's limit includes the imports
             self._stack = stack.pop_all()
 
@@ -58,26 +61,28 @@ class HostedRanks:
         store = self.hosts.store()
         variables = self.hosts.environment(store, ranks)
         folder = tempfile.TemporaryDirectory(prefix="zshard-hosted-")
-        for index, nursery in enumerate(self._nurseries):
+        for index, host in enumerate(self._hosts):
             own = range(index * ranks, (index + 1) * ranks)
-            nursery.pipe.send((_task(function, args), own, folder.name, timeout, variables))
-        return Running(self._nurseries, store, folder, timeout)
+            host.send((task_of(function, args), own, folder.name, timeout, variables))
+        return Running(self._hosts, store, folder, timeout)
 
 
 class Running:
     """Running ranks. `store` is theirs, and lives as long as this object."""
 
-    def __init__(self, nurseries: list[_Nursery], store: Any, folder: Any, timeout: float) -> None:
-        self._nurseries, self.store, self._folder = nurseries, store, folder
+    def __init__(self, hosts: list[Connection], store: Any, folder: Any, timeout: float) -> None:
+        self._hosts, self.store, self._folder = hosts, store, folder
         self._timeout = timeout
 
     def wait(self) -> list[RankResult]:
         """Return how each rank ended; one that ran into the limit has no returncode."""
         codes: list[int | None] = []
-        for nursery in self._nurseries:
-            if not nursery.pipe.poll(self._timeout + SLACK):
+        for host in self._hosts:
+            if not host.poll(self._timeout + SLACK):
                 raise TimeoutError("a host's nursery does not answer")
-            codes += nursery.pipe.recv()
-        results = [_result(Path(self._folder.name), rank, code) for rank, code in enumerate(codes)]
+            codes += host.recv()
+        results = [
+            result_of(Path(self._folder.name), rank, code) for rank, code in enumerate(codes)
+        ]
         self._folder.cleanup()
         return results

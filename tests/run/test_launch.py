@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from spawn import _python_path
+from tasks import python_path
 
 from zshard.run import launch, rank
 from zshard.run.cores import Share
@@ -223,7 +223,7 @@ def test_unknown_machine_has_no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(folder: Path, *words: str, **more: str) -> Done:
     """Run `python -m zshard run` in a folder, without this process's OMP_NUM_THREADS."""
-    env = {**os.environ, "PYTHONPATH": _python_path(), **more}
+    env = {**os.environ, "PYTHONPATH": python_path(), **more}
     if "OMP_NUM_THREADS" not in more:
         env.pop("OMP_NUM_THREADS", None)
     command = [sys.executable, "-m", "zshard", "run", *words]
