@@ -15,6 +15,7 @@ from pathlib import Path
 
 import nursery
 import pytest
+from keeping import WITHOUT_TORCH
 from tasks import python_path
 
 import zshard
@@ -170,10 +171,8 @@ def test_keep_warns_of_a_run_that_is_not_restarted(unkept: pytest.MonkeyPatch) -
 
 # --- runs ----------------------------------------------------------------------------------------------
 
-SCRIPT = f"""
-import json, os, signal, sys, time, types
-sys.modules["zshard"] = package = types.ModuleType("zshard")
-package.__path__ = {list(zshard.__path__)}  # without its __init__.py, which imports torch
+SCRIPT = f"""{WITHOUT_TORCH}
+import json, os, signal, time
 from zshard.keeping.agent import keep
 from zshard.keeping.client import keeper_of_run
 """ """
