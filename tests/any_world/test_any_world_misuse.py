@@ -260,7 +260,9 @@ def adversaries(together: bool) -> str:
 def test_two_models_in_one_backward_need_the_micro_batches_of_both(
     pool2: RankPool, pool3: RankPool
 ) -> None:
-    assert len({adversaries(True), *pool2.run(adversaries, True), *pool3.run(adversaries, True)}) == 1
+    assert (
+        len({adversaries(True), *pool2.run(adversaries, True), *pool3.run(adversaries, True)}) == 1
+    )
     for rank in fork_ranks(adversaries, 2, False):
         assert rank.returncode != 0 and "zip() the micro_batches(step) of all" in rank.stderr
 

@@ -98,9 +98,7 @@ def test_ranks_may_have_one_more_than_others(run: Runs, alone: Runs, micro_batch
 @pytest.mark.parametrize("optimizer", ["adamw 8 bit", "torch's momentum", "muon"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_optimizers(
-    run: Runs, alone: Runs, optimizer: str, world: int, strategy: str
-) -> None:
+def test_optimizers(run: Runs, alone: Runs, optimizer: str, world: int, strategy: str) -> None:
     assert run(world, strategy=strategy, optimizer=optimizer) == alone(optimizer=optimizer)
 
 

@@ -171,11 +171,13 @@ def test_keep_warns_of_a_run_that_is_not_restarted(unkept: pytest.MonkeyPatch) -
 
 # --- runs ----------------------------------------------------------------------------------------------
 
-SCRIPT = f"""{WITHOUT_TORCH}
+SCRIPT = (
+    f"""{WITHOUT_TORCH}
 import json, os, signal, time
 from zshard.keeping.agent import keep
 from zshard.keeping.client import keeper_of_run
-""" """
+"""
+    """
 keep(seconds=60)
 rank, keeper = os.environ["RANK"], keeper_of_run()
 found = keeper.get(rank)
@@ -196,6 +198,7 @@ words += [found.holder, os.environ["TORCHELASTIC_RESTART_COUNT"]]
 words += [os.environ["TORCHELASTIC_MAX_RESTARTS"], keeper.status().launcher]
 open(f"rank{rank}.json", "w").write(json.dumps(words))
 """
+)
 
 
 def command(folder: Path, *words: str) -> subprocess.Popen[str]:

@@ -40,7 +40,7 @@ def _pass_on(pid: int, number: int) -> None:
 
 
 def _received(own: socket.socket) -> Any:
-    """Return what a Connection sent; ends this process if that is gone."""
+    """Return what a Connection sent; ends this process where nothing more comes."""
     length = _bytes(own, 4)
     return pickle.loads(_bytes(own, int.from_bytes(length, "big")))
 

@@ -258,7 +258,7 @@ def _attend(
 
 
 def _fork_python(client: Connection, files: list[int], words: list[str]) -> None:
-    """Fork a Python, tell its pid, and wait for its end; without its client, kill it. Returns in it."""
+    """Fork a Python, send its pid, and wait for its end; without its client, kill it. Returns in it."""
     pid = os.fork()
     if not pid:
         os.setsid()
@@ -377,7 +377,7 @@ def _keep_libraries() -> None:
 
 if __name__ == "__main__":
     atexit.register(_keep_libraries)  # the first is called last
-    import torch._dynamo  # noqa: F401 - the first optimizer of a process would import it
+    import torch._dynamo
     import torch.distributed.run  # noqa: F401 - by a forked launcher
 
     _leave_before_torch()
