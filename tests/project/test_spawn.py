@@ -149,6 +149,7 @@ sys.exit("torch" not in sys.modules or 5)
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["-c", "-m", "script.py"])
 def test_forked_python_is_like_python(tmp_path, monkeypatch, how):
     (tmp_path / "script.py").write_text(SAYS)
