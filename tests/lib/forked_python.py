@@ -1,6 +1,7 @@
-"""What `nursery.PYTHON` runs: looks like a Python, but the program runs in a fork of the nursery, which has imported
-torch. This process lends its files, arguments, environment and folder, passes signals on, and ends as
-the program does. It imports little: it starts within 20 ms.
+"""The program of `nursery.python()`: it looks like a Python, but what it runs is a fork of the nursery.
+
+This process lends its files, arguments, environment and folder, passes signals on, and ends as the fork
+does. It imports little: it starts within 20 ms.
 """
 
 from __future__ import annotations

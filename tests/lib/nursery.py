@@ -377,8 +377,8 @@ def _keep_libraries() -> None:
 
 if __name__ == "__main__":
     atexit.register(_keep_libraries)  # the first is called last
-    import torch._dynamo
-    import torch.distributed.run  # noqa: F401 - by a forked launcher
+    import torch._dynamo  # the first optimizer of a process would import it
+    import torch.distributed.run  # noqa: F401 - a forked launcher would
 
     _leave_before_torch()
     own = {*sys.builtin_module_names, "__main__"}
