@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from any_world_training import OPTIMIZERS, digest_of, loss_of, make, train_step
 from nursery import fork_ranks
+from spawn import RankPool, on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -141,10 +142,9 @@ def unfrozen(within: bool) -> str:
     return digest_of(model)
 
 
-def test_layers_are_unfrozen_between_steps() -> None:
+def test_layers_are_unfrozen_between_steps(pool2: RankPool) -> None:
     expected = unfrozen(within=False)
-    for result in fork_ranks(unfrozen, 2, False, check=True):
-        assert result.value == expected
+    assert pool2.run(unfrozen, False) == [expected] * 2
     for result in fork_ranks(unfrozen, 2, True):
         assert result.returncode and "were unfrozen within a step" in result.stderr
 
@@ -230,14 +230,10 @@ def writes(way: str) -> bool:
     return refused
 
 
-@pytest.mark.parametrize(
-    "way", ["assigned", "data", "data assigned", "registered", "deleted", "same"]
-)
-@pytest.mark.parametrize("world", [1, 2])
-def test_all_ways_to_change_a_buffer_are_refused(way: str, world: int) -> None:
-    refused = way != "same"
-    found = fork_ranks(writes, world, way, check=True)
-    assert [each.value for each in found] == [refused] * world
+@on_ranks(1, 2)
+def test_all_ways_to_change_a_buffer_are_refused() -> None:
+    for way in ("assigned", "data", "data assigned", "registered", "deleted", "same"):
+        assert writes(way) == (way != "same"), way
 
 
 def adversaries(together: bool) -> str:
@@ -261,9 +257,12 @@ def adversaries(together: bool) -> str:
     return digest_of(generator, digest_of(critic))
 
 
-def test_two_models_in_one_backward_need_the_micro_batches_of_both() -> None:
-    found = {each.value for n in (1, 2, 3) for each in fork_ranks(adversaries, n, True, check=True)}
-    assert len(found) == 1
+def test_two_models_in_one_backward_need_the_micro_batches_of_both(
+    pool2: RankPool, pool3: RankPool
+) -> None:
+    assert (
+        len({adversaries(True), *pool2.run(adversaries, True), *pool3.run(adversaries, True)}) == 1
+    )
     for rank in fork_ranks(adversaries, 2, False):
         assert rank.returncode != 0 and "zip() the micro_batches(step) of all" in rank.stderr
 
@@ -377,11 +376,10 @@ DISTURBANCES: dict[str, Callable[[Any, int], None]] = {
 }
 
 
-@pytest.mark.parametrize("what", DISTURBANCES)
-def test_a_step_begins_anew(what: str) -> None:
-    expected = fork_ranks(disturbed, 1, "nothing", timeout=60, check=True)[0].value
-    for result in fork_ranks(disturbed, 2, what, timeout=60, check=True):
-        assert result.value == expected
+def test_a_step_begins_anew(pool2: RankPool) -> None:
+    expected = disturbed("nothing")
+    found = {what: pool2.run(disturbed, what) for what in DISTURBANCES}
+    assert found == {what: [expected] * 2 for what in DISTURBANCES}
 
 
 @pytest.mark.parametrize("what", ["a backward raises", "the loop raises"])
@@ -434,12 +432,10 @@ def recompute(block: nn.Module, reentrant: bool) -> None:
     block.forward = lambda x: checkpoint(forward, x, use_reentrant=reentrant)  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("way", ["no_sync", "scaler", "checkpoint", "checkpoint, reentrant"])
-def test_ways_that_give_the_same_numbers(way: str) -> None:
-    expected = {result.value for result in fork_ranks(in_some_way, 1, "plain", check=True)}
-    for world in (1, 2):
-        found = fork_ranks(in_some_way, world, way, timeout=60, check=True)
-        assert {result.value for result in found} == expected, world
+def test_ways_that_give_the_same_numbers(pool2: RankPool) -> None:
+    ways = ("plain", "no_sync", "scaler", "checkpoint", "checkpoint, reentrant")
+    found = {way: [in_some_way(way), *pool2.run(in_some_way, way)] for way in ways}
+    assert found == {way: [found["plain"][0]] * 3 for way in ways}
 
 
 # --- checkpoints and data -------------------------------------------------------------------------
@@ -468,13 +464,17 @@ def test_sampler_arguments() -> None:
         zshard.MicroBatchSampler(small(), 100, 26)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_samples_do_not_depend_on_ranks(shuffle: bool) -> None:
+def test_samples_do_not_depend_on_ranks(
+    pools: dict[int, RankPool], pool2: RankPool, pool3: RankPool, shuffle: bool
+) -> None:
     def by_number(world: int, first: int) -> list[dict[int, list[int]]]:
-        results = fork_ranks(draw, world, first, shuffle, check=True)
-        steps: list[dict[int, list[int]]] = [{} for _ in results[0].value]
+        alone = [draw(first, shuffle)] if world == 1 else None
+        results = alone or pools[world].run(draw, first, shuffle)
+        steps: list[dict[int, list[int]]] = [{} for _ in results[0]]
         for result in results:
-            for step, mine in zip(steps, result.value, strict=True):
+            for step, mine in zip(steps, result, strict=True):
                 assert all(step.get(i, batch) == batch for i, batch in mine.items())
                 step |= mine
         return steps

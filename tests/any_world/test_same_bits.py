@@ -4,43 +4,68 @@ and precision.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from any_world_training import Model, loss_of, make, train
 from nursery import fork_ranks
+from spawn import RankPool, on_ranks
 
 from zshard import FSDP
 
 STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard")
 WORLDS = (1, 2, 3, 4)
 
-_alone: dict[str, Any] = {}
+Numbers = tuple[dict[tuple[int, int], float], str]
+Runs = Callable[..., Numbers]
 
 
-def run(world: int, **options: Any) -> tuple[dict[tuple[int, int], float], str]:
-    """Train; return all losses, and the digest that all ranks must have."""
-    results = fork_ranks(train_here, world, options, timeout=120, check=True)
+@pytest.fixture
+def run(pools: dict[int, RankPool]) -> Runs:
+    """Train on a number of ranks; return all losses, and the digest that all ranks must have."""
+
+    def train_on(world: int, **options: Any) -> Numbers:
+        if "per_host" in options:  # which ranks would remember
+            results = fork_ranks(train_here, world, options, timeout=120, check=True)
+            return merged([result.value for result in results])
+        pool = pools.setdefault(world, RankPool(world))
+        return merged(pool.run(train_here, options))
+
+    return train_on
+
+
+def merged(found: list[Numbers]) -> Numbers:
     losses: dict[tuple[int, int], float] = {}
-    for result in results:
-        mine, digest = result.value
+    for mine, digest in found:
         assert all(losses.get(key, loss) == loss for key, loss in mine.items())
         losses |= mine
-        assert digest == results[0].value[1]
-    return losses, results[0].value[1]
+        assert digest == found[0][1]
+    return losses, found[0][1]
 
 
 def train_here(options: dict[str, Any]) -> Any:
     return train(**options)
 
 
-def alone(**options: Any) -> Any:
+@pytest.fixture(scope="module")
+def known() -> dict[str, Numbers]:
+    return {}
+
+
+@pytest.fixture
+def alone(run: Runs, known: dict[str, Numbers]) -> Runs:
     """The numbers of one rank without sharding, computed once."""
-    key = repr(sorted(options.items()))
-    if key not in _alone:
-        _alone[key] = run(1, strategy="no_shard", **options)
-    return _alone[key]
+
+    def numbers(**options: Any) -> Numbers:
+        key = repr(sorted(options.items()))
+        if key not in known:
+            known[key] = run(1, strategy="no_shard", **options)
+        return known[key]
+
+    return numbers
 
 
 CELLS = [
@@ -54,13 +79,16 @@ CELLS = [
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("world", "strategy", "transport"), CELLS)
-def test_any_cell_has_the_numbers_of_one_rank(world: int, strategy: str, transport: str) -> None:
+def test_any_cell_has_the_numbers_of_one_rank(
+    run: Runs, alone: Runs, world: int, strategy: str, transport: str
+) -> None:
     more = {"transport": transport} if world > 1 else {}
     assert run(world, strategy=strategy, **more) == alone()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("micro_batches", [4, 5, 7])
-def test_ranks_may_have_one_more_than_others(micro_batches: int) -> None:
+def test_ranks_may_have_one_more_than_others(run: Runs, alone: Runs, micro_batches: int) -> None:
     expected = alone(micro_batches=micro_batches)
     for world in (2, 3, 4):
         assert run(world, micro_batches=micro_batches) == expected
@@ -70,12 +98,13 @@ def test_ranks_may_have_one_more_than_others(micro_batches: int) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw 8 bit", "torch's momentum", "muon"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_optimizers(optimizer: str, world: int, strategy: str) -> None:
+def test_optimizers(run: Runs, alone: Runs, optimizer: str, world: int, strategy: str) -> None:
     assert run(world, strategy=strategy, optimizer=optimizer) == alone(optimizer=optimizer)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("strategy", "world"), [("full_shard", 3), ("no_shard", 2)])
-def test_mixed_precision(strategy: str, world: int) -> None:
+def test_mixed_precision(run: Runs, alone: Runs, strategy: str, world: int) -> None:
     assert run(world, strategy=strategy, bf16=True) == alone(bf16=True)
 
 
@@ -90,7 +119,7 @@ def test_mixed_precision(strategy: str, world: int) -> None:
         ("zero1", 1),
     ],
 )
-def test_hosts(strategy: str, per_host: int) -> None:
+def test_hosts(run: Runs, alone: Runs, strategy: str, per_host: int) -> None:
     assert run(4, strategy=strategy, per_host=per_host) == alone()
 
 
@@ -102,20 +131,17 @@ def peak_and_prediction(micro_batches: int, strategy: str) -> tuple[int, int]:
     return model.memory("peak")["grads"], predicted["grads"]
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@pytest.mark.parametrize("micro_batches", [2, 3, 7, 16])
-def test_memory_of_gradients_is_predicted(micro_batches: int, strategy: str) -> None:
-    for result in fork_ranks(peak_and_prediction, 2, micro_batches, strategy, check=True):
-        peak, predicted = result.value
-        assert 0 <= predicted - peak <= predicted // 4  # `never` and `seldom` have few
+@on_ranks(2)
+def test_memory_of_gradients_is_predicted() -> None:
+    for micro_batches, strategy in product([2, 3, 7, 16], ["full_shard", "no_shard"]):
+        peak, predicted = peak_and_prediction(micro_batches, strategy)
+        # `never` and `seldom` have few
+        assert 0 <= predicted - peak <= predicted // 4, (micro_batches, strategy)
 
 
+@on_ranks(3)
 def test_the_sum_is_that_of_a_tree() -> None:
     """What plain PyTorch gives, added in the same order."""
-    fork_ranks(compare_with_plain_sums, 3, timeout=60, check=True)
-
-
-def compare_with_plain_sums() -> None:
     model = make(5)
     for index in model.micro_batches(0):
         loss_of(model, 0, index).backward()

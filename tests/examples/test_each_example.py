@@ -73,7 +73,7 @@ def of_ddp(known: dict[str, Numbers], pool2: RankPool, tmp_path: Path) -> Callab
     return run
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "strategy"), [*product(NAMES, STRATEGIES), *product([ENGINE], STAGES)]
 )

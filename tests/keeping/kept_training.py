@@ -7,6 +7,7 @@ import hashlib
 import os
 import random
 import signal
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ class Run:
             net,
             strategy=options.get("strategy", "full_shard"),
             transport=options.get("transport", "shm"),
-            timeout=20,
+            timeout=options.get("timeout", 20),
             **given,
         )
         self.optimizer = OPTIMIZERS[options.get("optimizer", "adamw")](
@@ -166,10 +167,20 @@ def losses_in(folder: Path, rank: int) -> set[str]:
     return set(Path(folder, f"losses{rank}").read_text().splitlines())
 
 
-def undisturbed(folder: Path, options: dict[str, Any], ranks: int = 2) -> list[Any]:
-    """Return the ranks' results without a keeper."""
-    results = fork_ranks(train, ranks, "", str(folder), options, None, check=True)
-    return [result.value for result in results]
+def undisturbed(options: dict[str, Any]) -> list[tuple[str, set[str]]]:
+    """Return each rank's digest and losses without a keeper; once for the same options."""
+    key = repr(sorted(options.items()))
+    if key not in _undisturbed:
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = options.get("ranks", 2)
+            results = fork_ranks(train, ranks, "", folder, options, None, check=True)
+            _undisturbed[key] = [
+                (result.value[1], losses_in(Path(folder), result.rank)) for result in results
+            ]
+    return _undisturbed[key]
+
+
+_undisturbed: dict[str, list[tuple[str, set[str]]]] = {}
 
 
 def survived(

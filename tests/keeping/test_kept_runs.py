@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import nursery
 import pytest
+from keeping import WITHOUT_TORCH
 from tasks import python_path
 
 import zshard
@@ -169,12 +171,14 @@ def test_keep_warns_of_a_run_that_is_not_restarted(unkept: pytest.MonkeyPatch) -
 
 # --- runs ----------------------------------------------------------------------------------------------
 
-SCRIPT = """
-import json, os, signal, sys, time
-import zshard
+SCRIPT = (
+    f"""{WITHOUT_TORCH}
+import json, os, signal, time
+from zshard.keeping.agent import keep
 from zshard.keeping.client import keeper_of_run
-
-zshard.keep(seconds=60)
+"""
+    """
+keep(seconds=60)
 rank, keeper = os.environ["RANK"], keeper_of_run()
 found = keeper.get(rank)
 if found is None:  # the first start
@@ -194,17 +198,29 @@ words += [found.holder, os.environ["TORCHELASTIC_RESTART_COUNT"]]
 words += [os.environ["TORCHELASTIC_MAX_RESTARTS"], keeper.status().launcher]
 open(f"rank{rank}.json", "w").write(json.dumps(words))
 """
+)
 
 
 def command(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """Start a command in a folder, where script.py is SCRIPT."""
+    """Start Python in a folder, where script.py is SCRIPT. words: the Python, and its arguments."""
     (folder / "script.py").write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     for name in ("TORCHELASTIC_RUN_ID", client.VARIABLE):
         env.pop(name, None)
-    return subprocess.Popen(
-        [sys.executable, "-m", *words], cwd=folder, env=env, stderr=subprocess.PIPE, text=True
+    return subprocess.Popen(words, cwd=folder, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def launcher(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """Start `python -m ...` by a fork, which writes its pid to launcher.pid."""
+    code = (
+        "import os, runpy, sys; open('launcher.pid', 'w').write(str(os.getpid()))\n"
+        "del sys.argv[0]; runpy._run_module_as_main(sys.argv[0])"
     )
+    return command(folder, nursery.python(), "-c", code, *words)
+
+
+def pid_in(folder: Path, name: str) -> int:
+    return int((folder / name).read_text())
 
 
 def reports(folder: Path, world: int) -> list[list]:
@@ -223,7 +239,8 @@ def has_ended(token: str) -> bool:
 
 @pytest.mark.slow
 def test_a_killed_rank_is_restarted_with_what_it_held(tmp_path: Path) -> None:
-    with command(tmp_path, "zshard", "run", "-n2", "--keep", "script.py", "kill") as job:
+    words = ["zshard", "run", "-n2", "--keep", "script.py", "kill"]
+    with command(tmp_path, sys.executable, "-m", *words) as job:
         assert job.stderr is not None
         said = job.stderr.read()
     assert job.returncode == 0, said
@@ -239,14 +256,14 @@ def test_under_plain_torchrun_the_ranks_of_a_host_find_one_keeper(tmp_path: Path
     """A shell stands between each rank and the agent. The rank's last act is to leave it."""
     words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--no-python"]
     line = f"{sys.executable} script.py kill; status=$?; exit $status"
-    with command(tmp_path, "torch.distributed.run", *words, "sh", "-c", line) as job:
+    with launcher(tmp_path, "torch.distributed.run", *words, "sh", "-c", line) as job:
         assert job.stderr is not None
         said = job.stderr.read()
     assert job.returncode == 0, said
     first, second = reports(tmp_path, 2)
     assert first[2] == second[2] == first[3] == second[3]
     assert first[0] == "shards of 0" and second[0] == "shards of 1"
-    assert [first[-3:], second[-3:]] == [["1", "1", job.pid]] * 2
+    assert [first[-3:], second[-3:]] == [["1", "1", pid_in(tmp_path, "launcher.pid")]] * 2
     keeper = Keeper(first[2])
     assert keeper.status().left is not None and len(keeper.list()) == 2
     keeper.end()
@@ -254,7 +271,7 @@ def test_under_plain_torchrun_the_ranks_of_a_host_find_one_keeper(tmp_path: Path
 
 @pytest.mark.slow
 def test_a_run_whose_launcher_was_killed_is_resumed(tmp_path: Path) -> None:
-    with command(tmp_path, "zshard", "run", "-n1", "--keep", "script.py", "sleep") as job:
+    with launcher(tmp_path, "zshard", "run", "-n1", "--keep", "script.py", "sleep") as job:
         assert job.stderr is not None
         token = ""
         while not token:
@@ -264,20 +281,21 @@ def test_a_run_whose_launcher_was_killed_is_resumed(tmp_path: Path) -> None:
         deadline = time.monotonic() + 100
         while not (tmp_path / "pid0").exists() or not (tmp_path / "pid0").read_text():
             assert time.monotonic() < deadline
-            time.sleep(0.05)
+            time.sleep(0.01)
         job.kill()
         job.wait()
-        worker = int((tmp_path / "pid0").read_text())
+        worker = pid_in(tmp_path, "pid0")
         words = ["zshard", "run", "-n1", f"--keep={token}", "script.py", "kill"]
-        with command(tmp_path, *words) as again:  # torchrun's ranks outlive it
+        with launcher(tmp_path, *words) as again:  # torchrun's ranks outlive it
             assert again.stderr is not None
             assert f"end them (kill {worker})" in again.stderr.read()
         assert again.returncode == 2
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
-    with command(tmp_path, *words) as again:
+    with launcher(tmp_path, *words) as again:
         assert again.stderr is not None
         said = again.stderr.read()
     assert again.returncode == 0, said
-    assert reports(tmp_path, 1) == [["shards of 0", "0", token, token, 0, "0", "3", again.pid]]
+    pid = pid_in(tmp_path, "launcher.pid")
+    assert reports(tmp_path, 1) == [["shards of 0", "0", token, token, 0, "0", "3", pid]]
     assert has_ended(token)

@@ -16,14 +16,11 @@ PLACES = ("forward", "backward", "before", "block", "after")
 
 def check(keeper: Keeper, folder: Path, options: dict[str, Any], kills: list[Any]) -> int:
     """Compare a run with an undisturbed one; return where the last processes began."""
-    for name in ("plain", "kept"):
-        (folder / name).mkdir()
-    ranks = options.get("ranks", 2)
-    expected = undisturbed(folder / "plain", options, ranks)
-    *_, found = survived(keeper, folder / "kept", options, kills)
-    assert [digest for _, digest in found] == [digest for _, digest in expected]
-    for rank in range(ranks):
-        assert losses_in(folder / "kept", rank) == losses_in(folder / "plain", rank)
+    expected = undisturbed(options)
+    *_, found = survived(keeper, folder, options, kills)
+    assert [digest for _, digest in found] == [digest for digest, _ in expected]
+    for rank, (_, losses) in enumerate(expected):
+        assert losses_in(folder, rank) == losses
     began = {start for start, _ in found}
     assert len(began) == 1
     return int(began.pop())

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from tasks import python_path
+from nursery import forked_python, python
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recovery.md"
 
 
 def run(script: Path, **env: str) -> tuple[str, list[str]]:
     """Return what a run said, and each rank's last loss."""
-    command = [
-        sys.executable,
-        "-m",
-        "zshard",
-        "run",
-        "-n2",
-        "--bind=none",
-        "--standalone",
-        "--keep",
-    ]
-    done = subprocess.run(
-        [*command, str(script)],
-        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    words = ["zshard", "run", "-n2", "--bind=none", "--standalone", "--keep", script]
+    done = forked_python("-m", *words, env={"PYTHON_EXEC": python(), **env}, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stderr, sorted(re.findall(r"loss of rank \d: \S+", done.stderr))
 

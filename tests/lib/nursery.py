@@ -9,6 +9,8 @@ with exit status 1; `sys.exit` and SIGKILL act normally. A standing rank (spawn.
 
     results = fork_ranks(function, 2, *arguments)  # as run_ranks(..., check=False)
     results = fork_ranks("script.py", 2, *arguments, check=True)
+    done = forked_python("-m", "zshard", "run", "script.py", cwd=folder)  # as subprocess.run
+    subprocess.Popen([python(), "-c", "import torch"])  # looks like sys.executable
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ import ctypes
 import gc
 import os
 import pickle
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -62,12 +66,23 @@ class Nursery:
         with socket.socket(socket.AF_UNIX) as listener:  # connections wait until the imports end
             listener.bind(self.address)
             listener.listen(64)
+            self._write_python()
             self._process = subprocess.Popen(
                 entered([sys.executable, "-u", __file__, str(listener.fileno())]),
                 env={**os.environ, **quiet},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[listener.fileno()],
             )
+
+    def _write_python(self) -> None:
+        """Make the program of `python()`."""
+        lib = str(Path(__file__).parent)
+        program = Path(self._folder.name, "python")
+        program.write_text(
+            f"#!{sys.executable} -IS\nimport sys\nsys.path.append({lib!r})\n"
+            f"import forked_python\nforked_python.main({self.address!r})\n"
+        )
+        program.chmod(0o700)
 
     def close(self) -> None:
         self._process.kill()
@@ -84,6 +99,33 @@ def start_nursery() -> str:
         address = nursery.address
         os.environ[ADDRESS] = f"{sys.executable}:{address}"
     return address
+
+
+def python() -> str:
+    """Return a program that runs what sys.executable would, in a fork of the nursery: -c, -m or a script.
+
+    Torch and zshard are imported in no time, and what they read from the environment at import is the
+    nursery's. The program's process is not that of the command, nor its child.
+    """
+    return str(Path(start_nursery()).with_name("python"))
+
+
+def forked_python(
+    *words: Any,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | str | None = None,
+    timeout: float = 60,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python()` with these arguments. env: added to the environment, in which OMP_NUM_THREADS is 1."""
+    return subprocess.run(
+        [python(), *map(str, words)],
+        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **(env or {})},
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
 
 
 def connect(address: str, pipes: Sequence[int] = (), **request: Any) -> Connection:
@@ -194,11 +236,13 @@ def _attend(
     pipes: list[int],
     env: dict[str, str] | None = None,
     folder: str = "",
+    words: list[str] | None = None,
 ) -> None:
-    """Fork ranks when asked to, or standing ranks at once, one for each of `pipes`; returns in each
-    rank that is done.
+    """Fork ranks when asked to, or standing ranks at once, one for each of `pipes`, or a Python; returns
+    in each process that is done.
 
-    env: the standing ranks' environment. folder: where they write their output.
+    env: the environment. folder: where standing ranks write their output, or where Python runs. words:
+    Python's arguments.
     """
     if env is None:
         _fork_when_asked(connection)
@@ -206,7 +250,55 @@ def _attend(
     import standing
 
     standing.become(env)
-    standing.fork_ranks(connection, pipes, Path(folder))
+    if words is not None:
+        os.chdir(folder)
+        _fork_python(connection, pipes, words)
+    else:
+        standing.fork_ranks(connection, pipes, Path(folder))
+
+
+def _fork_python(client: Connection, files: list[int], words: list[str]) -> None:
+    """Fork a Python, send its pid, and wait for its end; without its client, kill it. Returns in it."""
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        end_with_parent()
+        client.close()
+        for descriptor, file in enumerate(files):
+            os.dup2(file, descriptor)
+        os.closerange(3, 4096)
+        _run_as_python(words)
+        return
+    client.send(pid)
+    for file in files:
+        os.close(file)
+    end = os.pidfd_open(pid)
+    if client in wait([client, end]):
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(BrokenPipeError):
+        client.send(code)
+    os._exit(0)
+
+
+def _run_as_python(words: list[str]) -> None:
+    """Run what Python runs with these arguments, as __main__."""
+    while words[0] == "-u":
+        words = words[1:]
+    what, *rest = words
+    kept, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+    if what == "-c":
+        sys.argv, sys.path[:0] = ["-c", *rest[1:]], [""]
+        exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    elif what == "-m":
+        sys.argv, sys.path[:0] = ["-m", *rest[1:]], [os.getcwd()]
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+    elif what.startswith("-"):
+        sys.exit(f"a forked Python has no option {what}")
+    else:
+        sys.argv, sys.path[:0] = words, [str(Path(what).resolve().parent)]
+        runpy.run_path(what, run_name="__main__")
+    del kept
 
 
 def _fork_when_asked(pipe: Connection) -> None:
@@ -264,9 +356,33 @@ def _codes(pids: list[int], timeout: float, client: Connection) -> list[int | No
     return [codes[pid] for pid in pids]
 
 
-if __name__ == "__main__":
-    import torch._dynamo  # noqa: F401 - the first optimizer of a process would import it
+def _leave_before_torch() -> None:
+    """Let processes exit where C would begin with torch's registries: that takes a fifth of a second."""
+    libc = ctypes.CDLL(None)
+    libc.on_exit.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)  # what is loaded later comes first
 
+
+_libraries: dict[str, Any] = {}  # modules by name
+
+
+def _keep_libraries() -> None:
+    """At exit, Python takes the modules of zshard and the tests apart, but not torch's."""
+    increase = ctypes.pythonapi.Py_IncRef
+    increase.argtypes = [ctypes.py_object]
+    increase(_libraries)
+    for name in _libraries:
+        sys.modules.pop(name, None)
+
+
+if __name__ == "__main__":
+    atexit.register(_keep_libraries)  # the first is called last
+    import torch._dynamo  # the first optimizer of a process would import it
+    import torch.distributed.run  # noqa: F401 - a forked launcher would
+
+    _leave_before_torch()
+    own = {*sys.builtin_module_names, "__main__"}
+    _libraries |= {name: module for name, module in sys.modules.items() if name not in own}
     import zshard  # noqa: F401
 
     end_with_parent()

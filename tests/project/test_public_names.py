@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import traceback
 import warnings
 
 import pytest
+from nursery import forked_python
 
 import zshard
 import zshard.compat
@@ -82,7 +81,7 @@ def dunders(names: list[str]) -> set[str]:
 
 
 def test_dir_shows_the_public_names_only() -> None:
-    done = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True)
+    done = forked_python("-c", LOOK, timeout=200)
     assert done.returncode == 0, done.stderr
     first, later, starred, kinds, is_function, imported = json.loads(done.stdout)
     for names in (first, later):

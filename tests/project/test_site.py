@@ -29,6 +29,7 @@ def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.Comple
     )
 
 
+@pytest.mark.thorough  # half a minute, which .ci/run spends in `make docs`
 @needs_mkdocs
 def test_site_builds(tmp_path: Path) -> None:
     done = build(tmp_path)

@@ -5,10 +5,12 @@ This file imports no torch at its head, so that its fresh ranks start fast.
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
+from nursery import forked_python, python
 from spawn import RankFailure, RankPool, ranks, run_ranks
 
 
@@ -113,8 +115,8 @@ def test_hanging_rank_is_killed_and_shows_its_stack():
     pool = RankPool(2)
     try:
         pool.run(seed_and_pid)  # so that the limit below does not include the start of the ranks
-        with pytest.raises(RankFailure, match=r"rank 1 .* no answer within 3 s(.|\n)*in fail_on"):
-            pool.run(fail_on, 1, "hang", timeout=3)
+        with pytest.raises(RankFailure, match=r"rank 1 .* no answer within 1 s(.|\n)*in fail_on"):
+            pool.run(fail_on, 1, "hang", timeout=1)
     finally:
         pool.close()
 
@@ -137,6 +139,38 @@ def test_pool_restarts_after_a_failure():
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+SAYS = """
+import os, sys
+print(sys.argv[1:], os.getcwd(), os.environ.get("ZSHARD_TEST_OLD"), os.environ["ZSHARD_TEST_NEW"])
+print("a word", file=sys.stderr)
+sys.exit("torch" not in sys.modules or 5)
+"""
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("how", ["-c", "-m", "script.py"])
+def test_forked_python_is_like_python(tmp_path, monkeypatch, how):
+    (tmp_path / "script.py").write_text(SAYS)
+    monkeypatch.setenv("ZSHARD_TEST_OLD", "old")
+    words = {"-c": ["-c", SAYS], "-m": ["-u", "-m", "script"], "script.py": ["script.py"]}[how]
+    done = forked_python(*words, "a b", 7, cwd=tmp_path, env={"ZSHARD_TEST_NEW": "new"})
+    assert done.stdout == f"['a b', '7'] {tmp_path} old new\n"
+    assert (done.stderr, done.returncode) == ("a word\n", 5)
+
+
+def test_signals_and_exceptions_of_forked_python():
+    code = "import time; print('ready', flush=True); time.sleep(100)"
+    with subprocess.Popen([python(), "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.terminate()
+        assert process.wait() == -signal.SIGTERM
+    assert forked_python("-c", "import os; os.kill(os.getpid(), 9)").returncode == -9
+    done = forked_python("-c", "1 / 0")
+    assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n")
+    done = forked_python("-I", "x")
+    assert done.returncode == 1 and "a forked Python has no option -I" in done.stderr
 
 
 def test_local_functions_are_refused():

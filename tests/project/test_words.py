@@ -36,11 +36,19 @@ WORDS = [
 def python_words(text: str) -> Iterator[str]:
     """The comments, docstrings and defined names of a Python file."""
     yield from PYTHON_COMMENT.findall(text)
-    for node in ast.walk(ast.parse(text)):
+    for node in statements_in(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
             yield node.name.replace("_", " ")
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef | ast.Module):
             yield ast.get_docstring(node) or ""
+
+
+def statements_in(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and the statements in it, without their expressions, which are most of the nodes."""
+    yield node
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for each in getattr(node, name, ()) if not isinstance(node, ast.expr) else ():
+            yield from statements_in(each)
 
 
 def c_words(text: str) -> Iterator[str]:
@@ -77,6 +85,9 @@ def test_words_become_fewer() -> None:
 def test_what_is_counted() -> None:
     python = "# told once\ndef tells_all():\n    '''Heard.'''\n    heard = 'told'\n"
     assert Counter(python_words(python)) == Counter(["# told once", "tells all", "Heard.", ""])
+    deep = "try:\n a\nexcept E:\n def tells(): b\nelse:\n if c:\n  d\n else:\n  class Told: e\n"
+    deep += "match f:\n case 1:\n  def heard(): g\n"
+    assert {*python_words(deep)} == {"tells", "Told", "heard", ""}
     c = 'int zs_told; /* goes\n * on */ // told\nconst char *s = "told";'
     assert count("told", c_words(c)) == 2
     assert count("goes on", c_words(c)) == 1
