@@ -1,11 +1,24 @@
 /* where.c - see where.h. */
 #include "comm/where.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { SHOWN = 8, RANKS = 64 };
+
+static _Atomic double tell_after = 10.0;
+
+double zs_tell_after(void)
+{
+    return atomic_load(&tell_after);
+}
+
+double zs_set_tell_after(double seconds)
+{
+    return atomic_exchange(&tell_after, seconds);
+}
 
 /* The first rank with the same text. */
 static int first_like(char (*texts)[ZS_WHERE], int rank)

@@ -109,12 +109,14 @@ def fork_ranks(
     timeout: float = 60,
     env: dict[str, str] | None = None,
     check: bool = False,
+    until: int | None = None,
 ) -> list[RankResult]:
     """Run a module-level function `fn(*args)`, or a script with arguments, on `world` forked ranks.
 
     timeout: seconds; ranks that still run then are killed, and their returncode is None.
     env: added to the ranks' environment.
     check: raise RankFailure if a rank fails. Without it, check the results.
+    until: kill the others once this rank has ended.
     """
     global _forking
     from torch.distributed import TCPStore
@@ -135,7 +137,7 @@ def fork_ranks(
     with tempfile.TemporaryDirectory(prefix="zshard-forked-") as folder:
         try:
             task = task_of(fn_or_path, args)
-            _forking.send((task, range(world), folder, timeout, variables))
+            _forking.send((task, range(world), folder, timeout, variables, until))
             if not _forking.poll(timeout + SLACK):
                 raise TimeoutError("the nursery does not answer")
             codes = _forking.recv()
@@ -212,7 +214,7 @@ def _attend(
 def _fork_when_asked(pipe: Connection) -> None:
     while True:
         try:
-            task, ranks, folder, timeout, variables = pipe.recv()
+            task, ranks, folder, timeout, variables, until = pipe.recv()
         except EOFError:
             return
         import_module_of(task)  # here, for all later ranks
@@ -223,7 +225,7 @@ def _fork_when_asked(pipe: Connection) -> None:
             if pid is None:
                 return
             pids.append(pid)
-        pipe.send(_codes(pids, timeout, pipe))
+        pipe.send(_codes(pids, timeout, pipe, None if until is None else pids[until]))
 
 
 def _fork_rank(
@@ -244,9 +246,11 @@ def _fork_rank(
     return None
 
 
-def _codes(pids: list[int], timeout: float, client: Connection) -> list[int | None]:
+def _codes(
+    pids: list[int], timeout: float, client: Connection, leader: int | None
+) -> list[int | None]:
     """Return the ranks' exit codes; after `timeout` s, or without a client, kill those that still
-    run."""
+    run. Kill them at once when `leader` has ended."""
     codes: dict[int, int | None] = {}
     ends = {os.pidfd_open(pid): pid for pid in pids}
     deadline = time.monotonic() + timeout
@@ -261,6 +265,8 @@ def _codes(pids: list[int], timeout: float, client: Connection) -> list[int | No
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             codes[pid] = None if late else code
             os.close(end)
+            for other in ends.values() if pid == leader else ():
+                os.killpg(other, signal.SIGKILL)
     return [codes[pid] for pid in pids]
 
 

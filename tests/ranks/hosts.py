@@ -63,7 +63,7 @@ class HostedRanks:
         folder = tempfile.TemporaryDirectory(prefix="zshard-hosted-")
         for index, host in enumerate(self._hosts):
             own = range(index * ranks, (index + 1) * ranks)
-            host.send((task_of(function, args), own, folder.name, timeout, variables))
+            host.send((task_of(function, args), own, folder.name, timeout, variables, None))
         return Running(self._hosts, store, folder, timeout)
 
 
