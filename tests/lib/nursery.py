@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -47,23 +47,18 @@ ADDRESS = "ZSHARD_TEST_NURSERY"  # the variable by which a session's processes f
 
 
 class Nursery:
-    """One process of this file; `address` is where it listens.
+    """One process of this file; `address` is where it listens."""
 
-    entered: the command line that runs one on another host (simulated on this machine).
-    """
-
-    def __init__(
-        self, entered: Callable[[list[str]], list[str]] = list, interface: str = "lo"
-    ) -> None:
+    def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zshard-nursery-")
         self.address = f"{self._folder.name}/socket"
-        quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
+        quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         quiet["PYTHONPATH"] = python_path()
         with socket.socket(socket.AF_UNIX) as listener:  # connections wait until the imports end
             listener.bind(self.address)
             listener.listen(64)
             self._process = subprocess.Popen(
-                entered([sys.executable, "-u", __file__, str(listener.fileno())]),
+                [sys.executable, "-u", __file__, str(listener.fileno())],
                 env={**os.environ, **quiet},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[listener.fileno()],
@@ -196,12 +191,15 @@ def _attend(
     pipes: list[int],
     env: dict[str, str] | None = None,
     folder: str = "",
+    spaces: Sequence[str] = (),
 ) -> None:
     """Fork ranks when asked to, or standing ranks at once, one for each of `pipes`; returns in each
     rank that is done.
 
-    env: the standing ranks' environment. folder: where they write their output.
+    env: the standing ranks' environment. folder: where they write their output. spaces: files of
+    the namespaces of the host (simulated on this machine) that ranks are on.
     """
+    _enter(spaces)
     if env is None:
         _fork_when_asked(connection)
         return
@@ -209,6 +207,17 @@ def _attend(
 
     standing.become(env)
     standing.fork_ranks(connection, pipes, Path(folder))
+
+
+def _enter(spaces: Sequence[str]) -> None:
+    """Give this process, and those that it forks, these namespaces."""
+    libc, here = ctypes.CDLL(None, use_errno=True), os.getcwd()
+    descriptors = [os.open(path, os.O_RDONLY) for path in spaces]  # before /proc is another
+    for descriptor in descriptors:
+        if libc.setns(descriptor, 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(descriptor)
+    os.chdir(here)
 
 
 def _fork_when_asked(pipe: Connection) -> None:

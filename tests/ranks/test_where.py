@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import zshard
 from zshard import FSDP, _core
-from zshard.ranks import agreement, where
+from zshard.ranks import agreement, stalls, where
 from zshard.units.units import state_of
 
 TIMEOUT = 2.0
@@ -55,6 +55,7 @@ def wrap(transport: str, timeout: float) -> Any:
 
 def wrapped(transport: str) -> Any:
     """Return a model and its optimizer after two steps."""
+    stalls._EVERY = 0.1  # answers sooner
     if transport == "hosts":
         os.environ["ZSHARD_HOST"] = f"host {int(os.environ['RANK']) // 2}"
     model = wrap(transport, TIMEOUT)
@@ -263,19 +264,19 @@ def test_dead_rank_remains_a_peer_error() -> None:
 
 
 def waits_long(transport: str) -> None:
-    """Rank 0 waits beyond the time after which it writes a line; that is 10 s, and here 2."""
+    """Rank 0 waits beyond the time after which it writes a line; that is 10 s, and here 1."""
     wrapped(transport)
-    assert _core.tell_after(2.0) == 10.0
+    assert _core.tell_after(1.0) == 10.0
     model = wrap(transport, 60.0)
     if dist.get_rank() == 1:
-        time.sleep(2.9)  # is late
+        time.sleep(1.9)  # is late
     loss_of(model(floats(0))).backward()
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_line_on_stderr_after_a_long_wait(transport: str) -> None:
     first, second = fork_ranks(waits_long, 2, transport, check=True)
-    text = first.stderr[first.stderr.index("zshard: rank 0 has been waiting 2 s") :]
+    text = first.stderr[first.stderr.index("zshard: rank 0 has been waiting 1 s") :]
     assert lines_in(text)["rank 1"].startswith(line_of("# is late"))
     assert "zshard:" not in second.stderr
 
