@@ -30,7 +30,7 @@ PROGRAMS = {
     "test_comm_shm_faults": SHM,
     "test_comm_c10d": [*SHM, "traffic.c", "arena.c", "comm_c10d.c", "c10d_*.c"],
 }
-AT_A_TIME = 4
+AT_A_TIME = 8
 TEST = re.compile(r"^    TEST\((\w+), .*\),$", re.MULTILINE)
 
 

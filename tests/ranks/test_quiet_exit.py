@@ -123,7 +123,7 @@ def without_sync():
 
 
 HELD = [optimizers, averages, cycles_and_hooks, graph, steps_in_backward, trace, saves, engine]
-LEFT_OPEN = [half_an_export, half_the_parameters, summoned, gathered, swapped, joined, without_sync]
+LEFT_OPEN = [half_an_export, half_the_parameters, summoned, gathered, swapped, without_sync, joined]
 
 
 def holds(those, transport, folder):
