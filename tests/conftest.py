@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         if config.getoption("numprocesses", None):  # while the workers collect, it imports
             start_nursery()
-        if config.option.shard:
+        if config.option.shard and not config.option.collectonly:
             config.pluginmanager.register(shards.Shard(config.option.shard))
 
 

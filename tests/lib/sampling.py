@@ -30,8 +30,9 @@ ON_RANKS = 1  # cases of a test on ranks, unless it sets another number
 LIBRARIES = (sys.base_prefix, sys.prefix, str(ROOT / "zshard"))  # whose code is not looked into
 STARTERS = ("fork_ranks", "run_ranks", "RankPool", "start_nursery")
 GPU = "tests/gpu/"  # what drives fake GPUs only, and what it drives
-DRIVEN = ["csrc/device", "csrc/comm/gpu", "csrc/comm/nccl", "csrc/pager", "cuda", GPU, "tests/lib"]
-DRIVEN += ["zshard/ranks/nccl.py", "zshard/ranks/devices.py", "tests/c"]
+DRIVEN = ["csrc/device", "csrc/comm/gpu", "csrc/comm/nccl", "cuda", "tests/c", "tests/lib", GPU]
+DRIVEN += ["csrc/python/py_cuda.c", "csrc/python/py_nccl.c"]
+DRIVEN += [f"zshard/ranks/{name}.py" for name in ("devices", "nccl", "transports")]
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -100,7 +101,10 @@ def starts(function: Any, pythons: bool = False) -> bool:
     seen: set[Any] = set()
     left = [function]
     while left:
-        function = inspect.unwrap(left.pop())
+        function = left.pop()
+        if not isinstance(function, types.FunctionType):
+            continue
+        function = inspect.unwrap(function)
         code = getattr(function, "__code__", None)
         if code is None or code in seen or code.co_filename.startswith(LIBRARIES):
             continue
@@ -110,10 +114,14 @@ def starts(function: Any, pythons: bool = False) -> bool:
             return True
         for name in names:
             found = function.__globals__.get(name)
-            if isinstance(found, types.ModuleType):
-                left += [value for other in names if (value := getattr(found, other, None))]
+            if isinstance(found, types.ModuleType) and _is_of_tests(found):
+                left += [value for other in names if (value := vars(found).get(other))]
             left.append(found)
     return False
+
+
+def _is_of_tests(module: types.ModuleType) -> bool:
+    return not (getattr(module, "__file__", None) or sys.prefix).startswith(LIBRARIES)
 
 
 def _names_in(code: types.CodeType) -> set[str]:

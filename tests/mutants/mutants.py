@@ -111,12 +111,10 @@ def lines_of_python(report: Path) -> dict[str, list[int]]:
     found = {}
     for file, facts in json.loads(report.read_text())["files"].items():
         tree = ast.parse((ROOT / file).read_text())
-        inside = set()
+        inside: set[int] = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
-                for line in node.body[0].lineno, (node.body[-1].end_lineno or 0):
-                    inside.add(line)
-                inside |= set(range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1))
+                inside |= set(range(node.body[0].lineno, (node.end_lineno or 0) + 1))
         found[file] = sorted(inside & set(facts["executed_lines"]))
     return found
 
@@ -201,6 +199,7 @@ def run(fault: dict[str, Any], words: list[str]) -> dict[str, Any]:
     try:
         plant(fault)
         python = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *words]
+        python += [*near(fault["file"]), "tests"]
         build = subprocess.run(
             [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT
         )
@@ -211,6 +210,15 @@ def run(fault: dict[str, Any], words: list[str]) -> dict[str, Any]:
         return {"found": failed[0] if failed else "" if done.returncode in (0, 5) else "by a crash"}
     finally:
         git("checkout", "--", fault["file"])
+
+
+def near(file: str) -> list[str]:
+    """Return the folders of tests that a fault in `file` most likely breaks: they run first."""
+    words = re.split(r"[/_.]", file)
+    folders = [each.name for each in sorted((ROOT / "tests").iterdir()) if each.name in words]
+    usual = {"comm": ["core", "ranks"], "ckpt": ["checkpoint"], "zshard": ["units", "training"]}
+    more = [each for word in words for each in usual.get(word, [])]
+    return [f"tests/{each}" for each in dict.fromkeys([*folders, *more, "units", "training"])]
 
 
 def git(*words: str) -> str:

@@ -3,9 +3,11 @@
 See tests/lib: asserts.py, compare.py, sampling.py.
 """
 
+import os
 import re
 import shutil
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from asserts import rewrite_in_ranks
 from compare import assert_same, differences
 from nursery import fork_ranks
-from spawn import RankFailure, run_ranks
+from spawn import RankFailure, on_ranks, run_ranks
 
 pytest_plugins = ["pytester"]
 
@@ -57,6 +59,45 @@ def test_asserts_stay_plain_with_an_unknown_pytest(monkeypatch):
     monkeypatch.delattr(rewrite, "AssertionRewritingHook")
     rewrite_in_ranks()
     assert (list(sys.meta_path), util._reprcompare) == before
+
+
+# --- tests that run on ranks --------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_body_runs_on_each_rank(tmp_path):
+    other = 1 - int(os.environ["RANK"])
+    (tmp_path / os.environ["RANK"]).touch()
+    torch.distributed.barrier()
+    assert (tmp_path / str(other)).exists()
+
+
+ON_RANKS = """
+import os
+import pytest
+from spawn import on_ranks
+
+@pytest.mark.parametrize("wrong", [1, 2])
+@on_ranks(2)
+def test_ranks(wrong):
+    rank = int(os.environ["RANK"])
+    assert rank + 1 != wrong
+"""
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_failed_assert_is_shown_at_its_own_line(project, wrong):
+    project.makepyfile(test_on=ON_RANKS)
+    done = project.runpytest("--whole", "-k", f"[2ranks-{wrong}]")
+    done.stdout.fnmatch_lines(
+        [
+            ">       assert rank + 1 != wrong",
+            f"E*rank {wrong - 1} of 2 failed",
+            "test_on.py:9: RankFailure",
+            "FAILED test_on.py::test_ranks*AssertionError: *",
+        ]
+    )
 
 
 # --- comparisons ------------------------------------------------------------------------------------
@@ -177,16 +218,22 @@ def test_of_minutes():
 
 
 @pytest.fixture
-def cases(pytester):
-    """Return the names of the cases that options choose, and what pytest says last."""
+def project(pytester):
+    """A folder of tests with this one's conftest."""
     tests = Path(__file__).parents[1]
     markers = "markers =\n    sampled(n): n\n    thorough: minutes\n"
     pytester.makeini(f"[pytest]\npythonpath = {tests / 'lib'}\n{markers}")
     shutil.copy(tests / "conftest.py", pytester.path)
-    pytester.makepyfile(TESTS)
+    return pytester
+
+
+@pytest.fixture
+def cases(project):
+    """Return the names of the cases that options choose, and what pytest says last."""
+    project.makepyfile(TESTS)
 
     def collected(*options):
-        done = pytester.runpytest("--collect-only", "-q", *options)
+        done = project.runpytest("--collect-only", "-q", *options)
         return [line.split("::")[1] for line in done.outlines if "::" in line], done.outlines
 
     return collected
@@ -220,5 +267,5 @@ def test_quick_starts_no_ranks_and_no_python(cases):
 
 def test_shards_are_all_cases_once(cases):
     shards = [cases("--shard", f"{k}/3")[0] for k in (1, 2, 3)]
-    assert sorted(sum(shards, [])) == sorted(cases("--whole")[0])
+    assert sorted(chain(*shards)) == sorted(cases("--whole")[0])
     assert all(shards)
