@@ -5,6 +5,7 @@
 #include "ranks.h"
 
 #include "comm/shm/shm.h"
+#include "comm/where.h"
 
 #include <fcntl.h>
 #include <pthread.h>
