@@ -8,16 +8,16 @@
 
 enum { SHOWN = 8, RANKS = 64 };
 
-static _Atomic double tell_after = 10.0;
+static _Atomic double report_after = 10.0;
 
-double zs_tell_after(void)
+double zs_report_after(void)
 {
-    return atomic_load(&tell_after);
+    return atomic_load(&report_after);
 }
 
-double zs_set_tell_after(double seconds)
+double zs_set_report_after(double seconds)
 {
-    return atomic_exchange(&tell_after, seconds);
+    return atomic_exchange(&report_after, seconds);
 }
 
 /* The first rank with the same text. */

@@ -11,8 +11,8 @@
 
 /* Seconds of waiting after which a rank writes where the others are to stderr, once; it asks them a little earlier. /
  * Sets them, for tests, and returns the former ones. */
-double zs_tell_after(void);
-double zs_set_tell_after(double seconds);
+double zs_report_after(void);
+double zs_set_report_after(double seconds);
 
 /* Writes such lines, with a line break before each; ranks with the same text share one. texts [world]; "": nothing is
  * known of that rank. */

@@ -80,11 +80,11 @@ static void look(char *text, size_t size)
     PyGILState_Release(gil);
 }
 
-static PyObject *tell_after(PyObject *module, PyObject *seconds)
+static PyObject *report_after(PyObject *module, PyObject *seconds)
 {
     (void)module;
     double value = PyFloat_AsDouble(seconds);
-    return PyErr_Occurred() ? NULL : PyFloat_FromDouble(zs_set_tell_after(value));
+    return PyErr_Occurred() ? NULL : PyFloat_FromDouble(zs_set_report_after(value));
 }
 
 static PyMethodDef methods[] = {
@@ -98,8 +98,8 @@ static PyMethodDef methods[] = {
     {"is_stopped", is_stopped, METH_O,
      "is_stopped($module, comm, /)\n--\n\nReturn whether a rank has told those of a transport that it cannot continue, "
      "though none has gone (shm)."},
-    {"tell_after", tell_after, METH_O,
-     "tell_after($module, seconds, /)\n--\n\nSet how long this rank waits before it writes where the others are to "
+    {"report_after", report_after, METH_O,
+     "report_after($module, seconds, /)\n--\n\nSet how long this rank waits before it writes where the others are to "
      "stderr, and return the former seconds (10): for tests."},
     {"begin_call", begin_call, METH_O,
      "begin_call($module, name, /)\n--\n\nName the public call that this thread is in from now on."},

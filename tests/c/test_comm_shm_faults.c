@@ -184,7 +184,7 @@ static void timeout_names_the_late_ranks(rank_env *env)
 
 static void stall_is_reported_once(rank_env *env)
 {
-    zs_set_tell_after(0.6);
+    zs_set_report_after(0.6);
     if (env->rank == 1) {
         sleep_us(1200000);
         OK(meet(env));

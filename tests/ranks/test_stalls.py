@@ -44,10 +44,10 @@ CALLS = {evaluates: "all-gathering parameters", sums_up: "state_dict()", saves: 
 CALLS[looks_at_the_optimizer] = "state_dict()"
 
 
-def lone(call, folder, timeout, tell_after):
+def lone(call, folder, timeout, report_after):
     """Return (the kind and text of the error, seconds until it) of the last rank, which is alone."""
     stalls._EVERY = 0.1  # answers sooner
-    assert _core.tell_after(tell_after) == 10.0
+    assert _core.report_after(report_after) == 10.0
     model = FSDP(make(Wide), transport="c10d", timeout=timeout)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     loss_of(model(floats(dist.get_rank()))).backward()

@@ -266,7 +266,7 @@ def test_dead_rank_remains_a_peer_error() -> None:
 def waits_long(transport: str) -> None:
     """Rank 0 waits beyond the time after which it writes a line; that is 10 s, and here 1."""
     wrapped(transport)
-    assert _core.tell_after(1.0) == 10.0
+    assert _core.report_after(1.0) == 10.0
     model = wrap(transport, 60.0)
     if dist.get_rank() == 1:
         time.sleep(1.9)  # is late

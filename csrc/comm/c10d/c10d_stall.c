@@ -116,7 +116,7 @@ static void tell(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c1
 
 void zs_c10d_stall_check(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_stall *stall, double waited)
 {
-    double tell_after = zs_tell_after(), ask_after = tell_after - ask_before;
+    double report_after = zs_report_after(), ask_after = report_after - ask_before;
     double limit = comm->base.timeout, first = limit / 4 < ask_after ? limit / 4 : ask_after;
     bool late = stall->questions == 1 && waited > limit - ask_again && limit > first + 2 * ask_again;
     if ((stall->questions == 0 && waited > first) || late) ask(comm, stall);
@@ -124,7 +124,7 @@ void zs_c10d_stall_check(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_s
         read_answers(comm, stall);
         stall->looked = waited;
     }
-    if (stall->told || waited < tell_after) return;
+    if (stall->told || waited < report_after) return;
     stall->told = true;
     tell(comm, turn, stall, waited);
 }

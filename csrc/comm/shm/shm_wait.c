@@ -154,11 +154,11 @@ static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
     if (zs_comm_interrupted()) return ZS_FAIL(ZS_ERR_TORCH, "interrupted while waiting for another rank");
     int missing = waited >= limit_of(shm) ? zs_shm_missing(shm, shm->base.rank, act) : -1;
     if (missing >= 0) return zs_shm_fail_timeout(shm, act, missing, waited);
-    if (waited >= zs_tell_after() - ask_before && !state->asked) {
+    if (waited >= zs_report_after() - ask_before && !state->asked) {
         zs_shm_ask(shm);
         state->asked = true;
     }
-    if (waited >= zs_tell_after() && !state->told) {
+    if (waited >= zs_report_after() && !state->told) {
         zs_shm_print_stall(shm, act, waited);
         state->told = true;
     }
