@@ -1,11 +1,24 @@
 /* where.c - see where.h. */
 #include "comm/where.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { SHOWN = 8, RANKS = 64 };
+
+static _Atomic double report_after = 10.0;
+
+double zs_report_after(void)
+{
+    return atomic_load(&report_after);
+}
+
+double zs_set_report_after(double seconds)
+{
+    return atomic_exchange(&report_after, seconds);
+}
 
 /* The first rank with the same text. */
 static int first_like(char (*texts)[ZS_WHERE], int rank)

@@ -9,6 +9,11 @@
 
 #include "comm/comm.h"
 
+/* Seconds of waiting after which a rank writes where the others are to stderr, once; it asks them a little earlier. /
+ * Sets them, for tests, and returns the former ones. */
+double zs_report_after(void);
+double zs_set_report_after(double seconds);
+
 /* Writes such lines, with a line break before each; ranks with the same text share one. texts [world]; "": nothing is
  * known of that rank. */
 void zs_where_lines(char (*texts)[ZS_WHERE], int world, char *text, size_t size);

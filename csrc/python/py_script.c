@@ -2,6 +2,7 @@
  * exits. */
 #define _GNU_SOURCE 1 /* gettid */
 #include "comm/script.h"
+#include "comm/where.h"
 #include "engine/engine.h"
 #include "python/py_util.h"
 
@@ -79,6 +80,13 @@ static void look(char *text, size_t size)
     PyGILState_Release(gil);
 }
 
+static PyObject *report_after(PyObject *module, PyObject *seconds)
+{
+    (void)module;
+    double value = PyFloat_AsDouble(seconds);
+    return PyErr_Occurred() ? NULL : PyFloat_FromDouble(zs_set_report_after(value));
+}
+
 static PyMethodDef methods[] = {
     {"position", position, METH_NOARGS,
      "position($module, /)\n--\n\nReturn (call, pass, steps, unit) of this thread's script, on another thread than the "
@@ -90,6 +98,9 @@ static PyMethodDef methods[] = {
     {"is_stopped", is_stopped, METH_O,
      "is_stopped($module, comm, /)\n--\n\nReturn whether a rank has told those of a transport that it cannot continue, "
      "though none has gone (shm)."},
+    {"report_after", report_after, METH_O,
+     "report_after($module, seconds, /)\n--\n\nSet how long this rank waits before it writes where the others are to "
+     "stderr, and return the former seconds (10): for tests."},
     {"begin_call", begin_call, METH_O,
      "begin_call($module, name, /)\n--\n\nName the public call that this thread is in from now on."},
     {"end_call", end_call, METH_NOARGS, "end_call($module, /)\n--\n\nEnd the call that begin_call() named."},

@@ -131,7 +131,6 @@ typedef struct rank_test {
     int least;         /* ranks; runs with each number from there to MAX_RANKS */
     int killed;        /* the rank that the test kills, 0: none */
     bool joins_itself; /* the body makes the transport */
-    bool slow;         /* only when named, with the least number of ranks */
 } rank_test;
 
 /* One line of a list of tests: TEST(function, .least = 2). */
@@ -145,15 +144,15 @@ static inline bool run_test(const rank_test *test, int world)
     return passed;
 }
 
-/* main() of a test program: runs all tests that are not slow, or the one named by the first argument. 0: all passed. */
+/* main() of a test program: runs all tests, or the one named by the first argument. 0: all passed. */
 static inline int run_tests(const rank_test *tests, size_t count, int argc, char **argv)
 {
     bool good = true, any = false;
     for (size_t i = 0; i < count; i++) {
         const rank_test *test = &tests[i];
         bool named = argc > 1 && strcmp(argv[1], test->name) == 0;
-        if (argc > 1 ? !named : test->slow) continue;
-        for (int world = test->least; world <= (test->slow ? test->least : MAX_RANKS); world++)
+        if (argc > 1 && !named) continue;
+        for (int world = test->least; world <= MAX_RANKS; world++)
             good = run_test(test, world) && good;
         any = true;
     }

@@ -30,8 +30,8 @@ PROGRAMS = {
     "test_comm_shm_faults": SHM,
     "test_comm_c10d": [*SHM, "traffic.c", "arena.c", "comm_c10d.c", "c10d_*.c"],
 }
-AT_A_TIME = 4
-TEST = re.compile(r"^    TEST\((\w+), (.*)\),$", re.MULTILINE)
+AT_A_TIME = 8
+TEST = re.compile(r"^    TEST\((\w+), .*\),$", re.MULTILINE)
 
 
 def cases() -> list:
@@ -40,13 +40,10 @@ def cases() -> list:
     for program in PROGRAMS:
         text = (C / f"{program}.c").read_text()
         for build in BUILDS:
-            for name, fields in TEST.findall(text):
-                slow = ".slow = true" in fields
-                if (build == "threads" and "thread" not in name) or (build == "sanitized" and slow):
+            for name in TEST.findall(text):
+                if build == "threads" and "thread" not in name:
                     continue
-                marks = [pytest.mark.slow] if slow else []
-                if build != "sanitized" and not slow:
-                    marks = [pytest.mark.thorough]  # sanitized, it runs each time
+                marks = [] if build == "sanitized" else [pytest.mark.thorough]
                 found.append(pytest.param(program, build, name, marks=marks))
     return found
 

@@ -1,7 +1,7 @@
 """device_cpu.c against torch: sums in rank order, norms, scaling; every dtype and instruction set.
 
-The file needs nothing of torch but zs_parallel_for, so the compiler alone can build
-it (with UndefinedBehaviorSanitizer too) and ctypes can call it on a tensor's memory. The oracle is
+The file needs nothing of torch but zs_parallel_for, so its object in the extension
+(and one with UndefinedBehaviorSanitizer) can be linked alone and called on a tensor's memory. The oracle is
 the contract of device.h, one rounding after the other, in torch.
 """
 
@@ -12,16 +12,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 from c_compile import BUILDS, C, compile_c
-from c_sources import sources
+from c_sources import built, sources
 from loops import DTYPES, Device, source_dtype
 from torch import Tensor
 
 from zshard import _core
 
-SOURCES = [
-    *sources("device_cpu.c", "simd.c", "memory.c", "status.c"),
-    C / "serial_parallel_for.c",
-]
+SOURCES = ("device_cpu.c", "simd.c", "memory.c", "status.c")
+BESIDE = [C / "serial_parallel_for.c", C / "shown_loops.c"]
 UNDEFINED = ["-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
 FLAGS = {"base": BUILDS["release"], "avx2": BUILDS["release"], "avx512": BUILDS["release"]}
 FLAGS["sanitized"] = UNDEFINED  # and no more: Python, which loads it, is not sanitized
@@ -32,11 +30,12 @@ LENGTHS = [0, 1, 31, 32, 1023, 1024, 1025, 100_003]
 def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Device:
     """A library for each instruction set: the choice is made once per library."""
     target = tmp_path_factory.mktemp("device") / f"device_{request.param}.so"
-    compile_c(target, SOURCES, FLAGS[request.param], ("-shared", "-lm"))
+    found = sources if request.param == "sanitized" else built
+    compile_c(target, [*BESIDE, *found(*SOURCES)], FLAGS[request.param], ("-shared", "-lm"))
     before = os.environ.get("ZSHARD_ISA")
     os.environ["ZSHARD_ISA"] = request.param
     try:
-        made = Device(target)
+        made = Device(target, "shown_")
         made.scale(torch.ones(1), 1.0)  # makes the choice
     finally:
         os.environ.pop("ZSHARD_ISA")

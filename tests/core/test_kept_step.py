@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from c_compile import BUILDS, C, compile_c, program_environment
-from c_sources import source, sources
+from c_sources import built, source, sources
 
-LOOPS = sources("optim_cpu.c", "optim_compact.c", "device_cpu.c", "simd.c", "status.c", "memory.c")
+LOOPS = ("optim_cpu.c", "optim_compact.c", "device_cpu.c", "simd.c", "status.c", "memory.c")
 KINDS = [
     *(f"{dtype}-{rule}" for dtype in ("f32", "f64", "bf16", "f16", "dithered")
       for rule in ("adam", "amsgrad", "sgd", "momentum", "first")),
@@ -72,16 +72,8 @@ FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def loops(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The loops as a library, for programs with flags of their own: they compile for a minute."""
-    target = tmp_path_factory.mktemp("loops") / "libloops.so"
-    return compile_c(target, LOOPS, BUILDS["release"], ("-shared", "-lm"))
-
-
-def built_with(loops: Path, program: Path, target: Path, *flags: str) -> Path:
-    link = (str(loops), f"-Wl,-rpath,{loops.parent}", "-rdynamic", "-lm")
-    return compile_c(target, [program], [*BUILDS["release"], *flags], link)
+def built_with_loops(program: Path, target: Path, *flags: str) -> Path:
+    return compile_c(target, [program, *built(*LOOPS)], [*BUILDS["release"], *flags])
 
 
 @pytest.fixture(
@@ -90,7 +82,11 @@ def built_with(loops: Path, program: Path, target: Path, *flags: str) -> Path:
 )
 def checker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("kept") / "check_kept"
-    return compile_c(target, [C / "check_kept.c", *LOOPS], BUILDS[request.param])
+    return compile_c(
+        target,
+        [C / "check_kept.c", *(built if request.param == "release" else sources)(*LOOPS)],
+        BUILDS[request.param],
+    )
 
 
 def check(program: Path, *args: object, isa: str = "avx512") -> subprocess.CompletedProcess[str]:
@@ -122,8 +118,8 @@ def test_killed_at_every_store(checker, kind):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["f32-adam", "dithered-momentum", "coded-low-adam"])
-def test_killed_at_every_word(loops, tmp_path, kind):
-    program = built_with(loops, C / "check_kept.c", tmp_path / "check_kept", "-DUNIT=8")
+def test_killed_at_every_word(tmp_path, kind):
+    program = built_with_loops(C / "check_kept.c", tmp_path / "check_kept", "-DUNIT=8")
     states, kills = counted(check(program, "stores", kind))
     assert states > 5000 and kills > 1e6
 
@@ -141,7 +137,7 @@ def test_random_kills(checker, isa, steps):
 def test_sigkill(tmp_path, seed, enough):
     program = compile_c(
         tmp_path / "kill_kept",
-        [C / "kill_kept.c", *sources("kept_step.c", "kept_area.c"), *LOOPS],
+        [C / "kill_kept.c", *sources("kept_step.c", "kept_area.c"), *built(*LOOPS)],
         BUILDS["release"],
     )
     killed, within = counted(check(program, seed, enough))
@@ -162,9 +158,9 @@ def planted(fault: Fault, folder: Path) -> None:
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault_is_found(loops, tmp_path, fault):
+def test_planted_fault_is_found(tmp_path, fault):
     planted(FAULTS[fault], tmp_path)
     flags = (f"-iquote{tmp_path}", f"-iquote{C}", "-Wno-unused")  # folders before csrc/
-    program = built_with(loops, tmp_path / "check_kept.c", tmp_path / "check_kept", *flags)
+    program = built_with_loops(tmp_path / "check_kept.c", tmp_path / "check_kept", *flags)
     done = check(program, *FAULTS[fault][3].split())
     assert done.returncode == 1 and done.stdout.startswith("broken: "), done.stdout + done.stderr

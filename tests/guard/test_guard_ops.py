@@ -4,6 +4,8 @@ The reference is torch's own list of operations with sample inputs (op_db), not 
 One process plays a rank that has some elements from the middle of each tensor.
 """
 
+import itertools
+
 import pytest
 import torch
 from guarded import part_like, part_of, shard_of
@@ -148,9 +150,10 @@ def test_each_operation_is_correct_on_shards_or_refused(dtype, count, share):
     for op in op_db[share::SHARES]:
         if not checked(op, dtype):
             continue
-        samples = [s for s in op.sample_inputs("cpu", dtype) if is_cuttable(s.input)]
+        cuttable = (s for s in op.sample_inputs("cpu", dtype) if is_cuttable(s.input))
+        samples = [*itertools.islice(cuttable, count)]
         for name, variant in variants_of(op).items():
-            found = [wrong_with(op, variant, sample) for sample in samples[:count]]
+            found = [wrong_with(op, variant, sample) for sample in samples]
             compared += len(found)
             complaints = [text for text in found if text is not None]
             if complaints:

@@ -40,8 +40,8 @@ def compile_c(
     target: Path, sources: list[Path], flags: list[str], link: tuple[str, ...] = ("-ldl", "-lm")
 ) -> Path:
     """Compile `sources` as strictly as the extension and link them to `target`: a program or, with
-    "-shared" in `link`, a library. Return `target`."""
-    objects = [_object(source, flags) for source in sources]
+    "-shared" in `link`, a library. Return `target`. Objects among the sources are only linked."""
+    objects = [path if path.suffix == ".o" else _object(path, flags) for path in sources]
     _run([*_compiler(), "-pthread", *flags, *map(str, objects), *link, "-o", str(target)])
     return target
 

@@ -68,14 +68,36 @@ DEFINED = (
 def release_objects() -> dict[str, Path]:
     """Return the objects by the names of their sources; skips the test if there are none."""
     import pytest
-    import torch
 
-    tag = f"objects-{sysconfig.get_config_var('SOABI')}-torch{torch.__version__}-release"
-    found = {path.name.removesuffix(".o"): path for path in (ROOT / "build" / tag).glob("*.o")}
+    found = _release_objects()
     if not found:
         pytest.skip("no release build here")
     sources = {path.name for path in (ROOT / "csrc").rglob("*")}
     return {name: path for name, path in found.items() if name in sources}
+
+
+def built(*names: str) -> list[Path]:
+    """Return these sources' objects of the last release build, for compile_c to link: loops compile
+    for half a minute. Sources that have changed since, or were not built, are returned themselves."""
+    objects = _release_objects()
+    return [
+        made if (made := objects.get(path.name)) and _is_fresh(made) else path
+        for path in sources(*names)
+    ]
+
+
+def _is_fresh(made: Path) -> bool:
+    """Return whether an object is newer than its sources, which the compiler has listed."""
+    _, _, listed = made.with_suffix(".d").read_text().partition(":")
+    inputs = [ROOT / name for name in listed.replace("\\\n", " ").split()]
+    return all(each.exists() and each.stat().st_mtime < made.stat().st_mtime for each in inputs)
+
+
+def _release_objects() -> dict[str, Path]:
+    import torch
+
+    tag = f"objects-{sysconfig.get_config_var('SOABI')}-torch{torch.__version__}-release"
+    return {path.name.removesuffix(".o"): path for path in (ROOT / "build" / tag).glob("*.o")}
 
 
 def symbols(path: Path, *options: str) -> Symbols:

@@ -55,11 +55,13 @@ def numbers(x: Tensor) -> Numbers:
 
 
 class Device:
-    """The CPU's loops of device.h, on tensors."""
+    """The CPU's loops of device.h, on tensors; in a library under names with this prefix."""
 
-    def __init__(self, library: Path) -> None:
-        self._lib = ctypes.CDLL(str(library))
-        self._lib.zs_cpu_norm.restype = ctypes.c_double
+    def __init__(self, library: Path, prefix: str = "zs_cpu_") -> None:
+        loops = ctypes.CDLL(str(library))
+        names = ("sum", "cast", "scale", "norm")
+        self._sum, self._cast, self._scale, self._norm = (loops[prefix + name] for name in names)
+        self._norm.restype = ctypes.c_double
 
     def sum(
         self,
@@ -73,18 +75,18 @@ class Device:
         array = (ctypes.c_void_p * len(pointers))(*pointers)
         dtypes = DTYPES[source_dtype(sources, dst)], DTYPES[dst.dtype]
         job = Sum(array, len(pointers), dst.data_ptr(), dst.numel(), *dtypes, scale, add, per_host)
-        self._lib.zs_cpu_sum(ctypes.byref(job))
+        self._sum(ctypes.byref(job))
 
     def cast(self, dst: Tensor, src: Tensor) -> None:
         dtypes = DTYPES[dst.dtype], DTYPES[src.dtype]
         job = Cast(dst.data_ptr(), src.data_ptr(), src.numel(), *dtypes)
-        self._lib.zs_cpu_cast(ctypes.byref(job))
+        self._cast(ctypes.byref(job))
 
     def norm(self, x: Tensor, p: float) -> float:
-        return float(self._lib.zs_cpu_norm(ctypes.byref(numbers(x)), ctypes.c_double(p)))
+        return float(self._norm(ctypes.byref(numbers(x)), ctypes.c_double(p)))
 
     def scale(self, x: Tensor, factor: float) -> None:
-        self._lib.zs_cpu_scale(ctypes.byref(numbers(x)), ctypes.c_double(factor))
+        self._scale(ctypes.byref(numbers(x)), ctypes.c_double(factor))
 
 
 def source_dtype(sources: Sequence[Tensor | None], dst: Tensor) -> torch.dtype:

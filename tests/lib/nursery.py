@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -51,24 +51,19 @@ ADDRESS = "ZSHARD_TEST_NURSERY"  # the variable by which a session's processes f
 
 
 class Nursery:
-    """One process of this file; `address` is where it listens.
+    """One process of this file; `address` is where it listens."""
 
-    entered: the command line that runs one on another host (simulated on this machine).
-    """
-
-    def __init__(
-        self, entered: Callable[[list[str]], list[str]] = list, interface: str = "lo"
-    ) -> None:
+    def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zshard-nursery-")
         self.address = f"{self._folder.name}/socket"
-        quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
+        quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         quiet["PYTHONPATH"] = python_path()
         with socket.socket(socket.AF_UNIX) as listener:  # connections wait until the imports end
             listener.bind(self.address)
             listener.listen(64)
             self._write_python()
             self._process = subprocess.Popen(
-                entered([sys.executable, "-u", __file__, str(listener.fileno())]),
+                [sys.executable, "-u", __file__, str(listener.fileno())],
                 env={**os.environ, **quiet},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[listener.fileno()],
@@ -151,12 +146,14 @@ def fork_ranks(
     timeout: float = 60,
     env: dict[str, str] | None = None,
     check: bool = False,
+    until: int | None = None,
 ) -> list[RankResult]:
     """Run a module-level function `fn(*args)`, or a script with arguments, on `world` forked ranks.
 
     timeout: seconds; ranks that still run then are killed, and their returncode is None.
     env: added to the ranks' environment.
     check: raise RankFailure if a rank fails. Without it, check the results.
+    until: kill the others once this rank has ended.
     """
     global _forking
     from torch.distributed import TCPStore
@@ -177,7 +174,7 @@ def fork_ranks(
     with tempfile.TemporaryDirectory(prefix="zshard-forked-") as folder:
         try:
             task = task_of(fn_or_path, args)
-            _forking.send((task, range(world), folder, timeout, variables))
+            _forking.send((task, range(world), folder, timeout, variables, until))
             if not _forking.poll(timeout + SLACK):
                 raise TimeoutError("the nursery does not answer")
             codes = _forking.recv()
@@ -237,13 +234,16 @@ def _attend(
     env: dict[str, str] | None = None,
     folder: str = "",
     words: list[str] | None = None,
+    spaces: Sequence[str] = (),
 ) -> None:
     """Fork ranks when asked to, or standing ranks at once, one for each of `pipes`, or a Python; returns
     in each process that is done.
 
     env: the environment. folder: where standing ranks write their output, or where Python runs. words:
-    Python's arguments.
+    Python's arguments. spaces: files of the namespaces of the host (simulated on this machine) that ranks
+    are on.
     """
+    _enter(spaces)
     if env is None:
         _fork_when_asked(connection)
         return
@@ -301,10 +301,21 @@ def _run_as_python(words: list[str]) -> None:
     del kept
 
 
+def _enter(spaces: Sequence[str]) -> None:
+    """Give this process, and those that it forks, these namespaces."""
+    libc, here = ctypes.CDLL(None, use_errno=True), os.getcwd()
+    descriptors = [os.open(path, os.O_RDONLY) for path in spaces]  # before /proc is another
+    for descriptor in descriptors:
+        if libc.setns(descriptor, 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(descriptor)
+    os.chdir(here)
+
+
 def _fork_when_asked(pipe: Connection) -> None:
     while True:
         try:
-            task, ranks, folder, timeout, variables = pipe.recv()
+            task, ranks, folder, timeout, variables, until = pipe.recv()
         except EOFError:
             return
         import_module_of(task)  # here, for all later ranks
@@ -315,7 +326,7 @@ def _fork_when_asked(pipe: Connection) -> None:
             if pid is None:
                 return
             pids.append(pid)
-        pipe.send(_codes(pids, timeout, pipe))
+        pipe.send(_codes(pids, timeout, pipe, None if until is None else pids[until]))
 
 
 def _fork_rank(
@@ -336,9 +347,11 @@ def _fork_rank(
     return None
 
 
-def _codes(pids: list[int], timeout: float, client: Connection) -> list[int | None]:
+def _codes(
+    pids: list[int], timeout: float, client: Connection, leader: int | None
+) -> list[int | None]:
     """Return the ranks' exit codes; after `timeout` s, or without a client, kill those that still
-    run."""
+    run. Kill them at once when `leader` has ended."""
     codes: dict[int, int | None] = {}
     ends = {os.pidfd_open(pid): pid for pid in pids}
     deadline = time.monotonic() + timeout
@@ -353,6 +366,8 @@ def _codes(pids: list[int], timeout: float, client: Connection) -> list[int | No
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             codes[pid] = None if late else code
             os.close(end)
+            for other in ends.values() if pid == leader else ():
+                os.killpg(other, signal.SIGKILL)
     return [codes[pid] for pid in pids]
 
 

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from compare import assert_same, differences
 from models import CASES, COMBINATIONS, Dtypes, ddp, loss_of, make, sharded, wrapped
+from nursery import fork_ranks
 from offloaded import KINDS, to
 from offloaded import Wide as WideStack
 from offloaded import steps as few_steps
 from optim_states import HYBRID, wrap
 from scenarios import Stack, Wide, floats, learn, whole
-from spawn import ranks, run_ranks
+from spawn import ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
@@ -62,14 +63,13 @@ def unlike_torchs(name, combination, decay):
     return found + differences(model.state_dict(), before)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @ranks(2, 3)
+@pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("decay", [0.999, 0.3])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "dtypes"])
-def test_bits_of_torchs_average(pool, name, decay):
-    for combination in COMBINATIONS:
-        found = pool.run(unlike_torchs, name, combination, decay)
-        assert found == [[]] * pool.world, combination
+def test_bits_of_torchs_average(pool, name, decay, combination):
+    assert pool.run(unlike_torchs, name, combination, decay) == [[]] * pool.world
 
 
 def unlike_ddp(combination):
@@ -191,14 +191,16 @@ def test_special_values(dtype, decay):
     assert_same(ours[~nan], expected[~nan], "the averages")
 
 
-@pytest.mark.parametrize("isa", ["base", "avx2"])
-def test_other_instruction_sets(isa, monkeypatch):
-    """They are chosen when the process starts, for torch and for zshard."""
-    names = {"base": "default", "avx2": "avx2"}
-    run_ranks(all_special_values, 1, env={"ATEN_CPU_CAPABILITY": names[isa]})
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("isa", ["default", "avx2"])
+def test_other_instruction_sets(isa):
+    """A process chooses them with its first loop, for torch and for zshard."""
+    fork_ranks(all_special_values, 1, isa, env={"ATEN_CPU_CAPABILITY": isa}, check=True)
 
 
-def all_special_values():
+def all_special_values(isa):
+    chosen = torch.backends.cpu.get_cpu_capability().lower()
+    assert (chosen, zshard.available_features()["loops"]) == (isa, isa.replace("default", "base"))
     for dtype in (torch.float32, torch.bfloat16):
         for decay in (0.999, 0.2):
             test_special_values(dtype, decay)

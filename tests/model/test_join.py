@@ -7,7 +7,6 @@ DDP, the ranks that had data last are authoritative, so their state is compared.
 from __future__ import annotations
 
 import contextlib
-import itertools
 
 import pytest
 import torch
@@ -239,28 +238,29 @@ def compared(loop, combination, counts, close=False, by_all=True):
 COUNTS = {2: [(5, 2), (0, 4)], 3: [(2, 5, 3), (4, 0, 0)]}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(len(LOOPS))
+@pytest.mark.parametrize("counts", COUNTS[2])
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_join_is_bit_identical_to_ddp(pool2, loop, combination):
-    for counts in COUNTS[2]:
-        assert pool2.run(compared, loop, combination, counts) == [[]] * 2, counts
+def test_join_is_bit_identical_to_ddp(pool2, loop, combination, counts):
+    assert pool2.run(compared, loop, combination, counts) == [[]] * 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("counts", COUNTS[3])
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
 @pytest.mark.parametrize("loop", [plain_loop, accumulating, clipping])
-def test_three_ranks(pool3, loop, combination):
-    for counts in COUNTS[3]:  # gloo adds three ranks' gradients in another order
-        assert pool3.run(compared, loop, combination, counts, True) == [[]] * 3, counts
+def test_three_ranks(pool3, loop, combination, counts):
+    """gloo adds three ranks' gradients in another order."""
+    assert pool3.run(compared, loop, combination, counts, True) == [[]] * 3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("counts", COUNTS[2])
+@pytest.mark.parametrize("loop", [plain_loop, accumulating])
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
-def test_division_by_ranks_with_data(pool2, combination):
-    for loop, counts in itertools.product((plain_loop, accumulating), COUNTS[2]):
-        found = pool2.run(compared, loop, combination, counts, False, False)
-        assert found == [[]] * 2, (loop, counts)
+def test_division_by_ranks_with_data(pool2, combination, loop, counts):
+    assert pool2.run(compared, loop, combination, counts, False, False) == [[]] * 2
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)

@@ -86,18 +86,18 @@ def failing(combination, what, counts, raising, at):
     return "nothing"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("raising", "at"), [(0, 1), (0, 3), (2, 0)])
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
 @pytest.mark.parametrize("what", [raises, raises_in_forward, raises_in_backward, interrupts])
-def test_exception_ends_join_on_all_ranks(pool3, combination, what):
+def test_exception_ends_join_on_all_ranks(pool3, combination, what, raising, at):
     own = "KeyboardInterrupt" if what is interrupts else "ValueError: boom"
-    for raising, at in ((0, 1), (0, 3), (2, 0)):
-        found = pool3.run(failing, combination, what, (5, 2, 4), raising, at)
-        for rank, said in enumerate(found):
-            if rank == raising:
-                assert own in said, found
-            else:
-                assert said.startswith("DivergenceError") and f"rank {raising} " in said, found
+    found = pool3.run(failing, combination, what, (5, 2, 4), raising, at)
+    for rank, said in enumerate(found):
+        if rank == raising:
+            assert own in said, found
+        else:
+            assert said.startswith("DivergenceError") and f"rank {raising} " in said, found
 
 
 @passing_groups()

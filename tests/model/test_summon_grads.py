@@ -57,13 +57,12 @@ def reading(name, combination):
     return wrong, kept, as_before, differences(present(whole_grads(model)), expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(7)
 @ranks(2, 3)
+@pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "unused", "dtypes"])
-def test_gradients_are_full_inside(pool, name):
-    for combination in COMBINATIONS:
-        found = pool.run(reading, name, combination)
-        assert found == [([], [], True, [])] * pool.world, combination
+def test_gradients_are_full_inside(pool, name, combination):
+    assert pool.run(reading, name, combination) == [([], [], True, [])] * pool.world
 
 
 def caught(combination):

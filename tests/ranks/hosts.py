@@ -1,5 +1,5 @@
-"""Ranks on several hosts, which benchmarks/hosts_net.py simulates on this machine: a nursery on
-each.
+"""Ranks on several hosts, which benchmarks/hosts_net.py simulates on this machine. The session's
+nursery forks them.
 
 from hosts import HostedRanks
 
@@ -16,19 +16,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from nursery import SLACK, Nursery, connect, result_of
+from nursery import SLACK, connect, result_of, start_nursery
 from tasks import RankResult, task_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is not installed
 
-from benchmarks.hosts_net import INTERFACE, Hosts
+from benchmarks.hosts_net import INTERFACE, SPACES, Hosts
 from benchmarks.hosts_net import HostsUnavailable as HostsUnavailable
-
-STARTUP = 100.0  # seconds for the nurseries to import torch on a loaded machine
-
-
-def _nothing() -> None:
-    pass
 
 
 class HostedRanks:
@@ -40,10 +34,9 @@ class HostedRanks:
             self.hosts = stack.enter_context(Hosts(count))
             self._hosts: list[Connection] = []
             for host in self.hosts.all:
-                nursery = Nursery(host.entered, INTERFACE)
-                stack.callback(nursery.close)
-                self._hosts.append(connect(nursery.address))
-            self.run(_nothing, 1, timeout=STARTUP)  # so that no test's limit includes the imports
+                spaces = [f"/proc/{host.pid}/ns/{space}" for space in SPACES]
+                self._hosts.append(connect(start_nursery(), spaces=spaces))
+                stack.callback(self._hosts[-1].close)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> HostedRanks:
@@ -59,11 +52,11 @@ class HostedRanks:
     def start(self, function: Any, ranks: int, *args: Any, timeout: float = 60) -> Running:
         """As run(), without waiting; wait for it before the next."""
         store = self.hosts.store()
-        variables = self.hosts.environment(store, ranks)
+        variables = {**self.hosts.environment(store, ranks), "GLOO_SOCKET_IFNAME": INTERFACE}
         folder = tempfile.TemporaryDirectory(prefix="zshard-hosted-")
         for index, host in enumerate(self._hosts):
             own = range(index * ranks, (index + 1) * ranks)
-            host.send((task_of(function, args), own, folder.name, timeout, variables))
+            host.send((task_of(function, args), own, folder.name, timeout, variables, None))
         return Running(self._hosts, store, folder, timeout)
 
 

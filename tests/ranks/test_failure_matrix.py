@@ -18,7 +18,7 @@ from benchmarks.failures.__main__ import run  # noqa: E402
 from benchmarks.failures.play import SCRIPTS  # noqa: E402
 from benchmarks.failures.rows import ROWS, Outcome, Row, judge  # noqa: E402
 
-TIMEOUT = 5.0
+TIMEOUT = 2.5
 RUN = [row for row in ROWS.values() if row.scripts]
 RESULTS, RECORD = failure_page.read(sorted((ROOT / "benchmarks/results").glob("*-failures.json")))
 

@@ -117,12 +117,12 @@ def test_unknown_group(pool2: RankPool) -> None:
 
 def wait_in_vain(transport: str, fault: str) -> tuple[str, str, float]:
     """Rank 1 fails as `fault` describes; return rank 0's error, and the time until it."""
-    comm = connect(transport, timeout=3.0 if fault == "late" else 60.0)
+    comm = connect(transport, timeout=1.5 if fault == "late" else 60.0)
     comm.exchange(b"all are there")
     if comm.rank == 1:
         time.sleep(0.2)
         if fault == "late":
-            time.sleep(6.0)
+            time.sleep(60.0)
         if fault == "gives up":
             comm.abort("LookupError: batch 7 is gone")
         os._exit(3)
@@ -135,7 +135,7 @@ def wait_in_vain(transport: str, fault: str) -> tuple[str, str, float]:
 
 
 def outcome(transport: str, fault: str) -> tuple[str, str, float]:
-    result = fork_ranks(wait_in_vain, 2, transport, fault)[0]
+    result = fork_ranks(wait_in_vain, 2, transport, fault, until=0)[0]
     assert result.value is not None, result.stderr
     return result.value
 
@@ -157,7 +157,7 @@ def test_error_quotes_a_failed_peer(transport: str) -> None:
 @both
 def test_late_peer_is_a_timeout(transport: str) -> None:
     kind, words, seconds = outcome(transport, "late")
-    assert kind == "PeerTimeoutError" and 2.5 < seconds < 6
+    assert kind == "PeerTimeoutError" and 1.4 < seconds < 30
     assert ("rank 1 to all-gather message" if transport == "shm" else "all-gathering") in words
 
 
@@ -174,16 +174,14 @@ def interrupted(transport: str) -> bool:
         with pytest.raises(KeyboardInterrupt):
             comm.exchange(b"in vain")
         return time.monotonic() - start < 2
-    time.sleep(3)
+    time.sleep(60)
     return True
 
 
 @both
 def test_waiting_can_be_interrupted(transport: str) -> None:
-    assert [result.value for result in fork_ranks(interrupted, 2, transport, check=True)] == [
-        True,
-        True,
-    ]
+    first = fork_ranks(interrupted, 2, transport, until=0)[0]
+    assert first.value is True, first.stderr
 
 
 # --- the same training over both ------------------------------------------------------------------

@@ -27,7 +27,7 @@ STRATEGIES = ("full_shard", "hybrid_shard")
 BOUND = 1e-5
 """Relative: DDP sums four ranks' gradients in another order than that of the ranks."""
 
-DEADLINE = 3.0
+DEADLINE = 2.0
 """Seconds that a wait may last."""
 
 PATIENCE = 30.0
@@ -109,6 +109,7 @@ def wait_for(folder, what):
     return count
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_cut_wire_is_an_error_on_every_rank(hosted, strategy, tmp_path):
     running = hosted.start(train_until_cut, 2, tmp_path, strategy)

@@ -6,18 +6,19 @@ that they create later works.
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from groups import own_group, passing_groups
 from models import make
 from nursery import fork_ranks
 from scenarios import Wide, floats, loss_of
+from spawn import on_ranks
 
 import zshard
 from zshard import FSDP
+from zshard.ranks import stalls
 
 both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
@@ -46,10 +47,12 @@ CALLS = {
 }
 
 
+@passing_groups()
 def alone(transport, call, other, folder):
     """Return a rank's error where rank 0 makes one call and rank 1 another; both then create, train
     and save a model."""
-    model = FSDP(make(Wide), transport=transport)
+    group = own_group()
+    model = FSDP(make(Wide), transport=transport, process_group=group)
     loss_of(model(floats(dist.get_rank()))).backward()
     try:
         if dist.get_rank() == 0:
@@ -60,7 +63,7 @@ def alone(transport, call, other, folder):
             loss_of(model(floats(1))).backward()
     except zshard.DivergenceError as error:
         words = str(error)
-    model = FSDP(make(Wide), transport=transport)
+    model = FSDP(make(Wide), transport=transport, process_group=group)
     loss_of(model(floats(dist.get_rank()))).backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
     zshard.save(f"{folder}/later", model)
@@ -70,17 +73,15 @@ def alone(transport, call, other, folder):
 @both
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.sampled(3)
-def test_error_names_the_call_of_a_lone_rank(transport, call, tmp_path):
-    ranks = fork_ranks(alone, 2, transport, call, None, str(tmp_path), check=True)
-    for each in ranks:
-        assert CALLS[call] in each.value and "on all ranks" in each.value
+def test_error_names_the_call_of_a_lone_rank(pool2, transport, call, tmp_path):
+    for words in pool2.run(alone, transport, call, None, str(tmp_path)):
+        assert CALLS[call] in words and "on all ranks" in words
 
 
 @both
-def test_different_calls_are_distinguished(transport, tmp_path):
-    ranks = fork_ranks(alone, 2, transport, takes_norms, clips, str(tmp_path), check=True)
-    for each in ranks:
-        assert "named_norms()" in each.value and "clip_grad_norm_()" in each.value
+def test_different_calls_are_distinguished(pool2, transport, tmp_path):
+    for words in pool2.run(alone, transport, takes_norms, clips, str(tmp_path)):
+        assert "named_norms()" in words and "clip_grad_norm_()" in words
 
 
 def runs_longer(transport):
@@ -98,7 +99,8 @@ def test_error_of_uneven_batches_names_join(transport):
 
 def generates(transport):
     """Rank 0 runs a forward with gradients while the other is in a barrier of the script's."""
-    model = FSDP(make(Wide), transport=transport, timeout=4)
+    stalls._EVERY = 0.1  # answers sooner
+    model = FSDP(make(Wide), transport=transport, timeout=2)
     loss_of(model(floats(0))).backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
     try:
@@ -117,20 +119,16 @@ def test_error_of_a_lone_forward_names_no_grad(transport):
     assert "not in a zshard collective" in words
 
 
-def expanded(transport):
-    model = make(Wide)
+@both
+@on_ranks(2)
+@passing_groups()
+def test_caught_wrapping_failure_does_not_affect_later_models(transport):
+    group, model = own_group(), make(Wide)
     model.register_buffer("expanded", torch.zeros(1).expand(5))
     with pytest.raises(RuntimeError, match="single memory location"):
-        FSDP(model, transport=transport)
-    model = FSDP(make(Wide), transport=transport)
+        FSDP(model, transport=transport, process_group=group)
+    model = FSDP(make(Wide), transport=transport, process_group=group)
     loss_of(model(floats(0))).backward()
-    return True
-
-
-@both
-def test_caught_wrapping_failure_does_not_affect_later_models(transport):
-    values = [each.value for each in fork_ranks(expanded, 2, transport, check=True)]
-    assert values == [True, True]
 
 
 def no_group(rank):
@@ -144,5 +142,5 @@ def no_group(rank):
 
 
 def test_spawned_process_without_a_group_warns():
-    context = mp.spawn(no_group, nprocs=1, join=False)
-    assert context.join(60), sys.version
+    context = mp.start_processes(no_group, nprocs=1, join=False, start_method="fork")
+    assert context.join(60)

@@ -10,9 +10,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Seconds of waiting: before the first question; before the line on stderr; from a last question to the end; between
- * two reads of answers. */
-static const double ask_after = 7.0, tell_after = 10.0, ask_again = 4.0, look_every = 0.4;
+/* Seconds: from the first question to the line on stderr; from a last question to the end of the wait; between two
+ * reads of answers. */
+static const double ask_before = 3.0, ask_again = 4.0, look_every = 0.4;
 
 enum { STATE = 40, SHOWN = 4, PLACES = 1024 };
 
@@ -116,6 +116,7 @@ static void tell(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c1
 
 void zs_c10d_stall_check(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_stall *stall, double waited)
 {
+    double report_after = zs_report_after(), ask_after = report_after - ask_before;
     double limit = comm->base.timeout, first = limit / 4 < ask_after ? limit / 4 : ask_after;
     bool late = stall->questions == 1 && waited > limit - ask_again && limit > first + 2 * ask_again;
     if ((stall->questions == 0 && waited > first) || late) ask(comm, stall);
@@ -123,7 +124,7 @@ void zs_c10d_stall_check(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_s
         read_answers(comm, stall);
         stall->looked = waited;
     }
-    if (stall->told || waited < tell_after) return;
+    if (stall->told || waited < report_after) return;
     stall->told = true;
     tell(comm, turn, stall, waited);
 }

@@ -26,8 +26,7 @@ static const double circle_after = 0.5;  /* a circle is rare and its proof costs
 static const double yield_slice = 0.002; /* of a wait that yields: all ranks are blocked until it does */
 static const double grace = 1.0;         /* for others to finish when a rank died that was not missed */
 static const double place_after = 0.25;  /* then this rank publishes its script's call */
-static const double ask_after = 8.5;     /* then the peers are asked where they are */
-static const double stall_after = 10.0;  /* then the user is warned, once */
+static const double ask_before = 1.5;    /* the user is warned, the peers are asked where they are */
 
 /* One wait that has gone to sleep. */
 typedef struct sleep_state {
@@ -155,11 +154,11 @@ static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
     if (zs_comm_interrupted()) return ZS_FAIL(ZS_ERR_TORCH, "interrupted while waiting for another rank");
     int missing = waited >= limit_of(shm) ? zs_shm_missing(shm, shm->base.rank, act) : -1;
     if (missing >= 0) return zs_shm_fail_timeout(shm, act, missing, waited);
-    if (waited >= ask_after && !state->asked) {
+    if (waited >= zs_report_after() - ask_before && !state->asked) {
         zs_shm_ask(shm);
         state->asked = true;
     }
-    if (waited >= stall_after && !state->told) {
+    if (waited >= zs_report_after() && !state->told) {
         zs_shm_print_stall(shm, act, waited);
         state->told = true;
     }
