@@ -3,7 +3,8 @@
 Imports cost an interpreter seconds. The nursery imports once, does nothing else (no thread, no tensor)
 and forks a process for each connection, which forks ranks: all workers of a session share it, so its forks
 are as good as new. A rank of `fork_ranks` behaves as a script does: an uncaught exception is printed,
-with exit status 1; `sys.exit` and SIGKILL act normally. A standing rank (spawn.py) serves many tests.
+with exit status 1; `sys.exit` and SIGKILL act normally. At its end, atexit's functions run, but Python and
+C++ are finalized only if the test is about that. A standing rank (spawn.py) serves many tests.
 
     from nursery import fork_ranks
 
@@ -24,11 +25,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from asserts import rewrite_in_ranks
 from tasks import (
@@ -44,6 +47,7 @@ from tasks import (
 
 SLACK = 30.0  # seconds that the nursery may take beyond the ranks' limit
 ADDRESS = "ZSHARD_TEST_NURSERY"  # the variable by which a session's processes find its nursery
+FINALIZE = "ZSHARD_TEST_FINALIZE"  # the variable that makes forked processes finalize Python
 
 
 class Nursery:
@@ -109,11 +113,13 @@ def fork_ranks(
     timeout: float = 60,
     env: dict[str, str] | None = None,
     check: bool = False,
+    finalize: bool = False,
 ) -> list[RankResult]:
     """Run a module-level function `fn(*args)`, or a script with arguments, on `world` forked ranks.
 
     timeout: seconds; ranks that still run then are killed, and their returncode is None.
     env: added to the ranks' environment.
+    finalize: ranks end as an interpreter does, which takes a quarter of a second of each.
     check: raise RankFailure if a rank fails. Without it, check the results.
     """
     global _forking
@@ -130,6 +136,7 @@ def fork_ranks(
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 joins our store instead of creating one
         "TORCHELASTIC_RESTART_COUNT": "0",
+        **({FINALIZE: "1"} if finalize else {}),
         **(env or {}),
     }
     with tempfile.TemporaryDirectory(prefix="zshard-forked-") as folder:
@@ -168,6 +175,15 @@ def result_of(folder: Path, rank: int, code: int | None) -> RankResult:
 def end_with_parent() -> None:
     """Let the kernel end this process when its parent ends: no orphans if pytest is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; a fork does not inherit it
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process after its threads and atexit's functions, without finalizing torch."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _listen(listener: socket.socket) -> None:
@@ -239,8 +255,15 @@ def _fork_rank(
         with open(Path(folder, f"{rank}.{what}"), "wb") as file:
             os.dup2(file.fileno(), descriptor)
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(local))
-    value = perform(task)
-    Path(folder, f"{rank}.value").write_bytes(pickle.dumps(value))
+    try:
+        Path(folder, f"{rank}.value").write_bytes(pickle.dumps(perform(task)))
+    except Exception:
+        if FINALIZE in os.environ:
+            raise
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        end_process(1)
+    if FINALIZE not in os.environ:
+        end_process(0)
     return None
 
 
@@ -271,5 +294,7 @@ if __name__ == "__main__":
 
     end_with_parent()
     rewrite_in_ranks()
+    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
+        each.atexit = False  # torch's, which take its operators back one by one
     gc.freeze()
     _listen(socket.socket(fileno=int(sys.argv[1])))

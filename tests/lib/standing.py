@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from groups import end_groups_but
-from nursery import end_with_parent
+from nursery import FINALIZE, end_process, end_with_parent
 from tasks import answer
 
 _tasks = itertools.count()  # of a pool's rank
@@ -97,6 +97,8 @@ def _serve(pipe: Connection) -> None:
             task = pipe.recv_bytes()
         except EOFError:
             dist.destroy_process_group()
+            if FINALIZE not in os.environ:
+                end_process(0)
             return
         torch.manual_seed(0)
         known, groups = len(sys.modules), set(dist.distributed_c10d._world.pg_map)

@@ -325,7 +325,7 @@ def saves_late(path, how):
 @pytest.mark.parametrize("how", ["at the end", "after a function", "without the group"])
 def test_rank_0_saves_after_the_others_have_exited(tmp_path, how):
     path = tmp_path / "optimizer.pt"
-    for result in fork_ranks(saves_late, 2, path, how):
+    for result in fork_ranks(saves_late, 2, path, how, finalize=True):
         assert result.returncode == 0, result.stderr
     state = torch.load(path, weights_only=True)["state"]
     assert len(state) == len(list(make(Wide).parameters()))
@@ -341,7 +341,7 @@ def ends_with_an_optimizer():
 
 
 def test_no_thread_is_there_for_optimizers_and_none_complains_at_exit():
-    for result in fork_ranks(ends_with_an_optimizer, 2):
+    for result in fork_ranks(ends_with_an_optimizer, 2, finalize=True):
         assert result.returncode == 0, result.stderr
         names = re.search("threads: (.*)", result.stdout)[1].split()
         assert [name for name in names if name.startswith("zshard-")] == ["zshard-stalls"]
@@ -350,7 +350,7 @@ def test_no_thread_is_there_for_optimizers_and_none_complains_at_exit():
 
 def test_rank_0_saves_after_another_has_failed(tmp_path):
     path = tmp_path / "optimizer.pt"
-    saved, failed = fork_ranks(saves_late, 2, path, "after an exception")
+    saved, failed = fork_ranks(saves_late, 2, path, "after an exception", finalize=True)
     assert failed.returncode == 1 and "rank 1 has a problem" in failed.stderr
     assert saved.returncode == 0, saved.stderr
     assert len(torch.load(path, weights_only=True)["state"]) == len(list(make(Wide).parameters()))

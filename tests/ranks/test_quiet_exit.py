@@ -136,5 +136,5 @@ def holds(make_them, transport, folder):
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("make_them", [*HELD, *LEFT_OPEN])
 def test_exit_is_quiet(tmp_path, make_them, transport):
-    for result in fork_ranks(holds, 2, make_them, transport, str(tmp_path)):
+    for result in fork_ranks(holds, 2, make_them, transport, str(tmp_path), finalize=True):
         assert not result.stderr and result.returncode == 0
