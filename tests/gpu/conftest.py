@@ -23,12 +23,9 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture(scope="session")
-def hosts() -> Iterator[Callable[[int], RankPool]]:
+def hosts(pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
     """Returns ranks on the host, whose numbers are the reference."""
-    pools: dict[int, RankPool] = {}
-    yield lambda world: pools.setdefault(world, RankPool(world))
-    for pool in pools.values():
-        pool.close(patience=5.0)
+    return lambda world: pools.setdefault(world, RankPool(world))
 
 
 @pytest.fixture(params=KINDS)

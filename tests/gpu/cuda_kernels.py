@@ -263,7 +263,7 @@ def compile_kernels(target: Path) -> Path:
     files = sources(*SOURCES)
     files += [source("cuda_image.c") if KERNELS == "gpu" else C / "fake_image.c"]
     files += [C / name for name in ("cuda_face.c", "serial_parallel_for.c")]
-    flags = [*BUILDS["release"], *image_flags()]
+    flags = [*BUILDS["plain"], *image_flags()]
     return compile_c(target, files, flags, ("-shared", "-ldl", "-lm"))
 
 

@@ -68,7 +68,7 @@ def each_build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    return made(tmp_path_factory.mktemp("driver"), "release")
+    return made(tmp_path_factory.mktemp("driver"), "plain")
 
 
 def made(folder: Path, build: str) -> Program:

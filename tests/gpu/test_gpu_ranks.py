@@ -8,7 +8,7 @@ backends agree with each other to the bit, and with the host within the toleranc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -105,18 +105,14 @@ def train_together(backend: str | None, strategy: str, precision: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def reference() -> Iterator[Callable[..., list[Any]]]:
+def reference(hosts: Callable[[int], RankPool]) -> Callable[..., list[Any]]:
     """What ranks on the host get, over gloo: the same for all ways of being together on a GPU."""
-    pools: dict[int, RankPool] = {}
 
     @functools.cache
     def found(world: int, strategy: str, precision: Any) -> list[Any]:
-        pool = pools.setdefault(world, RankPool(world))
-        return pool.run(train_together, None, strategy, precision)
+        return hosts(world).run(train_together, None, strategy, precision)
 
-    yield found
-    for pool in pools.values():
-        pool.close(patience=5.0)
+    return found
 
 
 TOGETHER = [("stand-in", 2, backend) for backend in BACKENDS]

@@ -137,7 +137,7 @@ def test_failure_at_exit_is_ignored(programs: Programs, env: dict[str, str]) -> 
 
 def test_kernels_are_on_the_callers_stream(programs: Programs, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    programs.check("release", "two_communicators_keep_their_orders", FAKE_NCCL_LOG=str(log))
+    programs.check("sanitized", "two_communicators_keep_their_orders", FAKE_NCCL_LOG=str(log))
     streams: dict[str, set[str]] = {}
     for line in log.read_text().splitlines():
         call, *fields = line.split()
@@ -148,7 +148,7 @@ def test_kernels_are_on_the_callers_stream(programs: Programs, tmp_path: Path) -
 
 
 def test_program_refuses_unknown_tests(programs: Programs) -> None:
-    assert programs.run("release", "no_such_test").returncode == 2
+    assert programs.run("sanitized", "no_such_test").returncode == 2
 
 
 # --- the real thing, where it is installed ---------------------------------------------------------

@@ -26,18 +26,18 @@ class Collectives:
         self.received = {"gather": 0, "scatter": 0}  # bytes from other ranks
 
     def __enter__(self) -> Collectives:
-        self.profile = torch.profiler.profile(record_shapes=True)
-        self.profile.__enter__()
+        torch.autograd.profiler.profile(record_shapes=True).__enter__()
         return self
 
     def __exit__(self, *args: Any) -> None:
-        self.profile.__exit__(*args)
-        for event in self.profile.events():
-            if event.name in NAMES and max(_sizes(event)) > LEAST:
-                self.order.append(NAMES[event.name])
-                self.received[NAMES[event.name]] += _from_others(NAMES[event.name], event)
-            elif event.name in self.among:
-                self.order.append(event.name)
+        events = torch.autograd.profiler._disable_profiler().events()  # torch's own takes ten times
+        for event in sorted(events, key=lambda event: event.start_ns()):  # as long to read them
+            name = event.name()
+            if name in NAMES and max(_sizes(event)) > LEAST:
+                self.order.append(NAMES[name])
+                self.received[NAMES[name]] += _from_others(NAMES[name], event)
+            elif name in self.among:
+                self.order.append(name)
 
     def gathers_of_each(self, word: str) -> list[int]:
         """The gathers after each occurrence of a name given as `among`, up to the next."""
@@ -64,4 +64,4 @@ def _from_others(kind: str, event: Any) -> int:
 
 
 def _sizes(event: Any) -> list[int]:
-    return [0, *(shape[0] for shape in event.input_shapes if len(shape) == 1)]
+    return [0, *(shape[0] for shape in event.shapes() if len(shape) == 1)]

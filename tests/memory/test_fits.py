@@ -193,11 +193,11 @@ def test_mappings_are_counted_before_any_is_made():
 
 
 def what_is_there(parameters_on):
-    """A model of 256 MiB whose parameters are in memory, where a second copy does not fit."""
+    """A model of 64 MiB whose parameters are in memory, where a second copy does not fit."""
     dist.init_process_group("gloo")
     with torch.device(parameters_on):
-        model = stack(1024, 64)
-    host_limits.room_of_host = lambda: 2 * 384 * MIB  # for two ranks
+        model = stack(1024, 16)
+    host_limits.room_of_host = lambda: 2 * 96 * MIB  # for two ranks
     try:
         FSDP(model, strategy="no_shard", transport="c10d", auto_wrap_policy={nn.Linear})
     except MemoryError as error:
@@ -206,10 +206,10 @@ def what_is_there(parameters_on):
 
 
 def test_existing_parameters_are_not_counted_twice():
-    """256 MiB of parameters, which exist or not, and as many of gradients."""
+    """64 MiB of parameters, which exist or not, and as many of gradients."""
     assert [r.value for r in fork_ranks(what_is_there, 2, "cpu", check=True)] == [None, None]
     for result in fork_ranks(what_is_there, 2, "meta", check=True):
-        assert "384.0 MiB are available (the host's MemAvailable, divided among" in result.value
+        assert "96.0 MiB are available (the host's MemAvailable, divided among" in result.value
 
 
 # --- formats of limits ----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import nn
 
 import zshard
 
-WIDTH, DEPTH = 1024, 10  # 4 MiB a layer
+WIDTH, DEPTH = 256, 4  # 256 KiB a layer
 
 
 def stack():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -55,14 +56,20 @@ def lora(trains_all=False):
     return model.requires_grad_(True) if trains_all else model
 
 
-def of_lora(ranks=4, transport="nccl", per_host=None, trains_all=False, **way):
+@functools.cache
+def workload_of_lora(trains_all):
+    """Return the same one to all tests, with the traces that were made of it."""
+
     def step(model, samples):
         return model(torch.zeros(samples, WIDTH)).square().mean()
 
+    return Workload(lora(trains_all), step, 1, "samples", traces={})
+
+
+def of_lora(ranks=4, transport="nccl", per_host=None, trains_all=False, **way):
     network = Network(450, 400, per_host or ranks)
     cluster = Cluster(H100, ranks, network, transport)
-    workload = Workload(lora(trains_all), step, 1, "samples")
-    return predict(workload, Way(**{"precision": "fp32", **way}), cluster)
+    return predict(workload_of_lora(trains_all), Way(**{"precision": "fp32", **way}), cluster)
 
 
 def step_seconds(prediction):
@@ -319,7 +326,7 @@ def test_a_model_without_trained_parameters_is_refused():
         zshard.plan(model, 2, "h100", step=lambda model, n: model(torch.ones(n, WIDTH)).sum())
 
 
-DECODER = ("--layers", "2", "--width", "64", "--heads", "2", "--vocab", "100", "--seq", "32")
+DECODER = ("--layers", "4", "--width", "64", "--heads", "2", "--vocab", "100", "--seq", "32")
 
 
 @pytest.mark.parametrize(
@@ -327,7 +334,7 @@ DECODER = ("--layers", "2", "--width", "64", "--heads", "2", "--vocab", "100", "
     [
         (("--offload", "params,grads,optimizer", "--wire", "bf16"), "offload=Offload(grads=True)"),
         (("--offload", "none"), "FSDP(model"),
-        (("--lora", "4"), "0.1 M parameters"),
+        (("--lora", "4"), "0.2 M parameters"),
         (("--offload", "disk"), "--offload takes some of params,grads,optimizer, or none"),
         (("--wire", "fp4"), "wire must be 'bf16', 'int8'"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from zshard.planner.kernels import trace
 from zshard.planner.workloads import decoder
 
 DIMS = Dims(
-    layers=6, width=32, heads=4, kv_heads=2, ffn=96, vocab=50, seq=16, gated=True, tied=False
+    layers=2, width=32, heads=4, kv_heads=2, ffn=96, vocab=50, seq=16, gated=True, tied=False
 )
 GPT = DIMS._replace(kv_heads=4, ffn=128, gated=False, tied=True)
 
@@ -95,6 +97,7 @@ def test_a_loss_that_raises_leaves_the_model_as_it_was():
     model(torch.ones(2, 8)).sum().backward()
 
 
+@functools.cache
 def traced(dims, kind):
     model = decoder_of(dims, kind)
     tokens = (2, dims.seq)
@@ -107,15 +110,16 @@ def traced(dims, kind):
 
 
 @pytest.mark.parametrize("kind", ["", "selective", "full"])
-@pytest.mark.parametrize("dims", [DIMS, GPT], ids=["llama", "gpt"])
-def test_a_stretched_trace_is_that_of_all_layers(dims, kind):
-    whole, few = traced(dims, kind), traced(dims._replace(layers=3), kind)
-    assert few.stretched(2, 1, 4) == whole
+def test_a_stretched_trace_is_that_of_all_layers(kind):
+    whole, few = (traced(GPT._replace(layers=layers), kind) for layers in (5, 3))
+    assert few.stretched(2, 1, 3) == whole
 
 
-@pytest.mark.parametrize("layers", [7, 8, 11])
-@pytest.mark.parametrize("kind", ["", "selective", "alternate", "full"])
-def test_a_decoder_is_traced_as_all_of_its_layers(layers, kind):
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("", 5), ("selective", 5), ("full", 5), ("alternate", 8), ("alternate", 9)]
+)
+def test_a_decoder_is_traced_as_all_of_its_layers(kind, layers):
+    """Of every second block checkpointed, an even number and an odd one are stretched."""
     dims = DIMS._replace(layers=layers)
     workload = decoder(dims)
     divided = [workload.model, *workload.model.blocks]
