@@ -6,6 +6,7 @@ How they are launched: see test_cuda_kernels.py.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from cuda_kernels import (
     some,
 )
 from loops import DTYPES
+from rows import all_rows
 from torch import Tensor
 
 PLAIN = {"lr": 0.01, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
@@ -108,24 +110,27 @@ def tensors_for(stepper: Stepper, n: int, dtype: torch.dtype, special: bool) -> 
 
 @pytest.mark.needs_fma
 @needs_fma
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("dtype", "dithered"), KINDS, ids=str)
-def test_update_is_bit_identical_to_the_cpu(
-    cuda: Cuda, variant: str, dtype: torch.dtype, dithered: bool
+def test_update_is_bit_identical_to_the_cpu(cuda: Cuda) -> None:
+    with all_rows() as row:
+        for variant, kind, n, offset in itertools.product(VARIANTS, KINDS, LENGTHS, (0, 8, 3)):
+            with row(variant, kind, n, offset):
+                check_update(cuda, variant, *kind, n, offset)
+
+
+def check_update(
+    cuda: Cuda, variant: str, dtype: torch.dtype, dithered: bool, n: int, offset: int
 ) -> None:
-    for n in LENGTHS:
-        for offset in (0, 8, 3):
-            stepper = Stepper(cuda, variant, dithered, first=offset == 8)
-            theirs = tensors_for(stepper, n, dtype, special=True)
-            ours = [Place(t, offset) for t in theirs]
-            number = 2**33 - n // 2  # the upper half changes on the way
-            stepper.lay([place.values for place in ours], number)
-            stepper.step()
-            stepper.lay(theirs, number)
-            stepper.step_on_cpu()
-            for place, expected in zip(ours, theirs, strict=True):
-                assert same_bits(place.values, expected), (n, offset)
-                assert place.untouched_around()
+    stepper = Stepper(cuda, variant, dithered, first=offset == 8)
+    theirs = tensors_for(stepper, n, dtype, special=True)
+    ours = [Place(t, offset) for t in theirs]
+    number = 2**33 - n // 2  # the upper half changes on the way
+    stepper.lay([place.values for place in ours], number)
+    stepper.step()
+    stepper.lay(theirs, number)
+    stepper.step_on_cpu()
+    for place, expected in zip(ours, theirs, strict=True):
+        assert same_bits(place.values, expected)
+        assert place.untouched_around()
 
 
 PLAIN_FORM, WIDE, CODED = range(3)
@@ -157,12 +162,17 @@ def lay_compact(stepper: Stepper, tensors: Sequence[Tensor], form: int, low: boo
 
 
 @pytest.mark.skipif(bool(KERNELS), reason="its arrays stay where they are")
-@pytest.mark.parametrize("variant", ["adamw", "adam-from-grad", "sgd-decay", "momentum"])
-@pytest.mark.parametrize("form", [WIDE, CODED], ids=["float32 moments", "8-bit moments"])
-@pytest.mark.parametrize(
-    ("dtype", "low"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
-)
-def test_update_by_groups_is_bit_identical_to_the_cpu(
+def test_update_by_groups_is_bit_identical_to_the_cpu(cuda: Cuda) -> None:
+    params = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+    variants = ["adamw", "adam-from-grad", "sgd-decay", "momentum"]
+    with all_rows() as row:
+        for (dtype, low), form, variant in itertools.product(params, [WIDE, CODED], variants):
+            moments = "8-bit moments" if form == CODED else "float32 moments"
+            with row(dtype, "low bits" if low else "alone", moments, variant):
+                check_update_by_groups(cuda, dtype, low, form, variant)
+
+
+def check_update_by_groups(
     cuda: Cuda, dtype: torch.dtype, low: bool, form: int, variant: str
 ) -> None:
     for n in (1, 31, 32, 33, 1000, 70_000):
@@ -207,11 +217,14 @@ def test_update_reads_device_scalars(cuda: Cuda, dtype: torch.dtype, dithered: b
 @pytest.mark.needs_fma
 @needs_fma
 @pytest.mark.skipif(bool(KERNELS), reason="its arrays stay where they are")
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_constants_made_on_the_device_match_the_hosts(
-    cuda: Cuda, variant: str, dtype: torch.dtype
-) -> None:
+def test_constants_made_on_the_device_match_the_hosts(cuda: Cuda) -> None:
+    with all_rows() as row:
+        for variant, dtype in itertools.product(VARIANTS, DTYPES):
+            with row(variant, dtype):
+                check_constants(cuda, variant, dtype)
+
+
+def check_constants(cuda: Cuda, variant: str, dtype: torch.dtype) -> None:
     for offset, n_steps in ((0, 1), (3, 700)):  # more counters than one launch takes
         stepper = Stepper(cuda, variant, first=offset == 3)  # of step 3, on the host
         theirs = tensors_for(stepper, 1027, dtype, special=True)
