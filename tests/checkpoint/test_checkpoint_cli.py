@@ -198,8 +198,13 @@ def test_as_a_program(saved):
     command = [sys.executable, "-m", "zshard", "ckpt", "verify", str(saved[0])]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "is intact" in done.stdout and done.stderr == ""
-    done = subprocess.run([*command[:4], "inspect"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "usage: python -m zshard ckpt inspect" in done.stderr
+
+
+def test_incomplete_command_shows_its_usage(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        command("inspect")
+    assert caught.value.code == 2
+    assert "usage: python -m zshard ckpt inspect" in capsys.readouterr().err
 
 
 # --- wrappers -------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from file_calls import some_calls
 from fuzz_checkpoint import TARGETS, one_input, seeds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rows import all_rows
 from safetensors.torch import save_file
 from safetensors_files import DATA, STRANGE_FILES, WRONG, packed, right_header, write
 
@@ -79,13 +80,14 @@ def test_handwritten_file(tmp_path):
     assert read(write(tmp_path / "y", packed({}, b""))) == {}
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_error_names_the_invalid_file_and_problem(what, tmp_path):
-    content, words = WRONG[what]
-    path = write(tmp_path / "x.safetensors", content)
-    with pytest.raises(ValueError) as caught:
-        read(path)
-    assert words in str(caught.value) and path in str(caught.value)
+def test_error_names_the_invalid_file_and_problem(tmp_path):
+    with all_rows() as row:
+        for what, (content, words) in WRONG.items():
+            with row(what):
+                path = write(tmp_path / "x.safetensors", content)
+                with pytest.raises(ValueError) as caught:
+                    read(path)
+                assert words in str(caught.value) and path in str(caught.value)
 
 
 def test_file_truncated_at_each_length(tmp_path):

@@ -176,7 +176,7 @@ def after_a_restart(folder):
     return check_after(folder, *make())
 
 
-def killed_rank(folder, victim, call, kind, asynchronous):
+def killed_rank(pool, folder, victim, call, kind, asynchronous):
     """Kill a rank at a call and check what is left; return whether there was such a call."""
     results = fork_ranks(
         saves_until_killed, 2, str(folder), victim, call, kind, asynchronous, timeout=60
@@ -185,8 +185,8 @@ def killed_rank(folder, victim, call, kind, asynchronous):
     other = results[1 - victim]
     assert other.returncode is not None, "the other rank hangs"
     assert other.returncode == 0 or "PeerError" in other.stderr
-    for result in fork_ranks(after_a_restart, 2, str(folder), timeout=60, check=True):
-        assert result.value in (1, 2)
+    for found in pool.run(after_a_restart, str(folder)):
+        assert found in (1, 2)
     return was
 
 
@@ -202,8 +202,8 @@ def killed_rank(folder, victim, call, kind, asynchronous):
         (1, 3, "killafter"),
     ],
 )
-def test_rank_killed_during_a_save(victim, call, kind, asynchronous, folder):
-    assert killed_rank(folder, victim, call, kind, asynchronous)
+def test_rank_killed_during_a_save(pool2, victim, call, kind, asynchronous, folder):
+    assert killed_rank(pool2, folder, victim, call, kind, asynchronous)
 
 
 def saves_for_ever(folder):
@@ -227,25 +227,21 @@ def first_of(folder):
         sys.exit(9)
 
 
-def resumes(folder):
-    return check_after(folder, *make())
-
-
-def kill_at_random(folder):
+def kill_at_random(pool, folder):
     codes = {r.returncode for r in fork_ranks(first_of, 2, str(folder), timeout=60)}
     assert codes == {-signal.SIGKILL, 9}
-    for result in fork_ranks(resumes, 2, str(folder), timeout=60, check=True):
-        assert result.value >= 1
+    for found in pool.run(after_a_restart, str(folder)):
+        assert found >= 1
 
 
-def test_killed_at_random(folder):
-    kill_at_random(folder)
+def test_killed_at_random(pool2, folder):
+    kill_at_random(pool2, folder)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("attempt", range(100))
-def test_killed_at_random_often(attempt, folder):
-    kill_at_random(folder)
+def test_killed_at_random_often(pool2, attempt, folder):
+    kill_at_random(pool2, folder)
 
 
 # --- each call of a process -----------------------------------------------------------------------

@@ -5,6 +5,7 @@ The file needs nothing of torch but zs_parallel_for, so its object in the extens
 the contract of device.h, one rounding after the other, in torch.
 """
 
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import torch
 from c_compile import BUILDS, C, compile_c
 from c_sources import built, sources
 from loops import DTYPES, Device, source_dtype
+from rows import all_rows
 from torch import Tensor
 
 from zshard import _core
@@ -24,6 +26,7 @@ UNDEFINED = ["-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
 FLAGS = {"base": BUILDS["release"], "avx2": BUILDS["release"], "avx512": BUILDS["release"]}
 FLAGS["sanitized"] = UNDEFINED  # and no more: Python, which loads it, is not sanitized
 LENGTHS = [0, 1, 31, 32, 1023, 1024, 1025, 100_003]
+NORMS = [1.0, 2.0, math.inf]
 
 
 @pytest.fixture(scope="module", params=FLAGS)
@@ -108,19 +111,19 @@ def test_sum_into_another_dtype(device: Device, dtype: torch.dtype, to: torch.dt
                 assert torch.equal(dst, want)
 
 
-@pytest.mark.parametrize("to", DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cast(device: Device, dtype: torch.dtype, to: torch.dtype) -> None:
+def test_cast(device: Device) -> None:
     torch.manual_seed(0)
     special = torch.tensor(
         [0.0, -0.0, 1e-41, 65520.0, 1e30, math.inf, -math.inf, math.nan, 1 + 2**-9]
     )
-    for numel in LENGTHS:
-        src = torch.cat([torch.randn(numel), special]).to(dtype)
-        dst = torch.full_like(src, 7, dtype=to)
-        device.cast(dst, src)
-        want = src.to(torch.float32).to(to) if to.itemsize == 2 else src.to(to)
-        assert torch.equal(dst.nan_to_num(nan=-5.0), want.nan_to_num(nan=-5.0))
+    with all_rows() as row:
+        for dtype, to, numel in itertools.product(DTYPES, DTYPES, LENGTHS):
+            with row(dtype, to, numel):
+                src = torch.cat([torch.randn(numel), special]).to(dtype)
+                dst = torch.full_like(src, 7, dtype=to)
+                device.cast(dst, src)
+                want = src.to(torch.float32).to(to) if to.itemsize == 2 else src.to(to)
+                assert torch.equal(dst.nan_to_num(nan=-5.0), want.nan_to_num(nan=-5.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -152,25 +155,25 @@ def test_sum_keeps_the_sign_of_zero(device: Device) -> None:
         assert torch.equal(dst.signbit(), torch.ones(40, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
-def test_norm(device: Device, dtype: torch.dtype, p: float) -> None:
-    for numel in LENGTHS:
-        x = torch.randn(numel).to(dtype)
-        exact = x.double().abs()
-        want = exact.max() if numel and p == math.inf else exact.pow(min(p, 9)).sum()
-        assert device.norm(x, p) == pytest.approx(float(want), rel=1e-12)
+def test_norm(device: Device) -> None:
+    with all_rows() as row:
+        for dtype, p, numel in itertools.product(DTYPES, NORMS, LENGTHS):
+            with row(dtype, p, numel):
+                x = torch.randn(numel).to(dtype)
+                exact = x.double().abs()
+                want = exact.max() if numel and p == math.inf else exact.pow(min(p, 9)).sum()
+                assert device.norm(x, p) == pytest.approx(float(want), rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
-def test_norm_of_nan_and_inf(device: Device, dtype: torch.dtype, p: float) -> None:
-    for at in (0, 31, 32, 1024, 5000, 100_002):
-        x = torch.randn(100_003).to(dtype)
-        x[at] = -math.inf
-        assert device.norm(x, p) == math.inf
-        x[at] = math.nan
-        assert math.isnan(device.norm(x, p))
+def test_norm_of_nan_and_inf(device: Device) -> None:
+    with all_rows() as row:
+        for dtype, p, at in itertools.product(DTYPES, NORMS, (0, 31, 32, 1024, 5000, 100_002)):
+            with row(dtype, p, at):
+                x = torch.randn(100_003).to(dtype)
+                x[at] = -math.inf
+                assert device.norm(x, p) == math.inf
+                x[at] = math.nan
+                assert math.isnan(device.norm(x, p))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

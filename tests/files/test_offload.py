@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -334,43 +335,39 @@ def test_unwritable_directory(tmp_path):
             wide(to(where))
 
 
-FULL_DISK = """
-    import resource, sys, torch, zshard
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, 3 << 20))
-    model = torch.nn.Linear(1024, 1024)
+def limit_files(size):
+    """Let this process write no larger files: that acts like a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def with_full_disk(folder):
+    limit_files(3 << 20)
+    model = nn.Linear(1024, 1024)
     before = model.weight.clone()
-    try:
-        zshard.FSDP(model, offload=zshard.Offload(directory=sys.argv[1]))
-    except OSError as error:
-        print(error)
+    text = message_of(lambda: FSDP(model, offload=Offload(directory=folder)), OSError)
     assert torch.equal(model.weight, before)
-"""
+    return text
 
 
 def test_disk_full(tmp_path):
-    """A file size limit acts like a full disk."""
-    command = [sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "by 4 MiB" in done.stdout and str(tmp_path) in done.stdout and "MiB free" in done.stdout
+    (rank,) = fork_ranks(with_full_disk, 1, str(tmp_path), check=True)
+    assert "by 4 MiB" in rank.value and str(tmp_path) in rank.value and "MiB free" in rank.value
+
+
+def with_full_disk_for_the_state(folder):
+    limit_files(5 << 20)
+    model = FSDP(nn.Linear(1024, 1024), offload=Offload(directory=folder))
+    optimizer = AdamW(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    before = model.weight.detach().clone()
+    text = message_of(optimizer.step, OSError)
+    assert torch.equal(model.weight, before)
+    return text
 
 
 def test_disk_full_for_the_state(tmp_path):
-    code = textwrap.dedent(FULL_DISK).replace("3 << 20", "5 << 20").split("try:")[0]
-    code += textwrap.dedent("""
-        model = zshard.FSDP(model, offload=zshard.Offload(directory=sys.argv[1]))
-        optimizer = zshard.AdamW(model.parameters())
-        model(torch.ones(1, 1024)).sum().backward()
-        before = model.weight.detach().clone()
-        try:
-            optimizer.step()
-        except OSError as error:
-            print(error)
-        assert torch.equal(model.weight, before)
-    """)
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "MiB free" in done.stdout, done.stdout + done.stderr
+    (rank,) = fork_ranks(with_full_disk_for_the_state, 1, str(tmp_path), check=True)
+    assert "MiB free" in rank.value
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import fake_cuda
 import pytest
 from c_compile import BUILDS, C, compile_c, program_environment
 from c_sources import source, sources
+from rows import all_rows
 
 PROGRAM = C / "test_cuda_driver.c"
 SOURCES = ["cuda_driver.c", "cuda_kernels.c", "cuda_update.c", "device_cpu.c", "simd.c"]
@@ -106,14 +107,17 @@ def test_library_that_is_no_driver_is_refused(program: Program, tmp_path: Path) 
     assert said.startswith("found=0 version=0") and "it lacks cuGetProcAddress_v2" in said
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_driver_without_a_required_call_is_too_old(program: Program, name: str) -> None:
-    said = program.run("say", FAKE_CUDA_MISSING=name)
-    optional = name in re.search(r"ZS_CU_OPTIONAL_CALLS.*", API)[0]  # type: ignore[index]
-    if optional:
-        assert said == "found=1 version=13000 devices=1 status=0 words="
-    else:
-        assert said.startswith("found=0") and f"is too old, it lacks {name}: upgrade" in said
+def test_driver_without_a_required_call_is_too_old(program: Program) -> None:
+    optional = re.search(r"ZS_CU_OPTIONAL_CALLS.*", API)[0]  # type: ignore[index]
+    with all_rows() as row:
+        for name in CALLS:
+            with row(name):
+                said = program.run("say", FAKE_CUDA_MISSING=name)
+                if name in optional:
+                    assert said == "found=1 version=13000 devices=1 status=0 words="
+                else:
+                    assert said.startswith("found=0")
+                    assert f"is too old, it lacks {name}: upgrade" in said
 
 
 def test_old_driver_and_missing_gpu_have_different_errors(program: Program) -> None:
@@ -136,8 +140,15 @@ def test_all_calls_are_made(program: Program, tmp_path: Path) -> None:
     assert called == set(CALLS) - set(NEVER_FAIL)  # so the next test makes each of them fail
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if call not in NEVER_FAIL])
-def test_failing_call_is_named_with_the_drivers_message(program: Program, call: str) -> None:
+def test_failing_call_is_named_with_the_drivers_message(program: Program) -> None:
+    with all_rows() as row:
+        for call in CALLS:
+            if call not in NEVER_FAIL:
+                with row(call):
+                    check_failing_call(program, call)
+
+
+def check_failing_call(program: Program, call: str) -> None:
     said = program.run("work", FAKE_CUDA_FAIL=f"{call}:1:999")
     status, words = said.split(" ", 1)
     assert int(status) == CUDA_ERROR and "CUDA_ERROR_FAKE_999 (999): fake error 999" in words

@@ -11,12 +11,13 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from engines import LR, config, engine_of, train
-from nursery import fork_ranks
+from groups import on_hosts
 from spawn import RankPool, ranks
 from test_misuse import raised
 
@@ -91,9 +92,13 @@ def test_another_number_of_ranks_and_stage_loads(
         assert client == {"rank": rank if rank < 2 else 0} and steps == 3
 
 
+def on_own_disks(function: Any, root: str) -> Any:
+    """Call a function on a rank that is alone on its host."""
+    with on_hosts(1), mock.patch.dict(os.environ, LOCAL_RANK="0"):
+        return function(root)
+
+
 def engine_on_own_disk() -> Any:
-    """Return an engine of a rank that is alone on its host."""
-    os.environ.update(ZSHARD_HOST=f"host{os.environ['RANK']}", LOCAL_RANK="0")
     return engine_of(full(checkpoint={"use_node_local_storage": True}), "hosts")
 
 
@@ -120,17 +125,16 @@ def load_on_own_disks(root: str) -> tuple[str, bool]:
     return os.path.relpath(path, root), same and engine.global_steps == 3
 
 
-def test_hosts_without_a_shared_disk(tmp_path: Path) -> None:
+def test_hosts_without_a_shared_disk(pool2: RankPool, pool3: RankPool, tmp_path: Path) -> None:
     root = str(tmp_path)
-    for rank, result in enumerate(fork_ranks(save_on_own_disks, 2, root, check=True)):
-        files, error = result.value
+    saved = pool2.run(on_own_disks, save_on_own_disks, root)
+    for rank, (files, error) in enumerate(saved):
         assert files == {f"rank-{rank:05}-of-00002.part"}
         assert error.startswith("FileExistsError") and "save to another path" in error
-    done = fork_ranks(load_on_own_disks, 3, root, check=True)  # rank 2 on a new host
-    assert [each.value for each in done] == [(f"{rank}/global_step3", True) for rank in range(3)]
+    done = pool3.run(on_own_disks, load_on_own_disks, root)  # rank 2 on a new host
+    assert done == [(f"{rank}/global_step3", True) for rank in range(3)]
     shutil.rmtree(tmp_path / "1")
-    for result in fork_ranks(load_on_own_disks, 2, root, check=True):
-        error, same = result.value
+    for error, same in pool2.run(on_own_disks, load_on_own_disks, root):
         assert "host1" in error and not same
 
 

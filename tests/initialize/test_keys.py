@@ -7,6 +7,7 @@ No rank and no model; `settings_of` alone, for two ranks.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import warnings
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from engines import LR, config
+from rows import all_rows
 
 from zshard.deepspeed import keys
 from zshard.deepspeed.ds_config import BatchSizes, Settings, complete, read, settings_of
@@ -68,16 +70,16 @@ def test_invalid_keys_and_values_are_named(
         settings(changes)
 
 
-@pytest.mark.parametrize("name", sorted(keys.REFUSED))
-def test_keys_that_would_change_numbers_are_refused(name: str) -> None:
-    on, off = nested(name, {"enabled": True}), nested(name, {"enabled": False})
-    with pytest.raises(
-        NotImplementedError, match=f"'{re.escape(name)}' in the DeepSpeed config would change"
-    ):
-        settings(on)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        settings(off)
+def test_keys_that_would_change_numbers_are_refused() -> None:
+    with all_rows() as row:
+        for name in sorted(keys.REFUSED):
+            with row(name):
+                text = f"'{re.escape(name)}' in the DeepSpeed config would change"
+                with pytest.raises(NotImplementedError, match=text):
+                    settings(nested(name, {"enabled": True}))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    settings(nested(name, {"enabled": False}))
 
 
 def ignored(changes: dict[str, Any]) -> list[str]:
@@ -322,26 +324,36 @@ CHECKED = sorted(keys.WORKS.keys() - {"optimizer.params", "scheduler.params"})
 SECTIONS = sorted(keys.SECTIONS | set(keys.FREE))
 
 
-@pytest.mark.parametrize("name", [*CHECKED, *SECTIONS])
-def test_null_counts_as_absent(name: str) -> None:
+def with_null(name: str) -> dict[str, Any]:
+    """Return a config in which one key, or section, is null."""
     section = name.partition(".")[0]
     own = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}.get(section, {})
     given = {"train_micro_batch_size_per_gpu": 2}
     given |= nested(name, None) if name == section else {section: own | nested(name, None)[section]}
     if name == "train_micro_batch_size_per_gpu":
         given["train_batch_size"] = 4
-    made = settings_of(read(given), None, world=2, rank=0)
-    assert made.stage == 0 and made.sizes == BatchSizes(4, 2, 1)
+    return given
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf"), [], {}, "no value"])
-@pytest.mark.parametrize("name", CHECKED)
-def test_every_value_is_checked_by_its_key(name: str, value: Any) -> None:
+def test_null_counts_as_absent() -> None:
+    with all_rows() as row:
+        for name in [*CHECKED, *SECTIONS]:
+            with row(name):
+                made = settings_of(read(with_null(name)), None, world=2, rank=0)
+                assert made.stage == 0 and made.sizes == BatchSizes(4, 2, 1)
+
+
+def test_every_value_is_checked_by_its_key() -> None:
     """Also where it has no effect, such as the loss scale's without fp16."""
-    if isinstance(value, str) and name.endswith(("nvme_path", ".type")):
-        return
-    with pytest.raises((TypeError, ValueError, NotImplementedError), match=re.escape(f"'{name}'")):
-        settings_of(read({"train_batch_size": 4} | nested(name, value)), None, world=2, rank=0)
+    errors = (TypeError, ValueError, NotImplementedError)
+    values: list[Any] = [float("nan"), float("-inf"), [], {}, "no value"]
+    with all_rows() as row:
+        for name, value in itertools.product(CHECKED, values):
+            if value == "no value" and name.endswith(("nvme_path", ".type")):
+                continue
+            given = {"train_batch_size": 4} | nested(name, value)
+            with row(name, value), pytest.raises(errors, match=re.escape(f"'{name}'")):
+                settings_of(read(given), None, world=2, rank=0)
 
 
 def test_infinitely_many_steps_per_print_mean_never() -> None:

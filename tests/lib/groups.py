@@ -89,16 +89,16 @@ def mesh_of(replicate: int, shard: int) -> DeviceMesh:
 
 
 @contextlib.contextmanager
-def on_two_hosts() -> Iterator[None]:
-    """Context manager in which ranks 0, 1 and 2, 3 appear to be on two hosts."""
+def on_hosts(per_host: int, name: str = "host") -> Iterator[None]:
+    """Context manager in which the ranks appear to be on hosts with so many ranks each: host0, ..."""
     host, known = meeting.host_id, dict(transports._entries)
-    meeting.host_id = lambda: f"host{dist.get_rank() // 2}"
+    meeting.host_id = lambda: f"{name}{dist.get_rank() // per_host}"
     transports._entries.clear()
     try:
         yield
     finally:
         meeting.host_id = host
-        within = dict(transports._entries)  # these sum in the order of two hosts
+        within = dict(transports._entries)  # these sum in the order of hosts
         transports._entries.clear()
         transports._entries.update(known)
         dist.barrier()

@@ -106,7 +106,7 @@ def skipped(combination, kind, bad, clip):
     return differences(found[0], expected[0]), texts, model.metrics()["steps/skipped"]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(7)
 @ranks(2, 3)
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -15,6 +15,7 @@ import torch
 from asserts import rewrite_in_ranks
 from compare import assert_same, differences
 from nursery import fork_ranks
+from rows import all_rows
 from spawn import RankFailure, on_ranks, run_ranks
 
 pytest_plugins = ["pytester"]
@@ -269,3 +270,24 @@ def test_shards_are_all_cases_once(cases):
     shards = [cases("--shard", f"{k}/3")[0] for k in (1, 2, 3)]
     assert sorted(chain(*shards)) == sorted(cases("--whole")[0])
     assert all(shards)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def test_all_rows_that_fail_are_reported():
+    with pytest.raises(pytest.fail.Exception) as caught, all_rows() as row:
+        for number in range(30):
+            with row(number, "even"):
+                assert number % 2 == 0
+        with row("no error"), pytest.raises(ValueError):
+            pass
+    text = str(caught.value)
+    assert text.startswith("16 of 31 rows failed") and "1-even: " in text
+    assert text.endswith("and 6 more: 21-even, 23-even, 25-even, 27-even, 29-even, no error")
+    assert "test_helpers.py" in text and "assert number % 2 == 0" in text
+
+
+def test_table_without_rows_fails():
+    with pytest.raises(pytest.fail.Exception, match="no rows"), all_rows():
+        pass

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from groups import curve, hosts_of, mesh_of, on_two_hosts
+from groups import curve, hosts_of, mesh_of, on_hosts
 from models import CASES, loss_of, make
 from scenarios import message_of
 from wires import (
@@ -66,7 +66,7 @@ def test_four_hosts(pool4, wire):
 def replicas(wire, strategy):
     """Return whether ranks with the same shard still have the same values, and the losses."""
     case = CASES["net"]
-    with on_two_hosts():
+    with on_hosts(2):
         model = FSDP(
             make(case.make),
             strategy=strategy,

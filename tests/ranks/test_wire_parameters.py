@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import differences
-from groups import case_of, curve, hosts_of, mesh_of, on_two_hosts
+from groups import case_of, curve, hosts_of, mesh_of, on_hosts
 from models import CASES, loss_of, make
 from scenarios import message_of
 from torch import nn
@@ -73,7 +73,7 @@ def test_forward_computes_with_decoded_parameters(pool4, wire, sizes, strategy):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_two_ranks_on_two_hosts(pool2, wire):
+def test_two_ranks_on_hosts(pool2, wire):
     assert pool2.run(seen, (1, 1), wire) == [[]] * 2
 
 
@@ -192,7 +192,7 @@ def test_prefetch(pool4):
 def uncoded(strategy, options):
     """Return whether wire changes nothing where no gather crosses hosts."""
     case, found = CASES["mlp"], []
-    with on_two_hosts():
+    with on_hosts(2):
         for wire in (None, Wire(parameters="int8")):
             if strategy.startswith("hybrid"):
                 options = {**options, "device_mesh": mesh_of(2, 2)}
@@ -229,7 +229,7 @@ def test_loss_decreases_as_in_float32(pool4, wire):
 
 def shard_fully(wire):
     """Return the parameters in the forward of a fully_shard() unit, and summary()'s text."""
-    with on_two_hosts():
+    with on_hosts(2):
         model = zshard.fully_shard(Seen(), wire=wire)
         model(torch.ones(NUMEL)).backward()
     rounded = expected("int8", 4, weights())

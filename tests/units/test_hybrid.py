@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from groups import mesh_of, on_two_hosts, trained, wrap
+from groups import mesh_of, on_hosts, trained, wrap
 from models import CASES, ddp, differences, make, train, wrapped
 from scenarios import (
     Stack,
@@ -138,7 +138,7 @@ def test_norm_counts_each_gradient_once(pool4):
 
 def copies_within_hosts():
     """Shm makes copies, c10d sums."""
-    with on_two_hosts():
+    with on_hosts(2):
         shard, _ = dist.new_subgroups(2)
         columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         model = wrap("net", "hybrid_shard", process_group=(shard, columns[dist.get_rank() % 2]))

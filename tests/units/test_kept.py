@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
-from groups import mesh_of, on_two_hosts, trained
+from groups import mesh_of, on_hosts, trained
 from models import CASES, ddp, differences, make, train
 from scenarios import Stack, all_grads, forward_backward, loss_of, message_of
 from spawn import ranks
@@ -207,7 +207,7 @@ def test_over_shm_nothing_is_kept(pool4, strategy):
 
 def kept_on_hosts(precision):
     """Shm reads the copy."""
-    with on_two_hosts():
+    with on_hosts(2):
         options = {"transport": None, "mixed_precision": precision}
         model = wrap("net", "hybrid_full", device_mesh=mesh_of(2, 2), **options)
         head = model.summary().splitlines()[0]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp.wrap as torch_wrap
+from rows import all_rows
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -288,8 +289,7 @@ def innermost_unit(root: nn.Module, units: list[nn.Module], param: nn.Parameter)
     return next(m for m in reversed(ways[0]) if all(m in way for way in ways))
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_parameter_belongs_to_the_innermost_unit_around_all_its_places(seed: int) -> None:
+def check_innermost_units(seed: int) -> None:
     rng = random.Random(seed)
     root = random_graph(rng)
     inner = list(root.modules())[1:]
@@ -303,6 +303,13 @@ def test_parameter_belongs_to_the_innermost_unit_around_all_its_places(seed: int
     for unit in units:
         for module in unit.module.modules():
             assert ranks.get(module, -1) <= ranks[unit.module]
+
+
+def test_parameter_belongs_to_the_innermost_unit_around_all_its_places() -> None:
+    with all_rows() as row:
+        for seed in range(200):
+            with row(seed):
+                check_innermost_units(seed)
 
 
 def test_tied_weights_go_to_the_unit_around_them() -> None:
