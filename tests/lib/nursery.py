@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -170,6 +171,27 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; a fork does not inherit it
 
 
+_imported: dict[str, types.ModuleType] = {}  # by the nursery
+
+
+def _keep_imports() -> None:
+    """At a rank's end, tear down what it has imported itself, not all of torch.
+
+    With `_end_after_python` it takes 0.1 s, in place of 0.4 s.
+    """
+    for name, module in _imported.items():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+        sys.modules.pop(name, None)
+
+
+def _end_after_python() -> None:
+    """Let this process end once Python has: without the destructors of torch's static objects."""
+    libc = ctypes.CDLL(None)
+    libc.on_exit(
+        libc._exit, None
+    )  # called with the exit status, before what was registered earlier
+
+
 def _listen(listener: socket.socket) -> None:
     """Fork a process for each connection; returns in the process that has done its work."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
@@ -194,11 +216,13 @@ def _attend(
     pipes: list[int],
     env: dict[str, str] | None = None,
     folder: str = "",
+    first: bytes = b"",
 ) -> None:
     """Fork ranks when asked to, or standing ranks at once, one for each of `pipes`; returns in each
     rank that is done.
 
-    env: the standing ranks' environment. folder: where they write their output.
+    env: the standing ranks' environment. folder: where they write their output. first: their first
+    task.
     """
     if env is None:
         _fork_when_asked(connection)
@@ -206,6 +230,9 @@ def _attend(
     import standing
 
     standing.become(env)
+    with contextlib.suppress(Exception):  # the ranks will say so
+        import_module_of(first)  # once, for all ranks
+        gc.freeze()
     standing.fork_ranks(connection, pipes, Path(folder))
 
 
@@ -235,6 +262,7 @@ def _fork_rank(
         return pid
     os.setsid()  # so that a rank's subprocesses end with it
     end_with_parent()
+    _end_after_python()
     for descriptor, what in ((1, "out"), (2, "err")):
         with open(Path(folder, f"{rank}.{what}"), "wb") as file:
             os.dup2(file.fileno(), descriptor)
@@ -265,6 +293,8 @@ def _codes(pids: list[int], timeout: float, client: Connection) -> list[int | No
 
 
 if __name__ == "__main__":
+    atexit.register(_keep_imports)  # first, so that it runs last
+
     import torch._dynamo  # noqa: F401 - the first optimizer of a process would import it
 
     import zshard  # noqa: F401
@@ -272,4 +302,6 @@ if __name__ == "__main__":
     end_with_parent()
     rewrite_in_ranks()
     gc.freeze()
+    kept = sys.modules.keys() - {"__main__", "builtins", "sys"}
+    _imported.update((name, sys.modules[name]) for name in kept)
     _listen(socket.socket(fileno=int(sys.argv[1])))

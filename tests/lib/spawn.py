@@ -152,7 +152,10 @@ _Process: TypeAlias = "subprocess.Popen[bytes] | _ForkedRank"
 class _Ranks:
     """`world` processes, their torchrun-like environment and output files."""
 
-    def __init__(self, world: int, standing: bool, env: dict[str, str | None] | None) -> None:
+    def __init__(
+        self, world: int, env: dict[str, str | None] | None, first: bytes | None = None
+    ) -> None:
+        """first: the first task of standing ranks; without one, they are fresh."""
         from torch.distributed import TCPStore
 
         self.world = world
@@ -176,8 +179,8 @@ class _Ranks:
         pairs = [socket.socketpair() for _ in range(world)]
         self.pipes = [Connection(ours.detach()) for ours, _ in pairs]
         self._parent: _Parent | None = None
-        start = self._fork if standing else self._spawn
-        self.processes = start([theirs.fileno() for _, theirs in pairs])
+        ends = [theirs.fileno() for _, theirs in pairs]
+        self.processes = self._spawn(ends) if first is None else self._fork(ends, first)
         for _, theirs in pairs:
             theirs.close()
 
@@ -189,12 +192,12 @@ class _Ranks:
             made.append(self._start(rank, pipe, {**self.env, **own}))
         return made
 
-    def _fork(self, pipes: list[int]) -> "list[_Process]":
-        """Let the nursery fork all ranks."""
+    def _fork(self, pipes: list[int], first: bytes) -> "list[_Process]":
+        """Let the nursery fork all ranks, once it has imported what `first` needs."""
         for rank in range(self.world):
             for what in ("out", "err"):
                 self.path(rank, what).touch()
-        request = {"env": self.env, "folder": self.folder.name}
+        request = {"env": self.env, "folder": self.folder.name, "first": first}
         self._parent = _Parent(connect(start_nursery(), pipes, **request))
         return [_ForkedRank(self._parent, self.path(rank, "code")) for rank in range(self.world)]
 
@@ -316,7 +319,7 @@ def run_ranks(
         limit; check the results.
     """
     task = task_of(fn_or_path, args)
-    group = _Ranks(world, False, env)
+    group = _Ranks(world, env)
     try:
         group.send(task)
         answers, reason, first = _collect(group, timeout, stop_early=check)
@@ -365,7 +368,7 @@ class RankPool:
         """
         task = task_of(fn, args)
         if self._group is None:
-            self._group = _Ranks(self.world, True, self.env)
+            self._group = _Ranks(self.world, self.env, task)
         group = self._group
         starts = {
             what: [group.path(rank, what).stat().st_size for rank in range(self.world)]
