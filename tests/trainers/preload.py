@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 USED = {  # what is used, as transformers and TRL import their parts late
@@ -30,4 +31,5 @@ def call(function: Any, *args: Any) -> Any:
 
 def run_script(file: str, *args: str) -> None:
     sys.argv = [file, *args]
+    sys.path.insert(0, str(Path(file).parent))
     runpy.run_path(file, run_name="__main__")
