@@ -187,9 +187,7 @@ def _keep_imports() -> None:
 def _end_after_python() -> None:
     """Let this process end once Python has: without the destructors of torch's static objects."""
     libc = ctypes.CDLL(None)
-    libc.on_exit(
-        libc._exit, None
-    )  # called with the exit status, before what was registered earlier
+    libc.on_exit(libc._exit, None)  # called with the status, before what was registered earlier
 
 
 def _listen(listener: socket.socket) -> None:
