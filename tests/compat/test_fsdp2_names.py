@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from compare import differences
 from models import COMBINATIONS, TRANSPORTS, Mlp, ddp, make
+from nursery import fork_ranks
 from scenarios import (
     Stack,
     floats,
@@ -324,6 +323,7 @@ print("right")
 """
 
 
-def test_torchs_fully_shard_works_beside_zshards():
-    done = subprocess.run([sys.executable, "-c", BOTH], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "right\n", done.stderr
+def test_torchs_fully_shard_works_beside_zshards(tmp_path):
+    (tmp_path / "both.py").write_text(BOTH)
+    (done,) = fork_ranks(tmp_path / "both.py", 1, check=True)
+    assert done.stdout == "right\n"

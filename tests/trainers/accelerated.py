@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nursery import fork_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,6 +20,16 @@ def forget_accelerate() -> None:
     AcceleratorState._reset_state()
     GradientState._reset_state()
     PartialState._shared_state.clear()
+
+
+def fork_trainers(function: Any, *args: Any, env: dict[str, str] | None = None) -> list[Any]:
+    """Return what function(*args) returns on each of two ranks. function: or the path of a script."""
+    import preload
+
+    if isinstance(function, Path):
+        function, args = preload.run_script, (str(function), *args)
+    done = fork_ranks(preload.call, 2, function, *args, env=env, check=True, timeout=200)
+    return [each.value for each in done]
 
 
 def small_model(seed: int = 0) -> nn.Sequential:

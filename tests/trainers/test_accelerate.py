@@ -366,6 +366,7 @@ LAUNCHES = {  # `accelerate launch --cpu` starts one process, whatever --num_pro
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_launches(tmp_path: Path, name: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

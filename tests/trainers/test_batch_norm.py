@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerated import fork_trainers
 from compare import differences
-from nursery import fork_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -204,13 +204,7 @@ def test_metrics_and_weights_match_ddp(
         pytest.skip("rank 0 cannot evaluate alone there")
     env = {**ENVIRONMENT, "ZSHARD_TRANSPORT": transport, "ZSHARD_TIMEOUT": "60"}
     found = [
-        [
-            each.value
-            for each in fork_ranks(
-                run, 2, name, kind, within, str(tmp_path), env=env, check=True, timeout=200
-            )
-        ]
-        for kind in (None, strategy)
+        fork_trainers(run, name, kind, within, str(tmp_path), env=env) for kind in (None, strategy)
     ]
     for (theirs, weights), (ours, own) in zip(*found, strict=True):
         assert ours == theirs

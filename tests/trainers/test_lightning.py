@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from spawn import RankFailure
 
 pytest.importorskip("lightning", reason="needs lightning: make test-trainers")
@@ -488,27 +489,48 @@ def launched(folder: Path, strategy: Any, model: str = "Net()", devices: int = 2
     return done.returncode, done.stderr, torch.load(out) if out.exists() else None
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+def as_launched(world: int, strategy: Any) -> Any:
+    """Return what the script saves."""
+    made, net = trainer(strategy, world), Net()
+    made.fit(net, data(), data(16))
+    return net.losses, weights(net)
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_lightning_starts_the_ranks(tmp_path: Path, devices: int) -> None:
-    runs = []
-    for name in ("zshard", DDP):
-        (tmp_path / name).mkdir()
-        code, errors, seen = launched(tmp_path / name, name, devices=devices)
-        assert code == 0, errors[-2000:]
-        runs.append(seen)
-    assert equal(*runs)
+    code, errors, seen = launched(tmp_path, "zshard", devices=devices)
+    assert code == 0, errors[-2000:]
+    assert equal(seen, on_ranks(as_launched, devices, DDP)[0])
 
 
+@pytest.mark.thorough
 def test_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
     code, errors, _ = launched(tmp_path, "zshard", "FailsOnRank1()")
     assert code != 0
     assert "boom on rank 1" in errors
 
 
+@pytest.mark.thorough
 def test_unit_created_before_the_ranks_is_refused(tmp_path: Path) -> None:
+    """By rank 1, which Lightning starts after rank 0 has sharded alone."""
     code, errors, _ = launched(tmp_path, "zshard", "OwnUnit('init')")
     assert code != 0
-    assert "is sharded over 1 rank(s), but Lightning runs 2: call zshard.FSDP in" in errors
+    assert "WORLD_SIZE=2, but there is no process group" in errors
+
+
+def unit_of_one_rank(world: int) -> str:
+    dist.init_process_group("gloo")
+    groups = [dist.new_group([rank]) for rank in range(world)]
+    net = Net()
+    zshard.FSDP(net.blocks, groups[dist.get_rank()])
+    with pytest.raises(ValueError) as caught:
+        trainer("zshard", world).fit(net, data())
+    return str(caught.value)
+
+
+def test_unit_of_fewer_ranks_is_refused() -> None:
+    for text in on_ranks(unit_of_one_rank, 2):
+        assert "is sharded over 1 rank(s), but Lightning runs 2: call zshard.FSDP in" in text
 
 
 # --- refusals ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 import pytest
-from nursery import fork_ranks
+from accelerated import fork_trainers
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "trainers.md"
 SECTIONS = {
@@ -58,4 +58,4 @@ def test_documented_code_runs_on_two_ranks(section: str, tmp_path: Path) -> None
     if importlib.util.find_spec(PACKAGES[section]) is None:
         pytest.skip("needs zshard[trainers]: make test-trainers")
     code = GIVEN[section] + SECTIONS[section]
-    fork_ranks(run_in, 2, str(tmp_path), code, env=ENVIRONMENT, timeout=200, check=True)
+    fork_trainers(run_in, str(tmp_path), code, env=ENVIRONMENT)

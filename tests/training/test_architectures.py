@@ -20,7 +20,7 @@ from zshard import FSDP
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-STEPS = 3
+STEPS = 2
 FULL = [("full_shard", "shm")]
 # Trained in all ways: tied weights, shared layers, experts that rest, statistics, a weight unused.
 IN_ALL_WAYS = ("gpt2, tied", "t5, tied", "albert", "mixtral", "switch", "resnet", "wav2vec2")

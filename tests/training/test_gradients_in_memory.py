@@ -146,7 +146,7 @@ def test_optimizers_of_plain_models_read_negated_gradients(cls: Any) -> None:
 
 
 class LimitsMemory(torch.autograd.Function):
-    """Its first backward leaves the process 16 MiB of address space."""
+    """Its first backward leaves the process 4 MiB of address space."""
 
     on = True
 
@@ -158,14 +158,14 @@ class LimitsMemory(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         if LimitsMemory.on:
             size = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
-            resource.setrlimit(resource.RLIMIT_AS, (size + (16 << 20), resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_AS, (size + (4 << 20), resource.RLIM_INFINITY))
         return grad
 
 
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8192, 4096, bias=False)
+        self.linear = nn.Linear(4096, 2048, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(LimitsMemory.apply(x)).sum()  # type: ignore[no-untyped-call]
@@ -178,7 +178,7 @@ def after_a_failed_sum(transport: str, strategy: Any, everywhere: bool) -> list[
     outcomes = []
     for _ in range(3):
         try:
-            model(torch.ones(1, 8192, requires_grad=True)).backward()
+            model(torch.ones(1, 4096, requires_grad=True)).backward()
             outcomes.append("ok")
         except MemoryError:
             outcomes.append("MemoryError")

@@ -11,6 +11,7 @@ import time
 import warnings
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -338,15 +339,17 @@ def test_command_merges_files(tmp_path: Any, monkeypatch: Any, capsys: Any) -> N
 
 
 def profiled_by_one(file: str) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    done = Path(f"{file}.done")
     dist.barrier()
     if dist.get_rank() == 0:
         traced = zshard.profile(file)
         with pytest.raises(zshard.PeerTimeoutError, match=r"rank 1 .*merge=False"), traced:
             zshard._core.trace_add("zshard::save", time.monotonic_ns())
         assert [name for name, *_ in traced.ranks[0].ranges] == ["zshard::save"]
-    else:
-        time.sleep(6)
+        done.touch()
+    while not done.exists():
+        time.sleep(0.05)
     os._exit(0)  # the other rank's store may be gone
 
 

@@ -28,7 +28,7 @@ import zshard
 from zshard import FSDP, MixedPrecision
 
 WIDTH = 9
-DEADLINE = 2.0  # seconds per wait of a cell
+DEADLINE = 1.0  # seconds per wait of a cell
 
 
 # --- cells ----------------------------------------------------------------------------------------

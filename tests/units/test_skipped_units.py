@@ -322,7 +322,7 @@ def hybrid():
         device_mesh=mesh_of(2, 2),
         strategy="hybrid_shard",
         transport="c10d",
-        timeout=3,
+        timeout=1,
         auto_wrap_policy={nn.Linear},
     )
     try:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from compare import differences
 from models import COMBINATIONS, make
-from nursery import fork_ranks
 from scenarios import WIDTH, forward_backward, message_of, wrong_in
 from spawn import RankPool, ranks
 from torch import Tensor, nn
@@ -74,11 +73,10 @@ def kept(half: bool, transport: str, folder: str) -> list[str]:
 @pytest.mark.parametrize("half", [False, True])
 @ranks(2)
 def test_frozen_parameters_keep_their_bits(
-    pool: RankPool, tmp_path: Path, half: bool, transport: str
+    pool: RankPool, pool3: RankPool, tmp_path: Path, half: bool, transport: str
 ) -> None:
     assert pool.run(kept, half, transport, str(tmp_path)) == [[], []]
-    result = fork_ranks(read, 3, str(tmp_path), check=True)
-    assert [each.value for each in result] == [[]] * 3
+    assert pool3.run(read, str(tmp_path)) == [[]] * 3
 
 
 def read(folder: str) -> list[str]:

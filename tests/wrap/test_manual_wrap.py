@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,24 +66,27 @@ def test_context_is_per_thread() -> None:
     assert seen == [nn.Linear]
 
 
-def wait_for_a_rank_that_does_not_come(transport: str) -> str:
-    """Rank 0's backward waits for rank 1, which sleeps: return the message, or "" on rank 1."""
+def wait_for_a_rank_that_does_not_come(transport: str, file: str) -> str:
+    """Rank 0's backward waits for rank 1, which does not come: return the message, or "" on rank 1."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for i, layer in enumerate(model):
         model[i] = FSDP(layer, transport=transport, timeout=1.0)
     model = FSDP(model, auto_wrap_policy=None, transport=transport, timeout=1.0)
     loss = model(torch.ones(1, 4)).sum()
     if dist.get_rank() == 1:
-        time.sleep(3.0)
+        while not Path(file).exists():
+            time.sleep(0.05)
         return ""
     try:
         loss.backward()
     except zshard.PeerTimeoutError as error:
+        Path(file).touch()
         return str(error)
     return "no error"
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_timeout_names_a_unit_wrapped_before_its_parent(transport: str) -> None:
-    first, _ = fork_ranks(wait_for_a_rank_that_does_not_come, 2, transport)
+def test_timeout_names_a_unit_wrapped_before_its_parent(transport: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "through")
+    first, _ = fork_ranks(wait_for_a_rank_that_does_not_come, 2, transport, file)
     assert "unit '1'" in (first.value or ""), first

@@ -218,10 +218,10 @@ WHERE = [
 
 @pytest.mark.sampled(len(KINDS))
 @pytest.mark.parametrize(("inside", "combination"), WHERE)
-@pytest.mark.parametrize("first", range(6))
+@pytest.mark.parametrize("first", range(12))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_models_own_attribute_wins(pool2, kind, first, inside, combination):
-    pool2.run(trains_as_under_ddp, kind, NAMES[first::6], inside, combination)
+    pool2.run(trains_as_under_ddp, kind, NAMES[first::12], inside, combination)
 
 
 # --- flags ----------------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ def wrong_in(forward: Any, policy: str, combination: tuple[str, str], frozen: bo
     )
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("combination", [*COMBINATIONS, ("hybrid_full", "c10d")])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("forward", READS)

@@ -188,7 +188,7 @@ def compare(model: nn.Module, policy: str, ignored: list[str]) -> str:
 
 
 each_seed = pytest.mark.parametrize(
-    "seeds", [range(12), pytest.param(range(12, 50), marks=pytest.mark.thorough)], ids=str
+    "seeds", [range(5), pytest.param(range(5, 50), marks=pytest.mark.thorough)], ids=str
 )
 
 
