@@ -94,8 +94,10 @@ def draw(coverage: Path, objects: Path) -> list[dict[str, Any]]:
         random_.shuffle(lines)
         taken: list[dict[str, Any]] = []
         for file, number in lines:
+            if len(taken) == EACH:
+                break
             faults = [new for new in faults_of(ROOT / file, number) if compiles(file, number, new)]
-            if faults and len(taken) < EACH:
+            if faults:
                 old = (ROOT / file).read_text().splitlines()[number - 1]
                 new = random_.choice(faults)
                 taken.append({"kind": kind, "file": file, "line": number, "old": old, "new": new})
