@@ -17,7 +17,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from groups import on_two_hosts
+from groups import on_hosts
 from models import CASES, COMBINATIONS, Net, differences, make, sharded, train, wrapped
 from optim_states import rank
 from power_cut import logged, read_log
@@ -330,7 +330,7 @@ def blocks_of(begin, end):
 def blocks_read(path, folder, hosts):
     """Return the blocks of the model's file that this rank reads, and the number of bytes in
     total."""
-    with on_two_hosts() if hosts == 2 else contextlib.nullcontext():
+    with on_hosts(2) if hosts == 2 else contextlib.nullcontext():
         model = layers("c10d")
         zshard.save(path, model)
         log = folder / f"{rank()}.log"

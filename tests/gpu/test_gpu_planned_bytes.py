@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpus import Start
-from groups import mesh_of, on_two_hosts
+from groups import mesh_of, on_hosts
 from models import make
 from torch import nn
 
@@ -59,7 +59,7 @@ def received(folder: str, name: str, strategy: str, wire: str | None) -> dict[st
     from the other."""
     rank, path = dist.get_rank(), Path()
     mesh = mesh_of(WORLD // PER_HOST, PER_HOST) if strategy.startswith("hybrid") else None
-    with on_two_hosts():
+    with on_hosts(2):
         model = FSDP(
             make(MODELS[name]),
             strategy=strategy,
