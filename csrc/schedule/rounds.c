@@ -77,8 +77,8 @@ static zs_status end_round(zs_schedule *schedule, zs_record *record, zs_wait wai
     return status == ZS_OK && over ? ZS_ACT(schedule, step, record) : status;
 }
 
-/* Ends rounds in the order of posting, up to the last one of `record`, or until a wait yields. One order on all ranks, so
- * that ranks in step never wait for each other. */
+/* Ends rounds in the order of posting, up to the last one of `record`, or until a wait yields. One order on all ranks,
+ * so that ranks in step never wait for each other. */
 static zs_status end_until(zs_schedule *schedule, const zs_record *record, zs_wait wait)
 {
     bool done = true;

@@ -492,7 +492,7 @@ def test_two_models_train_on_each_others_outputs(pool2, combination):
 
 
 class Chain(nn.Module):
-    """Units small.0 to small.3 and large: its forward runs those that it is told to."""
+    """Units small.0 to small.3 and large: its forward runs those that it is given."""
 
     def __init__(self):
         super().__init__()
