@@ -255,7 +255,9 @@ static zs_status keep(zs_record *record, int64_t i, bool *all)
 
 static zs_status bucket_new(zs_schedule *schedule, size_t bytes, zs_lease **out)
 {
-    return zs_bucket_new(schedule, zs_engine_of_schedule(schedule)->context.ranks.all, bytes, out);
+    ZS_TRY(zs_bucket_new(schedule, zs_engine_of_schedule(schedule)->context.ranks.all, bytes, out));
+    (*out)->extra = true; /* the plan's are reserved before the first step */
+    return ZS_OK;
 }
 
 /* A unit that is mapped stays so for the rest of a backward; what autocast has cast to recompute it has been used by

@@ -3,11 +3,6 @@
 
 #include <stdlib.h>
 
-typedef struct dry_bucket {
-    zs_lease lease;
-    size_t asked;
-} dry_bucket;
-
 static zs_dry *dry_of(zs_schedule *schedule)
 {
     return (zs_dry *)schedule;
@@ -161,16 +156,15 @@ static zs_status prepare(zs_record *record, int64_t arriving, zs_expected *out)
 
 static zs_status bucket_new(zs_schedule *schedule, size_t bytes, zs_lease **out)
 {
-    dry_bucket *made = calloc(1, sizeof *made);
+    zs_lease *made = calloc(1, sizeof *made);
     if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
-    made->asked = bytes;
-    made->lease.bytes = zs_comm_bucket_room(all_of(dry_of(schedule)), bytes);
-    zs_status status = zs_schedule_add_lease(schedule, &made->lease);
+    made->bytes = zs_comm_bucket_room(all_of(dry_of(schedule)), bytes);
+    zs_status status = zs_schedule_add_lease(schedule, made);
     if (status != ZS_OK) {
         free(made);
         return status;
     }
-    *out = &made->lease;
+    *out = made;
     return ZS_OK;
 }
 
@@ -305,15 +299,10 @@ size_t zs_dry_bytes(const zs_dry *dry)
     return bytes;
 }
 
-size_t zs_dry_asked(const zs_lease *lease)
-{
-    return ((const dry_bucket *)lease)->asked;
-}
-
 void zs_dry_free(zs_dry *dry)
 {
     for (size_t i = 0; i < dry->schedule.n_leases; i++)
-        free((dry_bucket *)dry->schedule.leases[i]);
+        free(dry->schedule.leases[i]);
     for (size_t i = 0; i < dry->schedule.n; i++)
         zs_record_free(&dry->units[i].record);
     zs_schedule_free(&dry->schedule);

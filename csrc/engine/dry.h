@@ -72,9 +72,6 @@ zs_status zs_dry_note(zs_dry *dry, zs_dry_act act, size_t at);
 /* The peak of borrowed bytes: slots, areas, buckets. */
 size_t zs_dry_bytes(const zs_dry *dry);
 
-/* The bytes that were asked for a bucket. */
-size_t zs_dry_asked(const zs_lease *lease);
-
 /* Frees what a dry run owns. */
 void zs_dry_free(zs_dry *dry);
 

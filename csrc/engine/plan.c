@@ -178,7 +178,7 @@ static zs_status hand_out(planner *p, zs_plan *plan)
     plan->buckets = calloc(schedule->n_leases + 1, sizeof *plan->buckets);
     if (plan->buckets == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
     for (size_t i = 0; i < schedule->n_leases; i++)
-        plan->buckets[i] = zs_dry_asked(schedule->leases[i]);
+        plan->buckets[i] = schedule->leases[i]->asked;
     plan->n_buckets = schedule->n_leases;
     plan->slots = p->dry.slots;
     plan->areas = p->dry.areas;

@@ -88,6 +88,7 @@ static void match(zs_schedule *schedule, zs_comm *comm, const size_t *bytes, siz
         while (w < n && (met[w] || zs_comm_bucket_room(comm, bytes[w]) != lease->bytes))
             w++;
         if (w < n) met[w] = true;
+        lease->extra = w == n;
         if (w < n || lease->user != NULL || lease->posted) {
             i++;
         } else {

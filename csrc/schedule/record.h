@@ -74,10 +74,12 @@ typedef struct zs_follow {
 /* A bucket, lent to a unit for one round: idle again once this rank has summed its shard and all peers have read theirs
  * (rounds.c). */
 typedef struct zs_lease {
-    size_t bytes;       /* capacity */
-    zs_record *user;    /* borrowed: the unit that packs into it or posted it; NULL if idle or lost */
-    bool posted;        /* peers may be reading it. Without a user: lost, as there is no telling when they finish */
-    uint64_t posted_at; /* order of posting, to reuse the oldest */
+    size_t bytes;    /* capacity */
+    size_t asked;    /* (made in a backward) bytes of the unit that it was made for */
+    bool extra;      /* beyond the plan, for ranks that differ in order; set by the executor */
+    bool spare;      /* (extra) as if it did not exist, until this backward needs one beyond the plan, too */
+    zs_record *user; /* borrowed: the unit that packs into it or posted it; NULL if idle or lost */
+    bool posted;     /* peers may be reading it. Without a user: lost, as there is no telling when they finish */
 } zs_lease;
 
 /* A unit's round of gradients: the one being packed, and the posted one (rounds.c). */
@@ -91,6 +93,7 @@ typedef struct zs_round {
     bool has_frozen;    /* others do not: backward may need them after the last gradient has come */
     bool packed;        /* (in order) the round is packed and waits for its turn */
     bool posted;        /* something was posted in this backward */
+    uint64_t posted_at; /* the order of posting, from 1; 0: never posted */
     bool outstanding;   /* a posted round is not yet summed; then it stands in the queue */
     bool shared;        /* (replicated) this rank has summed and shared its shard */
     zs_record *next;    /* next in that queue; borrowed */

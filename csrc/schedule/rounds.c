@@ -3,6 +3,10 @@
  * Rounds are summed in the order of posting, as late as may be: when a bucket is wanted and there is no other, or at
  * the end of the backward. So no rank waits for a peer that is a unit behind. Two buckets of a size are enough for
  * ranks in step; one more is made where every rank would otherwise wait for every other. See schedule.h.
+ *
+ * A peer may need a round to be ended here, and this rank may be about to wait for that peer elsewhere: in a collective
+ * of another model, or of the script. So ranks with the same events in a backward end the same rounds before the same
+ * events, whatever the timing and whatever earlier backwards were like.
  */
 #include "schedule/inner.h"
 
@@ -13,6 +17,7 @@
 static void enqueue(zs_schedule *schedule, zs_record *record)
 {
     record->round.outstanding = true;
+    record->round.posted_at = ++schedule->posts;
     record->round.next = NULL;
     if (schedule->first_out == NULL)
         schedule->first_out = record;
@@ -72,12 +77,12 @@ static zs_status end_round(zs_schedule *schedule, zs_record *record, zs_wait wai
     return status == ZS_OK && over ? ZS_ACT(schedule, step, record) : status;
 }
 
-/* Ends rounds in the order of posting until that of `record` is, or until a wait yields. One order on all ranks, so
- * that ranks in step never wait for each other. */
+/* Ends rounds in the order of posting, up to the last one of `record`, or until a wait yields. One order on all ranks,
+ * so that ranks in step never wait for each other. */
 static zs_status end_until(zs_schedule *schedule, const zs_record *record, zs_wait wait)
 {
     bool done = true;
-    while (done && record->round.outstanding)
+    while (done && schedule->first_out != NULL && schedule->first_out->round.posted_at <= record->round.posted_at)
         ZS_TRY(end_round(schedule, schedule->first_out, wait, &done));
     return ZS_OK;
 }
@@ -99,22 +104,32 @@ zs_status zs_rounds_end_all(zs_schedule *schedule)
 
 /* --- buckets ------------------------------------------------------------------------------------------------------ */
 
-/* Makes a posted bucket idle if its round is summed here and read by all peers. */
-static zs_status reclaim(zs_schedule *schedule, zs_lease *lease, zs_wait wait)
+/* Is its round summed here and read by all peers? Ends rounds for that, according to `wait`. */
+static zs_status end_for(zs_schedule *schedule, const zs_lease *lease, zs_wait wait, bool *read)
 {
     zs_record *user = lease->user;
-    bool ready = false;
+    *read = false;
     if (user == NULL) return ZS_OK;
     if (wait != ZS_WAIT_NOT)
         ZS_TRY(end_until(schedule, user, wait));
     else if (user->round.outstanding)
-        ZS_TRY(end_round(schedule, user, wait, &ready));
-    if (user->round.outstanding) return ZS_OK;
-    ZS_TRY(schedule->act->reusable(user, wait, &ready));
-    if (!ready) return ZS_OK;
-    user->round.out = NULL;
+        ZS_TRY(end_round(schedule, user, wait, read));
+    *read = false;
+    return user->round.outstanding ? ZS_OK : schedule->act->reusable(user, wait, read);
+}
+
+static void set_idle(zs_lease *lease)
+{
+    lease->user->round.out = NULL;
     lease->user = NULL;
     lease->posted = false;
+}
+
+static zs_status reclaim(zs_schedule *schedule, zs_lease *lease, zs_wait wait)
+{
+    bool read;
+    ZS_TRY(end_for(schedule, lease, wait, &read));
+    if (read) set_idle(lease);
     return ZS_OK;
 }
 
@@ -136,11 +151,12 @@ static pool_view look(const zs_schedule *schedule, size_t bytes)
     pool_view view = {0};
     for (size_t i = 0; i < schedule->n_leases; i++) {
         zs_lease *lease = schedule->leases[i];
-        if (lease->bytes < bytes) continue;
+        if (lease->bytes < bytes || lease->spare) continue;
         view.fitting++;
         if (lease->user == NULL && !lease->posted && (view.idle == NULL || lease->bytes < view.idle->bytes))
             view.idle = lease;
-        if (lease->user != NULL && lease->posted && (view.oldest == NULL || lease->posted_at < view.oldest->posted_at))
+        if (lease->user == NULL || !lease->posted) continue;
+        if (view.oldest == NULL || lease->user->round.posted_at < view.oldest->user->round.posted_at)
             view.oldest = lease;
     }
     return view;
@@ -163,22 +179,55 @@ void zs_schedule_drop_lease(zs_schedule *schedule, const zs_lease *lease)
     schedule->n_leases = kept;
 }
 
+/* Ends all rounds that can be ended now: peers may wait for them. Then frees a bucket that fits and that all peers have
+ * read, but only if not all have posted that of `oldest`: so their orders differ, and it may be long until they do.
+ * (Where they are the same, a rank would continue with that round open.) */
+static zs_status end_early(zs_schedule *schedule, size_t bytes, const zs_lease *oldest)
+{
+    const zs_round *round = &oldest->user->round;
+    zs_lease *found = NULL;
+    bool read;
+    for (size_t i = 0; i < schedule->n_leases; i++) {
+        zs_lease *lease = schedule->leases[i];
+        if (!lease->posted || lease == oldest) continue;
+        ZS_TRY(end_for(schedule, lease, ZS_WAIT_NOT, &read));
+        if (read && lease->bytes >= bytes) found = lease;
+    }
+    ZS_TRY(end_for(schedule, oldest, ZS_WAIT_NOT, &read)); /* last: it was posted before what was found */
+    if (found != NULL && round->outstanding && !round->shared) set_idle(found);
+    return ZS_OK;
+}
+
+/* A bucket beyond those of the plan, for the rest of this backward. */
+static zs_status add_bucket(zs_schedule *schedule, size_t bytes, zs_lease **out)
+{
+    for (size_t i = 0; i < schedule->n_leases; i++) {
+        zs_lease *lease = schedule->leases[i];
+        if (!lease->spare || lease->asked != bytes || lease->posted) continue;
+        lease->spare = false;
+        *out = lease;
+        return ZS_OK;
+    }
+    ZS_TRY(schedule->act->bucket_new(schedule, bytes, out));
+    (*out)->asked = bytes;
+    return ZS_OK;
+}
+
 /* Lends the unit a bucket, ending older rounds where needed. */
 static zs_status lend(zs_schedule *schedule, zs_record *record)
 {
     size_t bytes = record->is.bucket_bytes;
     pool_view view = look(schedule, bytes);
-    /* Collectives end in the order of posting, the oldest first. Looking for others would make the number of buckets
-     * depend on timing. */
-    for (size_t i = 0; i < schedule->n_leases && !schedule->in_order && view.idle == NULL; i++)
-        if (schedule->leases[i]->posted) ZS_TRY(reclaim(schedule, schedule->leases[i], ZS_WAIT_NOT));
-    view = look(schedule, bytes);
     if (view.idle == NULL && view.fitting >= ZS_BUCKETS_OUT && view.oldest != NULL) {
+        zs_lease *oldest = view.oldest;
+        if (!schedule->in_order)
+            ZS_TRY(end_early(schedule, bytes, oldest)); /* collectives end in the order of posting */
+        view = look(schedule, bytes);
         /* Comes back without it only if all ranks wait: ranks that differ in order need one bucket more. */
-        ZS_TRY(reclaim(schedule, view.oldest, ZS_WAIT_OR_YIELD));
+        if (view.idle == NULL) ZS_TRY(reclaim(schedule, oldest, ZS_WAIT_OR_YIELD));
         view = look(schedule, bytes);
     }
-    if (view.idle == NULL) ZS_TRY(schedule->act->bucket_new(schedule, bytes, &view.idle));
+    if (view.idle == NULL) ZS_TRY(add_bucket(schedule, bytes, &view.idle));
     view.idle->user = record;
     view.idle->posted = false;
     record->round.packing = view.idle;
@@ -209,6 +258,10 @@ void zs_rounds_begin(zs_schedule *schedule)
         zs_record *record = schedule->records[i];
         record->round.syncs = schedule->adds_leaves ? schedule->last_leaf : record->sync;
         record->round.packed = false;
+    }
+    for (size_t i = 0; i < schedule->n_leases; i++) {
+        zs_lease *lease = schedule->leases[i];
+        lease->spare = lease->extra;
     }
 }
 
@@ -290,7 +343,6 @@ static void posted(zs_schedule *schedule, zs_record *record)
     enqueue(schedule, record);
     if (lease == NULL) return;
     lease->posted = true;
-    lease->posted_at = schedule->posts++;
     record->round.out = lease;
     record->round.packing = NULL;
 }

@@ -9,11 +9,14 @@
 #include "one_test.h"
 #include "schedule/schedule.h"
 
-enum { MOST_UNITS = 6, MOST_PARAMS = 3, MOST_BUCKETS = 16 };
+enum { MOST_UNITS = 6, MOST_PARAMS = 3, MOST_BUCKETS = 32, MOST_EVENTS = 32 };
 
 /* --- the executor --------------------------------------------------------------------------------------------------------- */
 
 typedef struct model model;
+
+/* What peers have done of a round. */
+typedef enum peers { NOTHING, POSTED, SHARED, READ } peers;
 
 typedef struct unit {
     zs_record record;
@@ -24,6 +27,7 @@ typedef struct unit {
     bool under_way, full;             /* its gather; its full buffer */
     bool prepared, open, out, shared; /* its round: begun, posted */
     int n_packed, posted_at;
+    peers peers;
     bool held;     /* a view of its full buffer lives */
     int64_t stamp; /* of its last forward; negative: it has no hook */
 } unit;
@@ -34,7 +38,11 @@ struct model {
     int n;
     zs_lease buckets[MOST_BUCKETS];
     int n_buckets;
-    bool session, peers_are_slow;
+    bool session, peers_are_slow; /* peers come only when waited for */
+    bool yields;                  /* waits that may yield do so */
+    unsigned *moods;              /* peers, in this rank's order, come at random; NULL: as above; borrowed */
+    uint32_t ended[MOST_EVENTS];  /* by events that packed so far: the units whose rounds had ended, as bits */
+    int packs;
     int posts, sums; /* rounds so far */
     int64_t now;     /* nodes of the graph */
     int fails_in;    /* actions until one fails; negative: none does */
@@ -139,7 +147,7 @@ static zs_status bucket_new(zs_schedule *schedule, size_t bytes, zs_lease **out)
     CHECK(m->n_buckets < MOST_BUCKETS);
     ZS_TRY(act(m, "bucket", 0));
     zs_lease *made = &m->buckets[m->n_buckets++];
-    *made = (zs_lease){.bytes = bytes};
+    *made = (zs_lease){.bytes = bytes, .extra = m->yields};
     *out = made;
     return zs_schedule_add_lease(schedule, made);
 }
@@ -152,6 +160,14 @@ static zs_status begin_round(zs_record *record, bool local)
     return ZS_OK;
 }
 
+static void note_ended(model *m)
+{
+    uint32_t ended = 0;
+    for (int i = 0; i < m->n; i++)
+        if (m->units[i].record.round.posted && !m->units[i].out) ended |= 1u << i;
+    if (m->packs < MOST_EVENTS) m->ended[m->packs++] = ended;
+}
+
 static zs_status pack(zs_record *record, int64_t i, bool anew, bool *first)
 {
     unit *u = unit_of(record);
@@ -159,6 +175,7 @@ static zs_status pack(zs_record *record, int64_t i, bool anew, bool *first)
     CHECK(zs_record_is_full(record) && u->prepared);
     CHECK((record->round.packing != NULL) != record->round.local);
     if (record->round.packing != NULL) CHECK(record->round.packing->user == record);
+    note_ended(u->model);
     ZS_TRY(act(u->model, "pack", u->name));
     u->n_packed = anew ? 1 : u->n_packed + 1;
     *first = true;
@@ -180,19 +197,50 @@ static zs_status post(zs_record *record)
     u->out = true;
     u->shared = false;
     u->posted_at = u->model->posts++;
+    u->peers = NOTHING;
     return ZS_OK;
 }
 
-static bool is_there(const model *m, zs_wait wait)
+static unsigned draw(unsigned *seed, unsigned n)
 {
-    return wait != ZS_WAIT_NOT || !m->peers_are_slow;
+    *seed = *seed * 1103515245u + 12345u;
+    return (*seed >> 16) % n;
+}
+
+/* Peers move on. None posts a round before the older ones, or reads a sum that this rank has not shared. */
+static void move_peers(model *m)
+{
+    int behind = m->posts; /* the oldest round that they have not posted */
+    for (int i = 0; i < m->n; i++)
+        if (m->units[i].out && m->units[i].peers == NOTHING && m->units[i].posted_at < behind)
+            behind = m->units[i].posted_at;
+    for (int i = 0; i < m->n; i++) {
+        unit *u = &m->units[i];
+        peers most = u->posted_at > behind ? NOTHING : u->out && u->record.is.replicated && !u->shared ? SHARED : READ;
+        if (u->peers < most && draw(m->moods, 2) == 0) u->peers++;
+    }
+}
+
+/* Have the peers done this? */
+static bool is_there(unit *u, zs_wait wait, peers what)
+{
+    model *m = u->model;
+    if (!m->peers_are_slow) return true;
+    if (m->moods != NULL) move_peers(m);
+    if (wait == ZS_WAIT || (wait == ZS_WAIT_OR_YIELD && !m->yields))
+        for (int i = 0; i < m->n; i++) {
+            unit *older = &m->units[i];
+            peers least = older == u ? what : older->posted_at < u->posted_at ? POSTED : NOTHING;
+            if (older->peers < least) older->peers = least;
+        }
+    return u->peers >= what;
 }
 
 static zs_status share(zs_record *record, zs_wait wait, bool *done)
 {
     unit *u = unit_of(record);
     CHECK(u->out && !u->shared && record->is.replicated);
-    *done = is_there(u->model, wait);
+    *done = is_there(u, wait, POSTED);
     if (!*done) return ZS_OK;
     ZS_TRY(act(u->model, "share", u->name));
     u->shared = true;
@@ -205,7 +253,7 @@ static zs_status sum(zs_record *record, zs_wait wait, bool *done, bool *over)
     CHECK(u->out && u->shared == record->is.replicated);
     for (int i = 0; i < u->model->n && wait != ZS_WAIT_NOT; i++)
         CHECK(!u->model->units[i].out || u->model->units[i].posted_at >= u->posted_at);
-    if (!is_there(u->model, wait)) return ZS_OK;
+    if (!is_there(u, wait, record->is.replicated ? SHARED : POSTED)) return ZS_OK;
     ZS_TRY(act(u->model, "sum", u->name));
     *done = true;
     *over = record->early.over;
@@ -217,7 +265,7 @@ static zs_status sum(zs_record *record, zs_wait wait, bool *done, bool *over)
 static zs_status reusable(zs_record *record, zs_wait wait, bool *done)
 {
     CHECK(!unit_of(record)->out && record->round.out != NULL);
-    *done = is_there(unit_of(record)->model, wait);
+    *done = is_there(unit_of(record), wait, READ);
     return ZS_OK;
 }
 

@@ -161,17 +161,19 @@ static void unreduced_gradients_are_reduced_later(void)
 
 static void unit_steps_once_its_gradients_are_summed(void)
 {
-    const zs_traits traits[] = {outer, sharded, sharded};
-    model *m = new_model(true, 3, traits);
+    const zs_traits traits[] = {outer, sharded, sharded, sharded};
+    model *m = new_model(true, 4, traits);
     m->peers_are_slow = false;
-    for (int i = 1; i < 3; i++)
+    for (int i = 1; i < 4; i++)
         zs_record_set_early(&m->units[i].record, true);
     OK(forward(m, true));
     m->log[0] = 0;
     OK(backward(m));
-    says(m, "ready back, open back, gather a, bind a, gather c, bind c, bucket, pack c, reshard c, post c, gather b, "
-            "bind b, "
-            "sum c, step c, pack b, reshard b, post b, reshard a, sum b, step b, close, end");
+    says(
+        m,
+        "ready back, open back, gather a, bind a, gather d, bind d, bucket, pack d, reshard d, post d, gather c, "
+        "bind c, bucket, pack c, reshard c, post c, gather b, bind b, sum c, step c, sum d, step d, pack b, reshard b, "
+        "post b, reshard a, sum b, step b, close, end");
     free_model(m);
 }
 
@@ -402,13 +404,128 @@ static void freed_units_are_forgotten(void)
     free_model(m);
 }
 
-/* --- random passes ------------------------------------------------------------------------------------------------------------ */
+/* --- buckets, and what peers wait for ----------------------------------------------------------------------------------------- */
 
-static unsigned draw(unsigned *seed, unsigned n)
+static const char *const as_planned =
+    "ready back, open back, gather a, bind a, gather d, bind d, pack d, post d, gather c, bind c, pack c, post c, "
+    "gather b, "
+    "bind b, sum d, pack b, post b, reshard a, reshard b, reshard c, reshard d, sum c, sum b, close, end";
+
+/* A model whose buckets are those that a step needs, as the plan makes them. */
+static model *planned_model(void)
 {
-    *seed = *seed * 1103515245u + 12345u;
-    return (*seed >> 16) % n;
+    const zs_traits traits[] = {outer, sharded, sharded, sharded};
+    model *m = new_model(true, 4, traits);
+    for (int i = 0; i < 2; i++) {
+        m->log[0] = 0;
+        OK(forward(m, true));
+        m->log[0] = 0;
+        OK(backward(m));
+    }
+    says(m, as_planned);
+    return m;
 }
+
+static void says_of_backward(model *m, const char *expected)
+{
+    OK(forward(m, true));
+    m->log[0] = 0;
+    OK(backward(m));
+    says(m, expected);
+}
+
+static void bucket_of_ranks_that_differ_is_for_such_backwards_alone(void)
+{
+    model *m = planned_model();
+    for (int i = 0; i < 3; i++) {
+        m->yields = true;
+        says_of_backward(
+            m, i == 0 ? "ready back, open back, gather a, bind a, gather d, bind d, pack d, post d, gather c, "
+                        "bind c, pack c, post c, gather b, bind b, bucket, pack b, post b, reshard a, reshard b, "
+                        "reshard c, reshard d, sum d, sum c, sum b, close, end"
+                      : "ready back, open back, gather a, bind a, gather d, bind d, pack d, post d, gather c, "
+                        "bind c, pack c, post c, gather b, bind b, pack b, post b, reshard a, reshard b, "
+                        "reshard c, reshard d, sum d, sum c, sum b, close, end");
+        m->yields = false;
+        says_of_backward(m, as_planned);
+    }
+    free_model(m);
+}
+
+/* A unit's gradients, when its peers have done so much of the rounds of d and c; the bucket is that of unit `freed`. */
+static void says_with_peers(model *m, peers of_d, peers of_c, const char *expected, int freed)
+{
+    OK(forward(m, true));
+    OK(zs_schedule_backward(&m->schedule, &m->units[0].record, m->units[0].stamp));
+    OK(back(m, 3));
+    OK(back(m, 2));
+    m->units[3].peers = of_d;
+    m->units[2].peers = of_c;
+    m->log[0] = 0;
+    OK(back(m, 1));
+    says(m, expected);
+    for (int i = 2; i < 4; i++)
+        CHECK((m->units[i].record.round.out == NULL) == (i == freed));
+    OK(zs_schedule_end(&m->schedule));
+}
+
+static void bucket_that_peers_have_read_is_taken_if_they_differ_in_order(void)
+{
+    model *m = planned_model();
+    says_with_peers(m, NOTHING, NOTHING, "gather b, bind b, sum d, pack b, post b", 3);
+    says_with_peers(m, NOTHING, POSTED, "gather b, bind b, sum c, sum d, pack b, post b", 3);
+    says_with_peers(m, NOTHING, READ, "gather b, bind b, sum c, pack b, post b", 2);
+    says_with_peers(m, POSTED, READ, "gather b, bind b, sum c, sum d, pack b, post b", 3);
+    says_with_peers(m, READ, READ, "gather b, bind b, sum c, sum d, pack b, post b", 3);
+    free_model(m);
+}
+
+/* One of two models with the same units: with the buckets that a step needs. */
+static model *model_of(unsigned seed)
+{
+    const zs_traits *kind = draw(&seed, 2) ? &sharded : &whole;
+    zs_traits traits[MOST_UNITS] = {outer};
+    int n = 4 + (int)draw(&seed, MOST_UNITS - 3);
+    for (int i = 1; i < n; i++) {
+        traits[i] = *kind;
+        traits[i].bucket_bytes = 64 * (1 + draw(&seed, 2));
+    }
+    model *m = new_model(true, n, traits);
+    for (int i = 0; i < 4; i++) {
+        OK(forward(m, true));
+        OK(backward(m));
+    }
+    m->packs = 0;
+    return m;
+}
+
+/* Else a peer could wait here for this rank, which waits for it in another model's collective. */
+static void neither_timing_nor_the_past_leaves_a_round_open_for_longer(void)
+{
+    for (unsigned seed = 0; seed < 4000; seed++) {
+        unsigned moods = seed;
+        model *slow = model_of(seed), *other = model_of(seed);
+        int extra = (int)draw(&moods, 3);
+        for (int i = 0; i < extra; i++) { /* it has differed from its peers before */
+            zs_lease *lease = &other->buckets[other->n_buckets++];
+            size_t bytes = 64 * (1 + draw(&moods, 2));
+            *lease = (zs_lease){.bytes = bytes, .asked = bytes, .extra = true};
+            OK(zs_schedule_add_lease(&other->schedule, lease));
+        }
+        other->moods = &moods;
+        OK(forward(slow, true));
+        OK(backward(slow));
+        OK(forward(other, true));
+        OK(backward(other));
+        CHECK(slow->packs == other->packs && slow->packs >= slow->n - 1);
+        for (int i = 0; i < slow->packs; i++)
+            CHECK((slow->ended[i] & ~other->ended[i]) == 0);
+        free_model(slow);
+        free_model(other);
+    }
+}
+
+/* --- random passes ------------------------------------------------------------------------------------------------------------ */
 
 static model *random_model(unsigned *seed)
 {
@@ -496,6 +613,9 @@ static const one_test tests[] = {
     TEST(failed_packing_leaves_the_round_incomplete),
     TEST(unit_entered_elsewhere_may_leave),
     TEST(freed_units_are_forgotten),
+    TEST(bucket_of_ranks_that_differ_is_for_such_backwards_alone),
+    TEST(bucket_that_peers_have_read_is_taken_if_they_differ_in_order),
+    TEST(neither_timing_nor_the_past_leaves_a_round_open_for_longer),
     TEST(random_passes_keep_the_rules),
 };
 

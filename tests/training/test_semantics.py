@@ -491,6 +491,49 @@ def test_two_models_train_on_each_others_outputs(pool2, combination):
     pool2.run(two_models, combination)
 
 
+class Chain(nn.Module):
+    """Units small.0 to small.3 and large: its forward runs those that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.large = nn.Linear(WIDTH, 1000)
+
+    def forward(self, x, before, between, after, large=False):
+        out = self.large(x).mean() if large else 0.0
+        for i in before:
+            x = self.small[i](x)
+        x = between(x)
+        for i in after:
+            x = self.small[i](x)
+        return x.mean() + out
+
+
+def with_all_reduce(x):
+    x.register_hook(lambda grad: dist.all_reduce(grad.clone()))
+    return x * 1.0
+
+
+def collectives_within_a_backward(strategy, between):
+    """Ranks that did different things before, and so have other buckets, end the same rounds before
+    a collective that shm knows nothing of."""
+    rank = dist.get_rank()
+    model = FSDP(make(Chain), strategy=strategy, transport="shm", auto_wrap_policy={nn.Linear})
+    if between == "a model over c10d":
+        between = FSDP(make(lambda: Block(WIDTH)), strategy=strategy, transport="c10d")
+    else:
+        between = with_all_reduce
+    used = [2, 3] if rank == 0 else []
+    model(floats(rank), used, nn.Identity(), [], large=True).backward()
+    model(floats(rank), [0], between, [1, 2, 3]).backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("between", ["all_reduce", "a model over c10d"])
+def test_collectives_within_a_backward_over_shm(pool2, strategy, between):
+    pool2.run(collectives_within_a_backward, strategy, between)
+
+
 def copied_unit(combination):
     """A deepcopy of a unit computes the same and trains by itself; the model stays as it was."""
     model, x = wrapped(Stack, combination, auto_wrap_policy={Block}), floats(dist.get_rank())
