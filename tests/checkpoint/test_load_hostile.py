@@ -558,7 +558,9 @@ def test_invalid_parts(changes, said):
         manifest.parse(signed({**body(), **valid, **changes}), "zshard.json")
 
 
-@pytest.mark.parametrize("key", sorted(json.loads(manifest.dump(_SOME))["checkpoint"]))
+@pytest.mark.parametrize(
+    "key", sorted(json.loads(manifest.dump(_SOME))["checkpoint"].keys() - {"averages"})
+)  # older ones have no averages
 def test_missing_manifest_content(key):
     rest = {name: value for name, value in body().items() if name != key}
     with pytest.raises(CheckpointError):

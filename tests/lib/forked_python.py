@@ -51,6 +51,6 @@ def _bytes(own: socket.socket, count: int) -> bytes:
     while len(found) < count:
         more = own.recv(count - len(found))
         if not more:
-            sys.exit("the nursery is gone")
+            sys.exit("the nursery has exited")
         found += more
     return found

@@ -47,7 +47,7 @@ from tasks import (
 )
 
 SLACK = 30.0  # seconds that the nursery may take beyond the ranks' limit
-ADDRESS = "ZSHARD_TEST_NURSERY"  # the variable by which a session's processes find its nursery
+ADDRESS = "ZSHARD_TEST_NURSERY"  # the variable that names a session's nursery
 
 
 class Nursery:
@@ -211,7 +211,7 @@ def end_with_parent() -> None:
 
 def _listen(listener: socket.socket) -> None:
     """Fork a process for each connection; returns in the process that has done its work."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for them
     while True:
         own, _ = listener.accept()
         if os.fork():
@@ -221,7 +221,7 @@ def _listen(listener: socket.socket) -> None:
         end_with_parent()
         listener.close()
         os.setsid()
-        with contextlib.suppress(EOFError):  # whoever connected is gone
+        with contextlib.suppress(EOFError):  # the client has exited
             _, pipes, _, _ = socket.recv_fds(own, 1, 64)
             connection = Connection(own.detach())
             _attend(connection, pipes, **connection.recv())

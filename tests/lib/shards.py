@@ -1,7 +1,7 @@
 """All cases of all tests, in parts that one sitting can run: `make thorough SHARD=3/16`.
 
 A case's shard depends on its name only. What has passed is noted under build/, by commit, so that a
-shard that was broken off goes on where it was. A finished one is recorded in tests/shards.json, which is
+shard that was broken off continues where it was. A finished one is recorded in tests/shards.json, which is
 committed: part, commit, date, counts, failures.
 """
 

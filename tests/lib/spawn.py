@@ -91,7 +91,7 @@ def _raise_at_its_line(failure: RankFailure) -> None:
 
 
 class _Parent:
-    """The process that forks the ranks of a pool, as far as their ends tell: see nursery.py."""
+    """The process that has forked the ranks of a pool: see nursery.py."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

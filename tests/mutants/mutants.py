@@ -55,7 +55,7 @@ OPERATORS = {
         (r"&&", "||"),
         (r"\|\|", "&&"),
         (r"\bif \((.*)\)(?= \{$)", r"if (!(\1))"),
-        (r"^(\s+)[\w>.-]+\(.*\);$", r"\1;"),  # a call whose value nobody reads
+        (r"^(\s+)[\w>.-]+\(.*\);$", r"\1;"),  # a call without its value
         (r"^(\s+)\S[^=]* [-+|]?= .*;$", r"\1;"),  # an assignment to what is declared elsewhere
         (r"\btrue\b", "false"),
         (r"\bfalse\b", "true"),

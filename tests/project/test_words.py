@@ -20,7 +20,7 @@ C_NAME = re.compile(r"\b[a-z_]\w*_\w*\b")
 # What to look for, how often it may stand, and what to write instead.
 WORDS = [
     ("slices?", 32, "shard"),
-    ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 30, "name the subject: no rank, a script"),
+    ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 29, "name the subject: no rank, a script"),
     ("(?:goes|go|going|went) on", 27, "continue"),
     ("(?:gives?|gave|given) (?:it )?back", 18, "free, return, drop"),
     ("hears?|heard", 12, "receive, learn"),
