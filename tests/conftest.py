@@ -136,6 +136,8 @@ def pools() -> Iterator[dict[int, RankPool]]:
     """The session's pools by world size; each starts its ranks when it is first used."""
     made: dict[int, RankPool] = {}
     yield made
+    for pool in made.values():  # all at once
+        pool.hang_up()
     for pool in made.values():
         pool.close(patience=5.0)
 

@@ -113,4 +113,4 @@ def test_in_c(runs: Runs, program: str, build: str, name: str) -> None:
 
 
 def test_program_refuses_unknown_tests(programs: Programs) -> None:
-    assert run(programs.get("test_comm_shm", "release"), "no_such_test").returncode == 2
+    assert run(programs.get("test_comm_shm", "sanitized"), "no_such_test").returncode == 2

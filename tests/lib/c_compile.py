@@ -105,12 +105,19 @@ def _thread_sanitizer_runs() -> bool:
 
 
 def compile_all() -> None:
-    """Compile what several programs are made of; a test says what does not compile."""
-    several = ["c10d_*.c", "comm_c10d.c", "nccl_*.c", "cuda_driver.c", "layout.c", "arena.c"]
-    files = [*C.glob("test_*.c"), NO_LOOPS, *sources(*SHM, *several)]
+    """Compile what takes longest, and what several programs are made of; a test says what does not
+    compile."""
+    cuda = sources("cuda_driver.c", "cuda_kernels.c", "cuda_update.c", "device_cpu.c", "simd.c")
+    cuda += [C / "serial_parallel_for.c", C / "test_cuda_driver.c"]
+    more = sources("c10d_*.c", "comm_c10d.c", "nccl_*.c", "layout.c", "arena.c", "traffic.c")
+    several = {
+        "plain": [*cuda, *sources("optim_cpu.c", "optim_compact.c", "memory.c", "status.c")],
+        "sanitized": [*cuda, *C.glob("test_*.c"), NO_LOOPS, *sources(*SHM), *more],
+    }
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores:
-        for source in files:
-            cores.submit(_object, source, BUILDS["sanitized"])
+        for build, files in several.items():
+            for source in files:
+                cores.submit(_object, source, BUILDS[build])
 
 
 if __name__ == "__main__":

@@ -102,11 +102,22 @@ def _release_objects() -> dict[str, Path]:
 
 def symbols(path: Path, *options: str) -> Symbols:
     """Return the symbols of a library or an object."""
-    listed = subprocess.run(["nm", *options, str(path)], text=True, capture_output=True, check=True)
-    return [(kind, name) for *_, kind, name in map(str.split, listed.stdout.splitlines())]
+    return _symbols([path], *options)[path]
+
+
+def _symbols(paths: list[Path], *options: str) -> dict[Path, Symbols]:
+    command = ["nm", "-A", *options, *map(str, paths)]
+    listed = subprocess.run(command, text=True, capture_output=True, check=True)
+    found: dict[Path, Symbols] = {path: [] for path in paths}
+    for line in listed.stdout.splitlines():
+        path, _, rest = line.partition(":")
+        found[Path(path)].append(tuple(rest.split()[-2:]))  # type: ignore[arg-type]
+    return found
 
 
 @functools.cache
 def symbols_by_source() -> dict[str, Symbols]:
     """Return the symbols of each source's object."""
-    return {source: symbols(path) for source, path in release_objects().items()}
+    objects = release_objects()
+    found = _symbols(list(objects.values()))
+    return {source: found[path] for source, path in objects.items()}

@@ -147,6 +147,7 @@ def fork_ranks(
     env: dict[str, str] | None = None,
     check: bool = False,
     until: int | None = None,
+    alone: bool = False,
 ) -> list[RankResult]:
     """Run a module-level function `fn(*args)`, or a script with arguments, on `world` forked ranks.
 
@@ -154,10 +155,14 @@ def fork_ranks(
     env: added to the ranks' environment.
     check: raise RankFailure if a rank fails. Without it, check the results.
     until: kill the others once this rank has ended.
+    alone: fork a process that has imported no other test's module: for what a process decides once.
     """
     global _forking
     from torch.distributed import TCPStore
 
+    if alone and _forking is not None:
+        _forking.close()
+        _forking = None
     if _forking is None:
         _forking = connect(start_nursery())
     # Port 0 and this process as server, as in spawn.py: no other process can take the port.

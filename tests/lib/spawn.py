@@ -383,6 +383,11 @@ class RankPool:
             self.close()
             raise
 
+    def hang_up(self) -> None:
+        """Let the ranks exit."""
+        for pipe in self._group.pipes if self._group is not None else ():
+            pipe.close()
+
     def close(self, patience: float = 0.0) -> None:
         """End the ranks, giving them `patience` s to exit; the next `run` starts new ones."""
         if self._group is not None:

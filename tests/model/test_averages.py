@@ -195,7 +195,8 @@ def test_special_values(dtype, decay):
 @pytest.mark.parametrize("isa", ["default", "avx2"])
 def test_other_instruction_sets(isa):
     """A process chooses them with its first loop, for torch and for zshard."""
-    fork_ranks(all_special_values, 1, isa, env={"ATEN_CPU_CAPABILITY": isa}, check=True)
+    env = {"ATEN_CPU_CAPABILITY": isa}
+    fork_ranks(all_special_values, 1, isa, env=env, check=True, alone=True)
 
 
 def all_special_values(isa):

@@ -97,8 +97,12 @@ def order_in_a_run(transport):
 def test_predicted_events_are_those_of_a_run(pool, transport):
     names, events = events_of(CASES["net"].make(), transport, 2)
     predicted = [(act, names[at]) for act, at in events if act in ("gather", "post")]
+    # Over shm a round begins once autograd has its gradients: the root's come at another moment.
+    left_out = [("post", "")] if transport == "shm" else []
     for order in pool.run(order_in_a_run, transport):
-        assert order == predicted
+        assert sorted(order) == sorted(predicted)
+        both = [[each for each in found if each not in left_out] for found in (order, predicted)]
+        assert both[0] == both[1]
 
 
 def test_events_pair_up():

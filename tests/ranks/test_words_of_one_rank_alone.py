@@ -18,7 +18,7 @@ from spawn import on_ranks
 
 import zshard
 from zshard import FSDP
-from zshard.ranks import stalls
+from zshard.ranks import groups, stalls
 
 both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
@@ -134,6 +134,7 @@ def test_caught_wrapping_failure_does_not_affect_later_models(transport):
 def no_group(rank):
     import warnings
 
+    groups._say_alone.cache_clear()  # pytest's process, from which it is forked, may have said it
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         FSDP(make(Wide))
