@@ -114,9 +114,10 @@ def _is_open(state: State) -> bool:
 
 
 def _note_values(state: State) -> None:
-    """Note a digest of the unit's full parameters; ranks compare it in their next collective. Within
-    a write, by which a peer that reads alone knows that it is due. Each rank keeps its shard of what it wrote itself, so different values on one rank would leave a
-    mixture, and replicas that differ."""
+    """Note a digest of the unit's full parameters; ranks compare it in their next collective. Each
+    rank keeps its shard of what it wrote itself, so different values on one rank would leave a
+    mixture, and replicas that differ. Call it within a write, which a rank that reads alone waits
+    for."""
     if state.comms.all.world > 1:
         for index, param in enumerate(state.unit.params):
             state.unit.note_draw(index, sum_of_bits(param))
@@ -176,7 +177,8 @@ def summon_full_params(
         recurse: include all units at and below `module`; else only its own.
         writeback: keep changes: on exit each rank keeps its shard of what was written. Write the
             same values on all ranks, else the next forward or round of gradients raises
-            DivergenceError. False discards changes.
+            DivergenceError. False discards changes, also those that a context within this one
+            would keep.
         rank0_only: unshard on rank 0 only (other ranks still take part). Requires writeback=False.
         offload_to_cpu: accepted for compatibility; no effect.
         with_grads: also unshard `.grad`, and keep or discard what is written or assigned to it. A
