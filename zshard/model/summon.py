@@ -68,7 +68,7 @@ def full_params(
             if not state.unit.pin(True):
                 continue
             if rank0_only and state.comms.all.rank != 0:
-                state.unit.unpin(False)
+                state.unit.unpin()
             else:
                 held.append(state)
         for each in grads:
