@@ -118,6 +118,8 @@ def end(fake):
 
 
 def test_exit_is_quiet(fake):
-    usual, ours = (fork_ranks(end, 1, path, check=True)[0] for path in ("", str(fake)))
+    usual, ours = (
+        fork_ranks(end, 1, path, check=True)[0] for path in ("", str(fake))
+    )
     # Triton, beside torch 2.15 on Python 3.13, reports leaks of its own.
     assert set(ours.stderr.splitlines()) <= set(usual.stderr.splitlines())
