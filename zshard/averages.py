@@ -328,7 +328,7 @@ class _Live:
         """Undo it, whatever has happened. For autograd, nothing was written."""
         try:
             for unit in self._units:
-                unit.unpin(False)  # a forward has kept it for a backward, or unshard()
+                unit.unpin(True)  # a forward has kept it for a backward, or unshard()
             self._write(engines, self._values)
         finally:
             versions = torch._C._autograd._unsafe_set_version_counter

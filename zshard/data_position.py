@@ -175,7 +175,8 @@ class DataPosition:
         if group is None:
             return
         mine = {**self._order, "epoch": self.epoch, "position": self.samples, "batch_size": size}
-        everyone = gather_objects(mine, group)
+        when = "while the ranks were comparing their data positions"
+        everyone = gather_objects(mine, group, when)
         for rank, theirs in enumerate(everyone):
             for name in mine:
                 if theirs[name] != everyone[0][name]:

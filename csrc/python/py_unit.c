@@ -273,23 +273,20 @@ static PyObject *unit_pin(unit_object *self, PyObject *args)
     return status != ZS_OK ? zs_py_raise(NULL) : PyBool_FromLong(pinned);
 }
 
+static PyObject *unit_accept(unit_object *self, PyObject *unused)
+{
+    (void)unused;
+    return zs_py_none(zs_unit_accept(self->unit, true));
+}
+
 static PyObject *unit_unpin(unit_object *self, PyObject *args)
 {
-    PyObject *keep = Py_None;
-    if (!PyArg_ParseTuple(args, "|O:unpin", &keep)) return NULL;
-    zs_status status = ZS_OK;
-    zs_clear_error();
-    zs_engine *engine = zs_engine_of(self->unit);
-    bool writes = keep == Py_True && self->unit->record.pinned;
-    if (writes) ZS_PY_NOGIL(status, zs_engine_write_begin(engine));
-    bool begun = writes && status == ZS_OK;
-    if (status == ZS_OK && keep != Py_None) status = zs_unit_accept(self->unit, keep == Py_True);
-    zs_status ended = ZS_OK, resharded;
-    if (begun) ZS_PY_NOGIL(ended, zs_engine_write_end(engine));
-    ZS_PY_NOGIL(resharded, zs_engine_reshard(self->unit));
-    ZS_ALSO(status, ended);
-    ZS_ALSO(status, resharded);
-    return zs_py_shown(engine, status);
+    int discard = 0;
+    if (!PyArg_ParseTuple(args, "|p:unpin", &discard)) return NULL;
+    if (discard) (void)zs_unit_accept(self->unit, false); /* copies nothing, so it cannot fail */
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_engine_reshard(self->unit));
+    return zs_py_shown(zs_engine_of(self->unit), status);
 }
 
 static PyObject *unit_unwind(unit_object *self, PyObject *args)
@@ -371,8 +368,12 @@ static PyMethodDef unit_methods[] = {
     {"pin", (PyCFunction)unit_pin, METH_VARARGS,
      "pin($self, exact=False, /)\n--\n\nUnshard the parameters and pin them until unpin() or the end of the next "
      "backward. Collective."},
+    {"accept", (PyCFunction)unit_accept, METH_NOARGS,
+     "accept($self, /)\n--\n\nKeep this rank's shard of what a script has written to parameters that are pinned. To be "
+     "called within a write of the engine."},
     {"unpin", (PyCFunction)unit_unpin, METH_VARARGS,
-     "unpin($self, keep=None, /)\n--\n\nReshard parameters that pin() pinned or that a forward left unsharded."},
+     "unpin($self, discard=False, /)\n--\n\nReshard parameters that pin() pinned or that a forward left unsharded. "
+     "discard: what was written to them is no error."},
     {"unwind", (PyCFunction)unit_unwind, METH_VARARGS,
      "unwind($self, n_open, what, /)\n--\n\nEnd the forwards and sessions of the unit's model that were opened since "
      "n_open was `n_open`, after an exception."},

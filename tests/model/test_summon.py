@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 from models import CASES, COMBINATIONS, TRANSPORTS, differences, make, wrapped
 from scenarios import WIDTH, Stack, all_grads, forward_backward, message_of, whole_grads
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -68,6 +72,119 @@ def writing(combination, writeback, precision):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_writes_are_kept_or_discarded(pool2, combination, writeback, precision):
     assert pool2.run(writing, combination, writeback, precision) == [[], []]
+
+
+# --- contexts within each other -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def summoned(module, levels):
+    """Contexts within each other; on entry to each, all parameters of the module are written."""
+    with contextlib.ExitStack() as stack:
+        for writeback in levels:
+            stack.enter_context(FSDP.summon_full_params(module, writeback=writeback))
+            scale(module)
+        yield
+
+
+def nested(combination, mixed=False):
+    """Return a model; mixed: one of its blocks is not sharded."""
+    (strategy, transport), model = combination, make(Stack)
+    if mixed:
+        FSDP(model.blocks[1], strategy="no_shard", transport=transport)
+    return FSDP(model, strategy=strategy, transport=transport)
+
+
+LEVELS = [levels for n in (2, 3) for levels in itertools.product([True, False], repeat=n)]
+
+
+@pytest.mark.parametrize(
+    ("combination", "mixed"),
+    [*((each, False) for each in COMBINATIONS), *((each, True) for each in COMBINATIONS[:-1])],
+)
+@pytest.mark.sampled(4)
+@on_ranks(2)
+def test_an_enclosing_context_decides_what_is_kept(combination, mixed):
+    for levels, fails in itertools.product(LEVELS, [False, True]):
+        model, plain = nested(combination, mixed), make(Stack)
+        with contextlib.suppress(ValueError), summoned(model, levels):
+            if fails:
+                raise ValueError("stumbled")
+        for _ in itertools.takewhile(bool, levels):
+            scale(plain)
+        assert differences(model.state_dict(), plain.state_dict()) == [], (levels, fails)
+        forward_backward(model, dist.get_rank())
+
+
+@contextlib.contextmanager
+def first_on_rank_0():
+    """The other ranks run the body after rank 0 has."""
+    if dist.get_rank() != 0:
+        dist.barrier()
+    yield
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_a_rank_that_is_ahead_reads_what_was_not_kept(strategy, mixed):
+    model, plain = nested((strategy, "shm"), mixed), make(Stack)
+    for levels in LEVELS:
+        if levels[0]:
+            continue
+        with first_on_rank_0():
+            with summoned(model, levels):
+                pass
+            assert differences(model.state_dict(), plain.state_dict()) == [], levels
+        dist.barrier()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@on_ranks(2)
+def test_a_rank_that_is_ahead_reads_within_the_context_of_a_part(mixed):
+    model, plain = nested(("full_shard", "shm"), mixed), make(Stack)
+    scale(plain.blocks[1])
+    with FSDP.summon_full_params(model.blocks[1]):
+        with first_on_rank_0():
+            with summoned(model.blocks[1], [True]):
+                pass
+            assert differences(model.state_dict(), plain.state_dict()) == []
+        dist.barrier()
+    assert differences(model.state_dict(), plain.state_dict()) == []
+
+
+@on_ranks(2)
+def test_a_rank_that_is_ahead_reads_what_was_written_to_what_is_not_sharded():
+    model, plain = nested(("full_shard", "shm"), mixed=True), make(Stack)
+    for _ in range(20):
+        scale(plain.blocks[1])
+        with summoned(model.blocks[1], [True]):
+            pass
+        assert differences(model.state_dict(), plain.state_dict()) == []
+
+
+@pytest.mark.parametrize("writeback", [True, False])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_writes_after_unshard_are_kept_or_discarded(combination, writeback):
+    model, plain = nested(combination), make(Stack)
+    units = FSDP.fsdp_modules(model)
+    for unit in units:
+        unit.unshard()
+    with summoned(model, [writeback]):
+        pass
+    if writeback:
+        scale(plain)
+    assert differences(whole(model), whole(plain)) == []  # still unsharded
+    for unit in units:
+        unit.reshard()
+    assert differences(model.state_dict(), plain.state_dict()) == []
+    forward_backward(model, dist.get_rank())
+
+
+# --- parts, forwards, errors ----------------------------------------------------------------------
 
 
 def own_unit_only(transport):

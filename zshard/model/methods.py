@@ -224,7 +224,8 @@ class ModelMethods(ModelNamesFirst):
 
         Collective. Nested units are not affected. Forwards until then use the same values, and the
         parameters may also be used outside the unit's forward. They are copies: modifying them in
-        place is a RuntimeError when they are resharded, and so is an optimizer step before that.
+        place, except within `summon_full_params()`, is a RuntimeError when they are resharded, and
+        so is an optimizer step before that.
         Takes memory for the unit's full parameters.
 
         Args:

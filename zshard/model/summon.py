@@ -24,7 +24,7 @@ from zshard.optim.step_digest import sum_of_bits
 from zshard.ranks.agreement import PublicCall, gather_bytes, take_from
 from zshard.ranks.ends import may_stay_open
 from zshard.units.shards import part_of
-from zshard.units.units import State, Summons, refuse_writes, state_of, units_of
+from zshard.units.units import State, Summons, refuse_writes, state_of, units_of, writing
 
 _NONE, _SLICE, _LOCAL = range(3)
 
@@ -68,7 +68,7 @@ def full_params(
             if not state.unit.pin(True):
                 continue
             if rank0_only and state.comms.all.rank != 0:
-                state.unit.unpin(False)
+                state.unit.unpin()
             else:
                 held.append(state)
         for each in grads:
@@ -83,11 +83,10 @@ def full_params(
             for each in grads:
                 ends.callback(each.restore_own, writeback)
             for state in reversed(held):
-                ends.callback(state.unit.unpin, writeback)
+                ends.callback(state.unit.unpin, True)
             for each in grads:
                 each.take(writeback)
-            for state in states if writeback else ():
-                _note_values(state)
+            _write_back(states, held)
 
 
 @torch.no_grad()
@@ -96,22 +95,40 @@ def _restore(before: list[tuple[Tensor, Tensor]]) -> None:
         param.copy_(value)
 
 
+def _write_back(states: list[State], held: list[State]) -> None:
+    """Keep this rank's shards of what was written, unless an enclosing context will keep or discard
+    it. held: what this context unsharded."""
+    outermost = [state for state in states if len(state.summons) == 1 or state in held]
+    kept = [s for s in outermost if all(each.writeback for each in s.summons) and _is_open(s)]
+    # Not in a forward, which a rank may run alone: it would wait for the others.
+    with writing(s.unit for s in kept if s.unit.is_pinned or not s.unit.in_forward):
+        for state in kept:
+            _note_values(state)
+            state.unit.accept()
+
+
+def _is_open(state: State) -> bool:
+    """Return whether a script can write to the unit's parameters now: it is never sharded, or
+    unshard() or a context has gathered it."""
+    return state.unit.is_full and (state.unit.replicated or state.unit.is_pinned)
+
+
 def _note_values(state: State) -> None:
     """Note a digest of the unit's full parameters; ranks compare it in their next collective. Each
     rank keeps its shard of what it wrote itself, so different values on one rank would leave a
-    mixture, and replicas that differ."""
-    if state.unit.is_full and state.comms.all.world > 1:
+    mixture, and replicas that differ. Call it within a write, which a rank that reads alone waits
+    for."""
+    if state.comms.all.world > 1:
         for index, param in enumerate(state.unit.params):
             state.unit.note_draw(index, sum_of_bits(param))
 
 
 def _values(states: list[State]) -> list[tuple[Tensor, Tensor]]:
-    """Return the current values of parameters that stay unsharded: those that are never sharded,
-    and those that unshard() or an enclosing context has gathered."""
+    """Return the current values of parameters that stay unsharded."""
     return [
         (param, param.detach().clone())
         for state in states
-        if state.unit.is_full and (state.unit.replicated or state.unit.is_pinned)
+        if _is_open(state)
         for param in state.unit.params
     ]
 
@@ -160,7 +177,8 @@ def summon_full_params(
         recurse: include all units at and below `module`; else only its own.
         writeback: keep changes: on exit each rank keeps its shard of what was written. Write the
             same values on all ranks, else the next forward or round of gradients raises
-            DivergenceError. False discards changes.
+            DivergenceError. False discards changes, also those that a context within this one
+            would keep.
         rank0_only: unshard on rank 0 only (other ranks still take part). Requires writeback=False.
         offload_to_cpu: accepted for compatibility; no effect.
         with_grads: also unshard `.grad`, and keep or discard what is written or assigned to it. A

@@ -105,19 +105,23 @@ def take_from(root: int, comm: _core.Comm, tensor: torch.Tensor) -> None:
         tensor.copy_(plain)
 
 
-def gather_objects(mine: object, group: dist.ProcessGroup) -> list[Any]:
+def gather_objects(
+    mine: object, group: dist.ProcessGroup, when: str = "while the ranks were connecting"
+) -> list[Any]:
     """Return the object of each rank of `group`, of any size, in rank order. Collective.
 
     For ranks without a transport yet. torch's all_gather_object() needs NumPy; this does not.
 
-    Raises PeerError if torch's collective fails, as it does once a rank has exited.
+    Raises PeerError if torch's collective fails, as it does once a rank has exited. when: for its
+    message.
     """
     device = distributed_c10d._get_object_coll_device(group)  # a GPU if the group has only NCCL
     data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-    lengths = [int(each) for each in _all_gather(torch.tensor([len(data)], device=device), group)]
+    length = torch.tensor([len(data)], device=device)
+    lengths = [int(each) for each in _all_gather(length, group, when)]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(data)] = data.to(device)
-    gathered = [each.cpu() for each in _all_gather(padded, group)]
+    gathered = [each.cpu() for each in _all_gather(padded, group, when)]
     return [pickle.loads(bytes_of(each)[:n]) for each, n in zip(gathered, lengths, strict=True)]
 
 
@@ -133,14 +137,13 @@ def warn_together(group: dist.ProcessGroup, text: str) -> None:
         raise each
 
 
-def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, when: str) -> list[torch.Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     try:
         dist.all_gather(gathered, tensor, group=group)
     except RuntimeError as error:
         raise _core.PeerError(
-            f"a rank may have exited while the ranks were connecting: {error}; see the output of "
-            "the other ranks"
+            f"a rank may have exited {when}: {error}; see the output of the other ranks"
         ) from error
     return gathered
 

@@ -262,7 +262,8 @@ def _check_launcher() -> None:
                 f"{world}={size}, but there is no process group, so each of the {size} processes "
                 "would train alone: call torch.distributed.init_process_group() first (with "
                 f"rank=int(os.environ['{rank}']), world_size={size}), or start the ranks with "
-                f"torchrun; for a single process, unset {world}"
+                "torchrun, or shard the model in configure_model() of a trainer that starts them; "
+                f"for a single process, unset {world}"
             )
         return
 
