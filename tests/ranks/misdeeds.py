@@ -130,11 +130,14 @@ def train(deed, place, folder, transport, timeout=60.0, strategy="full_shard"):
 
 def check_survivors(results, kinds, *words, within=5.0):
     """Check that all ranks but the last ended by themselves with an error of `kinds` that contains
-    `words`."""
+    `words`, or that names another of them, which had already ended with such an error."""
+    survivors = {f"see the output of rank {result.rank} for the cause" for result in results[:-1]}
     for result in results[:-1]:
         assert result.returncode == 0, f"rank {result.rank}: {result.returncode}\n{result.stderr}"
         end = result.value
         assert end.kind in kinds, f"rank {result.rank} ended with {end}"
+        if any(other in end.message for other in survivors):
+            continue
         missing = [word for word in words if word not in end.message]
         assert not missing, f"{missing} not in: {end.message}"
         assert end.seconds < within, f"rank {result.rank} took {end.seconds:.1f} s"

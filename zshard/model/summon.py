@@ -57,6 +57,7 @@ def full_params(
     versions = [] if writeback else _versions(states)
     held: list[State] = []
     grads: list[_FullGrads] = []
+    entered = False
     for state in states:
         state.summons.append(Summons(writeback, rank0_only))
     try:
@@ -73,6 +74,7 @@ def full_params(
                 held.append(state)
         for each in grads:
             each.show()
+        entered = True
         yield
     finally:
         with contextlib.ExitStack() as ends:  # all of them, also if one fails
@@ -86,7 +88,8 @@ def full_params(
                 ends.callback(state.unit.unpin, True)
             for each in grads:
                 each.take(writeback)
-            _write_back(states, held)
+            if entered:  # else the full parameters may be those of unshard(), rounded on their way
+                _write_back(states, held)
 
 
 @torch.no_grad()
