@@ -20,6 +20,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import tomllib
 import torch
 from test_build import FLAGS, Project
 
@@ -228,6 +229,13 @@ def tracked() -> list[str]:
     if listed.returncode != 0:
         pytest.skip("not a clone")
     return sorted(name for name in listed.stdout.splitlines() if (ROOT / name).exists())
+
+
+def test_pre_commit_has_the_versions_of_make_lint() -> None:
+    text = (ROOT / ".pre-commit-config.yaml").read_text()
+    pinned = re.findall(r"additional_dependencies: \[(.*)\]", text)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert len(pinned) == 3 and set(pinned) <= set(extras["optional-dependencies"]["lint"])
 
 
 def test_source_distribution_has_all_files_of_the_repository(source: Path) -> None:
