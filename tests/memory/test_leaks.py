@@ -199,7 +199,8 @@ def check_steps(grown, steps, transport):
     heap = grown.pop("heap")
     assert heap < PER_STEP[transport] * steps // WINDOWS + COUNTS, (heap, grown)
     assert grown.pop("resident") < 2 * MB // WINDOWS, grown
-    assert grown.pop("objects", 0) < 30, grown  # the counters themselves, and what torch caches once
+    # The counters themselves, and what torch caches once.
+    assert grown.pop("objects", 0) < 30, grown
     assert grown.pop("mappings", 0) < 10 // WINDOWS, grown  # malloc's
     assert not grown, grown
 
