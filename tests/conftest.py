@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = [
         item
         for item in items
-        if sampling.left_out(config, item) or ended.get(item.nodeid, "failed") != "failed"
+        if sampling.is_left_out(config, item) or ended.get(item.nodeid, "failed") != "failed"
     ]
     config.hook.pytest_deselected(items=left)
     gone = set(left)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import os
 import pickle
@@ -212,6 +213,12 @@ def result_of(folder: Path, rank: int, code: int | None) -> RankResult:
 def end_with_parent() -> None:
     """Let the kernel end this process when its parent ends: no orphans if pytest is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; a fork does not inherit it
+
+
+def show_stacks_when_asked() -> None:
+    """Write all threads' stacks to stderr at a crash, and at SIGUSR1."""
+    faulthandler.enable(all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _listen(listener: socket.socket) -> None:

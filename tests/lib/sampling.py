@@ -57,7 +57,8 @@ def keep_a_sample(test: pytest.Metafunc) -> int:
     cases = test._calls
     usual = [case for case in cases if all(mark.name != "thorough" for mark in case.marks)]
     mark = test.definition.get_closest_marker("sampled")
-    size = int(mark.args[0]) if mark is not None else ON_RANKS if _on_ranks(test) else len(cases)
+    on_ranks = _starts_any(test, test._arg2fixturedefs)
+    size = int(mark.args[0]) if mark is not None else ON_RANKS if on_ranks else len(cases)
     kept = _sample_of(usual, size, test.definition.nodeid)
     if not kept:  # pytest would make one case without values
         return 0
@@ -81,14 +82,6 @@ def _sample_of(cases: list[Any], size: int, test: str) -> list[Any]:
         for each in cases[best].indices.items():
             seen[each] += 1
     return [cases[place] for place in sorted(taken)]
-
-
-def _on_ranks(test: pytest.Metafunc) -> bool:
-    """Return whether a test uses a pool of ranks, or starts some."""
-    if any(name.startswith("pool") for name in test.fixturenames):
-        return True
-    fixtures = [each.func for found in test._arg2fixturedefs.values() for each in found]
-    return any(starts(each) for each in (test.function, *fixtures))
 
 
 # --- what a test starts -----------------------------------------------------------------------------
@@ -120,6 +113,13 @@ def starts(function: Any, pythons: bool = False) -> bool:
     return False
 
 
+def _starts_any(test: Any, fixtures: Any, pythons: bool = False) -> bool:
+    """Return whether a test, by its function and its fixtures, uses a pool of ranks or starts some."""
+    functions = [test.function, *(each.func for found in fixtures.values() for each in found)]
+    is_pooled = any(name.startswith("pool") for name in test.fixturenames)
+    return is_pooled or any(starts(each, pythons) for each in functions)
+
+
 def _is_of_tests(module: types.ModuleType) -> bool:
     return not (getattr(module, "__file__", None) or sys.prefix).startswith(LIBRARIES)
 
@@ -133,27 +133,19 @@ def _names_in(code: types.CodeType) -> set[str]:
 # --- whole tests ------------------------------------------------------------------------------------
 
 
-def left_out(config: pytest.Config, item: pytest.Item) -> str:
-    """Return why a collected case is not in this run; "" if it is."""
+def is_left_out(config: pytest.Config, item: pytest.Item) -> bool:
+    """Return whether a collected case is not in this run."""
     if config.option.shard:
         part, parts = map(int, config.option.shard.split("/"))
-        return "" if zlib.crc32(item.nodeid.encode()) % parts == part - 1 else "another shard"
-    if not runs_all(config) and item.get_closest_marker("thorough") is not None:
-        return "thorough"
-    if not runs_all(config) and item.nodeid.startswith(GPU) and gpu_unchanged():
-        return "nothing of GPUs has changed"
-    if config.option.quick and _starts_processes(item):
-        return "not quick"
-    return ""
-
-
-def _starts_processes(item: pytest.Item) -> bool:
-    if any(name.startswith("pool") for name in getattr(item, "fixturenames", ())):
-        return True
-    found = getattr(item, "_fixtureinfo", None)
-    fixtures = found.name2fixturedefs.values() if found is not None else ()
-    functions = [each.func for some in fixtures for each in some]
-    return any(starts(each, pythons=True) for each in (getattr(item, "function", None), *functions))
+        return zlib.crc32(item.nodeid.encode()) % parts != part - 1
+    if not runs_all(config):
+        if item.get_closest_marker("thorough") is not None:
+            return True
+        if item.nodeid.startswith(GPU) and gpu_unchanged():
+            return True
+    if not config.option.quick or not isinstance(item, pytest.Function):
+        return False
+    return _starts_any(item, item._fixtureinfo.name2fixturedefs, pythons=True)
 
 
 @functools.cache

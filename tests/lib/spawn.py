@@ -18,7 +18,6 @@ run, and its output is the assertion's message. This file is also the entry poin
 """
 
 import contextlib
-import faulthandler
 import functools
 import inspect
 import os
@@ -36,7 +35,7 @@ from typing import Any, TypeAlias
 
 import pytest
 from asserts import rewrite_in_ranks
-from nursery import connect, end_with_parent, start_nursery
+from nursery import connect, end_with_parent, show_stacks_when_asked, start_nursery
 from tasks import TAIL, RankFailure, RankResult, answer, call_of, python_path, task_of
 
 GRACE = 2.0  # seconds for the other ranks to end by themselves after one failed
@@ -402,8 +401,7 @@ def _main(descriptor: int) -> int:
     """Run a fresh rank's only task."""
     end_with_parent()
     rewrite_in_ranks()
-    faulthandler.enable(all_threads=True)  # a crash writes the threads' stacks to stderr
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    show_stacks_when_asked()
     pipe = Connection(descriptor)
     os.register_at_fork(after_in_child=pipe.close)  # else a forked worker hides this rank's death
     return answer(pipe, pipe.recv_bytes())

@@ -4,11 +4,9 @@ another, with torch.distributed (gloo) initialised once."""
 from __future__ import annotations
 
 import datetime
-import faulthandler
 import gc
 import itertools
 import os
-import signal
 import sys
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from groups import end_groups_but
-from nursery import end_with_parent
+from nursery import end_with_parent, show_stacks_when_asked
 from tasks import answer
 
 _tasks = itertools.count()  # of a pool's rank
@@ -72,12 +70,6 @@ def _become_rank(rank: int, others: list[int], folder: Path) -> None:
             os.dup2(file.fileno(), descriptor)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     show_stacks_when_asked()
-
-
-def show_stacks_when_asked() -> None:
-    """Write all threads' stacks to stderr at a crash, and at SIGUSR1."""
-    faulthandler.enable(all_threads=True)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _write_number(path: Path, number: int) -> None:
