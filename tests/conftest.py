@@ -1,6 +1,7 @@
 """Which cases run (sampling.py, shards.py), and fixtures for all tests: pools of ranks that live as long as
 the session (spawn.py), and one thread for torch."""
 
+import gc
 import importlib.util
 import platform
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from nursery import start_nursery
 from spawn import RankPool
 
 rewrite_helpers()  # before a test imports them
+gc.disable()  # while modules are imported and cases are made
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
@@ -74,6 +76,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.stash[CASES][0] = len(session.items)
+    gc.freeze()  # else each collection scans all cases again
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

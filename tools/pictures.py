@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -175,9 +174,9 @@ def draw_parts(by_transport: dict[str, dict[str, dict[str, int]]]) -> Svg:
     return svg
 
 
-def work(rank: int, port: int, out: str) -> None:
+def work(rank: int, store: str, out: str) -> None:
     """One of two ranks: rank 0 writes what both have seen."""
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
     found: list[Any] = [None, None]
     dist.all_gather_object(found, shapes_of_a_parameter())
     units = {strategy: gathered_units(strategy) for strategy in ("full_shard", "shard_grad_op")}
@@ -189,11 +188,9 @@ def work(rank: int, port: int, out: str) -> None:
 
 def seen_on_two_ranks() -> dict[str, Any]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/seen.json"
-        torch.multiprocessing.spawn(work, (port, path), 2)
+        torch.multiprocessing.spawn(work, (f"{folder}/store", path), 2)
         seen: dict[str, Any] = json.loads(Path(path).read_text())
     return seen
 

@@ -30,6 +30,8 @@ class Svg:
         self.tips: set[str] = set()
 
     def box(self, x: float, y: float, w: float, h: float, fill: str, line: str = "none") -> None:
+        """A rectangle, to a tenth of a pixel: a few bytes more in a model are no other picture."""
+        x, y, w, h = (round(each, 1) for each in (x, y, w, h))
         place = f'x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}"'
         self.lines.append(f'<rect {place} fill="{fill}" stroke="{line}"/>')
 
@@ -37,7 +39,7 @@ class Svg:
         self, x: float, y: float, what: str, size: int = 12, fill: str = INK, anchor: str = "middle"
     ) -> None:
         how = f'font-size="{size}" fill="{fill}" text-anchor="{anchor}"'
-        self.lines.append(f'<text x="{x:g}" y="{y:g}" {how}>{what}</text>')
+        self.lines.append(f'<text x="{round(x, 1):g}" y="{y:g}" {how}>{what}</text>')
 
     def arrow(self, x: float, y: float, to: tuple[float, float], kind: str = "copied") -> None:
         colour, how = LINES[kind]

@@ -7,14 +7,13 @@ Readers of the folder do not need zshard. A process that cannot import it loads 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from architectures import ARCHITECTURES
 from checkpoints import inside, manifest_in
 from models import differences, loss_of
+from nursery import forked_python
 from optim_states import rank
 
 import zshard
@@ -96,8 +95,7 @@ def test_from_pretrained(pool2, tmp_path):
         pool2.run(save, *case[:2], folders[-1], case[2])
         dtypes.append(str(case[2].get("dtype", torch.float32)).removeprefix("torch."))
     told = json.dumps([(str(folder), dtype) for folder, dtype in zip(folders, dtypes, strict=True)])
-    command = [sys.executable, "-I", "-c", READER, told]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = forked_python("-c", READER, told)
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])
     for case, folder, dtype, result in zip(CASES, folders, dtypes, results, strict=True):

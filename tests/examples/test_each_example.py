@@ -6,6 +6,7 @@ docs/examples.md has their results.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import runpy
@@ -23,7 +24,9 @@ from spawn import RankPool
 
 import zshard
 
-pytest.importorskip("sklearn", reason="the examples' digits")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None, reason="the examples need sklearn's digits"
+)
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = ["resnet", "simclr", "swav", "image_gpt", "deepspeech", "moe", "unet"]

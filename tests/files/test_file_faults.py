@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from file_faults import file_faults, file_log
+from nursery import fork_ranks
 from power_cut import Disk, logged, read_log, tree_of
 from rows import all_rows
 from test_files import write
@@ -204,7 +205,9 @@ def check_killed(root: Path, nth: int, what: str) -> None:
 
 
 def test_killed() -> None:
-    at_each_call(check_killed, "kill", "killafter", "killshort")
+    """Of a small process, of which each fork takes little."""
+    whats = ("kill", "killafter", "killshort")
+    fork_ranks(at_each_call, 1, check_killed, *whats, timeout=200, check=True)
 
 
 # --- limited file systems --------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from stand_ins import with_stand_ins
 
 FILES = {
     "training/test_parity.py": "",
-    "training/test_mixed_precision.py": "",
+    "training/test_mixed_precision.py": "not offload",
     "units/test_hybrid.py": "not shm_within_hosts",
     "wrap/test_meta.py": "not little_is_whole",  # which looks at the host's memory
     "checkpoint/test_save.py": "not chunk_of_memory and not offload",

@@ -248,6 +248,7 @@ CASES = {
     "attention": Case(Attention, _floats(2, 4, 12)),
     "recurrent": Case(Recurrent, _floats(2, 4, 6)),
     "unused": Case(Unused, _floats(4, 9), {Block, nn.Sequential}, unused=True),
+    "wide": Case(lambda: Net(48, 1), _numbers(31), {Nested, Block, nn.Embedding}),
 }
 
 

@@ -404,6 +404,7 @@ def _keep_libraries() -> None:
 
 if __name__ == "__main__":
     atexit.register(_keep_libraries)  # the first is called last
+    gc.disable()
     import torch._dynamo  # the first optimizer of a process would import it
     import torch.distributed.run  # noqa: F401 - a forked launcher would
 
@@ -415,4 +416,5 @@ if __name__ == "__main__":
     end_with_parent()
     rewrite_in_ranks()
     gc.freeze()
+    gc.enable()
     _listen(socket.socket(fileno=int(sys.argv[1])))

@@ -102,7 +102,7 @@ LEVELS = [levels for n in (2, 3) for levels in itertools.product([True, False], 
     ("combination", "mixed"),
     [*((each, False) for each in COMBINATIONS), *((each, True) for each in COMBINATIONS[:-1])],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @on_ranks(2)
 def test_an_enclosing_context_decides_what_is_kept(combination, mixed):
     for levels, fails in itertools.product(LEVELS, [False, True]):

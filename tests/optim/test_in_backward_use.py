@@ -172,7 +172,8 @@ def removed(combination):
             loss_of(model(floats(dist.get_rank(), step))).backward()
             shown = all(p.grad is not None for p in model.parameters())
             assert shown == (step >= 2 or not in_backward)
-            held = model.memory()["grads"]
+            memory = model.memory()
+            held = memory["grads"] + memory["buckets"]  # where no_shard has them
             step_after(model, optimizer)
         states.append(model.state_dict())
         memories.append(held)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from compare import assert_same
-from models import CASES, COMBINATIONS, Case, Net, ddp, make, sharded, train
+from models import CASES, COMBINATIONS, ddp, make, sharded, train
 from optim_states import HYBRID, differ, go_on, wrap
 from spawn import ranks
 from torch import nn
@@ -15,7 +15,6 @@ from zshard import FSDP
 from zshard.optim.matrices import hidden_matrices
 
 # Over shm a shard is a number of pages: the matrices must be larger for their rows to be shared out.
-CASES["wide"] = Case(lambda: Net(48, 1), CASES["net"].draw, CASES["net"].policy)
 
 OPTIONS = [
     {},

@@ -1,12 +1,10 @@
 """AdamW inside zshard.Muon: zshard.AdamW's bits, and with "bits": 8 those of zshard.AdamW8bit."""
 
-import copy
-
 import pytest
 import torch
 from compare import assert_same, differences
 from groups import case_of, hosts_of
-from models import CASES, COMBINATIONS, TRANSPORTS, Case, Net, ddp, make, sharded, train
+from models import CASES, COMBINATIONS, TRANSPORTS, ddp, make, sharded, train
 from optim_states import HYBRID, differ, go_on, wrap
 from spawn import ranks
 from torch import nn
@@ -14,8 +12,6 @@ from torch import nn
 import zshard
 from zshard import FSDP
 from zshard.optim.matrices import hidden_matrices
-
-CASES["wide"] = Case(lambda: Net(48, 1), CASES["net"].draw, CASES["net"].policy)
 
 EIGHT = {"lr": 0.01, "bits": 8, "min_8bit_size": 64}
 
@@ -356,11 +352,6 @@ def test_bits_of_a_group_that_cannot_have_them_are_refused(use_muon, adamw):
     group = {"params": [nn.Parameter(torch.ones(4, 4))], "use_muon": use_muon, "bits": 8}
     with pytest.raises(ValueError, match=r'bits=8 of a param group: .* with adamw={"bits": 8}'):
         zshard.Muon([group], adamw=adamw)
-
-
-def test_a_copy_is_refused_with_the_remedy():
-    with pytest.raises(TypeError, match=r"load_state_dict\(\)"):
-        copy.deepcopy(zshard.Muon([nn.Parameter(torch.ones(4, 4))]))
 
 
 def test_other_dtypes_are_refused():

@@ -2,6 +2,7 @@
 copies."""
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -149,16 +150,42 @@ def test_old_state_with_a_number_for_step():
     assert {optimizer.state[p]["step"].item() for p in params} == {3.0}
 
 
+OPTIMIZERS = {
+    name: functools.partial(getattr(zshard, name), lr=0.1, **more)
+    for name, more in {
+        "SGD": {"momentum": 0.9},
+        "SGD8bit": {"momentum": 0.9, "min_8bit_size": 0},
+        "AdamW": {},
+        "AdamW8bit": {"min_8bit_size": 0},
+        "Adam": {},
+        "Adam8bit": {},
+    }.items()
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_are_independent(how):
+def test_copies_are_independent(how, kind):
     params = make_params()
-    optimizer = zshard.SGD(params, 0.1, momentum=0.9)
+    optimizer = OPTIMIZERS[kind](params)
     train([(optimizer, params)], steps=2)
     pair = (optimizer, params)
     copied, others = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
     train([(optimizer, params), (copied, others)], steps=2, start=2)
     assert_same_bits(params, others)
     assert others[0].data_ptr() != params[0].data_ptr()
+
+
+@pytest.mark.parametrize("optimizer", ["Muon", "WholeMatrix"])
+def test_a_copy_of_what_ranks_share_is_refused_with_the_remedy(optimizer):
+    params = [nn.Parameter(torch.ones(4, 4))]
+    if optimizer == "Muon":
+        made = zshard.Muon(params)
+    else:
+        made = zshard.WholeMatrix(torch.optim.Adafactor, params, lr=0.1)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=rf"{optimizer} cannot .* load_state_dict\(\)"):
+            copied(made)
 
 
 def test_closure_hooks_and_profiler_name():

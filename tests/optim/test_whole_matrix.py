@@ -3,14 +3,12 @@
 import pytest
 import torch
 from compare import assert_same
-from models import CASES, COMBINATIONS, Case, Net, ddp, make, sharded, train
+from models import CASES, COMBINATIONS, ddp, make, sharded, train
 from optim_states import HYBRID, differ, go_on, wrap
 from spawn import ranks
 from torch import nn
 
 import zshard
-
-CASES["wide"] = Case(lambda: Net(48, 1), CASES["net"].draw, CASES["net"].policy)
 
 
 class Shampoo(torch.optim.Optimizer):

@@ -21,8 +21,8 @@ from models import (
     make,
     wrapped,
 )
+from nursery import fork_ranks
 from scenarios import FULL, WIDTH, Stack, floats, message_of
-from spawn import run_ranks
 from torch import nn
 
 import zshard
@@ -238,7 +238,7 @@ def test_unequal_initial_values_raise_without_sync_module_states(pool2):
         assert "'embed.weight'" in message and "rank 1" in message
 
 
-# --- a script that imports torch's functions before zshard ------------------------------------------
+# --- a script that imports torch's functions before its first model ------------------------------------------
 
 EARLY = """
     from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
@@ -259,7 +259,7 @@ EARLY = """
 """
 
 
-def test_clipping_functions_imported_before_zshard(tmp_path):
+def test_clipping_functions_imported_before_the_first_model(tmp_path):
     script = tmp_path / "early.py"
     script.write_text(textwrap.dedent(EARLY))
-    run_ranks(script, 2)  # fresh interpreters: elsewhere zshard is imported already
+    fork_ranks(script, 2, check=True, alone=True)

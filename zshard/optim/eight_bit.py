@@ -43,10 +43,11 @@ class EightBit(InOneCall):
 
     takes_codes = True
     _group_size = codes.GROUP
+    _forms: dict[object, tuple[object, ...]]  # by the keys of _plans: _FORM's options in its state
 
     def _set_eight_bit(self, master: str | None, min_8bit_size: int) -> None:
         """Finish the constructor: set defaults for its groups and for later ones."""
-        self._forms: dict[object, tuple[object, ...]] = {}
+        self._forms = {}
         self.defaults.update(master=master, min_8bit_size=min_8bit_size, bits=8)
         for group in self.param_groups:
             self._take_group(group)
@@ -114,6 +115,7 @@ class EightBit(InOneCall):
                 if option in known:
                     group.setdefault(option, known[option])
         super().__setstate__({**state, "state": shown})
+        self._forms = {}  # of plans, of which there are none now
         for group, known in zip(self.param_groups, before, strict=False):
             group["master"] = group["master"] or known.get("master")  # the saved run may lack it
         for group in self.param_groups:

@@ -26,7 +26,7 @@ from zshard.optim.eight_bit import hide_codes
 from zshard.optim.matrices import groups_of
 from zshard.optim.newton_schulz import cost_of, orthogonalized
 from zshard.optim.sharded_state import zeros_side_by_side
-from zshard.optim.whole_steps import Stepping, WholeSteps, full_shape
+from zshard.optim.whole_steps import Stepping, WholeSteps, full_shape, refuse_copy
 from zshard.units.shards import part_of
 
 __all__ = ["Muon"]
@@ -175,11 +175,7 @@ class Muon(torch.optim.Optimizer):
         with self.register_load_state_dict_pre_hook(hide_codes):
             super().load_state_dict(state_dict)
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "zshard.Muon cannot be copied or pickled: construct another, and pass the result of "
-            "state_dict() to its load_state_dict()"
-        )
+    __getstate__ = refuse_copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:

@@ -23,7 +23,7 @@ from zshard import _core
 from zshard.guard.slices import plain
 from zshard.guard.whole_values import full_tensor
 from zshard.optim.sharded_state import copied, other_state, params_of
-from zshard.optim.whole_steps import Stepping, WholeSteps, comm_of, full_shape
+from zshard.optim.whole_steps import Stepping, WholeSteps, comm_of, full_shape, refuse_copy
 from zshard.ranks.agreement import PublicCall, gather_bytes
 from zshard.units.shards import part_of
 
@@ -79,6 +79,8 @@ class WholeMatrix(Optimizer):
             )
         self.defaults = self._inner.defaults
         _copy_options(self._inner.param_groups, self.param_groups)
+
+    __getstate__ = refuse_copy
 
     @property
     def optimizer_class(self) -> type[Optimizer]:

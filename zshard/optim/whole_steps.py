@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from zshard.optim.transfers import Job, Mail, carry_out, mail_for
 from zshard.ranks.agreement import Fact, PublicCall, check_agreement, gather_bytes
 from zshard.units.shards import Part, part_of
 
-__all__ = ["Stepping", "WholeSteps", "comm_of", "full_shape"]
+__all__ = ["Stepping", "WholeSteps", "comm_of", "full_shape", "refuse_copy"]
 
 
 def full_shape(param: Tensor) -> tuple[int, ...]:
@@ -33,6 +33,14 @@ def comm_of(param: Tensor) -> _core.Comm | None:
     """Return the transport of the ranks that step a parameter together; None: this rank alone."""
     part = part_of(param)
     return None if part is None or part.comm.world == 1 else part.comm
+
+
+def refuse_copy(optimizer: Any) -> NoReturn:
+    """Raise TypeError: the `__getstate__` of optimizers whose steps ranks share."""
+    raise TypeError(
+        f"zshard.{type(optimizer).__name__} cannot be copied or pickled: construct another, and "
+        "pass the result of state_dict() to its load_state_dict()"
+    )
 
 
 class Stepping(NamedTuple):
