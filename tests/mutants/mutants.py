@@ -3,9 +3,13 @@
 list.json has 60 of them, 20 each in C, Python and the binding, drawn by a fixed seed from the lines that
 the suite executed on the day of the draw. results.json says which run found each, and when.
 
-    python tests/mutants/mutants.py run               plant each, run the suite until its first failure
-    python tests/mutants/mutants.py run 3 17 -- -m ''  these two, with these words for pytest
-    python tests/mutants/mutants.py plant 17          leave it planted, to look at it; `git checkout` lifts it
+    python tests/mutants/mutants.py run            plant each, run the tests near it until the first failure
+    python tests/mutants/mutants.py run 3 17       these two
+    python tests/mutants/mutants.py together       plant all that live, run the suite once, show what fails
+    python tests/mutants/mutants.py run 3 -- tests/optim/test_clip.py  is it 3 that this test finds?
+    python tests/mutants/mutants.py plant 17       leave it planted, to look at it; `git checkout` lifts it
+
+If nothing fails with all of them planted, each alone lives. Words after `--` are pytest's.
 
 The checkout must have no changes: a planted fault is lifted by what git has. To draw anew, build with
 CFLAGS=--coverage LDFLAGS=--coverage, run the suite under `coverage run` (its `patch = subprocess, _exit`), and
@@ -22,12 +26,12 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
 SEED = 20261128
 EACH = 20
 KINDS = {  # by the folders of their files
@@ -193,29 +197,31 @@ def plant(fault: dict[str, Any]) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def run(fault: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    """Plant the fault, build, run pytest with `words` until a test fails, and lift it."""
+def run(faults: list[dict[str, Any]], words: list[str]) -> str:
+    """Plant faults, build, run pytest with `words`, and lift them. Return the first test that fails."""
     dirty = git("status", "--porcelain", "--untracked-files=no", "--", "zshard", "csrc")
     if dirty:
         sys.exit(f"error: a fault is lifted by `git checkout`, and there are changes:\n{dirty}")
     try:
-        plant(fault)
-        python = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *words]
-        python += [*near(fault["file"]), "tests"]
-        build = subprocess.run(
-            [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT
-        )
-        if build.returncode:
-            return {"found": "by the compiler"}
-        done = subprocess.run(python, cwd=ROOT, capture_output=True, text=True)
+        for fault in faults:
+            plant(fault)
+        build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        if subprocess.run(build, cwd=ROOT).returncode:
+            return "by the compiler"
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2400)
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-        return {"found": failed[0] if failed else "" if done.returncode in (0, 5) else "by a crash"}
+        if len(faults) > 1:
+            print(done.stdout[-20000:])
+        return failed[0] if failed else "" if done.returncode in (0, 5) else "by a crash"
+    except subprocess.TimeoutExpired:
+        return "by a hang"
     finally:
-        git("checkout", "--", fault["file"])
+        git("checkout", "--", *{fault["file"] for fault in faults})
 
 
 def near(file: str) -> list[str]:
-    """Return the folders of tests that a fault in `file` most likely breaks: they run first."""
+    """Return the folders of tests that a fault in `file` most likely breaks."""
     words = re.split(r"[/_.]", file)
     folders = [each.name for each in sorted((ROOT / "tests").iterdir()) if each.name in words]
     usual = {"comm": ["core", "ranks"], "ckpt": ["checkpoint"], "zshard": ["units", "training"]}
@@ -230,32 +236,31 @@ def git(*words: str) -> str:
     ).stdout
 
 
-def chosen(ids: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the faults with these ids; all without."""
-    for fault in json.loads((HERE / "list.json").read_text()):
-        if not ids or str(fault["id"]) in ids:
-            yield fault
-
-
 def main(word: str, arguments: list[str]) -> None:
     """Run one of the words of this file's first lines."""
     if word == "draw":
         print(json.dumps(draw(Path(arguments[0]), Path(arguments[1])), indent=1))
         return
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    for fault in chosen(arguments[:split]):
-        if word == "plant":
+    ids, words = arguments[:split], arguments[split + 1 :]
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    faults = json.loads((HERE / "list.json").read_text())
+    if ids:
+        faults = [fault for fault in faults if str(fault["id"]) in ids]
+    if word == "plant":
+        for fault in faults:
             plant(fault)
-            continue
-        words = arguments[split + 1 :]
-        found = run(fault, words)
-        record = {"commit": git("rev-parse", "--short", "HEAD").strip(), "words": words, **found}
-        record["date"] = datetime.date.today().isoformat()
-        results = HERE / "results.json"
-        known = json.loads(results.read_text()) if results.exists() else {}
-        known.setdefault(str(fault["id"]), []).append(record)
-        results.write_text(json.dumps(known, indent=1) + "\n")
-        print(fault["id"], fault["file"], record["found"] or "LIVES", flush=True)
+    elif word == "together":
+        run([each for each in faults if not any(r["found"] for r in known[str(each["id"])])], words)
+    else:
+        for fault in faults:
+            where = [] if any("tests" in word for word in words) else near(fault["file"])
+            found = run([fault], ["-x", *words, *where])
+            record = {"found": found, "commit": git("rev-parse", "--short", "HEAD").strip()}
+            record |= {"words": words, "date": datetime.date.today().isoformat()}
+            known.setdefault(str(fault["id"]), []).append(record)
+            RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+            print(fault["id"], fault["file"], found or "LIVES", flush=True)
 
 
 if __name__ == "__main__":
