@@ -56,25 +56,25 @@ enum { TOGETHER = 4 };
 typedef void sum_loop(const zs_sum *sum, int64_t begin, int64_t end);
 
 /* 1 to 4 sources and nothing to add to: one pass, straight to dst. dst may be a source, element upon element. */
-#define SUM_FEW(name, target, fused, T, R, load, store)                                                    \
-    target static void name(const zs_sum *sum, int64_t begin, int64_t end)                                 \
-    {                                                                                                      \
-        const R scale = (R)sum->scale;                                                                     \
-        const T *a = sum->src[0], *b = sum->src[sum->world > 1 ? 1 : 0];                                   \
-        const T *c = sum->src[sum->world > 2 ? 2 : 0], *d = sum->src[sum->world > 3 ? 3 : 0];              \
-        T *dst = sum->dst;                                                                                 \
-        if (sum->world == 1) {                                                                             \
-            _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++) dst[i] = store(load(a[i]) * scale); \
-        } else if (sum->world == 2) {                                                                      \
-            _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++) dst[i] =                            \
-                store(load(a[i]) * scale + load(b[i]) * scale);                                            \
-        } else if (sum->world == 3) {                                                                      \
-            _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++) dst[i] =                            \
-                store(load(a[i]) * scale + load(b[i]) * scale + load(c[i]) * scale);                       \
-        } else {                                                                                           \
-            _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++) dst[i] =                            \
-                store(load(a[i]) * scale + load(b[i]) * scale + load(c[i]) * scale + load(d[i]) * scale);  \
-        }                                                                                                  \
+#define SUM_FEW(name, target, fused, T, R, load, store)                                                   \
+    target static void name(const zs_sum *sum, int64_t begin, int64_t end)                                \
+    {                                                                                                     \
+        const R scale = (R)sum->scale;                                                                    \
+        const T *a = sum->src[0], *b = sum->src[sum->world > 1 ? 1 : 0];                                  \
+        const T *c = sum->src[sum->world > 2 ? 2 : 0], *d = sum->src[sum->world > 3 ? 3 : 0];             \
+        T *dst = sum->dst;                                                                                \
+        if (sum->world == 1) {                                                                            \
+            ZS_NO_OVERLAP for (int64_t i = begin; i < end; i++) dst[i] = store(load(a[i]) * scale);       \
+        } else if (sum->world == 2) {                                                                     \
+            ZS_NO_OVERLAP for (int64_t i = begin; i < end; i++) dst[i] =                                  \
+                store(load(a[i]) * scale + load(b[i]) * scale);                                           \
+        } else if (sum->world == 3) {                                                                     \
+            ZS_NO_OVERLAP for (int64_t i = begin; i < end; i++) dst[i] =                                  \
+                store(load(a[i]) * scale + load(b[i]) * scale + load(c[i]) * scale);                      \
+        } else {                                                                                          \
+            ZS_NO_OVERLAP for (int64_t i = begin; i < end; i++) dst[i] =                                  \
+                store(load(a[i]) * scale + load(b[i]) * scale + load(c[i]) * scale + load(d[i]) * scale); \
+        }                                                                                                 \
     }
 
 /* Any number of sources, absent ones, accumulation: block by block, TOGETHER sources at a time. -0 is what adding does
@@ -252,12 +252,12 @@ void zs_cpu_sum(const zs_sum *sum)
 
 typedef void cast_loop(const zs_cast *job, int64_t begin, int64_t end);
 
-#define CAST(name, target, fused, T, load, D, load_to, store, R)                                       \
-    target static void name(const zs_cast *job, int64_t begin, int64_t end)                            \
-    {                                                                                                  \
-        const T *restrict src = job->src;                                                              \
-        D *restrict dst = job->dst;                                                                    \
-        _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++) dst[i] = (D)store((R)load(src[i])); \
+#define CAST(name, target, fused, T, load, D, load_to, store, R)                                \
+    target static void name(const zs_cast *job, int64_t begin, int64_t end)                     \
+    {                                                                                           \
+        const T *restrict src = job->src;                                                       \
+        D *restrict dst = job->dst;                                                             \
+        ZS_NO_OVERLAP for (int64_t i = begin; i < end; i++) dst[i] = (D)store((R)load(src[i])); \
     }
 
 FROM_EACH_TO_EACH(CAST, cast)

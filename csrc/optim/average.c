@@ -27,7 +27,7 @@ typedef void average_loop(const void *param, void *average, int64_t numel, doubl
         real_##real *restrict start = average;                                                           \
         const real_##real own = (real_##real)weight, from_end = (real_##real) !(own < (real_##real)0.5); \
         const real_##real pull = own - from_end;                                                         \
-        _Pragma("GCC ivdep") for (int64_t i = 0; i < numel; i++) start[i] =                              \
+        ZS_NO_OVERLAP for (int64_t i = 0; i < numel; i++) start[i] =                                     \
             zs_lerp_##real(pull, from_end, start[i], load(end[i]), fused);                               \
     }
 

@@ -38,7 +38,7 @@ static inline zs_dither dither_of(const zs_run *run, int64_t begin)
         const zs_dither dither = dither_of(run, begin);                                                           \
         const uint32_t number = (uint32_t)run->number;                                                            \
         const real_##real factor = run->factor;                                                                   \
-        _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++)                                                \
+        ZS_NO_OVERLAP for (int64_t i = begin; i < end; i++)                                                       \
         {                                                                                                         \
             zs_adam_cell_##real cell = {load(param[i]), load(exp_avg[i]), load(exp_avg_sq[i]),                    \
                                         amsgrad ? load(max[i]) : 0};                                              \
@@ -61,7 +61,7 @@ static inline zs_dither dither_of(const zs_run *run, int64_t begin)
         const zs_dither dither = dither_of(run, begin);                                 \
         const uint32_t number = (uint32_t)run->number;                                  \
         const real_##real factor = run->factor;                                         \
-        _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++)                      \
+        ZS_NO_OVERLAP for (int64_t i = begin; i < end; i++)                             \
         {                                                                               \
             zs_sgd_cell_##real cell = {load(param[i]), momentum ? load(buffer[i]) : 0}; \
             zs_sgd_update_##real(&k, &cell, load(grad[i]) * factor, momentum, fused);   \

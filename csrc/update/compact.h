@@ -60,7 +60,7 @@ enum { ZS_LANES = ZS_GROUP }; /* threads that do a group together */
 #else /* gcc: vectorise, stores do not overlap with what is loaded */
 enum { ZS_LANES = 1 };
 #define ZS_LANE 0
-#define ZS_EACH(j, n) _Pragma("GCC ivdep") for (int j = 0; j < (n); j++)
+#define ZS_EACH(j, n) ZS_NO_OVERLAP for (int j = 0; j < (n); j++)
 #define ZS_AT(j) (j)
 #define ZS_MAX_OF_LANES(bits) (bits)
 #define ZS_OF_GROUP ZS_HD
