@@ -233,10 +233,13 @@ def _listen(listener: socket.socket) -> None:
         end_with_parent()
         listener.close()
         os.setsid()
-        with contextlib.suppress(EOFError):  # the client has exited
+        try:
             _, pipes, _, _ = socket.recv_fds(own, 1, 64)
             connection = Connection(own.detach())
-            _attend(connection, pipes, **connection.recv())
+            request = connection.recv()
+        except EOFError:  # the client has exited
+            return
+        _attend(connection, pipes, **request)
         return
 
 
@@ -286,7 +289,7 @@ def _fork_python(client: Connection, files: list[int], words: list[str]) -> None
         os.close(file)
     end = os.pidfd_open(pid)
     if client in wait([client, end]):
-        os.kill(pid, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(BrokenPipeError):
         client.send(code)
@@ -372,15 +375,18 @@ def _codes(
         late = not ready or client in ready
         for end in list(ends) if late else ready:
             pid = ends.pop(end)
-            if late:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+            _kill_with_children(pid)  # of one that has ended, what it has left behind
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             codes[pid] = None if late else code
             os.close(end)
             for other in ends.values() if pid == leader else ():
-                os.killpg(other, signal.SIGKILL)
+                _kill_with_children(other)
     return [codes[pid] for pid in pids]
+
+
+def _kill_with_children(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _leave_before_torch() -> None:

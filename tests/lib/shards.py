@@ -26,9 +26,9 @@ class Shard:
 
     def __init__(self, name: str) -> None:
         self.name, self.start = name, time.monotonic()
-        git = ["git", "rev-parse", "--short=12", "HEAD"]
-        done = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True)
-        self.commit = done.stdout.strip()
+        self.commit = git("rev-parse", "--short=12", "HEAD")
+        if git("status", "--porcelain", "--", ".", ":!tests/shards.json"):
+            self.commit += "+"  # and changes
         self.notes = ROOT / "build" / "shards" / f"{name.replace('/', '-')}-{self.commit}.jsonl"
 
     def ended(self) -> dict[str, str]:
@@ -49,8 +49,15 @@ class Shard:
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         self.note("", round(time.monotonic() - self.start))
-        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            return
+        ends = (
+            pytest.ExitCode.OK,
+            pytest.ExitCode.TESTS_FAILED,
+            pytest.ExitCode.NO_TESTS_COLLECTED,
+        )
+        options = session.config.option
+        chosen = options.keyword or options.markexpr or options.maxfail
+        if exitstatus not in ends or chosen or session.config.args != ["tests"]:
+            return  # not the whole shard
         known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
         known[self.name] = self._record()
         in_order = sorted(known, key=lambda name: [*map(int, reversed(name.split("/")))])
@@ -70,6 +77,13 @@ class Shard:
             "minutes": round(sum(value for name, value in lines if not name) / 60, 1),
             "failed": sorted(name for name, outcome in ended.items() if outcome == "failed"),
         }
+
+
+def git(*words: str) -> str:
+    """Return what a git command prints."""
+    command = ["git", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def when_all_ran() -> str:

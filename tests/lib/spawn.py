@@ -237,12 +237,11 @@ class _Ranks:
             pipe.close()
         deadline = time.monotonic() + patience
         for process in self.processes:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            with contextlib.suppress(ProcessLookupError):  # it has left none behind
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         if self._parent is not None:
             self._parent.close()
         self.folder.cleanup()

@@ -3,14 +3,17 @@
 See tests/lib: asserts.py, compare.py, sampling.py.
 """
 
+import json
 import os
 import re
 import shutil
 import sys
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import shards
 import torch
 from asserts import rewrite_in_ranks
 from compare import assert_same, differences
@@ -272,6 +275,34 @@ def test_shards_are_all_cases_once(cases):
     assert all(shards)
 
 
+@pytest.mark.parametrize(
+    ("whole", "chosen"),
+    [
+        (True, {}),
+        (False, {"keyword": "name"}),
+        (False, {"markexpr": "not slow"}),
+        (False, {"maxfail": 1}),
+        (False, {"args": ["tests/core"]}),
+        (False, {"status": pytest.ExitCode.INTERRUPTED}),
+    ],
+    ids=str,
+)
+def test_only_a_whole_shard_is_recorded(monkeypatch, tmp_path, whole, chosen):
+    monkeypatch.setattr(shards, "RECORD", tmp_path / "shards.json")
+    shard = shards.Shard("7/9")
+    shard.notes = tmp_path / "notes"
+    shard.note("a", "passed")
+    shard.note("b", "failed")
+    facts = {"keyword": "", "markexpr": "", "maxfail": 0, "args": ["tests"]} | chosen
+    config = SimpleNamespace(option=SimpleNamespace(**facts), args=facts["args"])
+    status = chosen.get("status", pytest.ExitCode.TESTS_FAILED)
+    shard.pytest_sessionfinish(SimpleNamespace(config=config), status)
+    assert shards.RECORD.exists() == whole
+    if whole:
+        found = json.loads(shards.RECORD.read_text())["7/9"]
+        assert found["passed"] == 1 and found["failed"] == ["b"]
+
+
 # --- rows -----------------------------------------------------------------------------------------
 
 
@@ -286,6 +317,16 @@ def test_all_rows_that_fail_are_reported():
     assert text.startswith("16 of 31 rows failed") and "1-even: " in text
     assert text.endswith("and 6 more: 21-even, 23-even, 25-even, 27-even, 29-even, no error")
     assert "test_helpers.py" in text and "assert number % 2 == 0" in text
+
+
+def test_a_skip_in_a_row_is_a_failure_and_a_timeout_ends_the_table():
+    failure = pytest.raises(pytest.fail.Exception, match="1 of 1 rows failed")
+    with failure, all_rows() as row, row("skipped"):
+        pytest.skip("a row cannot")
+    with pytest.raises(pytest.fail.Exception, match="Timeout"), all_rows() as row:
+        with row("slow"):
+            pytest.fail("Timeout (>2.0s) from pytest-timeout.")
+        raise AssertionError("the next row began")
 
 
 def test_table_without_rows_fails():

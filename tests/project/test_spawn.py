@@ -3,14 +3,16 @@
 This file imports no torch at its head, so that its fresh ranks start fast.
 """
 
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from nursery import forked_python, python
+from nursery import fork_ranks, forked_python, python
 from spawn import RankFailure, RankPool, ranks, run_ranks
 
 
@@ -169,8 +171,30 @@ def test_signals_and_exceptions_of_forked_python():
     assert forked_python("-c", "import os; os.kill(os.getpid(), 9)").returncode == -9
     done = forked_python("-c", "1 / 0")
     assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n")
+    done = forked_python("-c", "raise EOFError('planted')")
+    assert done.returncode == 1 and done.stderr.endswith("EOFError: planted\n")
     done = forked_python("-I", "x")
     assert done.returncode == 1 and "a forked Python has no option -I" in done.stderr
+
+
+def with_a_child(folder):
+    child = os.fork()
+    if not child:
+        time.sleep(3600)
+    (folder / os.environ["RANK"]).write_text(str(child))
+    if os.environ["RANK"] == "1":
+        raise EOFError("planted")
+
+
+def test_a_rank_that_ends_takes_its_children_along(tmp_path):
+    results = fork_ranks(with_a_child, 2, tmp_path)
+    assert [result.returncode for result in results] == [0, 1]
+    assert "EOFError: planted" in results[1].stderr
+    for rank in "01":
+        with contextlib.suppress(ProcessLookupError):  # it is gone already
+            end = os.pidfd_open(int((tmp_path / rank).read_text()))
+            assert select.select([end], [], [], 60)[0]
+            os.close(end)
 
 
 def test_local_functions_are_refused():
