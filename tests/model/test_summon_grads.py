@@ -7,6 +7,7 @@ those of what was written inside.
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from groups import mesh_of
 from guarded import same
 from models import CASES, COMBINATIONS, differences, loss_of, make, sharded, wrapped
 from scenarios import Stack, floats, forward_backward, message_of, whole_grads
-from spawn import ranks
+from spawn import on_ranks, ranks
 
 import zshard
 from zshard import FSDP, MixedPrecision
@@ -251,6 +252,31 @@ def stumbling(combination):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_error_inside(pool2, combination):
     assert pool2.run(stumbling, combination) == [[], []]
+
+
+@pytest.mark.parametrize("combination", SHARDED)
+@on_ranks(2)
+def test_gradients_of_parameters_that_are_unsharded_already_are_refused(combination):
+    """What torch would not let back in at the end: their shards."""
+    model = wrapped(Stack, combination)
+    forward_backward(model, dist.get_rank())
+    own = grads_of(model)
+    for unit in model, model.blocks[1]:
+        with FSDP.summon_full_params(model):
+            text = message_of(functools.partial(enter, unit), RuntimeError)
+        assert "pass with_grads=True to the first" in text
+        unit.unshard()
+        assert "call reshard() before" in message_of(functools.partial(enter, unit), RuntimeError)
+        unit.reshard()
+    assert differences(grads_of(model), own) == []
+    with FSDP.summon_full_params(model, with_grads=True):
+        pass
+    assert differences(grads_of(model), own) == []
+
+
+def enter(module):
+    with FSDP.summon_full_params(module, with_grads=True):
+        pass
 
 
 def test_single_rank():

@@ -45,10 +45,16 @@ def full_params(
             "summon_full_params(rank0_only=True): leave that context first"
         )
     for state in states:
-        if state.unit.is_running and not state.unit.replicated:
+        unit, name = state.unit, f"unit '{state.unit.name or '(root)'}'"
+        if unit.is_running and not unit.replicated:
             raise RuntimeError(
-                f"cannot summon the parameters of unit '{state.unit.name or '(root)'}' in its own "
-                "forward, where they are full: call summon_full_params() before or after it"
+                f"cannot summon the parameters of {name} in its own forward, where they are full: "
+                "call summon_full_params() before or after it"
+            )
+        if with_grads and unit.is_pinned and not (unit.replicated or state.whole_grads):
+            raise RuntimeError(
+                f"cannot summon the gradients of {name}, whose parameters are unsharded already: "
+                "pass with_grads=True to the first summon_full_params(), or call reshard() before"
             )
     if writeback:
         units = (state.unit for state in states)
@@ -188,8 +194,9 @@ def summon_full_params(
             rank without a gradient contributes zeros; `.grad` is None if no rank has one. A `.grad`
             accumulated within no_sync() is unsharded already and stays local to its rank.
 
-    Raises ValueError for rank0_only with writeback; RuntimeError during a backward, and if only
-    some ranks have accumulated a gradient within no_sync().
+    Raises ValueError for rank0_only with writeback; RuntimeError during a backward, if only some
+    ranks have accumulated a gradient within no_sync(), and for with_grads where the parameters are
+    unsharded already, without their gradients.
     """
     if rank0_only and writeback:
         raise ValueError("rank0_only=True requires writeback=False: pass both")
