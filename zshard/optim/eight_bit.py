@@ -109,21 +109,19 @@ class EightBit(InOneCall):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         shown = tree_map_only(Hidden, lambda each: each.value, state["state"])
-        before = [dict(group) for group in vars(self).get("param_groups", ())]
-        for group, known in zip(state["param_groups"], before, strict=False):
-            for option in _FORM:  # which state of 32 bits does not have
-                if option in known:
-                    group.setdefault(option, known[option])
+        own_groups = vars(self).get("param_groups", ())  # of a copy: none
+        for group, own in zip(state["param_groups"], own_groups, strict=False):
+            group["master"] = group.get("master") or own["master"]  # the saved run may lack it
         super().__setstate__({**state, "state": shown})
         self._forms = {}  # of plans, of which there are none now
-        for group, known in zip(self.param_groups, before, strict=False):
-            group["master"] = group["master"] or known.get("master")  # the saved run may lack it
         for group in self.param_groups:
             for param in group["params"]:
                 self._convert(group, param)
 
-    def _problem(self, param: Tensor, own: Mapping[str, Any]) -> str | None:
-        wrong = super()._problem(param, own)
+    def _problem(
+        self, param: Tensor, own: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> str | None:
+        wrong = super()._problem(param, own, group)
         for name in self._state if wrong is None else ():
             value, scale = own.get(name), own.get(codes.scale_of(name))
             if value is None or (scale is None and value.is_floating_point()):
@@ -131,8 +129,8 @@ class EightBit(InOneCall):
             if scale is None or value.dtype != torch.uint8 or scale.dtype != torch.uint8:
                 return f"'{name}' and '{codes.scale_of(name)}' are not 8-bit codes and their scales"
             n = -(-value.numel() // codes.GROUP)
-            if scale.numel() != n:
-                return f"'{codes.scale_of(name)}' has {scale.numel()} elements, expected {n}"
+            if scale.shape != (n,):
+                return f"'{codes.scale_of(name)}' has shape {tuple(scale.shape)}, expected {(n,)}"
         return wrong
 
     @torch.no_grad()

@@ -131,6 +131,7 @@ class WholeMatrix(Optimizer):
             return jobs[0]
 
         with torch.no_grad():
+            self._steps.agree([stepped[i] for i in others])
             self._steps.run([stepped[i] for i in others], job_of)
             if beside and not jobs:
                 with torch.inference_mode(False), plain():

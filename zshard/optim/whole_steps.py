@@ -73,19 +73,23 @@ class WholeSteps:
                 owned[i] = comm is None or owner == comm.rank
         return owned
 
+    def agree(self, stepped: Sequence[Stepping]) -> None:
+        """Raise DivergenceError if other parameters have gradients on another rank, or other
+        options. Call it before run(), and before anything is updated. Collective."""
+        for comm, members in _by_comm(stepped).items():
+            if comm is not None:
+                with PublicCall(f"{self._name}.step()"), torch.inference_mode(False), plain():
+                    facts = [fact for i in members for fact in _facts(stepped[i])]
+                    check_agreement(comm, facts, "optimizers")
+
     def run(self, stepped: Sequence[Stepping], job_of: Callable[[list[int]], Job]) -> None:
-        """Step the parameters that have a gradient. Collective.
+        """Step the parameters that have a gradient, on which all ranks agree. Collective.
 
         job_of: returns the job for these parameters, which it numbers as in the list it gets.
-
-        Raises DivergenceError if other parameters have gradients on another rank.
         """
         for comm, members in _by_comm(stepped).items():
             active = [i for i in members if _is_active(stepped[i].param)]
             with PublicCall(f"{self._name}.step()"), torch.inference_mode(False), plain():
-                if comm is not None:
-                    facts = [fact for i in members for fact in _facts(stepped[i])]
-                    check_agreement(comm, facts, "optimizers")
                 if active:
                     self._run(comm, stepped, (members, active), job_of(active))
 
