@@ -292,3 +292,15 @@ def test_a_single_process_checks_too():
     (model(torch.ones(1, 3)).sum() * math.nan).backward()
     with pytest.raises(zshard.NonFiniteError, match=r"'weight' is not finite \(it is not known"):
         optimizer.step()
+
+
+def test_parameters_of_another_model_in_place_of_as_many_are_checked():
+    models = [FSDP(nn.Linear(3, 3), nonfinite="raise") for _ in range(2)]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    for model, bad in zip(models, (1.0, math.nan), strict=True):
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        (model(torch.ones(1, 3)).sum() * bad).backward()
+        if bad == 1.0:
+            optimizer.step()
+    with pytest.raises(zshard.NonFiniteError, match="'weight' is not finite"):
+        optimizer.step()

@@ -109,6 +109,12 @@ def test_missing_group_option_is_named():
         optimizer.step()
 
 
+@pytest.mark.parametrize("cls", [zshard.AdamW, zshard.SGD])
+def test_a_group_without_parameters_steps_nothing(cls):
+    for options in ({"capturable": True}, {}):
+        cls([{"params": []}], **options).step()
+
+
 # --- the rest of torch's interface ---------------------------------------------------------------
 
 

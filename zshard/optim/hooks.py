@@ -320,15 +320,20 @@ def _ending(step: Callable[..., Any]) -> Callable[..., Any]:
 def _plainly(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def stepped(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
-        known = len(self.state)
+        known = _n_entries(self)
         with plain(), _with_foreach(self):
             result = step(self, None if closure is None else guarded(closure), **kwargs)
-        if len(self.state) != known:
+        if _n_entries(self) != known:
             _guard_state(self)
         return result
 
     # The compiler would trace through classes that intercept operations, which it does not support.
     return torch._disable_dynamo(stepped)  # type: ignore[attr-defined]
+
+
+def _n_entries(optimizer: Optimizer) -> int:
+    """Return how much state there is; a script may read state that a step has yet to make."""
+    return sum(len(own) for own in optimizer.state.values() if isinstance(own, dict))
 
 
 @contextlib.contextmanager

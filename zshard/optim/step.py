@@ -100,6 +100,16 @@ class InOneCall(torch.optim.Optimizer):
     def _step_params(self, key: object, group: dict[str, Any], state: dict[Any, Any]) -> None:
         """Step a group by its plan, which is cached under `key`. state: at least that of its
         parameters."""
+        if not group["params"]:
+            return
+        if (
+            group.get("stochastic_rounding")
+            and not {"rounding_seed", "rounding_step"} <= group.keys()
+        ):
+            raise ValueError(
+                "stochastic_rounding=True was set on a param group without rounding_seed and "
+                "rounding_step: pass it to the constructor or add_param_group(), or set all three"
+            )
         plan = self._plans.get(key)
         foreign = None if plan is None else self._step_by(plan, group, state)
         if foreign is None:
