@@ -160,7 +160,7 @@ def _before_step(
     @functools.wraps(closure)
     def checked(*args: object, **kwargs: object) -> Any:
         result = closure(*args, **kwargs)
-        _begin_to_write(optimizer)
+        _begin_to_write(optimizer, in_closure=True)
         return result
 
     if len(args) > 1:
@@ -168,7 +168,7 @@ def _before_step(
     return args, {**kwargs, "closure": checked}
 
 
-def _begin_to_write(optimizer: Optimizer) -> None:
+def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     """Refuse invalid gradients, and notify the models that their parameters are about to be
     written."""
     refuse_averaged(units_stepped_by(optimizer), "step")
@@ -183,7 +183,7 @@ def _begin_to_write(optimizer: Optimizer) -> None:
     if optimizer not in _inner:
         if optimizer not in _checked:
             _check_first_step(optimizer)
-        check_step(optimizer)
+        check_step(optimizer, in_closure)
     if _core.has_pending() and not getattr(optimizer, "multiplies_gradients", False):
         for param in params_of(optimizer):
             if param.grad is not None:
