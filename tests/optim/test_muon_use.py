@@ -384,23 +384,31 @@ def test_schedulers_that_cycle_the_momentum(name):
     assert_same(found[0][0], found[1][0], "the matrix")
 
 
-def test_parameters_and_gradients_that_are_not_contiguous():
-    found = []
-    for cls in (torch.optim.Muon, zshard.Muon):
-        torch.manual_seed(0)
-        params = [
-            nn.Parameter(torch.randn(8, 9).t()),
-            nn.Parameter(torch.randn(6, 8)[:, ::2]),
-            nn.Parameter(torch.randn(6, 4)),
-        ]
-        optimizer = cls(params, lr=0.1)
-        for _ in range(2):
-            for param in params:
-                param.grad = torch.randn(param.shape[::-1]).t()
-            optimizer.step()
-        found.append(params)
-    for theirs, ours in zip(*found, strict=True):
-        assert_same(ours.detach(), theirs.detach(), "the matrix")
+def test_only_the_latest_plans_are_kept():
+    params = [nn.Parameter(torch.ones(4, 4)) for _ in range(12)]
+    optimizer = zshard.Muon(params, ns_steps=1)
+    for i in (*range(12), 11, 3):
+        params[i].grad = torch.ones(4, 4)
+        optimizer.step()
+        params[i].grad = None
+    (known,) = optimizer._whole._members.values()
+    assert [key[0] for key in known.plans] == [(i,) for i in (5, 6, 7, 8, 9, 10, 11, 3)]
+
+
+def test_a_plan_does_not_outlive_its_parameters():
+    """A new parameter may get the id of one that was freed."""
+    param = nn.Parameter(torch.ones(8, 8))
+    optimizer = zshard.Muon([param], ns_steps=1)
+    for rows in range(8, 12):
+        optimizer.state.clear()
+        optimizer.param_groups[0]["params"].clear()
+        del param
+        param = nn.Parameter(torch.ones(rows, 8))
+        optimizer.param_groups[0]["params"].append(param)
+        param.grad = torch.ones(rows, 8)
+        optimizer.step()
+        (known,) = optimizer._whole._members.values()
+        assert known.are([param]) and known.ranges == [((0, 8 * rows),)]
 
 
 WRONG_GROUPS = [

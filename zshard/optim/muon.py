@@ -120,8 +120,7 @@ class Muon(torch.optim.Optimizer):
             params, text = groups_of(params, split or {})
             _announce(text)
         self.options = {**self._of_adamw, **self._of_muon}  # which ranks compare
-        # add_param_group() keeps those of its kind. Torch's schedulers would cycle "betas", if
-        # there are defaults of it, of all groups.
+        # Each group keeps those of its kind. Torch's schedulers would cycle all groups' betas.
         super().__init__(params, {k: v for k, v in self.options.items() if k != "betas"})
 
     @property
@@ -178,20 +177,18 @@ class Muon(torch.optim.Optimizer):
     __getstate__ = refuse_copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        muons, rest = [], []
         for group, own in zip(state["param_groups"], self.param_groups, strict=True):
             if group.get("use_muon", "ns_steps" in group) != own["use_muon"]:
                 raise ValueError(
-                    f"cannot load the state dict into Muon: a param group has use_muon="
-                    f"{own['use_muon']}, but the saved one is of another kind: load what "
-                    "torch.optim.Muon has saved, or zshard.Muon with the same param groups"
+                    f"cannot load the state dict into Muon: for a group with use_muon="
+                    f"{own['use_muon']}, the saved one is of another kind; load what "
+                    "torch.optim.Muon has saved, or zshard.Muon with the same groups"
                 )
             keep_options(group, own)
-            (muons if group["use_muon"] else rest).append(group)
             self._take_group(group)
-        check_state(self, {**state, "param_groups": muons}, _problem)
-        self._adamw.param_groups = self._of_adamws()
-        self._adamw.__setstate__({"state": state["state"], "param_groups": rest})
+        check_state(self, state, _problem)
+        self._adamw.param_groups = _of_adamw(self.param_groups)
+        self._adamw.__setstate__({**state, "param_groups": _of_adamw(state["param_groups"])})
         super().__setstate__({**state, "state": self._adamw.state})
 
     @torch.no_grad()
@@ -211,7 +208,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._adamw.state = self.state  # both keep one dict
-        self._adamw.param_groups = self._of_adamws()
+        self._adamw.param_groups = _of_adamw(self.param_groups)
         stepped, options = [], []
         for group in self.param_groups:
             for param in group["params"] if group["use_muon"] else ():
@@ -223,10 +220,6 @@ class Muon(torch.optim.Optimizer):
             stepped, lambda active: self._job([(stepped[i], options[i]) for i in active])
         )
         return loss
-
-    def _of_adamws(self) -> list[dict[str, Any]]:
-        """Return AdamW's param groups."""
-        return [group for group in self.param_groups if not group["use_muon"]]
 
     def _job(self, active: Sequence[tuple[Stepping, dict[str, Any]]]) -> _MuonJob:
         params = [each.param for each, _ in active]
@@ -311,8 +304,13 @@ def _check_matrix(param: Tensor, split: Any) -> None:
     _blocks(param, split)
 
 
-def _problem(param: Tensor, own: Mapping[str, Any], _group: Mapping[str, Any]) -> str | None:
-    return state_problem(param, own, ["momentum_buffer"], ["momentum_buffer"])
+def _of_adamw(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [group for group in groups if not group["use_muon"]]
+
+
+def _problem(param: Tensor, own: Mapping[str, Any], group: Mapping[str, Any]) -> str | None:
+    names = ["momentum_buffer"]  # the others' state is AdamW's to check
+    return state_problem(param, own, names, names) if group["use_muon"] else None
 
 
 class _Blocks(NamedTuple):

@@ -318,7 +318,7 @@ def check_state(
 ) -> None:
     """Raise ValueError for loaded state that the step would not find or could not use.
 
-    problem: returns what is wrong with a parameter's state, of which it also gets the group.
+    problem: returns what is wrong with a parameter's state; it gets that and the param group.
     """
     for group in given["param_groups"]:
         for number, param in enumerate(group["params"]):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -209,7 +209,8 @@ class _Withheld:
         self._options = [dict(group) for group in optimizer.param_groups]
         # Before users' hooks, which may set the gradients to None.
         self.hook = optimizer.register_step_post_hook(lambda optimizer, *_: self.restore(optimizer))
-        optimizer._optimizer_step_post_hooks.move_to_end(self.hook.id, last=False)
+        hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
+        hooks.move_to_end(self.hook.id, last=False)
         params = list(params_of(optimizer))
         self._grads = list(zip(params, grads_of(params), strict=True))
         with plain():
