@@ -392,7 +392,7 @@ def test_only_the_latest_plans_are_kept():
         optimizer.step()
         params[i].grad = None
     (known,) = optimizer._whole._members.values()
-    assert [key[0] for key in known.plans] == [(i,) for i in (5, 6, 7, 8, 9, 10, 11, 3)]
+    assert [key[1] for key in known.plans] == [(i,) for i in (5, 6, 7, 8, 9, 10, 11, 3)]
 
 
 def test_a_plan_does_not_outlive_its_parameters():

@@ -137,7 +137,7 @@ class WholeSteps:
     ) -> StepPlan:
         known = self._members_of(comm, [stepped[i].param for i in members])
         costs = tuple(stepped[i].cost for i in active)
-        key = (tuple(active), costs, tuple(stepped[i].dtype for i in active))
+        key = (tuple(members), tuple(active), costs, tuple(stepped[i].dtype for i in active))
         plan = known.plans.pop(key, None)
         if plan is None:
             held = dict(zip(members, known.ranges, strict=True))
