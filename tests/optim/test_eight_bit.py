@@ -274,6 +274,27 @@ def test_the_form_of_the_state_cannot_change_after_the_first_step(option):
     again.step()
 
 
+def test_a_param_group_may_be_removed():
+    a, b = make_params(torch.float32, sizes=[(80, 80), (80, 80)])
+    optimizer = zshard.AdamW8bit([{"params": [a]}, {"params": [b], "bits": 32}])
+    for _ in range(2):
+        give_grads([a, b])
+        optimizer.step()
+        del optimizer.param_groups[:-1]
+    assert [optimizer.state[param]["step"].item() for param in (a, b)] == [1, 2]
+    optimizer.param_groups[0]["bits"] = 8
+    with pytest.raises(ValueError, match="state of another form"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "stochastic_rounding"])
+def test_an_unsupported_option_that_is_set_after_a_step_is_refused(option):
+    _, optimizer = stepped()
+    optimizer.param_groups[0][option] = True
+    with pytest.raises(NotImplementedError, match=f"{option}=True: use zshard.AdamW"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("saved", [None, "int8"])
 @pytest.mark.parametrize("made", [None, "int8"])
 def test_a_load_keeps_low_bits_that_either_side_has(saved, made):

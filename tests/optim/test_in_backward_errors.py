@@ -50,6 +50,33 @@ def test_unsupported_steps_in_backward():
     model.optimizer_in_backward(optimizer)
 
 
+@pytest.mark.parametrize("change", ["added", "removed", "replaced"])
+def test_other_parameters_in_the_optimizer_are_refused_before_any_step(change):
+    model, _, handle = alone(True)
+    handle.remove()
+    optimizer = zshard.AdamW(model.layers.parameters(), 1e-2)
+    handle = model.optimizer_in_backward(optimizer)
+    params = optimizer.param_groups[0]["params"]
+    if change == "added":
+        optimizer.add_param_group({"params": [model.shift]})
+    elif change == "removed":
+        del params[0]
+    else:
+        params[0] = model.shift
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    text = message_of(loss_of(model(batch(0))).backward, RuntimeError)
+    assert "other parameters than when optimizer_in_backward() was called" in text
+    assert "call remove() on the handle, and optimizer_in_backward() again" in text
+    assert differences_of(model.state_dict(), before) == []
+    handle.remove()
+    model.zero_grad()
+    model.optimizer_in_backward(optimizer)
+    loss_of(model(batch(0))).backward()
+    moved = set(differences_of(model.state_dict(), before))
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert len(moved) == sum(id(param) in held for param in model.parameters())
+
+
 def clipped_and_scaled(combination):
     model = wrapped(Blocks, combination)
     optimizer = make_optimizer(ADAMW, model)

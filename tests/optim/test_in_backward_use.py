@@ -28,6 +28,7 @@ from recomputed import (
 )
 from scenarios import Stack as Blocks
 from scenarios import floats
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -137,6 +138,24 @@ def test_two_optimizers(pool2, combination, split):
         assert found == []
         expected = [bool(i % 2) and split for i in range(len(kept[0]))]
         assert kept == [[True] * len(kept[0])] * 3 + [expected] * 3
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("handles", [1, 2])
+def test_a_backward_is_one_step_of_rounding_for_each_optimizer(handles):
+    states, counts = [], []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        model = FSDP(nn.Sequential(FSDP(nn.Linear(64, 64)), FSDP(nn.Linear(64, 64))))
+        optimizer = zshard.AdamW8bit(model.parameters(), lr=0.1, min_8bit_size=0)
+        for part in () if not in_backward else [model] if handles == 1 else model:
+            part.optimizer_in_backward(optimizer)
+        for step in range(3):
+            loss_of(model(batch(step))).backward()
+            step_after(model, optimizer)
+        states.append(model.state_dict())
+        counts.append(optimizer.param_groups[0]["rounding_step"])
+    assert differences_of(*states) == [] and counts == [3, 3]
 
 
 def hooked(model, optimizer):

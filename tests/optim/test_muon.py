@@ -143,6 +143,25 @@ def test_bfloat16_parameters(pool, transport):
     pool.run(bfloat16_like_torch, transport)
 
 
+def test_parameters_and_gradients_that_are_not_contiguous():
+    found = []
+    for cls in (torch.optim.Muon, zshard.Muon):
+        torch.manual_seed(0)
+        params = [
+            nn.Parameter(torch.randn(8, 9).t()),
+            nn.Parameter(torch.randn(6, 8)[:, ::2]),
+            nn.Parameter(torch.randn(6, 4)),
+        ]
+        optimizer = cls(params, lr=0.1)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.randn(param.shape[::-1]).t()
+            optimizer.step()
+        found.append(params)
+    for theirs, ours in zip(*found, strict=True):
+        assert_same(ours.detach(), theirs.detach(), "the matrix")
+
+
 # --- what Muon updates ----------------------------------------------------------------------------
 
 

@@ -105,14 +105,18 @@ def test_an_error_of_the_optimizer_is_raised_on_all(pool, transport):
 
 
 def lacks_a_gradient(transport):
+    """The step is refused before AdamW has updated anything, too."""
     model = model_over(transport)
     optimizer = zshard.Muon(model)
     backward(model)
     if rank() == 0:
         model[0].weight.grad = None
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     expected = "the gradient of '0.weight' is None on rank 0, but set on rank 1"
     with pytest.raises(zshard.DivergenceError, match=expected):
         optimizer.step()
+    for name, value in model.state_dict().items():
+        assert_same(value, before[name], name)
 
 
 @both
@@ -355,6 +359,56 @@ def test_more_param_groups():
     optimizer.step()
     whole.step()
     assert len(optimizer.state) == len(whole.state_dict()["state"]) == 2
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
+def test_schedulers_that_cycle_the_momentum(name):
+    found = []
+    for cls in (torch.optim.Muon, zshard.Muon):
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.randn(8, 6))
+        optimizer = cls([param], lr=0.1)
+        if cls is zshard.Muon:
+            rest = {"params": [nn.Parameter(torch.ones(3))], "use_muon": False}
+            optimizer.add_param_group(rest)
+        arguments = (0.1, 10) if name == "OneCycleLR" else (0.01, 0.1)
+        scheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, *arguments)
+        for step in range(3):
+            for group in optimizer.param_groups:
+                for each in group["params"]:
+                    each.grad = torch.full_like(each, step - 1.5)
+            optimizer.step()
+            scheduler.step()
+        found.append((param.detach(), optimizer.param_groups[0]["momentum"]))
+    assert found[0][1] == found[1][1] != 0.95
+    assert_same(found[0][0], found[1][0], "the matrix")
+
+
+def test_only_the_latest_plans_are_kept():
+    params = [nn.Parameter(torch.ones(4, 4)) for _ in range(12)]
+    optimizer = zshard.Muon(params, ns_steps=1)
+    for i in (*range(12), 11, 3):
+        params[i].grad = torch.ones(4, 4)
+        optimizer.step()
+        params[i].grad = None
+    (known,) = optimizer._whole._members.values()
+    assert [key[1] for key in known.plans] == [(i,) for i in (5, 6, 7, 8, 9, 10, 11, 3)]
+
+
+def test_a_plan_does_not_outlive_its_parameters():
+    """A new parameter may get the id of one that was freed."""
+    param = nn.Parameter(torch.ones(8, 8))
+    optimizer = zshard.Muon([param], ns_steps=1)
+    for rows in range(8, 12):
+        optimizer.state.clear()
+        optimizer.param_groups[0]["params"].clear()
+        del param
+        param = nn.Parameter(torch.ones(rows, 8))
+        optimizer.param_groups[0]["params"].append(param)
+        param.grad = torch.ones(rows, 8)
+        optimizer.step()
+        (known,) = optimizer._whole._members.values()
+        assert known.are([param]) and known.ranges == [((0, 8 * rows),)]
 
 
 WRONG_GROUPS = [

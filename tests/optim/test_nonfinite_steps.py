@@ -292,3 +292,57 @@ def test_a_single_process_checks_too():
     (model(torch.ones(1, 3)).sum() * math.nan).backward()
     with pytest.raises(zshard.NonFiniteError, match=r"'weight' is not finite \(it is not known"):
         optimizer.step()
+
+
+def single(nonfinite, cls=torch.optim.SGD):
+    torch.manual_seed(0)
+    model = FSDP(nn.Linear(3, 3), nonfinite=nonfinite)
+    return model, cls(model.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:all ranks skip this step")
+@pytest.mark.parametrize("cls", [torch.optim.SGD, zshard.AdamW])
+@pytest.mark.parametrize("zeroes", ["optimizer", "model"])
+def test_gradients_that_a_hook_of_the_step_sets_to_none_stay_so(cls, zeroes):
+    model, optimizer = single("skip", cls)
+    calls = []
+
+    def zero(*_):
+        calls.append([param.grad is None for param in model.parameters()])
+        (model if zeroes == "model" else optimizer).zero_grad()
+
+    optimizer.register_step_post_hook(zero)
+    for step in range(4):
+        (model(torch.ones(1, 3)).sum() * (math.nan if step == 1 else 1.0)).backward()
+        optimizer.step()
+        assert all(param.grad is None for param in model.parameters())
+    assert model.metrics()["steps/skipped"] == 1
+    assert calls == [[False, False]] * 4  # it sees the gradients, as without a skip
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+
+
+def test_an_error_in_a_closure_that_ran_after_a_move_says_so():
+    model, optimizer = single("raise", torch.optim.LBFGS)
+    losses = iter((1.0, 1.0, math.nan))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).square().sum() * next(losses)
+        loss.backward()
+        return loss
+
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(zshard.NonFiniteError, match="since the closure; reload if the optimizer"):
+        optimizer.step(closure)
+    assert not torch.equal(before[1], model.bias)
+
+
+def test_parameters_of_another_model_in_place_of_as_many_are_checked():
+    (first, optimizer), (second, _) = single("raise"), single("raise")
+    for model, bad in zip((first, second), (1.0, math.nan), strict=True):
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        (model(torch.ones(1, 3)).sum() * bad).backward()
+        if bad == 1.0:
+            optimizer.step()
+    with pytest.raises(zshard.NonFiniteError, match="'weight' is not finite"):
+        optimizer.step()

@@ -109,6 +109,12 @@ def test_missing_group_option_is_named():
         optimizer.step()
 
 
+@pytest.mark.parametrize("cls", [zshard.AdamW, zshard.SGD])
+def test_a_group_without_parameters_steps_nothing(cls):
+    for options in ({"capturable": True}, {}):
+        cls([{"params": []}], **options).step()
+
+
 # --- the rest of torch's interface ---------------------------------------------------------------
 
 
@@ -148,6 +154,136 @@ def test_old_state_with_a_number_for_step():
     optimizer.load_state_dict(saved)
     train([(optimizer, params)], steps=1, start=2)
     assert {optimizer.state[p]["step"].item() for p in params} == {3.0}
+
+
+def stepped(optimizer, grad=1.0):
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.full_like(param, grad)
+    optimizer.step()
+    return optimizer
+
+
+def two_groups(cls, first, second, shape=(12, 8), dtype=torch.bfloat16, **options):
+    groups = [{"params": [nn.Parameter(torch.ones(shape).to(dtype))]} for _ in range(2)]
+    return cls([{**groups[0], **first}, {**groups[1], **second}], **options)
+
+
+ROUNDED = {"stochastic_rounding": True, "rounding_seed": 3}
+OWN_OPTIONS = [
+    (zshard.AdamW, torch.optim.AdamW, ROUNDED, {}),
+    (zshard.SGD, torch.optim.SGD, {"stochastic_rounding": False}, ROUNDED),
+    (zshard.SGD, torch.optim.Adam, {"momentum": 0.5}, {"nesterov": False}),
+    (zshard.AdamW8bit, torch.optim.AdamW, {"bits": 32}, {"master": "int8", "min_8bit_size": 7}),
+    (zshard.Muon, torch.optim.Muon, {"split": 3, "ns_dtype": "float32"}, {"symmetric": True}),
+]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(("ours", "torchs", "first", "second"), OWN_OPTIONS)
+def test_options_that_a_state_dict_lacks_stay_those_of_each_group(
+    ours, torchs, first, second, steps
+):
+    """first, second: the two groups' options."""
+    theirs = two_groups(torchs, {}, {}, lr=0.5)
+    if torchs is not torch.optim.Adam:  # whose state is not SGD's
+        stepped(theirs)
+    defaults = {"stochastic_rounding": True} if first.get("stochastic_rounding") is False else {}
+    optimizer = two_groups(ours, first, second, **defaults)
+    for _ in range(steps):
+        stepped(optimizer)
+    optimizer.load_state_dict(theirs.state_dict())
+    for group, options in zip(optimizer.param_groups, (first, second), strict=True):
+        assert {key: group[key] for key in options} == options
+        assert group["lr"] == 0.5
+        assert group.get("rounding_step", 0) == 0
+    stepped(optimizer)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_options_of_adamws_groups_in_muon_stay_those_of_each_group(steps):
+    params = [nn.Parameter(torch.ones(80, 80)) for _ in range(3)]
+    groups = [{"params": [params[0]]}, *({"params": [p], "use_muon": False} for p in params[1:])]
+    saved = stepped(zshard.Muon(copy.deepcopy(groups))).state_dict()
+    groups[2]["bits"] = 32
+    optimizer = zshard.Muon(groups, adamw={"bits": 8})
+    for _ in range(steps):
+        stepped(optimizer)
+    optimizer.load_state_dict(saved)
+    assert [group.get("bits") for group in optimizer.param_groups] == [None, 8, 32]
+    stepped(optimizer)
+    dtypes = [optimizer.state[param]["exp_avg"].dtype for param in params[1:]]
+    assert dtypes == [torch.uint8, torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("cls", "option"),
+    [
+        (zshard.AdamW, "differentiable"),
+        (zshard.SGD, "differentiable"),
+        (zshard.AdamW8bit, "amsgrad"),
+        (zshard.Muon, "symmetric"),
+    ],
+)
+def test_a_refused_load_changes_nothing(cls, option):
+    """The second group is refused, and the first one's options would be another."""
+    optimizer = stepped(two_groups(cls, {}, {}, dtype=torch.float32))
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(before)
+    saved["param_groups"][0]["lr"] = 0.7
+    saved["param_groups"][1][option] = 2
+    for each in saved["state"].values():
+        for value in each.values():
+            value.add_(1)
+    with pytest.raises((NotImplementedError, ValueError), match=option):
+        optimizer.load_state_dict(saved)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for number, own in before["state"].items():
+        for key, value in own.items():
+            assert_same(after["state"][number][key], value, key)
+
+
+OTHER_STATE = [
+    (zshard.AdamW, torch.optim.SGD, {"momentum": 0.9}, "'exp_avg' is missing"),
+    (zshard.AdamW8bit, torch.optim.RMSprop, {}, "'exp_avg' is missing"),
+    (zshard.SGD, torch.optim.AdamW, {}, "'momentum_buffer' is missing"),
+    (zshard.SGD8bit, torch.optim.AdamW, {}, "'momentum_buffer' is missing"),
+    (zshard.Muon, torch.optim.SGD, {"momentum": 0.9}, "the saved one is of another kind"),
+    (zshard.Muon, torch.optim.AdamW, {}, "the saved one is of another kind"),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "options", "said"), OTHER_STATE)
+def test_state_of_an_optimizer_of_another_kind_is_refused(ours, theirs, options, said):
+    saved = stepped(two_groups(theirs, {}, {}, **options)).state_dict()
+    own = {"momentum": 0.9} if ours in (zshard.SGD, zshard.SGD8bit) else {}
+    optimizer = two_groups(ours, {}, {}, **own)
+    with pytest.raises(ValueError, match=f"cannot load the state dict into .*{said}"):
+        optimizer.load_state_dict(saved)
+
+
+ALL = [zshard.Adam, zshard.AdamW8bit, functools.partial(zshard.SGD, momentum=0.9), zshard.Muon]
+
+
+FITS_NOT = [(cls, wrong) for cls in ALL for wrong in ("shape", "missing")]
+
+
+@pytest.mark.parametrize(("cls", "wrong"), [*FITS_NOT, (zshard.AdamW, "missing step")])
+def test_state_that_does_not_fit_is_refused(cls, wrong):
+    saved = stepped(two_groups(cls, {}, {}, shape=(80, 90), dtype=torch.float32)).state_dict()
+    shape = (90, 80) if wrong == "shape" else (80, 90)
+    optimizer = two_groups(cls, {}, {}, shape=shape, dtype=torch.float32)
+    name = next(key for key in ("exp_avg", "momentum_buffer") if key in saved["state"][1])
+    said = rf"parameter 0 .*'{name}' has shape \(80, 90\), expected \(90, 80\)"
+    if wrong == "missing":
+        saved["state"][1]["ours"] = saved["state"][1].pop(name)
+        said = f"parameter 0 .*'{name}' is missing"
+    elif wrong == "missing step":
+        del saved["state"][1]["step"]
+        said = "parameter 0 .*'step' is missing"
+    with pytest.raises(ValueError, match=said):
+        optimizer.load_state_dict(saved)
 
 
 OPTIMIZERS = {

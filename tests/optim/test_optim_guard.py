@@ -117,6 +117,18 @@ def test_zshards_optimizers_step_shards(cls):
         check_equal(shard, whole, plain)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+def test_state_that_a_script_has_read_before_the_first_step_is_guarded(name):
+    shard = sharded_parameter(torch.randn(6, 4))
+    optimizer = getattr(torch.optim, name)([shard])
+    optimizer.state["a script's"] = 1
+    assert optimizer.state[shard] == {}
+    shard.grad = shard_of(torch.randn(6, 4), shard._zshard_part)
+    optimizer.step()
+    tensors = [v for v in optimizer.state[shard].values() if v.shape == shard.shape]
+    assert tensors and all(type(value) is ShardTensor for value in tensors)
+
+
 def test_custom_elementwise_optimizer():
     found = [params for params, _ in three(Lambda)]
     for whole, shard, plain in zip(*found, strict=True):

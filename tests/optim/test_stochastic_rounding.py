@@ -363,6 +363,18 @@ def test_groups_have_the_options_only_if_enabled():
     assert_same_bits(bf16[:2], nearest)
 
 
+def test_an_option_alone_that_is_set_after_construction_is_refused_with_the_remedy():
+    params = make_params(BF16)
+    optimizer = zshard.AdamW(params)
+    train([(optimizer, params)], steps=1)
+    optimizer.param_groups[0]["stochastic_rounding"] = True
+    with pytest.raises(ValueError, match="without rounding_seed and rounding_step: pass it to"):
+        optimizer.step()
+    optimizer.param_groups[0].update(rounding_seed=1, rounding_step=0)
+    optimizer.step()
+    assert optimizer.param_groups[0]["rounding_step"] == 1
+
+
 def test_foreign_state_dict_keeps_rounding_enabled():
     params = make_params(BF16)
     optimizer = zshard.AdamW(params, stochastic_rounding=True, rounding_seed=4)

@@ -269,3 +269,62 @@ def test_unsharded_model_and_its_state():
 def test_an_optimizer_that_needs_a_closure_is_refused():
     with pytest.raises(TypeError, match="LBFGS needs a closure in each step"):
         zshard.WholeMatrix(torch.optim.LBFGS, [nn.Parameter(torch.ones(2))])
+
+
+# --- param groups ---------------------------------------------------------------------------------
+
+
+class Strict(torch.optim.SGD):
+    def add_param_group(self, param_group):
+        if param_group.get("lr") == 7:
+            raise ValueError("lr is 7")
+        super().add_param_group(param_group)
+
+
+def parameters(*sizes):
+    return [nn.Parameter(torch.ones(size)) for size in sizes]
+
+
+def step(optimizer):
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def test_a_group_that_the_optimizer_refuses_is_not_there():
+    first, second = parameters(4, 5)
+    optimizer = zshard.WholeMatrix(Strict, [first], lr=0.5)
+    with pytest.raises(ValueError, match="lr is 7"):
+        optimizer.add_param_group({"params": [second], "lr": 7})
+    step(optimizer)
+    optimizer.add_param_group({"params": [second], "lr": 0.25})
+    step(optimizer)
+    assert first[0].item() == 0.0 and second[0].item() == 0.75
+
+
+def test_named_groups_may_be_added_after_a_load():
+    first, second = parameters(4, 5)
+    optimizer = zshard.WholeMatrix(torch.optim.SGD, [("first", first)], lr=0.5, momentum=0.9)
+    step(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": [("second", second)]})
+    step(optimizer)
+    assert [group["param_names"] for group in optimizer.param_groups] == [["first"], ["second"]]
+    assert second[0].item() == 0.5
+
+
+@pytest.mark.parametrize("change", ["removed", "group removed", "replaced"])
+def test_parameters_that_were_removed_or_replaced_are_refused_with_the_remedy(change):
+    first, second, other = parameters(4, 5, 4)
+    optimizer = zshard.WholeMatrix(torch.optim.SGD, [{"params": [first]}, {"params": [second]}])
+    step(optimizer)
+    if change == "removed":
+        del optimizer.param_groups[0]["params"][0]
+    elif change == "group removed":
+        del optimizer.param_groups[0]
+    else:
+        optimizer.param_groups[0]["params"][0] = other
+    for call in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+        with pytest.raises(RuntimeError, match=r"make another WholeMatrix\(\) of the parameters"):
+            call()

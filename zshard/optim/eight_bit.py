@@ -68,18 +68,30 @@ class EightBit(InOneCall):
         return bool(group["bits"] == 8 and full_numel(param) >= group["min_8bit_size"])
 
     def _step_params(self, key: object, group: dict[str, Any], state: dict[Any, Any]) -> None:
+        if any(group.get(option) for option in _REFUSED):  # a script has set it since
+            _check_options(type(self).__name__, group)
         form = tuple(group[option] for option in _FORM)
-        if key in self._plans and self._forms.get(key) != form:
-            raise ValueError(
-                f"the param group's options {', '.join(_FORM)} were set to {form} after the first "
-                "step, which made state of another form: pass them to the constructor, and load "
-                "the state into the new optimizer"
-            )
-        self._forms[key] = form
+        if self._forms.setdefault(key, form) != form:  # set since, or another group's
+            if not all(self._has_form(group, p, state.get(p, {})) for p in group["params"]):
+                raise ValueError(
+                    f"the param group's options {', '.join(_FORM)} were set to {form} after the "
+                    "first step, which made state of another form: pass them to the constructor, "
+                    "and load the state into the new optimizer"
+                )
+            self._plans.pop(key, None)
+            self._forms[key] = form
         super()._step_params(key, group, state)
 
+    def _has_form(self, group: Mapping[str, Any], param: Tensor, own: Mapping[str, Any]) -> bool:
+        """Return whether the state of a parameter, if it has any, follows the group's options."""
+        names = [name for name in self._state_names(group) if own.get(name) is not None]
+        coded, low = self._is_coded(group, param), "low_bits" in own
+        if any((codes.scale_of(name) in own) != coded for name in names):
+            return False
+        return low == _keeps_low_bits(group, param) if names or low else True
+
     def _make_state(self, group: dict[str, Any], params: Sequence[Tensor]) -> set[Tensor]:
-        halves = [p for p in params if p.dtype == torch.bfloat16 and group["master"] is not None]
+        halves = [param for param in params if _keeps_low_bits(group, param)]
         new = [param for param in halves if "low_bits" not in self.state[param]]
         for param, low in zip(new, zeros_side_by_side(new, torch.int8), strict=True):
             self.state[param]["low_bits"] = low
@@ -109,21 +121,19 @@ class EightBit(InOneCall):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         shown = tree_map_only(Hidden, lambda each: each.value, state["state"])
-        before = [dict(group) for group in vars(self).get("param_groups", ())]
-        for group, known in zip(state["param_groups"], before, strict=False):
-            for option in _FORM:  # which state of 32 bits does not have
-                if option in known:
-                    group.setdefault(option, known[option])
+        own_groups = vars(self).get("param_groups", ())  # of a copy: none
+        for group, own in zip(state["param_groups"], own_groups, strict=False):
+            group["master"] = group.get("master") or own["master"]  # the saved run may lack it
         super().__setstate__({**state, "state": shown})
         self._forms = {}  # of plans, of which there are none now
-        for group, known in zip(self.param_groups, before, strict=False):
-            group["master"] = group["master"] or known.get("master")  # the saved run may lack it
         for group in self.param_groups:
             for param in group["params"]:
                 self._convert(group, param)
 
-    def _problem(self, param: Tensor, own: Mapping[str, Any]) -> str | None:
-        wrong = super()._problem(param, own)
+    def _problem(
+        self, param: Tensor, own: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> str | None:
+        wrong = super()._problem(param, own, group)
         for name in self._state if wrong is None else ():
             value, scale = own.get(name), own.get(codes.scale_of(name))
             if value is None or (scale is None and value.is_floating_point()):
@@ -131,8 +141,8 @@ class EightBit(InOneCall):
             if scale is None or value.dtype != torch.uint8 or scale.dtype != torch.uint8:
                 return f"'{name}' and '{codes.scale_of(name)}' are not 8-bit codes and their scales"
             n = -(-value.numel() // codes.GROUP)
-            if scale.numel() != n:
-                return f"'{codes.scale_of(name)}' has {scale.numel()} elements, expected {n}"
+            if scale.shape != (n,):
+                return f"'{codes.scale_of(name)}' has shape {tuple(scale.shape)}, expected {(n,)}"
         return wrong
 
     @torch.no_grad()
@@ -169,6 +179,11 @@ class EightBit(InOneCall):
 _FORM = ("master", "min_8bit_size", "bits")
 """The options of a group that the form of its state follows."""
 _OPTIONS = frozenset((*_FORM, "rounding_step"))
+_REFUSED = ("amsgrad", "capturable", "stochastic_rounding")
+
+
+def _keeps_low_bits(group: Mapping[str, Any], param: Tensor) -> bool:
+    return param.dtype == torch.bfloat16 and group["master"] is not None
 
 
 def _check_options(name: str, group: Mapping[str, Any]) -> None:
@@ -180,7 +195,7 @@ def _check_options(name: str, group: Mapping[str, Any]) -> None:
         raise ValueError(
             f"min_8bit_size must be an int of at least 0, got {group['min_8bit_size']!r}"
         )
-    for option in ("amsgrad", "capturable", "stochastic_rounding"):
+    for option in _REFUSED:
         if group.get(option):
             whole = name.removesuffix("8bit")
             raise NotImplementedError(

@@ -160,7 +160,7 @@ def _before_step(
     @functools.wraps(closure)
     def checked(*args: object, **kwargs: object) -> Any:
         result = closure(*args, **kwargs)
-        _begin_to_write(optimizer)
+        _begin_to_write(optimizer, in_closure=True)
         return result
 
     if len(args) > 1:
@@ -168,7 +168,7 @@ def _before_step(
     return args, {**kwargs, "closure": checked}
 
 
-def _begin_to_write(optimizer: Optimizer) -> None:
+def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     """Refuse invalid gradients, and notify the models that their parameters are about to be
     written."""
     refuse_averaged(units_stepped_by(optimizer), "step")
@@ -183,7 +183,7 @@ def _begin_to_write(optimizer: Optimizer) -> None:
     if optimizer not in _inner:
         if optimizer not in _checked:
             _check_first_step(optimizer)
-        check_step(optimizer)
+        check_step(optimizer, in_closure)
     if _core.has_pending() and not getattr(optimizer, "multiplies_gradients", False):
         for param in params_of(optimizer):
             if param.grad is not None:
@@ -320,15 +320,20 @@ def _ending(step: Callable[..., Any]) -> Callable[..., Any]:
 def _plainly(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def stepped(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
-        known = len(self.state)
+        known = _n_entries(self)
         with plain(), _with_foreach(self):
             result = step(self, None if closure is None else guarded(closure), **kwargs)
-        if len(self.state) != known:
+        if _n_entries(self) != known:
             _guard_state(self)
         return result
 
     # The compiler would trace through classes that intercept operations, which it does not support.
     return torch._disable_dynamo(stepped)  # type: ignore[attr-defined]
+
+
+def _n_entries(optimizer: Optimizer) -> int:
+    """Return how much state there is; a script may read state that a step has yet to make."""
+    return sum(len(own) for own in optimizer.state.values() if isinstance(own, dict))
 
 
 @contextlib.contextmanager

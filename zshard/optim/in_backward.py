@@ -24,6 +24,7 @@ from zshard.optim.hooks import know
 from zshard.optim.step import InOneCall
 from zshard.optim.step_digest import note_step
 from zshard.optim.step_guard import refuse_in_backward
+from zshard.units.shards import ids_of
 from zshard.units.units import (
     Hook,
     State,
@@ -47,6 +48,11 @@ _handles: weakref.WeakKeyDictionary[nn.Module, list[OptimizerInBackward]] = (
 _scaled_backward: int | None = None
 """Torch's graph task id of the last backward that started at a scaled loss."""
 
+_uncounted: weakref.WeakKeyDictionary[InOneCall, tuple[int, set[int], set[int]]]
+_uncounted = weakref.WeakKeyDictionary()
+"""For each optimizer, of the last backward: torch's graph task id, the ids of the handles for which
+it is not over, and the param groups that they have stepped."""
+
 _OVER, _BEGIN = -1, -2  # must match csrc/python/py_in_backward.c
 
 
@@ -69,8 +75,9 @@ class OptimizerInBackward:
         self._parts: list[list[tuple[Any, int, list[Tensor]]]] = []
         """For each unit: (optimizer, index of its param group, parameters)."""
         self._hooks: list[tuple[State, Hook, RemovableHandle]] = []
-        self._stepped: dict[Any, set[int]] = {}  # groups of each optimizer stepped in this backward
+        self._stepped: set[InOneCall] = set()  # in this backward
         self._ids: set[int] = set()
+        self._known = list(map(ids_of, self._optimizers))
         groups = _groups_of(self._optimizers)
         try:
             for each, state in units_of(module):
@@ -128,16 +135,36 @@ class OptimizerInBackward:
         if index == _BEGIN:
             _refuse_scaled()
             refuse_averaged(self._units, "step")
+            self._begin()
         elif index == _OVER:
-            for optimizer, stepped in self._stepped.items():
-                optimizer._end_parts(stepped)
+            for optimizer in self._optimizers:
+                _, handles, groups = _uncounted[optimizer]
+                handles.discard(id(self))
+                if groups and not handles:
+                    optimizer._end_parts(groups)
+            for optimizer in self._stepped:
                 note_step(optimizer, self._units[0].engine_id)
                 know(optimizer, in_step=True)
-            self._stepped = {}
+            self._stepped.clear()
         else:
             for optimizer, group, params in self._parts[index]:
                 optimizer._step_part(group, index, params)
-                self._stepped.setdefault(optimizer, set()).add(group)
+                _uncounted[optimizer][2].add(group)
+                self._stepped.add(optimizer)
+
+    def _begin(self) -> None:
+        """Raise RuntimeError in a backward that would not step what the optimizers have now."""
+        if list(map(ids_of, self._optimizers)) != self._known:
+            raise RuntimeError(
+                "the optimizer's param groups have other parameters than when "
+                "optimizer_in_backward() was called: call remove() on the handle, and "
+                "optimizer_in_backward() again"
+            )
+        task = torch._C._current_graph_task_id()
+        for optimizer in self._optimizers:
+            if optimizer not in _uncounted or _uncounted[optimizer][0] != task:
+                _uncounted[optimizer] = task, set(), set()
+            _uncounted[optimizer][1].add(id(self))
 
 
 def refuse_clipping(params: Iterable[Tensor] | None = None) -> None:

@@ -26,6 +26,7 @@ from zshard.optim.eight_bit import hide_codes
 from zshard.optim.matrices import groups_of
 from zshard.optim.newton_schulz import cost_of, orthogonalized
 from zshard.optim.sharded_state import zeros_side_by_side
+from zshard.optim.step import check_state, keep_options, state_problem
 from zshard.optim.whole_steps import Stepping, WholeSteps, full_shape, refuse_copy
 from zshard.units.shards import part_of
 
@@ -118,8 +119,9 @@ class Muon(torch.optim.Optimizer):
                 )
             params, text = groups_of(params, split or {})
             _announce(text)
-        # All options, for comparisons between ranks; add_param_group() keeps those of its kind.
-        super().__init__(params, {**self._of_adamw, **self._of_muon})
+        self.options = {**self._of_adamw, **self._of_muon}  # which ranks compare
+        # Each group keeps those of its kind. Torch's schedulers would cycle all groups' betas.
+        super().__init__(params, {k: v for k, v in self.options.items() if k != "betas"})
 
     @property
     def takes_codes(self) -> bool:
@@ -150,10 +152,7 @@ class Muon(torch.optim.Optimizer):
             raise
 
     def _take_group(self, group: dict[str, Any]) -> None:
-        if group.setdefault("use_muon", "momentum" in group):
-            group.setdefault("split", None)  # a state dict of torch.optim.Muon lacks these
-            group.setdefault("ns_dtype", "bfloat16")
-            group.setdefault("symmetric", False)
+        if group["use_muon"]:
             _check_options(group)
             for param in group["params"]:
                 _check_matrix(param, group["split"])
@@ -178,10 +177,18 @@ class Muon(torch.optim.Optimizer):
     __getstate__ = refuse_copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:
+        for group, own in zip(state["param_groups"], self.param_groups, strict=True):
+            if group.get("use_muon", "ns_steps" in group) != own["use_muon"]:
+                raise ValueError(
+                    f"cannot load the state dict into Muon: for a group with use_muon="
+                    f"{own['use_muon']}, the saved one is of another kind; load what "
+                    "torch.optim.Muon has saved, or zshard.Muon with the same groups"
+                )
+            keep_options(group, own)
             self._take_group(group)
-        rest = [group for group in state["param_groups"] if not group["use_muon"]]
-        self._adamw.__setstate__({"state": state["state"], "param_groups": rest})
+        check_state(self, state, _problem)
+        self._adamw.param_groups = _of_adamw(self.param_groups)
+        self._adamw.__setstate__({**state, "param_groups": _of_adamw(state["param_groups"])})
         super().__setstate__({**state, "state": self._adamw.state})
 
     @torch.no_grad()
@@ -201,13 +208,14 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._adamw.state = self.state  # both keep one dict
-        self._adamw.param_groups = [g for g in self.param_groups if not g["use_muon"]]
-        self._adamw.step_groups()
+        self._adamw.param_groups = _of_adamw(self.param_groups)
         stepped, options = [], []
         for group in self.param_groups:
             for param in group["params"] if group["use_muon"] else ():
                 stepped.append(_stepping(param, group))
                 options.append(group)
+        self._whole.agree(stepped)
+        self._adamw.step_groups()
         self._whole.run(
             stepped, lambda active: self._job([(stepped[i], options[i]) for i in active])
         )
@@ -294,6 +302,15 @@ def _check_matrix(param: Tensor, split: Any) -> None:
             "use_muon=False, or pass the model instead of parameters, zshard.Muon(model)"
         )
     _blocks(param, split)
+
+
+def _of_adamw(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [group for group in groups if not group["use_muon"]]
+
+
+def _problem(param: Tensor, own: Mapping[str, Any], group: Mapping[str, Any]) -> str | None:
+    names = ["momentum_buffer"]  # the others' state is AdamW's to check
+    return state_problem(param, own, names, names) if group["use_muon"] else None
 
 
 class _Blocks(NamedTuple):
@@ -401,13 +418,16 @@ class _MuonJob:
 
     def take(self, matrix: int, result: Tensor) -> None:
         step = self._steps[matrix]
-        options, values = step.options, step.param.detach().view(-1)
+        options, param = step.options, step.param.detach()
+        values = param.reshape(-1)  # a copy if the parameter is not contiguous
         lr = options["lr"]
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
         values.mul_(1 - lr * options["weight_decay"])
         for begin, numel, shape in step.segments():
             there, factor = slice(begin, begin + numel), _lr_factor(options["adjust_lr_fn"], *shape)
             _add(values[there], result[there], -lr * factor, shape)
+        if not param.is_contiguous():
+            param.copy_(values.view(param.shape))
 
 
 def _add(values: Tensor, update: Tensor, factor: Any, shape: tuple[int, ...]) -> None:

@@ -100,6 +100,16 @@ class InOneCall(torch.optim.Optimizer):
     def _step_params(self, key: object, group: dict[str, Any], state: dict[Any, Any]) -> None:
         """Step a group by its plan, which is cached under `key`. state: at least that of its
         parameters."""
+        if not group["params"]:
+            return
+        if (
+            group.get("stochastic_rounding")
+            and not {"rounding_seed", "rounding_step"} <= group.keys()
+        ):
+            raise ValueError(
+                "stochastic_rounding=True was set on a param group without rounding_seed and "
+                "rounding_step: pass it to the constructor or add_param_group(), or set all three"
+            )
         plan = self._plans.get(key)
         foreign = None if plan is None else self._step_by(plan, group, state)
         if foreign is None:
@@ -149,42 +159,22 @@ class InOneCall(torch.optim.Optimizer):
         if not self.takes_codes and codes.has_codes(state.get("state", {})):
             raise ValueError(f"cannot load the state dict: {codes.wants_float32(self)}")
         if "param_groups" in vars(self):  # a load, not a copy
-            self._check_state(state)
+            for group, own in zip(state["param_groups"], self.param_groups, strict=True):
+                keep_options(group, own)
+                self._take_group(group)
+            check_state(self, state, self._problem)
         super().__setstate__(state)
-        for group in self.param_groups:
-            self._take_group(group)
         self._plans = {}
         self.state_changes += 1
         self._set_scaler_flag()
 
-    def _check_state(self, given: dict[str, Any]) -> None:
-        """Raise ValueError for loaded state that the step would not find or could not use."""
-        for group in given.get("param_groups", ()):
-            for number, param in enumerate(group["params"]):
-                own = given["state"].get(param)
-                wrong = self._problem(param, own) if own else None
-                if wrong:
-                    part = part_of(param)
-                    name = f"'{part.name}'" if part is not None else f"{number} of its param group"
-                    raise ValueError(
-                        f"cannot load the state dict into {type(self).__name__}: in the state of "
-                        f"parameter {name}, {wrong}; load state of the same parameters that an "
-                        "optimizer of this kind has saved"
-                    )
-
-    def _problem(self, param: Tensor, own: Mapping[str, Any]) -> str | None:
+    def _problem(
+        self, param: Tensor, own: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> str | None:
         """Return what is wrong with a parameter's loaded state, if anything is."""
-        there = [name for name in self._state if own.get(name) is not None]
         always = [name for name, option in self._state.items() if option is None]
-        if there or (self._counts_steps and "step" in own):
-            lacking = [name for name in always if name not in there]
-            if lacking:
-                return f"'{lacking[0]}' is missing"
-        sizes = {param.numel(), full_numel(param)}
-        for name in there:
-            if own[name].numel() not in sizes:
-                return f"'{name}' has {own[name].numel()} elements, expected {full_numel(param)}"
-        return None
+        wanted = [*(always or self._state_names(group)), *["step"] * self._counts_steps]
+        return state_problem(param, own, wanted, self._state)
 
     def _set_scaler_flag(self) -> None:
         """Whether torch's GradScaler may leave checking `found_inf` to the step, on the GPU.
@@ -309,6 +299,63 @@ class InOneCall(torch.optim.Optimizer):
     def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Update parameters that the C loop does not support, with torch's own function."""
         raise NotImplementedError
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def keep_options(group: dict[str, Any], own: Mapping[str, Any]) -> None:
+    """Give a param group that is being loaded the options that its state dict lacks, such as
+    zshard's in torch's: those of the optimizer's own group. Random bits begin anew."""
+    for option in own.keys() - group.keys() - {"rounding_step"}:
+        group[option] = own[option]
+
+
+def check_state(
+    optimizer: torch.optim.Optimizer,
+    given: Mapping[str, Any],
+    problem: Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], str | None],
+) -> None:
+    """Raise ValueError for loaded state that the step would not find or could not use.
+
+    problem: returns what is wrong with a parameter's state; it gets that and the param group.
+    """
+    for group in given["param_groups"]:
+        for number, param in enumerate(group["params"]):
+            own = given["state"].get(param)
+            wrong = problem(param, own, group) if own else None
+            if wrong:
+                part = part_of(param)
+                name = f"'{part.name}'" if part is not None else f"{number} of its param group"
+                raise ValueError(
+                    f"cannot load the state dict into {type(optimizer).__name__}: in the state of "
+                    f"parameter {name}, {wrong}; load state of the same parameters that an "
+                    "optimizer of this kind has saved"
+                )
+
+
+def state_problem(
+    param: Tensor, own: Mapping[str, Any], wanted: Iterable[str], names: Iterable[str]
+) -> str | None:
+    """Return what is wrong with a parameter's loaded state, if anything is.
+
+    wanted: what must be there, except where a script has put only numbers. names: of all tensors of
+        the parameter's shape.
+    """
+    if "step" in wanted or any(isinstance(value, Tensor) for value in own.values()):
+        for name in wanted:
+            if own.get(name) is None:
+                return f"'{name}' is missing"
+    part = part_of(param)
+    full = tuple(param.shape) if part is None else part.shape
+    for name in names:
+        value = own.get(name)
+        if value is not None and tuple(value.shape) not in (tuple(param.shape), full):
+            return f"'{name}' has shape {tuple(value.shape)}, expected {full}"
+    return None
+
+
+# --- options --------------------------------------------------------------------------------------
 
 
 def _unsupported(name: str, group: dict[str, Any]) -> str:

@@ -44,7 +44,8 @@ class _Account:
 
     def __init__(self, optimizer: torch.optim.Optimizer, label: str) -> None:
         self.label = label
-        self.keys = [key for key in getattr(optimizer, "defaults", {}) if key not in _HOW]
+        options = getattr(optimizer, "options", None) or getattr(optimizer, "defaults", {})
+        self.keys = [key for key in options if key not in _HOW]
         self.digest = 0
         self.lines = ""
         # "params" twice, since itemgetter returns no tuple for a single key.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ class StepGuard:
         """Return the same for a copy of the model."""
         return StepGuard(module, self.checks)
 
-    def skips(self, optimizer: torch.optim.Optimizer) -> bool:
+    def skips(self, optimizer: torch.optim.Optimizer, in_closure: bool) -> bool:
         """Return whether all ranks skip this step, after raising what the checks find. Collective.
 
         Raises NonFiniteError, DivergenceError on all ranks.
@@ -100,9 +100,11 @@ class StepGuard:
                 self._replicas.count_step(module)
             if self.checks.nonfinite is None or _scaler_skips(optimizer):
                 return False
-            return self._skips_nonfinite(module, optimizer)
+            return self._skips_nonfinite(module, optimizer, in_closure)
 
-    def _skips_nonfinite(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    def _skips_nonfinite(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, in_closure: bool
+    ) -> bool:
         _core.expect_norms(self._units)
         finite = _are_finite(grads_of(params_of(optimizer)))
         if state_of(module).unit.engine.max_over_ranks([float(not finite)])[0] == 0:
@@ -111,9 +113,12 @@ class StepGuard:
         if found is None:  # squares of float64 numbers may overflow
             return False
         if self.checks.nonfinite == "raise":
+            done = "Nothing has been updated"
+            if in_closure:
+                done += " since the closure; reload if the optimizer moved parameters before it"
             raise NonFiniteError(
-                f"all ranks refuse this step: {found}. Nothing has been updated: call zero_grad() "
-                'and continue with other data on all ranks, or pass nonfinite="skip" to FSDP()'
+                f"all ranks refuse this step: {found}. {done}: call zero_grad() and continue with "
+                'other data on all ranks, or pass nonfinite="skip" to FSDP()'
             )
         self.skipped += 1
         if self.skipped == 1:
@@ -170,18 +175,21 @@ def refuse_in_backward(unit: _core.Unit) -> None:
 # --- around a step --------------------------------------------------------------------------------
 
 
-def check_step(optimizer: torch.optim.Optimizer) -> None:
+def check_step(optimizer: torch.optim.Optimizer, in_closure: bool) -> None:
     """Run the checks of the models that an optimizer is about to step. Collective if there are any.
-    If they skip the step, it finds no gradients; end_step() puts them back."""
+    If they skip the step, it finds no gradients; end_step() puts them back. in_closure: its closure
+    has just run."""
     if not _guards:
         return
-    _withheld.pop(optimizer, None)  # its last step has raised
+    stale = _withheld.pop(optimizer, None)  # its last step has raised, or its closure has run again
+    if stale is not None:
+        stale.hook.remove()
     units = units_stepped_by(optimizer)
     guards = [guard for guard in map(guard_of, units) if guard is not None]
     if not guards:
         return
     _refuse_mixtures(optimizer, units, guards)
-    if any([guard.skips(optimizer) for guard in guards]):
+    if any([guard.skips(optimizer, in_closure) for guard in guards]):
         _withheld[optimizer] = _Withheld(optimizer)
 
 
@@ -189,6 +197,7 @@ def end_step(optimizer: torch.optim.Optimizer) -> None:
     """Undo what a skipped step needed."""
     hidden = _withheld.pop(optimizer, None) if _withheld else None
     if hidden is not None:
+        hidden.hook.remove()
         hidden.restore(optimizer)
 
 
@@ -196,7 +205,12 @@ class _Withheld:
     """The gradients and options of an optimizer, as they were before a step that is skipped."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._is_over = False
         self._options = [dict(group) for group in optimizer.param_groups]
+        # Before users' hooks, which may set the gradients to None.
+        self.hook = optimizer.register_step_post_hook(lambda optimizer, *_: self.restore(optimizer))
+        hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
+        hooks.move_to_end(self.hook.id, last=False)
         params = list(params_of(optimizer))
         self._grads = list(zip(params, grads_of(params), strict=True))
         with plain():
@@ -204,6 +218,10 @@ class _Withheld:
                 param.grad = None
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Undo it once: at the end of the step, or where that raises."""
+        if self._is_over:
+            return
+        self._is_over = True
         for group, before in zip(optimizer.param_groups, self._options, strict=True):
             group.update(before)  # some optimizers count steps there
         with plain():

@@ -25,7 +25,7 @@ from zshard.guard.whole_values import full_tensor
 from zshard.optim.sharded_state import copied, other_state, params_of
 from zshard.optim.whole_steps import Stepping, WholeSteps, comm_of, full_shape, refuse_copy
 from zshard.ranks.agreement import PublicCall, gather_bytes
-from zshard.units.shards import part_of
+from zshard.units.shards import ids_of, part_of
 
 __all__ = ["WholeMatrix"]
 
@@ -78,6 +78,7 @@ class WholeMatrix(Optimizer):
                 'does not support: use FSDP(..., strategy="no_shard")'
             )
         self.defaults = self._inner.defaults
+        self._known = [list(group["params"]) for group in self.param_groups]
         _copy_options(self._inner.param_groups, self.param_groups)
 
     __getstate__ = refuse_copy
@@ -90,10 +91,16 @@ class WholeMatrix(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch.optim."""
         super().add_param_group(param_group)
-        if "_inner" in vars(self):
+        if "_inner" not in vars(self):
+            return
+        try:
             self._inner.add_param_group(self._proxied(self.param_groups[-1]))
-            _forget_values(params_of(self._inner))
-            _copy_options(self._inner.param_groups, self.param_groups)
+        except BaseException:
+            del self.param_groups[-1]  # or later steps would step it
+            raise
+        self._known.append(list(self.param_groups[-1]["params"]))
+        _forget_values(params_of(self._inner))
+        _copy_options(self._inner.param_groups, self.param_groups)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. Collective.
@@ -109,6 +116,7 @@ class WholeMatrix(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refuse_changes()
         _copy_options(self.param_groups, self._inner.param_groups)
         stepped, proxies = self._stepped(), list(params_of(self._inner))
         for proxy, is_own in zip(proxies, self._steps.is_owner(stepped), strict=True):
@@ -131,6 +139,7 @@ class WholeMatrix(Optimizer):
             return jobs[0]
 
         with torch.no_grad():
+            self._steps.agree([stepped[i] for i in others])
             self._steps.run([stepped[i] for i in others], job_of)
             if beside and not jobs:
                 with torch.inference_mode(False), plain():
@@ -163,6 +172,7 @@ class WholeMatrix(Optimizer):
         """Load the result of state_dict(), or the state of the same optimizer over the unsharded
         model. Pass all of it on each rank, which keeps what it owns. Raises ValueError for param
         groups that do not match."""
+        self._refuse_changes()
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -171,7 +181,9 @@ class WholeMatrix(Optimizer):
         own = {number for number, is_own in owned if is_own}
         others = set(numbers) - own
         kept = {key: state for key, state in state_dict["state"].items() if key not in others}
-        self._inner.load_state_dict({**state_dict, "state": copy.deepcopy(kept)})
+        groups = [_unnamed(group) for group in state_dict["param_groups"]]
+        kept = copy.deepcopy(kept)
+        self._inner.load_state_dict({**state_dict, "state": kept, "param_groups": groups})
         _copy_options(self._inner.param_groups, self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -189,10 +201,21 @@ class WholeMatrix(Optimizer):
         Collective."""
         owned = dict(zip(params_of(self), self._steps.is_owner(self._stepped()), strict=True))
         proxies = [_proxy(param, owned[param]) for param in group["params"]]
-        return {**{k: v for k, v in group.items() if k != "param_names"}, "params": proxies}
+        return {**_unnamed(group), "params": proxies}
+
+    def _refuse_changes(self) -> None:
+        """Raise RuntimeError if a script has removed or replaced parameters: the optimizer has
+        state, and each rank its part of the work, for those that it was given."""
+        if ids_of(self) != [list(map(id, params)) for params in self._known]:
+            raise RuntimeError(
+                "the param groups of WholeMatrix() have lost parameters that it was made with, or "
+                "have others in their place: make another WholeMatrix() of the parameters to "
+                "step, and add new ones by add_param_group()"
+            )
 
     def _gathered(self) -> StateByNumber:
         """Return the state by the parameters' numbers, as copies on the CPU."""
+        self._refuse_changes()
         own: StateByNumber = self._inner.state_dict()["state"]
         is_owner = self._steps.is_owner(self._stepped())
         found: StateByNumber = {}
@@ -210,6 +233,11 @@ class WholeMatrix(Optimizer):
             for data in gather_bytes(comm, file.getvalue()):
                 found.update(torch.load(io.BytesIO(data), map_location="cpu", weights_only=False))
         return found
+
+
+def _unnamed(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a param group without names, which full parameters do not have."""
+    return {key: value for key, value in group.items() if key != "param_names"}
 
 
 def _cost(shape: Sequence[int]) -> int:

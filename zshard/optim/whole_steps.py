@@ -6,6 +6,7 @@ from that. Plans are kept from step to step.
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -53,6 +54,25 @@ class Stepping(NamedTuple):
     turn: int = 0  # see owners.assigned()
 
 
+_KEPT = 8
+"""Plans of each model, of the latest sets of parameters with gradients: a mixture of experts has
+another set in each step."""
+
+
+class _Members(NamedTuple):
+    """The parameters that an optimizer has of one model, and what follows from them."""
+
+    params: list[weakref.ref[Tensor]]
+    ranges: list[tuple[tuple[int, int], ...]]  # what each rank holds of each
+    plans: dict[object, StepPlan]
+
+    def are(self, params: Sequence[Tensor]) -> bool:
+        """Return whether they are still these."""
+        return len(params) == len(self.params) and all(
+            ref() is param for ref, param in zip(self.params, params, strict=True)
+        )
+
+
 class WholeSteps:
     """Runs an optimizer's job on the ranks of each model.
 
@@ -61,8 +81,7 @@ class WholeSteps:
 
     def __init__(self, name: str, n_inputs: int, limit: int) -> None:
         self._name, self._n_inputs, self._limit = name, n_inputs, limit
-        self._ranges: dict[tuple[int, ...], list[tuple[tuple[int, int], ...]]] = {}
-        self._plans: dict[object, StepPlan] = {}
+        self._members: dict[_core.Comm | None, _Members] = {}
         self._mails: dict[_core.Comm, Mail] = {}  # shared memory, which is kept
 
     def is_owner(self, stepped: Sequence[Stepping]) -> list[bool]:
@@ -73,19 +92,23 @@ class WholeSteps:
                 owned[i] = comm is None or owner == comm.rank
         return owned
 
+    def agree(self, stepped: Sequence[Stepping]) -> None:
+        """Raise DivergenceError if other parameters have gradients on another rank, or other
+        options. Call it before run(), and before anything is updated. Collective."""
+        for comm, members in _by_comm(stepped).items():
+            if comm is not None:
+                with PublicCall(f"{self._name}.step()"), torch.inference_mode(False), plain():
+                    facts = [fact for i in members for fact in _facts(stepped[i])]
+                    check_agreement(comm, facts, "optimizers")
+
     def run(self, stepped: Sequence[Stepping], job_of: Callable[[list[int]], Job]) -> None:
-        """Step the parameters that have a gradient. Collective.
+        """Step the parameters that have a gradient, on which all ranks agree. Collective.
 
         job_of: returns the job for these parameters, which it numbers as in the list it gets.
-
-        Raises DivergenceError if other parameters have gradients on another rank.
         """
         for comm, members in _by_comm(stepped).items():
             active = [i for i in members if _is_active(stepped[i].param)]
             with PublicCall(f"{self._name}.step()"), torch.inference_mode(False), plain():
-                if comm is not None:
-                    facts = [fact for i in members for fact in _facts(stepped[i])]
-                    check_agreement(comm, facts, "optimizers")
                 if active:
                     self._run(comm, stepped, (members, active), job_of(active))
 
@@ -112,30 +135,29 @@ class WholeSteps:
         members: list[int],
         active: list[int],
     ) -> StepPlan:
-        ranges = self._ranges_of(comm, [stepped[i].param for i in members])
-        costs = [stepped[i].cost for i in active]
-        ids = tuple(id(stepped[i].param) for i in members)
-        dtypes = tuple(stepped[i].dtype for i in active)
-        key = (id(comm), ids, tuple(active), tuple(costs), dtypes)
-        if key not in self._plans:
-            held = dict(zip(members, ranges, strict=True))
+        known = self._members_of(comm, [stepped[i].param for i in members])
+        costs = tuple(stepped[i].cost for i in active)
+        key = (tuple(members), tuple(active), costs, tuple(stepped[i].dtype for i in active))
+        plan = known.plans.pop(key, None)
+        if plan is None:
+            held = dict(zip(members, known.ranges, strict=True))
             matrices = [self._matrix(stepped[i], held[i]) for i in active]
             owners = _owners(comm, stepped, members)
             world = 1 if comm is None else comm.world
-            self._plans[key] = StepPlan(matrices, [owners[i] for i in active], world, self._limit)
-        return self._plans[key]
+            plan = StepPlan(matrices, [owners[i] for i in active], world, self._limit)
+        known.plans[key] = plan  # the latest is the last
+        if len(known.plans) > _KEPT:
+            del known.plans[next(iter(known.plans))]
+        return plan
 
     def _matrix(self, each: Stepping, ranges: tuple[tuple[int, int], ...]) -> Matrix:
         numel = torch.Size(full_shape(each.param)).numel()
         dtype = each.param.dtype if each.dtype is None else each.dtype
         return Matrix(numel, dtype, self._n_inputs, each.cost, ranges)
 
-    def _ranges_of(
-        self, comm: _core.Comm | None, params: list[Tensor]
-    ) -> list[tuple[tuple[int, int], ...]]:
-        """Return what each rank holds of each parameter."""
-        key = (id(comm), *map(id, params))
-        if key not in self._ranges:
+    def _members_of(self, comm: _core.Comm | None, params: list[Tensor]) -> _Members:
+        known = self._members.get(comm)
+        if known is None or not known.are(params):
             own = [_range(part_of(param), param) for param in params]
             if comm is None:
                 everyone = [own]
@@ -143,8 +165,9 @@ class WholeSteps:
                 mine = array("q", [number for row in own for number in row])
                 numbers = [array("q", data) for data in gather_bytes(comm, mine.tobytes())]
                 everyone = [list(zip(row[::2], row[1::2], strict=True)) for row in numbers]
-            self._ranges[key] = list(zip(*everyone, strict=True))
-        return self._ranges[key]
+            ranges = list(zip(*everyone, strict=True))
+            known = self._members[comm] = _Members(list(map(weakref.ref, params)), ranges, {})
+        return known
 
 
 def _range(part: Part | None, param: Tensor) -> tuple[int, int]:

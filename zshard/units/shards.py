@@ -342,19 +342,24 @@ class Stepped:
         return state is None or state.comms.all.world == 1
 
 
-_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[Stepped]]]
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[list[int]], list[Stepped]]]
 _stepped = weakref.WeakKeyDictionary()
 """What is known of optimizers; emptied when a model is wrapped, which they may be older than."""
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[Stepped]:
     """Return the optimizer's share of each sharded model."""
-    counts = [len(group["params"]) for group in optimizer.param_groups]
+    ids = ids_of(optimizer)
     known = _stepped.get(optimizer)
     # A model may outlive one of its units.
-    if known is None or known[0] != counts or any(each.state is None for each in known[1]):
-        known = _stepped[optimizer] = counts, _models_of(optimizer)
+    if known is None or known[0] != ids or any(each.state is None for each in known[1]):
+        known = _stepped[optimizer] = ids, _models_of(optimizer)
     return known[1]
+
+
+def ids_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """Return the ids of each param group's parameters, to notice that a script has changed them."""
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def units_stepped_by(optimizer: torch.optim.Optimizer) -> list[_core.Unit]:
