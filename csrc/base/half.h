@@ -15,7 +15,7 @@
 #define ZS_HD static inline __attribute__((always_inline))
 #endif
 
-/* Before a loop whose stores change nothing that it loads: gcc is told, clang finds out when the loop runs. */
+/* Before a loop whose stores change nothing that it loads: gcc takes our word, clang checks when the loop runs. */
 #if defined(__clang__)
 #define ZS_NO_OVERLAP
 #else

@@ -205,7 +205,7 @@ def check_killed(root: Path, nth: int, what: str) -> None:
 
 
 def test_killed() -> None:
-    """Of a small process, of which each fork takes little."""
+    """In a small process, whose forks take little."""
     whats = ("kill", "killafter", "killshort")
     fork_ranks(at_each_call, 1, check_killed, *whats, timeout=200, check=True)
 

@@ -191,7 +191,7 @@ def test_a_rank_that_ends_takes_its_children_along(tmp_path):
     assert [result.returncode for result in results] == [0, 1]
     assert "EOFError: planted" in results[1].stderr
     for rank in "01":
-        with contextlib.suppress(ProcessLookupError):  # it is gone already
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             end = os.pidfd_open(int((tmp_path / rank).read_text()))
             assert select.select([end], [], [], 60)[0]
             os.close(end)

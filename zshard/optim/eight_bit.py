@@ -125,7 +125,7 @@ class EightBit(InOneCall):
         for group, own in zip(state["param_groups"], own_groups, strict=False):
             group["master"] = group.get("master") or own["master"]  # the saved run may lack it
         super().__setstate__({**state, "state": shown})
-        self._forms = {}  # of plans, of which there are none now
+        self._forms = {}  # no plan is left
         for group in self.param_groups:
             for param in group["params"]:
                 self._convert(group, param)
