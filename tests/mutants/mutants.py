@@ -221,12 +221,13 @@ def run(faults: list[dict[str, Any]], words: list[str]) -> str:
 
 
 def near(file: str) -> list[str]:
-    """Return the folders of tests that a fault in `file` most likely breaks."""
-    words = re.split(r"[/_.]", file)
-    folders = [each.name for each in sorted((ROOT / "tests").iterdir()) if each.name in words]
-    usual = {"comm": ["core", "ranks"], "ckpt": ["checkpoint"], "zshard": ["units", "training"]}
-    more = [each for word in words for each in usual.get(word, [])]
-    return [f"tests/{each}" for each in dict.fromkeys([*folders, *more, "units", "training"])]
+    """Return the tests that a fault in `file` most likely breaks: folders, and two files on ranks."""
+    usual = {"ckpt": "checkpoint", "norms": "optim", "clip": "optim", "unit": "units"}
+    usual |= {"plan": "units", "state": "state_dict", "pager": "files", "comm": "core"}
+    words = [usual.get(word, word) for word in re.split(r"[/_.]", file)]
+    folders = [each for each in sorted((ROOT / "tests").iterdir()) if each.name in words]
+    files = [ROOT / "tests/training/test_parity.py", ROOT / "tests/units/test_plan.py"]
+    return [str(each.relative_to(ROOT)) for each in (*folders, *files)]
 
 
 def git(*words: str) -> str:
