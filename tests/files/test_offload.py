@@ -164,6 +164,42 @@ def test_with_forked_workers(tmp_path):
     assert evaluate_in_worker(str(tmp_path)) == []
 
 
+def threads_of_models(folder):
+    """Return this process's threads after steps of each of three models on a disk."""
+    found = []
+    for _ in range(3):
+        model = FSDP(make(Wide), offload=to(folder))
+        steps(model, AdamW(model.parameters()), n=1)
+        found.append(len(os.listdir("/proc/self/task")))
+    return found
+
+
+def test_models_share_the_pagers_threads(tmp_path):
+    (result,) = fork_ranks(threads_of_models, 1, tmp_path, check=True)
+    assert len(set(result.value)) == 1, result.value
+
+
+def offloaded_in_a_fork(folder):
+    """Return the error of a model on a disk in a process forked from one with such a model."""
+    model = FSDP(make(Wide), offload=to(folder))
+    assert len(model.state_dict()) > 0
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            made = message_of(lambda: FSDP(make(Wide), offload=to(folder)), RuntimeError)
+            os.write(write, made.encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    return os.read(read, 10000).decode()
+
+
+def test_a_fork_of_a_process_that_offloads_cannot(tmp_path):
+    (result,) = fork_ranks(offloaded_in_a_fork, 1, tmp_path, check=True)
+    assert "start it with 'spawn'" in result.value
+
+
 def test_host_offload_has_no_effect_on_cpus():
     for given in (True, CPUOffload(offload_params=True), CPUOffloadPolicy(), Offload()):
         model = FSDP(make(Wide), cpu_offload=given)

@@ -10,14 +10,15 @@ import pytest
 import torch
 from kept_training import kept_run, message_of
 from nursery import fork_ranks
+from rows import all_rows
 from torch import nn
 
 import zshard
 from zshard.keeping.client import Keeper
 
 
-def without_with(token: str, then: str) -> tuple[str, str]:
-    """Return the error after commit() without `with`, and of what follows with it."""
+def without_with(token: str) -> dict[str, tuple[str, str]]:
+    """Return for each act the error after commit() without `with`, and of what follows with it."""
     run, kept = kept_run(token)
 
     def step() -> None:
@@ -26,9 +27,6 @@ def without_with(token: str, then: str) -> tuple[str, str]:
             run.optimizer.step()
         run.optimizer.zero_grad()
 
-    run.loss(0).backward()
-    if then != "step first":
-        kept.commit({"step": 1})
     acts = {
         "step first": run.optimizer.step,
         "step": run.optimizer.step,
@@ -37,19 +35,26 @@ def without_with(token: str, then: str) -> tuple[str, str]:
         "state_dict": kept.state_dict,
         "close": kept.close,
     }
-    text = message_of(acts[then])
-    run.optimizer.zero_grad()
-    return text, message_of(step)
+    found = {}
+    for then, act in acts.items():
+        run.loss(0).backward()
+        if then != "step first":
+            kept.commit({"step": 1})
+        text = message_of(act)
+        run.optimizer.zero_grad()
+        found[then] = text, message_of(step)
+    return found
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("then", ["step first", "step", "forward", "commit", "state_dict", "close"])
-def test_commit_without_with(keeper: Keeper, then: str) -> None:
-    for result in fork_ranks(without_with, 2, keeper.token, then, check=True):
-        text, after = result.value
-        words = "without `with`, so nothing was committed: write `with kept.commit(...):`"
-        assert ("a step outside of commit()" if then == "step first" else words) in text
-        assert ("commit() after close()" if then == "close" else "nothing") in after
+def test_commit_without_with(keeper: Keeper) -> None:
+    words = "without `with`, so nothing was committed: write `with kept.commit(...):`"
+    for result in fork_ranks(without_with, 2, keeper.token, check=True):
+        with all_rows() as row:
+            for then, (text, after) in result.value.items():
+                with row(then):
+                    expected = "a step outside of commit()" if then == "step first" else words
+                    assert expected in text
+                    assert ("commit() after close()" if then == "close" else "nothing") in after
 
 
 def outside_of_steps(token: str, folder: str, transport: str) -> dict[str, tuple[str, bool]]:

@@ -197,6 +197,13 @@ def reads_lists(model, held):
     return [zshard.to_local(g) for g in torch._foreach_add([p.grad for p in model.parameters()], 1)]
 
 
+def reads_keywords(model, held):
+    """As the only argument, and as one of several."""
+    found = [torch.mul(input=p.grad, other=1.0) for p in model.parameters()]
+    found += [torch.add(p.detach(), alpha=2, other=p.grad) for p in model.parameters()]
+    return [zshard.to_local(each) for each in found]
+
+
 def reads_address(model, held):
     grads = [p.grad for p in model.parameters()]
     return [list((ctypes.c_float * g.numel()).from_address(g.data_ptr())) for g in grads]
@@ -269,7 +276,7 @@ def swaps(model, held):
 
 READERS = [
     *(reads_locals, reads_fulls, reads_products, reads_data, reads_held, reads_lists),
-    *(reads_address, reads_norms, reads_a_copy, reads_summoned),
+    *(reads_address, reads_norms, reads_a_copy, reads_summoned, reads_keywords),
     *(clips_again, clips_by_value, accumulates, accumulates_locally, zeroes, keeps_them),
     *(replaces, swaps),
 ]

@@ -164,6 +164,13 @@ def refusals(combination: tuple[str, str], dtype: Any) -> list[str]:
     return found
 
 
+def test_frozen_parameters_may_have_another_gradient_dtype() -> None:
+    model = FSDP(two_layers())
+    model[1].weight.requires_grad_(False).grad_dtype = torch.float32
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
+    assert model[0].weight.grad is not None
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, None])
 @pytest.mark.parametrize("combination", COMBINATIONS)

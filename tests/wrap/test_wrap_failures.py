@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zshard
 from zshard import FSDP
+from zshard.model import shard_model
 
 TRANSPORTS = ("shm", "c10d")
 
@@ -120,18 +124,37 @@ def test_failure_before_any_change(pool2, transport):
         assert second is None and trained
 
 
-@passing_groups()
-def with_a_unit_on_one_rank(transport):
-    """Rank 1 fails in its second unit, which rank 0 creates; then all train another model."""
-    made, how = [], options(transport)
+def no_memory(*args):
+    raise MemoryError("planted")
+
+
+@contextlib.contextmanager
+def without_an_engine():
+    """Rank 1 cannot make the C part of a model."""
+    usual = shard_model._core
+    if dist.get_rank() == 1:
+        shard_model._core = SimpleNamespace(**{**vars(usual), "Engine": no_memory})
+    yield
+    shard_model._core = usual
+
+
+def without_a_unit():
+    """Rank 1 cannot make its second unit."""
+    made = []
 
     def make_unit(usual, *args):
         made.append(args)
-        if dist.get_rank() == 1 and len(made) == 2:
-            raise MemoryError("planted")
-        return usual(*args)
+        failed = dist.get_rank() == 1 and len(made) == 2
+        return no_memory() if failed else usual(*args)
 
-    with units_made_by(make_unit):
+    return units_made_by(make_unit)
+
+
+@passing_groups()
+def with_a_part_on_one_rank(transport, without):
+    """Rank 1 fails to make a part of a model, which rank 0 makes; then all train another model."""
+    how = options(transport)
+    with without():
         first = attempt(make(Stack), how)
     found = []
     for _ in range(2):
@@ -145,9 +168,11 @@ def with_a_unit_on_one_rank(transport):
     return first, found
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("without", [without_an_engine, without_a_unit])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_failed_unit_on_one_rank(pool2, transport):
-    for first, found in pool2.run(with_a_unit_on_one_rank, transport):
+def test_failed_part_on_one_rank(pool2, transport, without):
+    for first, found in pool2.run(with_a_part_on_one_rank, transport, without):
         assert first.startswith("MemoryError") and "planted" in first
         assert found == [[], []]
 
