@@ -18,7 +18,6 @@ import contextlib
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,10 +35,10 @@ STILL = 120.0
 """Seconds without the end of a round after which the run counts as hung."""
 
 LIMITS = {"private": 8.0, "shared": 4.0, "descriptors": 4, "threads": 2}
-"""How much the median of a process's last quarter may exceed that of its second: MiB and numbers.
-Caches fill in the first quarter."""
+"""How much the least of a process's last quarter may exceed that of its second: MiB and numbers.
+Caches fill in the first quarter; the launcher and the keeper are looked at within rounds, too."""
 
-LEAST = 12
+LEAST = 24
 """Looks at a process, without which it has lived too briefly to tell."""
 
 Series = dict[str, list[dict[str, Any]]]
@@ -54,7 +53,7 @@ def grown(looks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     found = {}
     for name, limit in LIMITS.items():
         values = [look[name] for look in looks]
-        growth = statistics.median(values[-(n // 4) :]) - statistics.median(values[n // 4 : n // 2])
+        growth = min(values[-(n // 4) :]) - min(values[n // 4 : n // 2])
         if growth > limit:
             found[name] = growth
     return found
