@@ -44,7 +44,7 @@ def test_growth_is_found(name: str) -> None:
     assert [*grown(looks(**{name: 1.0}))] == [name]
     assert grown(looks(**{name: 1.0})[: LEAST - 1]) == {}  # too few
     within = [{**look, name: look[name] + (50 if i % 5 else 0)} for i, look in enumerate(looks())]
-    assert grown(within) == {}  # what a round has is given back at its end
+    assert grown(within) == {}  # what a round has is freed at its end
 
 
 def test_a_seed_gives_the_same_rounds() -> None:
