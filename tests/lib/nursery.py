@@ -420,7 +420,9 @@ if __name__ == "__main__":
     import zshard  # noqa: F401
 
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # which a job in the background ignores
     rewrite_in_ranks()
     gc.freeze()
     gc.enable()
