@@ -272,6 +272,9 @@ void zs_c10d_peers_free(zs_c10d_comm *comm);
  * Writes a sentence to continue with "while ..."; false: none was found. */
 bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_t size);
 
+/* See zs_talk_ops. */
+zs_status zs_c10d_check_peers(zs_comm *comm);
+
 /* --- c10d_words.c ------------------------------------------------------------------------------------------------- */
 
 /* Is it an exchange or a broadcast? */

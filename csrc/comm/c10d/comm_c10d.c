@@ -251,6 +251,7 @@ static const zs_talk_ops c10d_talk = {
     .broadcast = zs_c10d_broadcast,
     .end = zs_c10d_end,
     .abort = zs_c10d_abort,
+    .check_peers = zs_c10d_check_peers,
 };
 
 const zs_comm_ops zs_c10d_ops = {

@@ -3,7 +3,7 @@
 #include "comm/gpu/gpu.h"
 #include "comm/where.h"
 
-#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* --- failures ----------------------------------------------------------------------------------------------------- */
@@ -15,9 +15,23 @@ static zs_status name_last(const zs_gpu_comm *comm)
                        (unsigned long long)comm->order.count, comm->base.rank, zs_gpu_order_last(comm));
 }
 
+/* A backend that lost a peer only knows that its process has ended; the hosts know what that rank reported before. */
+static zs_status with_reason(zs_gpu_comm *comm, zs_status status)
+{
+    zs_status (*check)(zs_comm *) = comm->control->ops->talk->check_peers;
+    if (status != ZS_ERR_PEER || comm->control->failed || check == NULL) return status;
+    char *without = strdup(zs_last_message());
+    zs_clear_error();
+    zs_status reported = check(comm->control);
+    if (reported == ZS_OK) reported = ZS_FAIL(status, "%s", without != NULL ? without : "another rank exited");
+    free(without);
+    return reported;
+}
+
 zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status)
 {
     if (comm->base.lost != NULL) return status;
+    status = with_reason(comm, status);
     zs_comm_locate(comm->control, status);
     if (status == ZS_ERR_TIMEOUT && comm->last != NULL) status = name_last(comm);
     comm->base.lost = strdup(zs_last_message());

@@ -96,6 +96,7 @@ static const zs_talk_ops hosts_talk = {
     .broadcast = zs_c10d_broadcast,
     .end = zs_c10d_end,
     .abort = hosts_abort,
+    .check_peers = zs_c10d_check_peers,
 };
 
 const zs_comm_ops zs_hosts_ops = {

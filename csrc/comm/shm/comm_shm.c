@@ -176,6 +176,12 @@ static void shm_abort(zs_comm *comm, const char *reason)
     if (zs_shm_live(shm)) zs_shm_stop(shm, ZS_ERR_PEER, reason);
 }
 
+static zs_status shm_check_peers(zs_comm *comm)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    return zs_shm_live(shm) ? zs_shm_check_stop(shm) : ZS_OK;
+}
+
 static bool shm_is_stopped(const zs_comm *comm)
 {
     const zs_shm *shm = (const zs_shm *)comm;
@@ -296,6 +302,7 @@ static const zs_talk_ops shm_talk = {
     .outlive = zs_shm_outlive,
     .end = shm_end,
     .abort = shm_abort,
+    .check_peers = shm_check_peers,
 };
 
 const zs_comm_ops zs_shm_ops = {
