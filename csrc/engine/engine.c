@@ -6,6 +6,7 @@
 #include "reduce/bucket.h"
 #include "reduce/leaves.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -71,6 +72,11 @@ static void release_ranks(const zs_ranks *ranks)
     zs_comm_release(ranks->all);
 }
 
+uint64_t zs_engine_number(const zs_engine *engine)
+{
+    return engine->number;
+}
+
 const zs_ranks *zs_engine_ranks(const zs_engine *engine)
 {
     return &engine->context.ranks;
@@ -96,6 +102,8 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     zs_schedule_init(&engine->context.schedule, act);
     zs_schedule_set_transports(&engine->context.schedule, !ranks->shard_group->ops->mapped, !ranks->all->ops->mapped);
     zs_refs_init(&engine->refs);
+    static _Atomic uint64_t made;
+    engine->number = atomic_fetch_add(&made, 1) + 1;
     engine->hooks = hooks;
     engine->context.calls = &hooks->calls;
     engine->context.ranks = *ranks;

@@ -45,6 +45,7 @@ typedef struct zs_join zs_join; /* see join.h */
 struct zs_engine {
     zs_context context; /* its units' */
     zs_refs refs;
+    uint64_t number; /* of the engines that this process has made; an address may be used again */
     const zs_engine_hooks *hooks;
     zs_reader *reader; /* owned */
     bool reading;      /* a reader session is open */

@@ -216,7 +216,7 @@ static PyObject *unit_fact(unit_object *self, void *which)
     case SIZES: return sizes_of(unit);
     case NONFINITE: return nonfinite_of(unit);
     case SYNC: return PyBool_FromLong(record->sync);
-    case ENGINE_ID: return PyLong_FromVoidPtr(engine);
+    case ENGINE_ID: return PyLong_FromUnsignedLongLong(zs_engine_number(engine));
     case IS_RUNNING: return PyBool_FromLong(record->inside > 0);
     case READ_BY:
         return record->read.by != NULL ? PyUnicode_FromString(zs_unit_of(record->read.by)->name) : Py_NewRef(Py_None);
@@ -252,7 +252,7 @@ PyGetSetDef zs_py_unit_getset[] = {
     {"buffers", NULL, (setter)unit_set_buffers, "What tells the engine, as a pass begins, which buffers to broadcast.",
      NULL},
     FACT("sync", SYNC, unit_set_sync, "Whether the next backwards reduce gradients."),
-    FACT("engine_id", ENGINE_ID, NULL, "A number that units of one engine have in common."),
+    FACT("engine_id", ENGINE_ID, NULL, "A number that units of one engine have in common, and no others of this process."),
     FACT("is_running", IS_RUNNING, NULL, "Whether a forward of its module has begun and not ended."),
     FACT("read_by", READ_BY, NULL,
          "Name of the unit in whose forward an operation has read the parameters last; None: of none."),

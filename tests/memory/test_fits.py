@@ -24,6 +24,7 @@ from zshard import FSDP
 from zshard.memory import host_limits, spare
 from zshard.memory.fits import parse_limit
 from zshard.memory.host_limits import room_of_cgroup, room_of_host
+from zshard.units.units import state_of
 
 MIB = 1 << 20
 
@@ -414,6 +415,13 @@ def test_limit_of_an_inner_call_is_not_the_outer_ones():
     FSDP(model, memory_limit="1GiB")
     loss_of(model(torch.ones(2, 512))).backward()
     zshard.AdamW(model.parameters()).step()
+
+
+def test_the_number_of_a_freed_engine_is_not_used_again():
+    """Else a rank may take a block, which had an engine before it became a part of the model, for
+    the model, and check its first step twice: the other ranks do not."""
+    numbers = [state_of(FSDP(nn.Linear(4, 4))).unit.engine_id for _ in range(20)]
+    assert len(set(numbers)) == 20
 
 
 def test_state_of_an_earlier_optimizer_counts():
