@@ -39,6 +39,8 @@ CLAIMS = {
     "memory": "Memory is constant from the first step on, and as `memory('predicted')` says.",
     "nccl": "zshard's own NCCL communicators train two and four ranks that share a GPU (over "
     "sockets) with the host's numbers.",
+    "wire": "Coded gradients and parameters have the bits of the CPU's codes, on ranks that share "
+    "a GPU.",
     "graph": "A captured training step has the bits of the same steps without a graph.",
     "125m": "The step times and memory of the 125 M model, with date and GPU.",
     "rest": "AdamW's rate, the loss curve, losses of ranks on one GPU.",

@@ -87,6 +87,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 def test_from_pretrained(pool2, tmp_path):
     folders, dtypes = [], []
     for number, case in enumerate(CASES):

@@ -156,7 +156,7 @@ def planted(fault: Fault, folder: Path) -> None:
     (folder / "check_kept.c").write_text((C / "check_kept.c").read_text())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_found(tmp_path, fault):
     planted(FAULTS[fault], tmp_path)

@@ -76,7 +76,7 @@ def of_ddp(known: dict[str, Numbers], pool2: RankPool, tmp_path: Path) -> Callab
     return run
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "strategy"), [*product(NAMES, STRATEGIES), *product([ENGINE], STAGES)]
 )
@@ -106,7 +106,7 @@ def killed_at(step: int, name: str, flags: list[str]) -> None:
     assert run_here(name, flags) is None
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "strategy"), [*product(NAMES, ["ddp", "full_shard"]), (ENGINE, "config")]
 )

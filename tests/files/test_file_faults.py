@@ -204,10 +204,10 @@ def check_killed(root: Path, nth: int, what: str) -> None:
         _core.unlock(_core.lock_file(root / "lock"))
 
 
-def test_killed() -> None:
+@pytest.mark.parametrize("what", ["kill", "killafter", "killshort"])
+def test_killed(what: str) -> None:
     """In a small process, whose forks take little."""
-    whats = ("kill", "killafter", "killshort")
-    fork_ranks(at_each_call, 1, check_killed, *whats, timeout=200, check=True)
+    fork_ranks(at_each_call, 1, check_killed, what, timeout=200, check=True)
 
 
 # --- limited file systems --------------------------------------------------------------------------

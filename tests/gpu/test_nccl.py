@@ -289,6 +289,7 @@ int main(void)
 """
 
 
+@pytest.mark.thorough
 def test_real_library_fails_without_a_gpu(tmp_path: Path) -> None:
     (library,) = (nccl_package() / "lib").glob("libnccl.so.2")
     (tmp_path / "real.c").write_text(REAL)

@@ -87,6 +87,7 @@ def test_two_hosts(keeper: Keeper, tmp_path: Path, strategy: str) -> None:
 WIDE = {"width": 1024, "steps": 16}  # its step takes a good part of the time
 
 
+@pytest.mark.thorough
 def test_random_kills(keeper: Keeper, tmp_path: Path) -> None:
     check(keeper, tmp_path, WIDE, random_kills(3, 0.3, 0))
 

@@ -155,6 +155,7 @@ def test_codes_save_bytes_between_hosts_only(strategy, trains_all):
     assert one_host[0]._replace(way=None) == one_host[1]._replace(way=None)
 
 
+@pytest.mark.thorough
 def test_codes_are_faster_over_a_slow_network():
     none, coded = (
         zshard.plan(LARGE, 32, "h100", nic=100, batch=32, wire=wire, strategies=["full_shard"])

@@ -162,6 +162,7 @@ def test_no_sync_gradients_are_sent_once(pool4, wire):
 # --- training -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_loss_decreases_as_in_float32(pool4):
     exact = pool4.run(curve, None, 20, 1.0)[0]
     for wire in WIRES:
