@@ -156,8 +156,9 @@ zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn);
 
 /* --- c10d_wait.c -------------------------------------------------------------------------------------------------- */
 
-/* Part of the table, see comm_ops.h. */
+/* Parts of the table, see comm_ops.h. */
 void zs_c10d_abort(zs_comm *comm, const char *reason);
+zs_status zs_c10d_check_peers(zs_comm *comm);
 
 /* Was this process forked from a rank? It must use neither the process group nor its store. */
 bool zs_c10d_is_forked(const zs_c10d_comm *comm);
@@ -271,9 +272,6 @@ void zs_c10d_peers_free(zs_c10d_comm *comm);
 /* Looks for a rank that has exited: one that left a reason (see the table's abort), or whose process has ended.
  * Writes a sentence to continue with "while ..."; false: none was found. */
 bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_t size);
-
-/* See zs_talk_ops. */
-zs_status zs_c10d_check_peers(zs_comm *comm);
 
 /* --- c10d_words.c ------------------------------------------------------------------------------------------------- */
 

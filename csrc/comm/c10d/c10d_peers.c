@@ -119,11 +119,3 @@ bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_
     tell_of(comm, comm->gone, sentence, size);
     return true;
 }
-
-zs_status zs_c10d_check_peers(zs_comm *comm)
-{
-    char sentence[WORDS + 64];
-    zs_c10d_comm *self = (zs_c10d_comm *)comm;
-    if (zs_c10d_is_forked(self) || !zs_c10d_find_gone(self, true, sentence, sizeof sentence)) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_PEER, "%s", sentence);
-}

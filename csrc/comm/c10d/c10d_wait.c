@@ -65,6 +65,14 @@ void zs_c10d_abort(zs_comm *comm, const char *reason)
     self->told = true;
 }
 
+zs_status zs_c10d_check_peers(zs_comm *comm)
+{
+    char sentence[WORDS];
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    if (zs_c10d_is_forked(self) || !zs_c10d_find_gone(self, true, sentence, sizeof sentence)) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_PEER, "%s", sentence);
+}
+
 /* zs_c10d_fail, with the findings of a stall; NULL: there was none. */
 static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, zs_status status)
 {

@@ -52,11 +52,12 @@ def collect(folders: Sequence[str], out: str) -> str | None:
 def _collect_from_hosts(folders: Sequence[str], out: str) -> str | None:
     if len(folders) != 1:
         raise ValueError("under torchrun, pass one folder, which each host has under this path")
+    is_callers = dist.is_initialized()
     group = resolve_groups(None, None, ShardingStrategy.FULL_SHARD).world
     try:
         return _collected(comm_for(group, None, None), folders[0], out)
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized() and not is_callers:
             dist.destroy_process_group()
 
 
