@@ -11,7 +11,8 @@ static zs_status is_spoiled(const zs_unit *unit, const zs_param *param, bool *sp
     if (param->grad == NULL || !zs_tensor_alive(param->tensor)) return ZS_OK;
     ZS_TRY(zs_grad_is(param->tensor, param->grad, spoiled));
     zs_grad_info grad;
-    if (*spoiled) ZS_TRY(zs_grad_describe(param->tensor, &grad));
+    ZS_TRY(zs_grad_describe(param->tensor, &grad));
+    *spoiled |= unit->mixed && grad.defined;
     if (!*spoiled || !grad.dense) return ZS_OK;
     zs_numbers numbers = {grad.data, grad.numel, grad.dtype};
     double largest = 0;
@@ -29,12 +30,13 @@ zs_status zs_engine_check_spoiled(zs_engine *engine)
             ZS_TRY(is_spoiled(unit, &unit->params[p], &spoiled));
             if (spoiled)
                 return ZS_FAIL(ZS_ERR_STATE,
-                               "the .grad of parameter '%s' was accumulated before a backward that failed, which has "
-                               "already added some of its gradients: call zero_grad() on all ranks before the next "
-                               "backward or optimizer step",
+                               "the .grad of parameter '%s' has a part of the gradients of a backward that failed: "
+                               "call zero_grad() on all ranks before the next backward or optimizer step",
                                unit->params[p].name);
         }
     }
+    for (size_t i = 0; i < zs_engine_n_units(engine) && engine->spoiled; i++)
+        zs_engine_unit(engine, i)->mixed = false;
     engine->spoiled = false;
     return ZS_OK;
 }

@@ -32,10 +32,11 @@ KERNELS = {
     *(f"zs_step_{rule}_{d}" for rule in RULES for d in (*DTYPES, "dithered")),
     *(f"zs_live_{rule}_{d}" for rule in RULES for d in DTYPES),
     *(f"zs_compact_{rule}" for rule in RULES if rule != "amsgrad"),
+    *(f"zs_{way}_{d}" for way in ("encode", "decode") for d in DTYPES if d != "f64"),
     *("zs_fold", "zs_differs", "zs_constants"),
 }
 # What nearly all steps are made of: four blocks on a multiprocessor, for memory's sake.
-MAIN = {name for name in KERNELS if not re.search(r"f64|_f16|amsgrad|live", name)}
+MAIN = {name for name in KERNELS if not re.search(r"f64|_f16|amsgrad|live|code_", name)}
 # Bytes that the loop over packs loads and stores by accesses of 8 or 16 bytes: a pack is 16 bytes of the widest array.
 WIDE = {
     "zs_step_adam_f32": (64, 48),

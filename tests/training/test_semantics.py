@@ -551,3 +551,37 @@ def copied_unit(combination):
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_copied_unit_does_not_drive_the_original(pool2, transport):
     pool2.run(copied_unit, ("full_shard", transport))
+
+
+# --- a backward that fails ------------------------------------------------------------------------
+
+
+def fails_midway(transport):
+    """Some of what a failed backward has added to held gradients may be the mean, and some this
+    rank's own: that depends on when the peers came."""
+    case = CASES["net"]
+    model = wrapped(case.make, ("no_shard", transport))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rank = dist.get_rank()
+    loss_of(model(case.batch(0, rank))).backward()
+
+    def fail(grad):
+        raise LookupError
+
+    loss = loss_of(model(case.batch(1, rank)))
+    handle = next(model.parameters()).register_hook(fail)
+    with pytest.raises(LookupError):
+        loss.backward()
+    handle.remove()
+    loss = loss_of(model(case.batch(2, rank)))
+    for call in (optimizer.step, loss.backward):
+        with pytest.raises(RuntimeError, match=r"call zero_grad\(\) on all ranks"):
+            call()
+    optimizer.zero_grad()
+    loss_of(model(case.batch(2, rank))).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_full_gradients_of_a_failed_backward_are_refused(pool2, transport):
+    pool2.run(fails_midway, transport)
