@@ -319,8 +319,7 @@ static zs_status step(zs_record *record)
 static void drop(zs_record *record)
 {
     zs_unit *unit = zs_unit_of(record);
-    unit->mixed |= record->is.replicated && record->round.posted;
-    if (zs_grads_undo(unit) || unit->mixed) zs_engine_of_schedule(&unit->context->schedule)->spoiled = true;
+    zs_engine_undo_grads(unit);
     (void)zs_grads_hand_out(unit);
     zs_in_backward_abandon(unit);
     zs_leaves_drop(unit);

@@ -127,6 +127,9 @@ extern const zs_actions zs_engine_actions;
 /* ZS_ERR_STATE, naming the parameter, if one shows such a gradient. */
 zs_status zs_engine_check_spoiled(zs_engine *engine);
 
+/* A backward failed: undoes what it changed of the unit's gradients, or marks them as not to be used. */
+void zs_engine_undo_grads(zs_unit *unit);
+
 /* --- buffers.c ---------------------------------------------------------------------------------------------------- */
 
 /* A forward begins: copies the buffers if it is due. */

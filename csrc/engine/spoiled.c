@@ -1,6 +1,7 @@
 /* spoiled.c - gradients that a failed backward added to others: they must not be used. See engine_inside.h. */
 
 #include "engine/engine_inside.h"
+#include "reduce/grads.h"
 
 #include <math.h>
 
@@ -19,6 +20,12 @@ static zs_status is_spoiled(const zs_unit *unit, const zs_param *param, bool *sp
     ZS_TRY(zs_device_norm(zs_context_device(unit->context), &numbers, 1, (double)INFINITY, &largest));
     *spoiled = largest != 0;
     return ZS_OK;
+}
+
+void zs_engine_undo_grads(zs_unit *unit)
+{
+    unit->mixed |= unit->record.is.replicated && unit->record.round.posted;
+    if (zs_grads_undo(unit) || unit->mixed) zs_engine_of_schedule(&unit->context->schedule)->spoiled = true;
 }
 
 zs_status zs_engine_check_spoiled(zs_engine *engine)

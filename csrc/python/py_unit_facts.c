@@ -252,7 +252,7 @@ PyGetSetDef zs_py_unit_getset[] = {
     {"buffers", NULL, (setter)unit_set_buffers, "What tells the engine, as a pass begins, which buffers to broadcast.",
      NULL},
     FACT("sync", SYNC, unit_set_sync, "Whether the next backwards reduce gradients."),
-    FACT("engine_id", ENGINE_ID, NULL, "A number that units of one engine have in common, and no others of this process."),
+    FACT("engine_id", ENGINE_ID, NULL, "A number that the units of one engine have in common; of no other engine."),
     FACT("is_running", IS_RUNNING, NULL, "Whether a forward of its module has begun and not ended."),
     FACT("read_by", READ_BY, NULL,
          "Name of the unit in whose forward an operation has read the parameters last; None: of none."),
