@@ -139,14 +139,14 @@ typedef struct zs_talk_ops {
     void (*answer)(zs_comm *, const char *text);
     /* Has a rank reported that it cannot continue, while all ranks are still running? NULL: no. */
     bool (*is_stopped)(const zs_comm *);
-    /* Waits until the processes of ranks that have left have exited, for at most `seconds`. NULL: none has left. */
+    /* Waits at most `seconds` for the processes of ranks that have left to exit. NULL: none is known to have left. */
     void (*outlive)(zs_comm *, double seconds);
     /* See zs_comm_end: sends the peers `comm->fingerprint` and texts. Once all ranks have, sets *all and their
      * `fingerprints` [world]. NULL: nothing is known. */
     zs_status (*end)(zs_comm *, zs_fingerprint *fingerprints, bool *all);
-    /* Reports to the peers that this rank cannot continue, and why; their waits fail at once with that text. */
+    /* Idempotent. Reports that this rank cannot continue, and why; the peers' waits fail at once with that text. */
     void (*abort)(zs_comm *, const char *reason);
-    /* Fails with what a peer has reported so, also one that has exited since; NULL: ZS_OK. */
+    /* Fails with a peer's reason if it has reported one by abort, even if it has exited since. NULL: ZS_OK. */
     zs_status (*check_peers)(zs_comm *);
 } zs_talk_ops;
 

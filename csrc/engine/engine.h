@@ -44,7 +44,7 @@ static inline zs_context *zs_engine_context(zs_engine *engine)
     return (zs_context *)engine;
 }
 
-/* Which of the engines that this process has made it is: no other has or had that number. */
+/* The engine's number: this process never gives it to another engine. */
 uint64_t zs_engine_number(const zs_engine *engine);
 
 /* The engine's transports: borrowed. */

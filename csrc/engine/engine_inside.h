@@ -45,7 +45,7 @@ typedef struct zs_join zs_join; /* see join.h */
 struct zs_engine {
     zs_context context; /* its units' */
     zs_refs refs;
-    uint64_t number; /* of the engines that this process has made; an address may be used again */
+    uint64_t number; /* see zs_engine_number */
     const zs_engine_hooks *hooks;
     zs_reader *reader; /* owned */
     bool reading;      /* a reader session is open */
@@ -127,7 +127,7 @@ extern const zs_actions zs_engine_actions;
 /* ZS_ERR_STATE, naming the parameter, if one shows such a gradient. */
 zs_status zs_engine_check_spoiled(zs_engine *engine);
 
-/* A backward failed: undoes what it changed of the unit's gradients, or marks them as not to be used. */
+/* After a failed backward: undoes its changes to the unit's gradients, or marks gradients that must not be used. */
 void zs_engine_undo_grads(zs_unit *unit);
 
 /* --- buffers.c ---------------------------------------------------------------------------------------------------- */

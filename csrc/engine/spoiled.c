@@ -41,9 +41,8 @@ zs_status zs_engine_check_spoiled(zs_engine *engine)
                                "call zero_grad() on all ranks before the next backward or optimizer step",
                                unit->params[p].name);
         }
+        unit->mixed = false;
     }
-    for (size_t i = 0; i < zs_engine_n_units(engine) && engine->spoiled; i++)
-        zs_engine_unit(engine, i)->mixed = false;
     engine->spoiled = false;
     return ZS_OK;
 }

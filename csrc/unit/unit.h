@@ -159,9 +159,9 @@ struct zs_unit {
     zs_in_backward_state *stepping; /* its step in backward; NULL: none; owned; see in_backward.h */
     bool reshard_by_hand;           /* users have set whether it reshards after forward */
     size_t shown_grads;             /* bytes of gradients that a trace has shown, see engine/usage.h */
-    bool mixed;     /* (replicated) a failed backward posted its gradients: .grad is local or the mean, as peers came */
-    bool borrows;   /* (stepped in backward) its gradients have memory only from the sum to the step */
-    void *py_owner; /* updates the parameters' Python classes; NULL: none; borrowed; see zs_unit_set_py_owner */
+    bool mixed;      /* (replicated) a failed backward posted gradients: timing decides if .grad has the mean */
+    bool borrows;    /* (stepped in backward) its gradients have memory only from the sum to the step */
+    void *py_owner;  /* updates the parameters' Python classes; NULL: none; borrowed; see zs_unit_set_py_owner */
     bool bound_full; /* (with an owner) the parameters' class is to be that of the full buffer */
     bool shown_full; /* (with an owner) it is */
 };

@@ -41,13 +41,13 @@ def path(good, tmp_path):
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-def flipped_everywhere(path, files, step):
+def flipped_everywhere(path, files, step, small):
     """Return the files and places where a flipped bit went unnoticed or changed something."""
     model, optimizer = model_and_optimizer()
     before, found = state_of(model, optimizer), []
     for name in files:
         size = os.path.getsize(f"{path}/{name}")
-        for at in range(0, size, step if size > 4096 else 13):
+        for at in range(0, size, step if size > 4096 else small):
             if rank() == 0:
                 _flip(f"{path}/{name}", at)
             torch.distributed.barrier()
@@ -71,10 +71,13 @@ def _flip(path, at):
         file.write(bytes([byte ^ (1 << at % 8)]))
 
 
-def test_every_flipped_bit_is_detected(pool2, path):
+@pytest.mark.parametrize(
+    "steps", [(199, 13), pytest.param((97, 7), marks=pytest.mark.thorough)], ids=str
+)
+def test_every_flipped_bit_is_detected(pool2, path, steps):
     """At places across all files: header, padding, data, index, manifest."""
     files = [name for name in files_of(path) if name != "zshard.json"]
-    for found, changed in pool2.run(flipped_everywhere, str(path), files, 199):
+    for found, changed in pool2.run(flipped_everywhere, str(path), files, *steps):
         assert changed == []
         # A bit of a header's JSON may also change a name or shape, which is reported as such.
         assert [each for each in found if each[2] == "loaded"] == []

@@ -91,9 +91,8 @@ def mesh_of(replicate: int, shard: int) -> DeviceMesh:
 @contextlib.contextmanager
 def on_hosts(per_host: int, name: str = "host") -> Iterator[None]:
     """Context manager in which the ranks appear to be on hosts with so many ranks each: host0, ..."""
-    resolve_groups(
-        None, None, zshard.ShardingStrategy.FULL_SHARD
-    )  # else a command makes and ends it
+    # Without a process group, a command of zshard makes one, and destroys it at its end.
+    resolve_groups(None, None, zshard.ShardingStrategy.FULL_SHARD)
     host, known = meeting.host_id, dict(transports._entries)
     meeting.host_id = lambda: f"{name}{dist.get_rank() // per_host}"
     transports._entries.clear()

@@ -420,9 +420,8 @@ if __name__ == "__main__":
     import zshard  # noqa: F401
 
     end_with_parent()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # which a job in the background ignores
+    # A job in the background starts with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rewrite_in_ranks()
     gc.freeze()
     gc.enable()

@@ -418,8 +418,8 @@ def test_limit_of_an_inner_call_is_not_the_outer_ones():
 
 
 def test_the_number_of_a_freed_engine_is_not_used_again():
-    """Else a rank may take a block, which had an engine before it became a part of the model, for
-    the model, and check its first step twice: the other ranks do not."""
+    """A block that was sharded alone first has lost its engine to the model's. If the model's engine
+    had the same number on one rank, that rank would check the first step twice, and wait there."""
     numbers = [state_of(FSDP(nn.Linear(4, 4))).unit.engine_id for _ in range(20)]
     assert len(set(numbers)) == 20
 

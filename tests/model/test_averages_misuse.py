@@ -220,10 +220,10 @@ def load_on_rank_0(combination, folder):
     model, _, ema = built(combination)
     zshard.save(f"{folder}/x", model, ema=ema)
     before = [zshard.to_local(param).clone() for param in model.parameters()]
-    with pytest.raises(zshard.DivergenceError) as caught, ema.swapped():
+    either = r"load\(\).*ema.swapped|ema.swapped.*load\(\)"
+    with pytest.raises(zshard.DivergenceError, match=either), ema.swapped():
         if dist.get_rank() == 0:
             zshard.load(f"{folder}/x", model, ema=ema)
-    assert "load()" in str(caught.value) and "ema.swapped()" in str(caught.value)
     after = [zshard.to_local(param) for param in model.parameters()]
     return [one.equal(two) for one, two in zip(before, after, strict=True)]
 

@@ -322,7 +322,7 @@ def own_script(name: str, strategy: str) -> None:
         torch.allclose = of_full_tensors(torch.allclose)
         torch.testing.assert_close = of_full_tensors(torch.testing.assert_close)
     module = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
-    # Its data are drawn without a seed, and it compares gradients that may be near 0 to a hundredth.
+    # The script draws data without a seed, and compares gradients, even tiny ones, to one percent.
     RegressionDataset.__init__.__defaults__ = (2, 3, 64, 0)
     if name == "test_sync":  # its main() runs this on GPUs only
         for function in ACCUMULATED:

@@ -557,8 +557,8 @@ def test_copied_unit_does_not_drive_the_original(pool2, transport):
 
 
 def fails_midway(transport):
-    """Some of what a failed backward has added to held gradients may be the mean, and some this
-    rank's own: that depends on when the peers came."""
+    """A failed backward adds to held gradients: the mean, or this rank's gradient alone. Timing
+    decides which, so neither may be used."""
     case = CASES["net"]
     model = wrapped(case.make, ("no_shard", transport))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -107,14 +107,6 @@ def reason_to_leave_out(cell: Cell) -> str | None:
         return "the optimizer has changed the weights that the earlier graph needs, or comes first"
     if cell.what != "Exception" and cell.where == "save":
         return "a state dict hook raises what a forward hook does; one kind is enough"
-    if (
-        cell.where == "reentrant_recomputation"
-        and cell.held
-        and (cell.strategy, cell.dtype) == ("no_shard", "bfloat16")
-    ):
-        return (
-            "what stays in .grad depends on when casts run backward, which the plain side has last"
-        )
     return None
 
 

@@ -3,7 +3,7 @@
 #include "comm/gpu/gpu.h"
 #include "comm/where.h"
 
-#include <stdlib.h>
+#include <stdio.h>
 #include <string.h>
 
 /* --- failures ----------------------------------------------------------------------------------------------------- */
@@ -15,17 +15,16 @@ static zs_status name_last(const zs_gpu_comm *comm)
                        (unsigned long long)comm->order.count, comm->base.rank, zs_gpu_order_last(comm));
 }
 
-/* A backend that lost a peer only knows that its process has ended; the hosts know what that rank reported before. */
+/* A backend only sees that a peer's process has ended; the hosts know what the peer reported before. */
 static zs_status with_reason(zs_gpu_comm *comm, zs_status status)
 {
     zs_status (*check)(zs_comm *) = comm->control->ops->talk->check_peers;
     if (status != ZS_ERR_PEER || comm->control->failed || check == NULL) return status;
-    char *without = strdup(zs_last_message());
+    char without[2048];
+    snprintf(without, sizeof without, "%s", zs_last_message());
     zs_clear_error();
     zs_status reported = check(comm->control);
-    if (reported == ZS_OK) reported = ZS_FAIL(status, "%s", without != NULL ? without : "another rank exited");
-    free(without);
-    return reported;
+    return reported == ZS_OK ? ZS_FAIL(status, "%s", without) : reported;
 }
 
 zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status)
