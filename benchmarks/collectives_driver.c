@@ -65,11 +65,11 @@ static zs_status copy_private(bench *b)
 /* Post, wait for all, sum the own slice in rank order, release, wait until the bucket is free again. */
 static zs_status reduce(bench *b)
 {
-    const uint64_t used[1] = {1};
     const void *from[64];
     bool ready = false;
     zs_sources sources;
-    ZS_TRY(zs_cunit_post(b->comm, b->cunit, &b->bucket, used));
+    zs_cunit_header(b->cunit)->used[0] = 1;
+    ZS_TRY(zs_cunit_post(b->comm, b->cunit, &b->bucket));
     ZS_TRY(zs_cunit_collect(b->comm, b->cunit, ZS_WAIT, &ready, &sources));
     size_t slice = b->flat.shard_bytes;
     for (int r = 0; r < b->comm->world; r++)
@@ -153,7 +153,8 @@ bench *zsb_new(zs_comm *comm, size_t bytes, int bfloat16)
     bench *b = calloc(1, sizeof *b);
     if (b == NULL) return NULL;
     size_t shard = bytes / (size_t)comm->world;
-    zs_cunit_spec spec = {.name = "unit", .n_params = 1, .n_slices = 1, .slice_bytes = {shard}};
+    zs_cunit_spec spec = {.name = "unit", .n_params = 1, .n_flats = 1, .shard_bytes = {shard}};
+    spec.wire[0] = bfloat16 ? ZS_BF16 : ZS_F32;
     *b = (bench){.comm = comm, .bytes = bytes, .dtype = bfloat16 ? ZS_BF16 : ZS_F32};
     bool made =
         zs_comm_flat_new(comm, shard, &b->flat) == ZS_OK && zs_comm_bucket_new(comm, bytes, &b->bucket) == ZS_OK &&

@@ -80,8 +80,12 @@ def test_elementwise_code_is_correct(pool2, name):
 
 @pytest.mark.parametrize("name", [each.__name__ for each in situations.REFUSED])
 def test_other_code_is_refused_with_parameter_and_remedy(pool2, name):
-    for found in pool2.run(alone, name, SHARDED):
-        for combination, said in found.items():
+    by_rank = pool2.run(alone, name, SHARDED)
+    for combination in SHARDED:
+        texts = [found[combination] for found in by_rank]
+        if name == "orthogonal":  # torch returns before it draws where a rank has no elements
+            texts.remove("wrong")
+        for said in texts:
             assert "of '" in said and "shard" in said, (combination, said)
             remedies = ("full_tensor", "summon_full_params", "named_norms")
             assert any(remedy in said for remedy in remedies), (combination, said)

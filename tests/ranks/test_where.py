@@ -130,9 +130,9 @@ def test_ranks_out_of_step(transport: str, world: int) -> None:
     for result in fork_ranks(steps_alone, world, transport, check=True):
         assert "out of step" in result.value
         lines = lines_in(result.value)
-        assert len(lines) == (2 if world == 2 else 3)
         assert all(line.startswith(line_of("# out of step")) for line in lines.values())
-        assert ", step 2" in lines["rank 0"] and ", step 3" in lines["rank 1"]
+        alike = lines.pop("rank 0" if world == 2 else "ranks 0, 2-3")
+        assert ", step 2" in alike and ", step 3" in lines.pop("rank 1") and not lines
 
 
 def holds_a_gradient(transport: str) -> str:
