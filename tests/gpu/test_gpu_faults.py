@@ -82,7 +82,7 @@ def run_with_failure(env, options, fault, failing):
 
 KINDS = ("PeerError", "CudaError", "NcclError", "MemoryError", "DivergenceError")
 # A rank without memory for a gather raises before it queues it, and meets the others at the end of its
-# forward, so that all may catch it and go on. A host that waits for its GPU meanwhile waits for the timeout.
+# forward, so that all may catch it and continue. A host that waits for its GPU meanwhile waits for the timeout.
 KINDS += ("PeerTimeoutError",)
 OPTIONS = {"transport": "c10d", "timeout": SECONDS / 2}
 
