@@ -3,12 +3,16 @@
 import pytest
 import torch
 from compare import assert_same
+from groups import mesh_of
 from models import CASES, COMBINATIONS, ddp, make, sharded, train
+from nursery import fork_ranks
 from optim_states import HYBRID, differ, go_on, wrap
 from spawn import ranks
 from torch import nn
 
 import zshard
+from zshard import FSDP
+from zshard.units.shards import part_of
 
 
 class Shampoo(torch.optim.Optimizer):
@@ -191,6 +195,23 @@ def test_hybrid_agrees(pool4, combination):
     theirs = pool4.run(values_after, ("full_shard", "c10d"))
     for a, b in zip(ours, theirs, strict=True):
         assert_same(a, b, "the model")
+
+
+def over_two_transports():
+    """Of all ranks shm, of those that have shards c10d."""
+    values_after(("full_shard", "shm"))
+    mesh, kind = mesh_of(2, 2), ("hybrid_shard", "c10d")
+    FSDP(nn.Linear(4, 4), device_mesh=mesh, strategy=kind[0], transport=kind[1])
+    values = values_after(HYBRID[0])
+    part = part_of(next(wrap("wide", HYBRID[0]).parameters()))
+    return part.comm.transport, part.shards.transport, values
+
+
+def test_shards_over_another_transport_than_the_step():
+    theirs = [result.value for result in fork_ranks(values_after, 4, HYBRID[0], check=True)]
+    for found, expected in zip(fork_ranks(over_two_transports, 4, check=True), theirs, strict=True):
+        assert found.value[:2] == ("shm", "c10d")
+        assert_same(found.value[2], expected, "the model")
 
 
 def owned():

@@ -248,8 +248,9 @@ def _cost(shape: Sequence[int]) -> int:
 
 def _proxy(param: Tensor, is_own: bool) -> nn.Parameter:
     value = _nothing(full_shape(param), param)
-    comm = comm_of(param)
-    if is_own or (comm is not None and comm.transport != "shm"):  # over shm, it reads alone
+    part = part_of(param)
+    # Where shards are in shared memory, the owner reads alone.
+    if is_own or (part is not None and not _core.shares_state(part.shards)):
         whole = full_tensor(param.detach())
         value = whole if is_own else value
     return nn.Parameter(value, param.requires_grad)
