@@ -156,7 +156,8 @@ def others(what):
     if what == "every rank":
         poisoned(model, 0, math.nan, dist.get_rank())
     elif what == "sum overflows":
-        model.set_gradient_divide_factor(1.0)  # a mean would not
+        for unit in filter(lambda each: isinstance(each, zshard.FSDP), model.modules()):
+            unit.set_gradient_divide_factor(1.0)  # a mean would not
         poisoned(model, 0, 3e38 * 0.99, dist.get_rank())
         with torch.no_grad():
             assert model.blocks[1].down.bias.grad is not None
