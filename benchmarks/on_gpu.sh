@@ -87,7 +87,7 @@ build() {
 tests() {
     local which=$3
     [ "$REHEARSE" = 1 ] && which=$4
-    step "$1" "$PY" -m pytest -q -rs -p no:cacheprovider -m "thorough or not thorough" --junitxml="$STATE/$1.xml" \
+    step "$1" "$PY" -m pytest -q -rs -p no:cacheprovider --whole --junitxml="$STATE/$1.xml" \
         "tests/gpu/$2" -k "$which"
 }
 

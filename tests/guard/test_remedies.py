@@ -111,7 +111,8 @@ def scale_in_a_loss(strategy, transport):
     model = FSDP(make(Scaled), strategy=strategy, transport=transport)
     for each in (plain, model):
         out = each(torch.ones(2, 8))
-        if each is model and strategy != "no_shard":
+        # Over c10d the last unit of a forward stays unsharded until the backward, so this is right.
+        if each is model and (strategy, transport) == ("full_shard", "shm"):
             with pytest.raises(zshard.ShardError) as caught:
                 out * model.scale.exp()
             text = str(caught.value)

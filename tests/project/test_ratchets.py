@@ -1,9 +1,10 @@
 """What should become less only falls: lines by floor and folder, names that upper floors take from the
 core, texts of errors, and what outlives a call.
 
-`python tools/sizes.py` counts. Where a count is above its limit, look for what can go; where it must
-rise, raise the limit and say why in RAISED. Where it has fallen, lower the limit. Code that moves to
-tools, examples, docs, data files or csrc counts where it came from.
+`python tools/sizes.py` counts (and tools/ways.py which files and functions run in a call). Where a
+count is above its limit, look for what can go; where it must rise, raise the limit and say why in
+RAISED. Where it has fallen, lower the limit. Code that moves to tools, examples, docs, data files or
+csrc counts where it came from.
 """
 
 from __future__ import annotations
