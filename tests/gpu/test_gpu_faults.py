@@ -26,16 +26,11 @@ from zshard import FSDP
 
 STEPS = 3
 SECONDS = 20.0  # for an exception to come, on a machine that is busy
-QUIET = {"cuMemFree", "cuMemFreeHost", "cuEventDestroy", "cuLibraryUnload"}
+QUIET = {"cuMemFree", "cuMemFreeHost", "cuEventDestroy", "cuLibraryUnload", "cuStreamIsCapturing"}
 QUIET |= {"CommAbort", "CommDestroy", "CommFinalize"}
 # The monitor's question, and what its thread does before: it then thinks that the work has ended. Of
 # the script's own thread the second sets a context as well, and a failure there is noticed.
-QUIET |= {
-    "cuEventQuery",
-    "cuStreamIsCapturing",
-    "cuCtxSetCurrent",
-    "cuThreadExchangeStreamCaptureMode",
-}
+QUIET |= {"cuEventQuery", "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"}
 POLLED = {"cuCtxGetCurrent", "CommGetAsyncError", "cuEventQuery"}  # as often as there is time
 NOT_CALLS = {"step", "end", "torch", "transfer", "config", "cuLaunchHostFunc", "GetLastError"}
 # What an exception says in place of the call's name.
