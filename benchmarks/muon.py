@@ -35,7 +35,7 @@ from benchmarks.hosts import layout
 from benchmarks.hosts_net import Hosts, run_ranks
 from benchmarks.models import GPTBlock, Workload, gpt
 from benchmarks.sides import SEED
-from zshard.optim.newton_schulz import orthogonalized
+from zshard.extras.optimizers.newton_schulz import orthogonalized
 
 BASE, OURS = "ddp", "zshard"
 TARGET = 0.55

@@ -21,12 +21,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zshard.planner.decoder import Dims
-from zshard.planner.gpus import DEVICES, GIB, Device, Network
-from zshard.planner.prediction import predict
-from zshard.planner.search import GAP
-from zshard.planner.ways import Cluster, Way
-from zshard.planner.workloads import decoder
+from zshard.extras.planner.decoder import Dims
+from zshard.extras.planner.gpus import DEVICES, GIB, Device, Network
+from zshard.extras.planner.prediction import predict
+from zshard.extras.planner.search import GAP
+from zshard.extras.planner.ways import Cluster, Way
+from zshard.extras.planner.workloads import decoder
 
 Row = Mapping[str, str]
 

@@ -16,10 +16,10 @@ from torch import nn
 from benchmarks import harness, picture
 from benchmarks.harness import MIB
 from benchmarks.models import WORKLOADS
-from zshard.planner.gpus import DEVICES, Network
-from zshard.planner.prediction import predict
-from zshard.planner.ways import Cluster, Way
-from zshard.planner.workloads import Workload
+from zshard.extras.planner.gpus import DEVICES, Network
+from zshard.extras.planner.prediction import predict
+from zshard.extras.planner.ways import Cluster, Way
+from zshard.extras.planner.workloads import Workload
 
 TRANSPORTS = {"zshard-full_shard": "shm", "zshard-full_shard-c10d": "c10d"}
 TARGET = 0.03

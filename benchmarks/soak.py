@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.soak_rank import vitals
 from zshard import KeeperError
-from zshard.keeping.client import Keeper
+from zshard.extras.keeping.client import Keeper
 
 STILL = 120.0
 """Seconds without the end of a round after which the run counts as hung."""

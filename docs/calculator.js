@@ -13,7 +13,7 @@ var zshardCalculator = (() => {
   const roundUp = (value, step) => Math.ceil(value / step) * step;
 
   // --- parameters ---------------------------------------------------------------------------------
-  // The sizes of the parameters, in order (zshard/planner/decoder.py).
+  // The sizes of the parameters, in order (zshard/extras/planner/decoder.py).
   function blockParams(c) {
     const kv = (c.kv_heads * c.width) / c.heads, llama = c.block === "llama";
     const norm = llama ? [c.width] : [c.width, c.width];

@@ -4,7 +4,7 @@
 
 The site of `make docs` makes it anew (tools/site_pages.py), so it is never older than the planner.
 
-The planner traces a decoder (zshard/planner/kernels.py), which a browser cannot do. But a decoder's
+The planner traces a decoder (extras/planner/kernels.py), which a browser cannot do. But a decoder's
 tensors have few sizes, each a product of dimensions. Here a small decoder is traced whose sizes all
 differ, so a tensor's size says which product it is, and the memory at each moment is a sum of
 products. Only moments that no other exceeds, whatever the dimensions are, can be a peak.
@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
+from zshard.extras.planner.decoder import Dims, decoder_of
+from zshard.extras.planner.gpus import DEVICES
+from zshard.extras.planner.kernels import FORWARD, _Meter, _Tracing
+from zshard.extras.planner.picture import PARTS
+from zshard.extras.planner.search import COMMENTS, GAP
 from zshard.optim.codes import GROUP, MIN_8BIT_SIZE
-from zshard.planner.decoder import Dims, decoder_of
-from zshard.planner.gpus import DEVICES
-from zshard.planner.kernels import FORWARD, _Meter, _Tracing
-from zshard.planner.picture import PARTS
-from zshard.planner.search import COMMENTS, GAP
 
 Sum = dict[str, float]  # name of a product -> its factor; see products()
 Variant = tuple[bool, bool, str, str]  # gated, fewer kv_heads than heads, checkpointing, precision

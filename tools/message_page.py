@@ -73,7 +73,7 @@ GROUPS = {  # heading -> folders and files, below csrc and zshard, whose message
     ),
     "Shards and values": ("guard", "shim"),
     "Training": ("engine", "schedule", "reduce", "grad_scaler"),
-    "Optimizers": ("optim", "update"),
+    "Optimizers": ("optim", "optimizers", "update"),
     "Ranks and transports": ("ranks", "comm"),
     "Memory, files and devices": ("memory", "offload", "base", "pager", "device"),
     "State dicts and checkpoints": ("state", "checkpoint", "weights"),
@@ -149,7 +149,8 @@ def all_messages() -> list[Message]:
 
 def group_of(message: Message) -> str:
     """The heading below which the message stands."""
-    folder = Path(message.file).with_suffix("").parts[1]
+    parts = Path(message.file).with_suffix("").parts
+    folder = parts[2] if parts[1] in ("integrations", "extras") else parts[1]
     found = (name for name, folders in GROUPS.items() if folder in folders)
     return next(found, REST) if message.kind != PART else PARTS
 

@@ -25,7 +25,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.planner.picture import PARTS as MEMORY
+from zshard.extras.planner.picture import PARTS as MEMORY
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "images"
 PARTS = {name: part for name, part in MEMORY.items() if name != "activations"}

@@ -24,12 +24,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ("integrations", "extras")
-# What stands on the core and is not in one of those folders yet.
+# The public names of what is in those folders: files of a few lines.
 UPPER = dict.fromkeys(
-    ("compat", "deepspeed", "lightning", "accelerate", "transformers", "peft", "bitsandbytes"),
-    "integrations",
+    ("compat", "deepspeed", "lightning", "accelerate", "transformers"), "integrations"
 )
-UPPER |= {"planner": "extras"}
+UPPER |= {"planner": "extras", "__main__": "extras"}
 TEXT = re.compile(r"_*(check|refuse)(_|$)")  # functions that raise
 WEAK = ("WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakIdKeyDictionary")
 EMPTY = (*WEAK, "dict", "set", "list", "defaultdict", "OrderedDict", "deque", "Counter")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pictures import EMPTY, FAINT, INK, OUT, Svg
 
-from zshard import trace
+from zshard.extras import trace
 
 COLOURS = {
     "forward": "#54aeff",

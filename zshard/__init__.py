@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
 from zshard import _build_check, wrap  # noqa: F401 - the check before the core is loaded
-from zshard import bitsandbytes as _bitsandbytes  # noqa: F401 - these register themselves
-from zshard import peft as _peft  # noqa: F401
-from zshard import transformers as _transformers  # noqa: F401
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._errors import CheckpointError, KeeperError, NonFiniteError, ShardError
 from zshard._version import __version__ as __version__
@@ -28,33 +25,22 @@ from zshard.checkpoint.per_host.hosts import latest_checkpoint
 from zshard.checkpoint.save import SaveHandle as SaveHandle
 from zshard.checkpoint.save import save
 from zshard.checkpoint.script_state import rng_state, set_rng_state
-from zshard.data_position import DataPosition
-from zshard.doctor import available_features
 from zshard.fsdp import FSDP, shard_info
 from zshard.grad_scaler import GradScaler
 from zshard.guard.slices import ShardParameter as ShardParameter
 from zshard.guard.slices import ShardTensor as ShardTensor
 from zshard.guard.slices import to_local
 from zshard.guard.whole_values import full_tensor, named_norms, whole_named_parameters
-from zshard.keeping.agent import keep
 from zshard.memory.report import num_parameters, predict_memory
 from zshard.model.methods import register_forward_method
 from zshard.offload import Offload
 from zshard.optim import SGD, Adam, Adam8bit, AdamW, AdamW8bit, SGD8bit
-from zshard.optim.muon import Muon
-from zshard.optim.whole_matrix import WholeMatrix
 from zshard.precision import MixedPrecision
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire
-from zshard.recovery.keep import Keep
 from zshard.state.load_state_dict import load_state_dict
 from zshard.state.optimizer_names import load_optim_state_dict, optim_state_dict
 from zshard.strategy import ShardingStrategy
-from zshard.trace import profile
-from zshard.weights.delta import Exported
-from zshard.weights.export import Export as Export
-from zshard.weights.export import export
-from zshard.weights.send import receive_export
 from zshard.wrap.meta import uninitialized
 
 # Types that functions return serve annotations: Export, Loaded, SaveHandle, ShardParameter,
@@ -114,8 +100,8 @@ __all__ = [
     "wrap",
 ]
 
-# Torch's, DeepSpeed's and the planner's names, imported when a script first uses one. The tests of
-# dir() compare each list with its package's.
+# Names of what stands on the core, imported when a script first uses one. The tests of dir()
+# compare each list with its package's.
 _LATER = {
     **dict.fromkeys(
         (
@@ -135,12 +121,32 @@ _LATER = {
         "deepspeed",
     ),
     **dict.fromkeys(("Dims", "Plan", "plan"), "planner"),
+    **dict.fromkeys(
+        (
+            *("DataPosition", "Export", "Exported", "Keep", "Muon", "WholeMatrix"),
+            *("available_features", "export", "keep", "profile", "receive_export"),
+        ),
+        "extras",
+    ),
 }
 
 if _TYPE_CHECKING:
-    from zshard.compat import *  # noqa: F403
-    from zshard.deepspeed import *  # noqa: F403
-    from zshard.planner import *  # noqa: F403
+    from zshard.extras import (
+        DataPosition,
+        Exported,
+        Keep,
+        Muon,
+        WholeMatrix,
+        available_features,
+        export,
+        keep,
+        profile,
+        receive_export,
+    )
+    from zshard.extras import Export as Export
+    from zshard.extras.planner import *  # noqa: F403
+    from zshard.integrations.compat import *  # noqa: F403
+    from zshard.integrations.deepspeed import *  # noqa: F403
 else:
 
     def __getattr__(name: str) -> object:
@@ -161,4 +167,5 @@ else:
 
 def __dir__() -> list[str]:
     """List only the public names: not the submodules, which also become attributes on import."""
-    return sorted({*__all__, *_LATER, *(name for name in globals() if name.startswith("__"))})
+    later = _LATER.keys() - {"Export"}  # a type for annotations
+    return sorted({*__all__, *later, *(name for name in globals() if name.startswith("__"))})

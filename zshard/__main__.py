@@ -1,8 +1,8 @@
-"""python -m zshard run: start a script on several ranks (see run/launch.py).
+"""python -m zshard run: start a script on several ranks (extras/run/launch.py).
 python -m zshard doctor: what is available, what zshard will use, and how to get the rest.
-python -m zshard plan: memory and speed on GPUs that need not be there (see planner/command.py).
-python -m zshard ckpt: checkpoints (see checkpoint/cli.py).
-python -m zshard trace: merge traces of ranks, and report on them (see trace/).
+python -m zshard plan: memory and speed on GPUs that need not be there (extras/planner/command.py).
+python -m zshard ckpt: checkpoints (extras/checkpoint_cli.py).
+python -m zshard trace: merge traces of ranks, and report on them (extras/trace/).
 
 Doctor prints the result of zshard.available_features(): every fact is queried or tried.
 """
@@ -16,12 +16,12 @@ import os
 import signal
 import sys
 
-from zshard import trace
 from zshard._version import __version__
-from zshard.checkpoint import cli
-from zshard.doctor import report
-from zshard.planner import command as planner
-from zshard.run import launch
+from zshard.extras import checkpoint_cli as cli
+from zshard.extras import trace
+from zshard.extras.doctor import report
+from zshard.extras.planner import command as planner
+from zshard.extras.run import launch
 
 
 def main() -> int:

@@ -14,17 +14,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard import _core, _patches, trace
+from zshard import _core, _patches
 from zshard.any_world import micro_batches_of
-from zshard.compat.attributes import TorchNames, names_without_module
-from zshard.compat.fsdp1 import Fsdp1Methods
 from zshard.guard.outside import NoDdp, refuse_ddp_around
 from zshard.memory.fits import parse_keep, parse_limit
 from zshard.model.copy import copy_model
+from zshard.model.fsdp1 import Fsdp1Methods
 from zshard.model.methods import ModelMethods
 from zshard.model.own_names import refuse_names, warn_of_clashes, yields_to_the_model
 from zshard.model.shard_model import FsdpSettings, refuse_half, shard_model
 from zshard.model.summon import own_unit_as_on_rank_0
+from zshard.model.torch_names import TorchNames, names_without_module
 from zshard.offload import offload_of, offload_on
 from zshard.optim.step_guard import OnNonfinite, checks_of
 from zshard.options import (
@@ -55,6 +55,7 @@ from zshard.units.open_forwards import call_guarded, uncompiled
 from zshard.units.returned import look, note_used
 from zshard.units.shards import sizes_for_torch
 from zshard.units.units import MADE, BufferSync, Options, is_unit, modules_of, state_of
+from zshard.upper import import_upper
 from zshard.wrap import plan_units
 from zshard.wrap.initial_values import check_module, check_values, split_ignored
 
@@ -256,7 +257,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         micro_batches: int | None = None,
     ) -> Wrapped[_M]:
         _patches.install()
-        trace.start_if_asked()
+        import_upper()
         check_use_orig_params(use_orig_params)
         check_module(module)
         refuse_names(module)

@@ -47,7 +47,7 @@ PyObject *zs_py_predict(engine_object *self, PyObject *stepped)
     return dict_of(&bytes);
 }
 
-/* The name of an act, as zshard/planner/timeline.py has it. */
+/* The name of an act, as zshard/extras/planner/timeline.py has it. */
 static const char *name_of(zs_dry_act act)
 {
     switch (act) {

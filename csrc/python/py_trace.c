@@ -1,4 +1,4 @@
-/* py_trace.c - traces for zshard/trace.py, and the numbers of model.metrics(). */
+/* py_trace.c - traces for zshard/extras/trace/, and the numbers of model.metrics(). */
 #include "base/profile.h"
 #include "engine/engine.h"
 #include "python/py_engine.h"

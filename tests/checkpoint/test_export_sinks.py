@@ -17,7 +17,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP, AdamW, Exported
-from zshard.weights import send
+from zshard.extras.weights import send
 
 BOTH = ["shm", "c10d"]
 
@@ -194,7 +194,7 @@ def test_folder_in_memory_for_processes_of_the_host():
 
 
 def fails_in_the_middle(transport, folder, monkeypatched):
-    from zshard.weights import hf_folder as module
+    from zshard.extras.weights import hf_folder as module
 
     model, _ = built(transport)
     if dist.get_rank() == 0:

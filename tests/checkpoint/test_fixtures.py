@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import zshard
 from zshard import EMA, FSDP, AdamW8bit
-from zshard.keeping.client import VARIABLE, Keeper, start
+from zshard.extras.keeping.client import VARIABLE, Keeper, start
 
 WAYS = {2: ("full_shard", "shm"), 3: ("shard_grad_op", "c10d")}  # number of ranks -> how to shard
 SAVED = {

@@ -28,7 +28,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import zshard
 from zshard import FSDP
-from zshard.keeping.client import VARIABLE, Keeper, start
+from zshard.extras.keeping.client import VARIABLE, Keeper, start
 
 
 def trained(kind: str = "AdamW") -> tuple[Any, Any]:

@@ -19,11 +19,11 @@ from torch import nn
 
 import zshard
 from zshard import FSDP, Wire
-from zshard.planner.gpus import DEVICES, Network
-from zshard.planner.prediction import predict
-from zshard.planner.traffic import Traffic
-from zshard.planner.ways import Cluster, Way
-from zshard.planner.workloads import Workload
+from zshard.extras.planner.gpus import DEVICES, Network
+from zshard.extras.planner.prediction import predict
+from zshard.extras.planner.traffic import Traffic
+from zshard.extras.planner.ways import Cluster, Way
+from zshard.extras.planner.workloads import Workload
 
 WORLD, PER_HOST = 4, 2
 WIDTH = 128  # shards are whole: the planner counts no padding

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zshard
-from zshard.deepspeed.optimizers import LossScale
+from zshard.integrations.deepspeed.optimizers import LossScale
 
 LR = 0.01
 

@@ -20,9 +20,15 @@ from engines import LR, config
 from rows import all_rows
 
 from zshard.deepspeed import keys
-from zshard.deepspeed.ds_config import BatchSizes, Settings, complete, read, settings_of
-from zshard.deepspeed.optimizers import optimizer_of
-from zshard.deepspeed.schedules import schedule_of
+from zshard.integrations.deepspeed.ds_config import (
+    BatchSizes,
+    Settings,
+    complete,
+    read,
+    settings_of,
+)
+from zshard.integrations.deepspeed.optimizers import optimizer_of
+from zshard.integrations.deepspeed.schedules import schedule_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md").read_text()
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from zshard.deepspeed.optimizers import LossScale
-from zshard.deepspeed.schedules import schedule_of
+from zshard.integrations.deepspeed.optimizers import LossScale
+from zshard.integrations.deepspeed.schedules import schedule_of
 
 
 def optimizer(lr: float = 0.2, groups: int = 1) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from zshard import KeeperError
-from zshard.keeping.client import Keeper, start
+from zshard.extras.keeping.client import Keeper, start
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import zshard
 from zshard import KeeperError
-from zshard.keeping import client
-from zshard.keeping.client import Keeper
+from zshard.extras.keeping import client
+from zshard.extras.keeping.client import Keeper
 
 PATIENCE = 60.0  # seconds for what happens at once on an idle machine
 

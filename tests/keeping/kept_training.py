@@ -18,7 +18,7 @@ from nursery import fork_ranks
 from torch import Tensor, nn
 
 import zshard
-from zshard.keeping.client import VARIABLE, Keeper
+from zshard.extras.keeping.client import VARIABLE, Keeper
 from zshard.ranks.agreement import bytes_of
 
 STEPS = 8

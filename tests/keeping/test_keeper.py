@@ -33,9 +33,9 @@ from keeping import (
 )
 
 from zshard import KeeperError
-from zshard.keeping import client
-from zshard.keeping import keeper as process
-from zshard.keeping.client import Keeper, KeeperStatus, keepers, start
+from zshard.extras.keeping import client
+from zshard.extras.keeping import keeper as process
+from zshard.extras.keeping.client import Keeper, KeeperStatus, keepers, start
 
 # --- what is held -----------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ def test_it_has_no_file(keeper: Keeper) -> None:
 def test_ctrl_c_and_a_hangup_are_the_jobs(tmp_path: Path) -> None:
     """A job that starts a keeper gets Ctrl-C, with its process group, and ends."""
     code = WITHOUT_TORCH + (
-        "import signal, time; from zshard.keeping.client import Keeper, start; token = start()\n"
+        "import signal, time; from zshard.extras.keeping.client import Keeper, start; token = start()\n"
         # A job in the background of a shell, as CI may be, ignores SIGINT.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "Keeper(token).hold('a', b'', [0]); print(token, flush=True)\n"
@@ -345,7 +345,7 @@ def test_a_strange_launcher_changes_nothing(
 def test_doctor_lists_keepers(
     started: Callable[..., Keeper], launcher: subprocess.Popen[bytes]
 ) -> None:
-    from zshard.doctor import of_keeper, report
+    from zshard.extras.doctor import of_keeper, report
 
     keeper = started(600.0, launcher.pid)
     keeper.hold("a", b"", [memory(bytes(3 << 20))])

@@ -30,9 +30,9 @@ from keeping import (
 )
 
 from zshard import KeeperError
-from zshard.keeping import client
-from zshard.keeping import keeper as process
-from zshard.keeping.client import Keeper, keepers, start
+from zshard.extras.keeping import client
+from zshard.extras.keeping import keeper as process
+from zshard.extras.keeping.client import Keeper, keepers, start
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -19,7 +19,7 @@ from kept_training import Run, losses_in, train, undisturbed
 from nursery import fork_ranks
 
 import zshard
-from zshard.keeping.client import VARIABLE, Keeper
+from zshard.extras.keeping.client import VARIABLE, Keeper
 
 checkpoint_save: Any = sys.modules["zshard.checkpoint.save"]
 

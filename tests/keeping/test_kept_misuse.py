@@ -15,7 +15,7 @@ from nursery import fork_ranks
 from torch import nn
 
 import zshard
-from zshard.keeping.client import VARIABLE, Keeper
+from zshard.extras.keeping.client import VARIABLE, Keeper
 
 # --- what cannot be kept --------------------------------------------------------------------------
 

@@ -20,9 +20,9 @@ from tasks import python_path
 
 import zshard
 from zshard import KeeperError
-from zshard.keeping import agent, client
-from zshard.keeping.client import Keeper, start
-from zshard.run import launch
+from zshard.extras.keeping import agent, client
+from zshard.extras.keeping.client import Keeper, start
+from zshard.extras.run import launch
 
 # --- options ------------------------------------------------------------------------------------------
 
@@ -174,8 +174,8 @@ def test_keep_warns_of_a_run_that_is_not_restarted(unkept: pytest.MonkeyPatch) -
 SCRIPT = (
     f"""{WITHOUT_TORCH}
 import json, os, signal, time
-from zshard.keeping.agent import keep
-from zshard.keeping.client import keeper_of_run
+from zshard.extras.keeping.agent import keep
+from zshard.extras.keeping.client import keeper_of_run
 """
     """
 keep(seconds=60)

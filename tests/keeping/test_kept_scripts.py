@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import zshard
 from zshard import _core
-from zshard.keeping.client import VARIABLE, Keeper
+from zshard.extras.keeping.client import VARIABLE, Keeper
 
 STEPS = 8
 LOST = "and its memory is lost"

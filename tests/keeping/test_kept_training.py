@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kept_training import STEPS, losses_in, random_kills, survived, undisturbed
 
-from zshard.keeping.client import Keeper
+from zshard.extras.keeping.client import Keeper
 
 PLACES = ("forward", "backward", "before", "block", "after")
 

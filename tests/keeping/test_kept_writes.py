@@ -14,7 +14,7 @@ from rows import all_rows
 from torch import nn
 
 import zshard
-from zshard.keeping.client import Keeper
+from zshard.extras.keeping.client import Keeper
 
 
 def without_with(token: str) -> dict[str, tuple[str, str]]:

@@ -193,7 +193,7 @@ def test_choice(name):
 
 
 def test_choice_is_printed_once(capsys):
-    zshard.optim.muon._announce.cache_clear()
+    zshard.extras.optimizers.muon._announce.cache_clear()
     for _ in range(2):
         zshard.Muon(CASES["net"].make())
     assert capsys.readouterr().err.count("Muon updates 12 matrices") == 1

@@ -11,7 +11,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.optim import muon
+from zshard.extras.optimizers import muon
 
 COMMON = {"auto_wrap_policy": {nn.Linear}}
 

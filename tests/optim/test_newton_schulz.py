@@ -8,7 +8,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.optim.newton_schulz import orthogonalized
+from zshard.extras.optimizers.newton_schulz import orthogonalized
 
 
 @pytest.mark.parametrize(

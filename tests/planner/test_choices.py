@@ -13,21 +13,21 @@ from torch import nn
 import zshard
 from zshard import MixedPrecision, Offload, Wire, predict_memory
 from zshard.__main__ import main
-from zshard.offload import CPUOffload, offload_of
-from zshard.optim.newton_schulz import cost_of
-from zshard.planner.durations import Compute, exchange
-from zshard.planner.gpus import DEVICES, Network
-from zshard.planner.prediction import predict
-from zshard.planner.timeline import WIRE
-from zshard.planner.traffic import Traffic, ring, swap, swap_by_host
-from zshard.planner.update import (
+from zshard.extras.optimizers.newton_schulz import cost_of
+from zshard.extras.planner.durations import Compute, exchange
+from zshard.extras.planner.gpus import DEVICES, Network
+from zshard.extras.planner.prediction import predict
+from zshard.extras.planner.timeline import WIRE
+from zshard.extras.planner.traffic import Traffic, ring, swap, swap_by_host
+from zshard.extras.planner.update import (
     Held,
     orthogonalize_seconds,
     orthogonalize_traffic,
     update_seconds,
 )
-from zshard.planner.ways import Cluster, Way
-from zshard.planner.workloads import Workload
+from zshard.extras.planner.ways import Cluster, Way
+from zshard.extras.planner.workloads import Workload
+from zshard.offload import CPUOffload, offload_of
 from zshard.ranks.wire import check_wire
 
 DIMS = zshard.Dims(layers=4, width=256, heads=4, kv_heads=4, ffn=1024, vocab=1000, seq=128)

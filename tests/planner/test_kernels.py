@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from zshard.planner.decoder import Dims, decoder_of
-from zshard.planner.kernels import trace
-from zshard.planner.workloads import decoder
+from zshard.extras.planner.decoder import Dims, decoder_of
+from zshard.extras.planner.kernels import trace
+from zshard.extras.planner.workloads import decoder
 
 DIMS = Dims(
     layers=2, width=32, heads=4, kv_heads=2, ffn=96, vocab=50, seq=16, gated=True, tied=False

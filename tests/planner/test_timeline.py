@@ -11,12 +11,12 @@ from torch import nn
 from torch.profiler import profile
 
 from zshard import _core
+from zshard.extras.planner.durations import all_reduce, gather
+from zshard.extras.planner.gpus import Network
+from zshard.extras.planner.timeline import Durations, play
+from zshard.extras.planner.ways import Way, options_of
 from zshard.memory.dry_run import World
 from zshard.memory.report import dry_run_of
-from zshard.planner.durations import all_reduce, gather
-from zshard.planner.gpus import Network
-from zshard.planner.timeline import Durations, play
-from zshard.planner.ways import Way, options_of
 
 TWO_UNITS = [
     *(("forward", 0), ("gather", 0), ("gather", 1), ("bind", 0), ("forward", 1), ("bind", 1)),

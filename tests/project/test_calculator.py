@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from zshard import Dims
-from zshard.planner.gpus import DEVICES, GIB, Network
-from zshard.planner.prediction import predict
-from zshard.planner.search import BETWEEN_HOSTS, STRATEGIES, Plan
-from zshard.planner.ways import Cluster, Way
-from zshard.planner.workloads import decoder
+from zshard.extras.planner.gpus import DEVICES, GIB, Network
+from zshard.extras.planner.prediction import predict
+from zshard.extras.planner.search import BETWEEN_HOSTS, STRATEGIES, Plan
+from zshard.extras.planner.ways import Cluster, Way
+from zshard.extras.planner.workloads import decoder
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -14,8 +14,8 @@ from nursery import fork_ranks
 from spawn import RankResult
 
 import zshard
-from zshard.trace import Trace
-from zshard.trace.records import RankTrace
+from zshard.extras.trace import Trace
+from zshard.extras.trace.records import RankTrace
 
 PLAN = "plan --gpus 8 --gpu h100 --layers 2 --width 64 --heads 2 --vocab 100 --seq 128 --batch 8"
 COMMANDS = [

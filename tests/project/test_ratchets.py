@@ -19,46 +19,61 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (19_521, 29_152),
-    "core: (modules)": (1_990, 3_127),
-    "core: checkpoint": (4_156, 5_935),
+    "core": (15_831, 23_916),
+    "core: (modules)": (1_640, 2_605),
+    "core: checkpoint": (3_921, 5_647),
     "core: guard": (1_090, 1_615),
-    "core: keeping": (589, 860),
-    "core: memory": (878, 1_313),
-    "core: model": (1_157, 1_833),
-    "core: optim": (3_642, 5_404),
+    "core: memory": (896, 1_337),
+    "core: model": (1_465, 2_395),
+    "core: optim": (2_648, 3_932),
     "core: ranks": (1_205, 1_838),
-    "core: recovery": (743, 1_032),
-    "core: run": (288, 399),
     "core: state": (1_218, 1_834),
-    "core: trace": (375, 556),
     "core: units": (652, 1_046),
-    "core: weights": (442, 693),
     "core: wrap": (1_096, 1_667),
-    "extras": (1_484, 2_167),
-    "extras: planner": (1_484, 2_167),
-    "integrations": (3_235, 4_884),
-    "integrations: accelerate": (202, 314),
-    "integrations: bitsandbytes": (120, 170),
-    "integrations: compat": (615, 1_059),
-    "integrations: deepspeed": (1_656, 2_364),
-    "integrations: lightning": (438, 644),
-    "integrations: peft": (33, 63),
-    "integrations: transformers": (171, 270),
+    "extras": (5_544, 8_049),
+    "extras: __main__": (52, 72),
+    "extras: extras/__init__": (23, 27),
+    "extras: extras/checkpoint_cli": (237, 290),
+    "extras: extras/data_position": (172, 264),
+    "extras: extras/doctor": (152, 223),
+    "extras: extras/keeping": (589, 860),
+    "extras: extras/optimizers": (1_000, 1_480),
+    "extras: extras/planner": (1_488, 2_171),
+    "extras: extras/recovery": (743, 1_032),
+    "extras: extras/run": (271, 376),
+    "extras: extras/trace": (373, 556),
+    "extras: extras/weights": (442, 693),
+    "extras: planner": (2, 5),
+    "integrations": (2_941, 4_348),
+    "integrations: accelerate": (2, 5),
+    "integrations: compat": (2, 4),
+    "integrations: deepspeed": (3, 5),
+    "integrations: integrations/__init__": (0, 2),
+    "integrations: integrations/accelerate": (202, 314),
+    "integrations: integrations/bitsandbytes": (120, 170),
+    "integrations: integrations/compat": (295, 482),
+    "integrations: integrations/deepspeed": (1_662, 2_370),
+    "integrations: integrations/lightning": (447, 653),
+    "integrations: integrations/peft": (33, 63),
+    "integrations: integrations/transformers": (171, 270),
+    "integrations: lightning": (2, 5),
+    "integrations: transformers": (2, 5),
 }
 SLACK = Lines(30, 60)
 COUNTS = {  # exactly
     "attributes_set": 21,
     "c_globals": 31,
-    "globals": 17,
+    "globals": 16,
     "module_tables": 40,
-    "names_from_core": 110,
-    "text_lines": 3_571,
+    "names_from_core": 189,
+    "text_lines": 3_570,
     "weak_dictionaries": 23,
 }
 C_LINES = 44_518
 C_SLACK = 100
-RAISED: dict[str, str] = {}  # a limit that rose since 2026-11-29: why
+RAISED = {  # a limit that rose since 2026-11-29: why
+    "names_from_core": "110 to 189: nine folders of the core became extras, so their names count",
+}
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +106,14 @@ def test_lines_with_code() -> None:
 
 def test_names_count_one_by_one() -> None:
     texts = {
-        "__init__": "from zshard.fsdp import FSDP\nfrom zshard.planner.search import plan",
+        "__init__": "from zshard.fsdp import FSDP\nfrom zshard.extras.planner.search import plan",
         "fsdp": "",
-        "planner/search": "",
+        "extras/planner/search": "",
         "units/__init__": "",
         "units/units": "",
-        "peft": "from zshard import FSDP, _core, units\n_core.grad_mode(); _core.grad_mode()\n"
+        "integrations/peft": "from zshard import FSDP, _core, units\n_core.grad_mode(); _core.grad_mode()\n"
         "units.units.units_of(x).append\n",
-        "planner/costs": "import zshard\nzshard.save(); zshard.plan()\nfrom zshard.planner import search\n"
+        "extras/planner/costs": "import zshard\nzshard.save(); zshard.plan()\nfrom zshard.extras.planner import search\n"
         "def f():\n    from zshard.units.units import State as S\n",
         "optim/step": "from zshard.ranks.agreement import gather",
     }

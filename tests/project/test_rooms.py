@@ -1,11 +1,11 @@
 """The package's folders stand on each other in one order, on three floors: no import runs upwards.
 
-Each folder, and each module beside them, has a place in ORDER; what it imports stands before it, or
-in the same folder. Some modules of `compat/` stand below FSDP, which has their methods, and others
-on it. Imports within functions and for type checkers count as well.
+The core has an order: each folder, and each module beside them, has a place in CORE; what it imports
+stands before it, or in the same folder. An integration or extra imports the core and its own folder;
+what else it imports is listed. Imports within functions and for type checkers count as well.
 
-The floors: the core imports no third party but torch, and names no library that an integration is
-for; the dialects are those of torch's wrappers; an integration has a module of its own name.
+The core imports no third party but torch, names no library that an integration is for, and names
+what is above it in upper.py alone; an integration has a module of its own name.
 """
 
 from __future__ import annotations
@@ -23,25 +23,32 @@ import zshard
 PACKAGE = Path(zshard.__file__).parent
 
 CORE = [
-    *("_version", "_built", "_build_check", "_errors", "_removed", "_core"),
-    *("precision", "strategy", "keeping", "run", "ranks", "trace", "offload"),
+    *("_version", "_built", "_build_check", "_errors", "_removed", "_core", "upper"),
     *(
-        "data_position",
+        "precision",
+        "strategy",
+        "ranks",
+        "offload",
         "units",
         "any_world",
         "guard",
         "wrap",
         "options",
-        "optim",
-        "grad_scaler",
-        "state",
     ),
-    *("memory", "model"),
-    *("_patches", "averages", "checkpoint", "weights", "recovery", "doctor"),
+    *("optim", "grad_scaler", "state", "memory", "model", "_patches", "averages", "checkpoint"),
+    "fsdp",
 ]
-DIALECTS = ["compat", "fsdp", "compat.fsdp2", "compat.ddp", "compat.__init__"]
-INTEGRATIONS = ["lightning", "accelerate", "transformers", "peft", "bitsandbytes", "deepspeed"]
-ORDER = [*CORE, *DIALECTS, *INTEGRATIONS, "planner", "__init__", "__main__"]
+FLOORS = ("integrations", "extras")
+# The public names of what is on them.
+NAMES = ("compat", "lightning", "accelerate", "transformers", "deepspeed", "planner")
+ACROSS = {  # what an integration or extra imports of others
+    "integrations/accelerate": "integrations/lightning",
+    "integrations/peft": "integrations/transformers",
+    "integrations/transformers": "integrations/accelerate",
+    "extras/doctor": "extras/keeping extras/run",
+    "extras/recovery": "extras/keeping",
+    "extras/run": "extras/keeping",
+}
 
 LIBRARIES = re.compile(
     r"\b(accelerate|apex|bitsandbytes|deepspeed|fbgemm_gpu|lightning|numpy|peft|safetensors\.torch|"
@@ -64,6 +71,7 @@ NAMED_BELOW = {  # files of the core that name a library in code: which, and why
         "apex bitsandbytes deepspeed fbgemm_gpu transformer_engine",
         "optimizers with kernels of their own are known by their module",
     ),
+    "upper": ("bitsandbytes peft transformers", "the table of integrations"),
     "optim/matrices": ("transformers", "its Conv1D is a Linear for Muon, if it is imported"),
 }
 
@@ -84,40 +92,77 @@ def imported_by(tree: ast.AST) -> set[str]:
     return found
 
 
-def place_of(parts: Sequence[str]) -> int:
-    """The place of a module: its own, or else that of its folder."""
-    own = ".".join(parts[:2])
-    return ORDER.index(own if own in ORDER else parts[0])
+def room_of(parts: Sequence[str]) -> str:
+    """The folder, or module beside folders, that a path below zshard lies in: "extras/planner"."""
+    return "/".join(parts[: 2 if parts[0] in FLOORS else 1])
 
 
-def upward_imports(parts: Sequence[str], text: str) -> list[str]:
-    """The imports of a module with that path and text that run upwards."""
-    names = sorted(imported_by(ast.parse(text)))
-    return [name for name in names if place_of(name.split(".")[1:]) > place_of(parts)]
+def wrong_imports(parts: Sequence[str], text: str) -> list[str]:
+    """The imports of a module with that path and text that it may not have."""
+    room, found = room_of(parts), []
+    allowed = {room, *ACROSS.get(room, "").split()}
+    for name in sorted(imported_by(ast.parse(text))):
+        path = name.split(".")[1:]
+        if path[0] not in FLOORS and path[0] not in CORE:
+            found.append(name)  # a public name of an upper floor, or what zshard/__init__ passes on
+        elif path[0] in FLOORS:
+            found += [name] if room_of(path) not in allowed else []
+        elif parts[0] in CORE and CORE.index(path[0]) > CORE.index(parts[0]):
+            found.append(name)
+    return found
 
 
 def test_no_import_runs_upwards():
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        found["/".join(parts)] = upward_imports(parts, path.read_text())
+        of_floor = parts[0] in FLOORS and len(parts) == 2 and parts[1] == "__init__"
+        if parts[0] in (*CORE, *FLOORS) and not of_floor:  # that passes its floor's names on
+            found["/".join(parts)] = wrong_imports(parts, path.read_text())
     assert {path: names for path, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize(
-    ("path", "line", "upwards"),
+    ("path", "line", "wrong"),
     [
         ("optim/step", "from zshard.units.units import State", False),
         ("units/units", "from zshard.optim.step import install", True),
         ("units/units", "import zshard.optim.step", True),
-        ("precision", "from zshard.compat import fsdp1", True),
-        ("compat/fsdp1", "from zshard.compat import attributes", False),
-        ("compat/fsdp1", "from zshard.compat.fsdp2 import fully_shard", True),
-        ("compat/fsdp1", "if TYPE_CHECKING:\n    from zshard.fsdp import FSDP", True),
+        ("precision", "from zshard.integrations.compat import ddp", True),
+        ("fsdp", "def f():\n    from zshard.extras.trace import profile", True),
+        ("model/methods", "if TYPE_CHECKING:\n    from zshard.fsdp import FSDP", True),
+        ("integrations/compat/fsdp2", "from zshard.fsdp import FSDP", False),
+        ("integrations/compat/fsdp2", "from zshard.integrations.compat import ddp", False),
+        ("integrations/compat/fsdp2", "from zshard.integrations.peft import x", True),
+        ("integrations/peft", "from zshard.integrations.transformers import x", False),
+        ("integrations/peft", "from zshard import transformers", True),
+        ("extras/run/launch", "from zshard.integrations.lightning import x", True),
     ],
 )
-def test_upward_imports_are_found(path, line, upwards):
-    assert bool(upward_imports(path.split("/"), line)) is upwards
+def test_wrong_imports_are_found(path, line, wrong):
+    assert bool(wrong_imports(path.split("/"), line)) is wrong
+
+
+def test_public_names_are_files_of_a_few_lines():
+    for name in NAMES:
+        text = (PACKAGE / f"{name}.py").read_text()
+        assert text.count("\n") <= 5, name
+        floors = {each.split(".")[1] for each in imported_by(ast.parse(text))}
+        assert floors <= {*FLOORS}, name
+
+
+def test_strings_name_modules_in_one_place():
+    known = {
+        "zshard." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        for path in PACKAGE.rglob("*.py")
+    }
+    known -= {f"zshard.{name}" for name in NAMES}
+    found = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and node.value in known:
+                found.add(str(path.relative_to(PACKAGE)))
+    assert found == {"upper.py", "model/copy.py"}
 
 
 def libraries_named(text: str) -> set[str]:
@@ -163,12 +208,6 @@ def test_the_core_names_no_other_library():
 )
 def test_a_library_that_is_named_is_found(text, names):
     assert libraries_named(text) == names
-
-
-def test_the_floors_stand_on_each_other():
-    for line in ("from zshard.compat import classes", "import zshard.fsdp, zshard.transformers"):
-        assert upward_imports(["wrap", "tree"], line), line
-    assert upward_imports(["compat", "fsdp2"], "from zshard.transformers import shard")
 
 
 def too_long(texts: Mapping[str, str]) -> dict[str, int]:
@@ -221,4 +260,5 @@ def test_no_two_types_of_one_name():
 
 def test_no_two_modules_of_one_name():
     files = [path for path in sorted(PACKAGE.rglob("*.py")) if path.stem[:2] != "__"]
+    files = [path for path in files if path.parent != PACKAGE or path.stem not in NAMES]
     assert of_one_name((path.stem, str(path.relative_to(PACKAGE))) for path in files) == {}

@@ -222,7 +222,7 @@ ALLOWED = {
         "ranks/agreement.py:told_to_all_ranks",
     ),  # have a clause for PeerError
     "ranks/meeting.py:meet",  # reports to the other ranks why shm is not available
-    "keeping/client.py:_connect",  # a socket's connect(), not a transport's
+    "extras/keeping/client.py:_connect",  # a socket's connect(), not a transport's
     "checkpoint/torch_file.py:reading",  # within it, bytes of a file are read
 }
 

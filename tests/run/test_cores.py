@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from zshard.doctor import bf16, describe
-from zshard.run.cores import as_list, parse_list, read_host, shares_of
+from zshard.extras.doctor import bf16, describe
+from zshard.extras.run.cores import as_list, parse_list, read_host, shares_of
 
 
 def write(path: Path, text: str) -> None:

@@ -18,8 +18,8 @@ import pytest
 import torch
 from tasks import python_path
 
-from zshard.run import launch, rank
-from zshard.run.cores import Share
+from zshard.extras.run import launch, rank
+from zshard.extras.run.cores import Share
 
 Done = subprocess.CompletedProcess[str]
 

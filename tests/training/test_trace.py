@@ -23,10 +23,11 @@ from spawn import ranks
 from torch import nn
 
 import zshard
-from zshard import FSDP, _core, trace
-from zshard.trace import RankTrace, Trace, bounds
-from zshard.trace.records import Memory
-from zshard.trace.times import Arrival, arrivals_of, own_times, summary_of
+from zshard import FSDP, _core
+from zshard.extras import trace
+from zshard.extras.trace import RankTrace, Trace, bounds
+from zshard.extras.trace.records import Memory
+from zshard.extras.trace.times import Arrival, arrivals_of, own_times, summary_of
 
 LATE = 1.0  # seconds: far more than a busy machine delays the other rank by
 

@@ -45,6 +45,7 @@ from zshard.state.load_state_dict import LoadPlan, carry_out, plan
 from zshard.state.source import ChunkMemory, chunks, flat_of
 from zshard.state.stand_ins import Pending
 from zshard.units.units import bare, plain_name, wanted_by
+from zshard.upper import import_upper
 
 __all__ = ["Loaded", "Reader", "load"]
 
@@ -114,6 +115,7 @@ def load(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"zshard.load(): model must be an nn.Module, got {type(model).__name__}")
+    import_upper()
     model = bare(model)
     comm = ranks_of(model)
     with on_all_ranks(comm):

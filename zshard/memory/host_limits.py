@@ -8,11 +8,11 @@ error of the allocation, and no process is killed.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from zshard.run.cores import ROOT, groups, read_text
-
+ROOT = Path("/")
 _UNLIMITED = 1 << 60  # bytes; version 1 has no word for "unlimited" and reports a number above this
 
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
@@ -97,3 +97,27 @@ def _room_of(folder: Path, names: tuple[str, str, str, str]) -> tuple[int, str] 
 def _number(path: Path) -> int | None:
     text = (read_text(path) or "").strip()
     return int(text) if text.isdigit() else None
+
+
+def groups(controller: str, root: Path = ROOT) -> Iterator[tuple[Path, bool]]:
+    """Yield the directories of this process's control groups of a controller, innermost first, and
+    whether each is of version 1."""
+    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        folder = top / path.lstrip("/")
+        while True:
+            yield folder, bool(controllers)
+            if folder == top or top not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def read_text(path: Path) -> str | None:
+    """Return what is in a file; None if it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return None

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from zshard import _core
-from zshard.keeping.client import VARIABLE as KEEPER
 from zshard.ranks import ends, meeting
 from zshard.ranks.agreement import gather_objects, on_all_ranks, warn_together
 from zshard.ranks.devices import CPU, is_stand_in, torch_device
@@ -47,6 +46,7 @@ class _Connection:
     beside: dict[str, Group] = field(default_factory=dict)  # of these, group_beside()'s
 
 
+_KEEPER = "ZSHARD_KEEPER"  # set for the ranks of a kept run (extras/keeping)
 # What zshard itself asks for, and no caller can name: shm, or c10d alone; a second transport, for
 # another thread.
 _Own = Enum("_Own", ["FLAT", "BESIDE"])
@@ -162,7 +162,7 @@ def comm_for(
     Raises ValueError for an unknown name, RuntimeError if the requested transport is not available.
     """
     wanted, seconds = check_settings(transport, timeout, device)
-    if os.environ.get(KEEPER):
+    if os.environ.get(_KEEPER):
         _core.keep_memory()
     if group is None:
         return _comm_alone(device)

@@ -1,7 +1,7 @@
 """A registry of other libraries' requirements in a sharded model.
 
-The core knows only torch. An integration (zshard/peft.py, say) derives a class from Extension and
-registers an instance; the core asks each of them.
+The core knows only torch. An integration (integrations/peft.py, say) derives a class from Extension
+and registers an instance; the core asks each of them.
 """
 
 from __future__ import annotations

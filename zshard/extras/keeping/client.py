@@ -1,0 +1,353 @@
+"""How ranks, launchers and `doctor` speak to the keeper of a run (keeper.py), and start it.
+
+    token = start(seconds=600.0, watch_pid=os.getpid())
+    keeper = Keeper(token)
+    keeper.hold("rank0", b'{"step": 7}', [fd])  # fd may be closed now
+    found = keeper.get("rank0")  # in another process: found.meta, found.fds, found.holder
+
+Ranks get the token in the environment variable ZSHARD_KEEPER. Each call is a connection of its own,
+so forks and threads share nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from zshard._errors import KeeperError
+from zshard.extras.keeping import keeper as _keeper
+
+VARIABLE = "ZSHARD_KEEPER"  # the token, in the environment of ranks
+SECONDS = 600.0  # how long a keeper outlives its launcher and the last call of a rank
+TIMEOUT = 30.0
+
+
+class HeldFiles(NamedTuple):
+    """What a keeper holds under a name.
+
+    meta: the bytes that came with it. fds: descriptors, now the caller's to close; exec closes
+    them. holder: the process that had it held, while that lives; 0 once it has ended.
+    """
+
+    meta: bytes
+    fds: list[int]
+    holder: int
+
+
+class HeldSize(NamedTuple):
+    """The size of what is held under a name: bytes of memory, descriptors; its holder as in
+    HeldFiles."""
+
+    bytes: int
+    fds: int
+    holder: int
+
+
+class KeeperStatus(NamedTuple):
+    """A keeper: pid; age, in seconds; launcher, the pid whose end it watches for; seconds, how long
+    it outlives that; left, of these, None while the launcher lives; bytes of memory that it holds;
+    held, by name."""
+
+    pid: int
+    age: float
+    launcher: int
+    seconds: float
+    left: float | None
+    bytes: int
+    held: dict[str, HeldSize]
+
+
+class Keeper:
+    """A keeper, by its token.
+
+    Each method raises KeeperError if no keeper answers under the token within `timeout` seconds, if
+    it refuses, or if another user has taken its address.
+    """
+
+    def __init__(self, token: str, timeout: float = TIMEOUT) -> None:
+        self.token, self._timeout = token, timeout
+        self._address = _address_of(token)
+
+    def hold(self, name: str, meta: bytes, fds: Sequence[int]) -> None:
+        """Have descriptors held under a name, for all that was held there before. The caller may
+        close its own. name: 1 to 512 characters. meta: at most 16 MiB. fds: at most 4096.
+
+        Raises:
+            ValueError: one of these is too long.
+        """
+        for what, size, most in (
+            ("name", len(name), _keeper.MOST_NAME),
+            ("meta", len(meta), _keeper.MOST_BYTES),
+            ("fds", len(fds), _keeper.MOST_FDS),
+        ):
+            if size > most:
+                raise ValueError(f"{what} must have a length of at most {most}, got {size}")
+        self._ask("hold", meta, fds, name=name)
+
+    def get(self, name: str) -> HeldFiles | None:
+        """Return what is held under a name, None for nothing. It stays held."""
+        reply = self._ask("get", name=name)
+        if not reply.head["found"]:
+            return None
+        fds = list(reply.fds)
+        reply.fds.clear()
+        return HeldFiles(bytes(reply.body), fds, reply.head["holder"])
+
+    def list(self) -> dict[str, bytes]:
+        """Return each name under which something is held, with its meta."""
+        reply = self._ask("list")
+        line, _, metas = bytes(reply.body).partition(b"\n")
+        found, start = {}, 0
+        for name, size in json.loads(line):
+            found[name] = metas[start : start + size]
+            start += size
+        return found
+
+    def drop(self, name: str) -> bool:
+        """Free what is held under a name; return whether there was anything."""
+        return bool(self._ask("drop", name=name).head["found"])
+
+    def watch(self, pid: int, seconds: float | None = None) -> None:
+        """Make a process the launcher: the keeper stays while it lives, and `seconds` more; None:
+        as before. Refused while the former launcher lives, or a process that had something
+        held."""
+        pidfd = os.pidfd_open(pid)
+        try:
+            self._ask("watch", fds=[pidfd], pid=pid, seconds=seconds)
+        finally:
+            os.close(pidfd)
+
+    def status(self) -> KeeperStatus:
+        """Return the keeper's state. Does not count as a call for which it stays."""
+        return _status(self._address, self._timeout)
+
+    def end(self) -> None:
+        """End the keeper: it frees all that it holds before this returns."""
+        self._ask("end")
+
+    def _ask(
+        self, op: str, body: bytes = b"", fds: Sequence[int] = (), **words: str | float | None
+    ) -> _keeper.Message:
+        head = {"op": op, "token": self.token, **words}
+        return _ask(self._address, _keeper.packets(head, body, fds), self._timeout)
+
+
+def keeper_of_run() -> Keeper | None:
+    """Return the keeper of this rank's run, None if the run is not kept."""
+    token = os.environ.get(VARIABLE)
+    return Keeper(token) if token else None
+
+
+def keepers() -> list[KeeperStatus | int]:
+    """Return this user's keepers in this network namespace: their status, or the pid of one that
+    does not answer."""
+    try:
+        words = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
+    except OSError:
+        return []
+    found: list[KeeperStatus | int] = []
+    for address in sorted({word[1:] for word in words if word.startswith(f"@{_keeper.PREFIX}")}):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            with _connect(address, time.monotonic() + 2.0) as line:
+                pid, _ = _keeper.peer_of(line)
+            try:
+                found.append(_status(address, 2.0))
+            except KeeperError:
+                found.append(pid)
+    return found
+
+
+# --- starting ------------------------------------------------------------------------------------
+
+
+def checked_seconds(seconds: float) -> float:
+    """Return how long a keeper stays. Raises ValueError unless that is a number of seconds."""
+    if not 0.0 <= seconds < math.inf:
+        raise ValueError(f"a keeper stays for 0 or more seconds, got {seconds}: pass a number")
+    return float(seconds)
+
+
+def start(seconds: float = SECONDS, watch_pid: int | None = None, token: str = "") -> str:
+    """Start a keeper, in a session of its own, and return its token once it listens.
+
+    seconds: how long it stays after its launcher ended and a rank last spoke to it. With nothing
+    held, it ends with the launcher.
+    watch_pid: the launcher; by default this process.
+    token: for those who start it together, the same: one keeper listens, for all of them.
+
+    Raises:
+        ValueError: seconds is no number of seconds.
+        KeeperError: the keeper did not start.
+        ProcessLookupError: there is no process watch_pid.
+    """
+    words = [str(checked_seconds(seconds)), str(watch_pid or os.getpid())]
+    token = token or secrets.token_hex(16)
+    pidfd = os.pidfd_open(watch_pid or os.getpid())
+    try:
+        command = [sys.executable, "-I", "-S", _keeper.__file__, _address_of(token), *words]
+        process = subprocess.Popen(
+            [*command, str(pidfd)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[pidfd],
+            start_new_session=True,
+            text=True,
+        )
+    finally:
+        os.close(pidfd)
+    try:
+        _, said = process.communicate(token, TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise KeeperError(f"the keeper did not start within {TIMEOUT:g} s: run again") from None
+    if process.returncode == _keeper.ADDRESS_TAKEN:
+        _wait_for(Keeper(token))
+    elif process.returncode:
+        last = said.strip().rpartition("\n")[2] or f"exit status {process.returncode}"
+        raise KeeperError(
+            f"the keeper did not start: {last}. It needs pidfd_open (Linux 5.3) and abstract Unix "
+            "sockets, which some sandboxes forbid"
+        )
+    return token
+
+
+def _wait_for(keeper: Keeper) -> None:
+    """Wait until a keeper listens that another process has started."""
+    deadline = time.monotonic() + TIMEOUT
+    while True:
+        try:
+            keeper.list()
+            return
+        except KeeperError as error:
+            is_early = isinstance(error.__cause__, ConnectionRefusedError)
+            if not is_early or time.monotonic() > deadline:
+                raise
+        time.sleep(0.01)
+
+
+def _address_of(token: str) -> str:
+    """The abstract address, which all users of the host can read, does not reveal the token."""
+    return _keeper.PREFIX + hashlib.sha256(token.encode()).hexdigest()[:32]
+
+
+# --- one request ---------------------------------------------------------------------------------
+
+
+def _status(address: str, timeout: float) -> KeeperStatus:
+    facts = json.loads(_ask(address, _keeper.packets({"op": "status"}), timeout).body)
+    held = {name: HeldSize(*sizes) for name, sizes in facts.pop("held").items()}
+    return KeeperStatus(**facts, held=held)
+
+
+def _ask(
+    address: str, packets: Iterator[tuple[bytes, Sequence[int]]], timeout: float
+) -> _keeper.Message:
+    """Send a request and return its reply."""
+    deadline = time.monotonic() + timeout
+    try:
+        with _connect(address, deadline) as line:
+            for packet, fds in packets:
+                _send(line, packet, fds, deadline)
+            reply = _receive(line, deadline)
+    except TimeoutError:
+        raise KeeperError(
+            f"the keeper did not answer within {timeout:g} s: see `python -m zshard doctor`"
+        ) from None
+    except KeeperError:
+        raise
+    except OSError as error:
+        raise _error_for(error) from error
+    if "refused" in reply.head:
+        raise KeeperError(f"the keeper refuses: {reply.head['refused']}")
+    return reply
+
+
+def _error_for(error: OSError) -> OSError:
+    """Return what to raise for an error of the connection; a bad descriptor is the caller's."""
+    if error.errno == errno.EBADF:
+        return error
+    if error.errno in (errno.EMFILE, errno.ETOOMANYREFS):
+        return KeeperError(
+            "descriptors cannot be exchanged with the keeper: this process has as many open, or in "
+            "flight, as the limit allows; raise it (ulimit -n)"
+        )
+    if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE):
+        return KeeperError(
+            "no keeper answers under this token: it was ended, or nothing spoke to it for its time "
+            "(--keep-seconds) after its launcher had ended, or it runs on another host; start the "
+            "run without the token"
+        )
+    return KeeperError(f"the keeper cannot be reached: {error.strerror}")
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0.0:
+        raise TimeoutError
+    return left
+
+
+def _connect(address: str, deadline: float) -> socket.socket:
+    """Connect to a keeper of this user. Another user can take any address, so the kernel is asked
+    whose it is before anything is sent."""
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        while True:
+            line.settimeout(_left(deadline))
+            try:
+                line.connect(f"\0{address}")
+                break
+            except BlockingIOError:  # its queue is full
+                time.sleep(0.005)
+        user = _keeper.peer_of(line)[1]
+        if user != os.geteuid():
+            raise KeeperError(
+                f"the keeper of this token belongs to user {user}, and this process to "
+                f"{os.geteuid()}: run as the user who started it"
+            )
+    except OSError:
+        line.close()
+        raise
+    return line
+
+
+def _send(line: socket.socket, packet: bytes, fds: Sequence[int], deadline: float) -> None:
+    """Send a packet; wait while the user has too many descriptors in flight."""
+    while True:
+        line.settimeout(_left(deadline))
+        try:
+            return _keeper.send(line, packet, fds)
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline - 0.01:
+                raise
+        time.sleep(0.005)
+
+
+def _receive(line: socket.socket, deadline: float) -> _keeper.Message:
+    reply = _keeper.Message(is_limited=False)
+    while True:
+        line.settimeout(_left(deadline))
+        packet, fds = _keeper.receive(line)
+        if not packet:
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        try:
+            if reply.add(packet, fds):
+                return reply
+        except ValueError as error:
+            raise KeeperError(
+                f"the keeper answers in another protocol ({error}): use one build of zshard"
+            ) from None

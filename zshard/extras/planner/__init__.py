@@ -1,0 +1,12 @@
+"""Memory and speed of training on GPUs that need not be there: zshard.plan().
+
+workloads.py says what is trained, kernels.py what that computes; prediction.py predicts one way to
+do so on a cluster (durations.py, timeline.py), and search.py looks for the best way.
+benchmarks/plan_against.py holds predictions against published runs.
+"""
+
+from zshard.extras.planner.decoder import Dims as Dims
+from zshard.extras.planner.search import Plan as Plan
+from zshard.extras.planner.search import plan as plan
+
+__all__ = ["Dims", "Plan", "plan"]

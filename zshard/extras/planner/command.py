@@ -1,0 +1,130 @@
+"""python -m zshard plan: what a model takes on GPUs that need not be there, and how fast it trains.
+
+python -m zshard plan config.json --gpus 16 --gpu h100
+python -m zshard plan --layers 32 --width 4096 --heads 32 --vocab 32000 --gpus 8 --gpu h100
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from zshard.extras.planner.decoder import Dims
+from zshard.extras.planner.gpus import DEVICES
+from zshard.extras.planner.search import plan
+from zshard.extras.planner.ways import PRECISIONS
+from zshard.offload import Offload
+
+HELP = "predict memory and speed of training a model on GPUs"
+
+REMOVED = {
+    "--measure": "--gpus and --gpu, and in a script zshard.predict_memory() and zshard.profile()",
+    "--against": "python -m benchmarks.plan_against CSV, in a clone of zshard",
+}
+
+
+def add_command(commands: Any) -> None:
+    """Add `plan` to the parser of python -m zshard."""
+    parser = commands.add_parser("plan", help=HELP, description=HELP)
+    parser.set_defaults(run=_run)
+    parser.add_argument("model", nargs="?", help="a transformers config: a file, folder or name")
+    parser.add_argument("--gpus", type=int, help="how many")
+    parser.add_argument("--gpu", help=f"one of {', '.join(DEVICES)}")
+    for name, words in (
+        ("layers", "of a decoder, in place of MODEL"),
+        ("width", "of its hidden states"),
+        ("heads", "of its attention"),
+        ("kv-heads", "of its keys and values (default: heads)"),
+        ("ffn", "width of its MLP (default: as Llama's, or 4 widths with --gpt)"),
+        ("vocab", "size of its vocabulary"),
+    ):
+        parser.add_argument(f"--{name}", type=int, help=words)
+    parser.add_argument("--lora", type=int, default=0, help="train adapters of this rank only")
+    parser.add_argument("--gpt", action="store_true", help="blocks as GPT's, not Llama's")
+    parser.add_argument("--seq", type=int, help="tokens of a sample (default: at most 4096)")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        help="samples of a step (default: one fast micro-batch a GPU)",
+    )
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="(default: bf16)")
+    parser.add_argument(
+        "--optimizer", default="adamw", help="as for predict_memory() (default: adamw)"
+    )
+    parser.add_argument("--compile", action="store_true", help="the model is compiled")
+    parser.add_argument(
+        "--offload",
+        metavar="PARTS",
+        help="to the host: some of params,grads,optimizer, or none (default: if nothing fits)",
+    )
+    parser.add_argument("--wire", help="as FSDP's: bf16 or int8 between hosts")
+    parser.add_argument("--per-host", type=int, help="GPUs of a host (default: 8, or all)")
+    parser.add_argument("--nic", type=float, help="Gbit/s of a host (default: the GPU's usual)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--picture", type=Path, help="draw memory and the step (needs matplotlib)")
+    for name, instead in REMOVED.items():
+        parser.add_argument(name, action=_Removed, nargs=0, const=instead, help=argparse.SUPPRESS)
+
+
+class _Removed(argparse.Action):
+    """An option that says what to use instead."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        parser.error(f"{self.option_strings[0]} is removed; use {self.const}")
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        return _plan(args)
+    except (ValueError, TypeError, OSError) as error:
+        print(f"python -m zshard plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _plan(args: argparse.Namespace) -> int:
+    if args.gpus is None or args.gpu is None:
+        raise ValueError("--gpus and --gpu say what the model is to train on")
+    found = plan(
+        _model(args),
+        args.gpus,
+        args.gpu,
+        seq=args.seq,
+        batch=args.batch,
+        precision=args.precision,
+        optimizer=args.optimizer,
+        compiled=args.compile,
+        offload=_offload(args.offload),
+        wire=args.wire,
+        per_host=args.per_host,
+        nic=args.nic,
+    )
+    print(found.to_json() if args.json else found)
+    if args.picture is not None:
+        from zshard.extras.planner.picture import draw
+
+        draw(found, args.picture)
+    return 0 if found.best is not None else 1
+
+
+def _offload(given: str | None) -> Offload | bool | None:
+    if given is None or given == "none":
+        return None if given is None else False
+    parts = set(given.split(","))
+    if not parts <= {"params", "grads", "optimizer"}:
+        raise ValueError(f"--offload takes some of params,grads,optimizer, or none, got {given!r}")
+    return Offload("params" in parts, "grads" in parts, "optimizer" in parts)
+
+
+def _model(args: argparse.Namespace) -> Any:
+    dims = (args.layers, args.width, args.heads, args.vocab)
+    if args.model is not None and not any(dims):
+        return args.model
+    if args.model is not None or not all(dims):
+        raise ValueError("give either MODEL or all of --layers, --width, --heads, --vocab")
+    ffn = args.ffn or (4 * args.width if args.gpt else 64 * round(args.width / 24))
+    kv_heads = args.kv_heads or args.heads
+    seq = args.seq or 4096
+    sizes = args.layers, args.width, args.heads, kv_heads, ffn, args.vocab, seq
+    return Dims(*sizes, gated=not args.gpt, lora=args.lora)

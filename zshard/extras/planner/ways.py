@@ -1,0 +1,75 @@
+"""What a user decides, and the ranks that it is decided for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from zshard.extras.planner.gpus import Device, Network
+from zshard.memory.dry_run import World
+from zshard.memory.fits import parse_keep
+from zshard.offload import Offload
+from zshard.precision import MixedPrecision, precision_of
+from zshard.ranks.wire import Wire
+from zshard.strategy import strategy_of
+from zshard.units.units import Options, Prefetch
+
+PRECISIONS = ("bf16", "fp32", "fp8")
+
+
+class Cluster(NamedTuple):
+    """The hardware: one rank per GPU.
+
+    transport: between all ranks: "nccl", "shm" or "c10d". reduces_by_ring: gradients are reduced by
+    NCCL's rings, as torch's FSDP does, and not as zshard does.
+    """
+
+    device: Device
+    ranks: int
+    network: Network
+    transport: str = "nccl"
+    reduces_by_ring: bool = False
+
+    def world(self, group: int) -> World:
+        """Return the ranks for FSDP, with shard groups of that size."""
+        kind, per_host = self.transport, self.network.per_host
+        equal = self.ranks > per_host and self.ranks % per_host == 0
+        return World(self.ranks, group, kind, kind, per_host if equal else 0)
+
+
+class Way(NamedTuple):
+    """What a user decides.
+
+    strategy: as for FSDP. group: ranks that a hybrid strategy shards over; 0: those of a host.
+    precision: "fp32"; "bf16": computes, gathers and reduces in it, state in float32; "fp8": the
+    same with matmuls in fp8. checkpointing: of activations: "", "selective", "alternate" or "full".
+    micro_batch: samples of a rank. accumulate: micro-batches in a step. compiled: by torch.compile.
+    attention: "flash", or "triton" for Triton's of 2023. optimizer: as for predict_memory().
+    offload: what it means on the ranks' device. wire: as for FSDP.
+    """
+
+    strategy: str = "full_shard"
+    group: int = 0
+    precision: str = "bf16"
+    checkpointing: str = ""
+    micro_batch: int = 1
+    accumulate: int = 1
+    compiled: bool = False
+    attention: str = "flash"
+    optimizer: str | int | None = "adamw"
+    offload: Offload | None = None
+    wire: Wire = Wire()
+
+
+def options_of(way: Way) -> Options:
+    """Return the options of FSDP(...) that a way stands for."""
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    return Options(
+        strategy_of(way.strategy),
+        precision_of(None if way.precision == "fp32" else low),
+        Prefetch(),
+        way.offload,
+        parse_keep(False, "auto"),
+        way.wire,
+    )

@@ -1,0 +1,163 @@
+"""The units of a model on a cluster, as FSDP would make them: sizes, schedule and memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from zshard import _core
+from zshard.extras.planner.kernels import Segment, Traced
+from zshard.extras.planner.traffic import CODE_BYTES
+from zshard.extras.planner.update import Held, matrices_of
+from zshard.extras.planner.ways import Cluster, Way, options_of
+from zshard.extras.planner.workloads import Workload
+from zshard.memory.report import dry_run_of, size_of_state
+from zshard.strategy import ShardingStrategy
+from zshard.wrap.tree import UnitSpec
+
+COMPILED = 0.8
+"""Part of the activations that is left with torch.compile, which computes some of them again."""
+
+
+class Over(NamedTuple):
+    """How many ranks a strategy's collectives and steps are over.
+
+    gather, reduce: of a unit's parameters and gradients; sums then cross the replicas.
+    reduce_passes: 1 to reduce-scatter, 2 to all-reduce. steps: ranks that share the optimizer's
+    step. refreshes: copies are gathered anew after it.
+    """
+
+    gather: int
+    reduce: int
+    steps: int
+    reduce_passes: int = 1
+    refreshes: bool = False
+
+
+def _over(strategy: ShardingStrategy, group: int, ranks: int) -> Over:
+    if strategy is ShardingStrategy.NO_SHARD:
+        return Over(1, ranks, 1, reduce_passes=2)
+    if strategy is ShardingStrategy.ZERO1:
+        return Over(1, ranks, ranks, refreshes=True)
+    if strategy is ShardingStrategy.HYBRID_FULL:
+        return Over(group, ranks, ranks, refreshes=True)
+    if strategy.is_hybrid:
+        return Over(group, group, group)
+    return Over(ranks, ranks, ranks)
+
+
+class Size(NamedTuple):
+    """A unit. numel: elements of all parameters; trained: of those that are trained. full: bytes of
+    all parameters as they are gathered; grads: of the trained ones' gradients as they are reduced;
+    own: of all parameters in their own dtype."""
+
+    numel: int
+    trained: int
+    full: float
+    grads: int
+    own: int
+
+
+class Wrapped:
+    """The units of a model on a cluster, as FSDP would make them."""
+
+    def __init__(self, workload: Workload, way: Way, cluster: Cluster) -> None:
+        self.way, self.cluster = way, cluster
+        model, options = workload.model, options_of(way)
+        group = way.group or min(cluster.network.per_host, cluster.ranks)
+        self.over = _over(options.strategy, group, cluster.ranks)
+        self.run = dry_run_of(model, "auto", options, cluster.world(group))
+        size_of = size_of_state(way.optimizer, model)
+        self.state = self.run.trained_bytes(False, size_of)
+        self.offloaded_state = self.run.trained_bytes(True, size_of)
+        self.matrices = matrices_of(model) if way.optimizer == "muon" else []
+        found = self.run.in_order
+        self.units = [unit for unit, _ in found]
+        self.names = [unit.name or "root" for unit in self.units]
+        self.modules = [spec.module for _, spec in found]
+        self.sizes = [self._size_of(unit, spec) for unit, spec in found]
+        self.parts = [self._part_of(unit, spec) for unit, spec in found]
+
+    def _size_of(self, unit: _core.Unit, spec: UnitSpec) -> Size:
+        params = [ref.param for ref in spec.params]
+        trained = [param for param in params if param.requires_grad]
+        numel, of_trained = (sum(param.numel() for param in some) for some in (params, trained))
+        full: float = sum(param.numel() * self._itemsize(param) for param in params)
+        if unit.is_coded:
+            full = numel * CODE_BYTES[self.way.wire.parameters]
+        grads = sum(param.numel() * self._itemsize(param) for param in trained)
+        own = sum(param.numel() * param.itemsize for param in params)
+        return Size(numel, of_trained, full, grads, own)
+
+    def _part_of(self, unit: _core.Unit, spec: UnitSpec) -> Held:
+        trained = cast = copy = 0
+        for i, ref in enumerate(spec.params):
+            numel, itemsize = unit.param(i)["numel"], ref.param.itemsize
+            trained += numel * itemsize if ref.param.requires_grad else 0
+            if self._itemsize(ref.param) != itemsize:
+                cast, copy = cast + numel * itemsize, copy + numel * self._itemsize(ref.param)
+        return Held(trained, cast, copy, unit.offloads[:2])
+
+    def _itemsize(self, param: torch.Tensor) -> int:
+        """Return the bytes of an element as it is computed with."""
+        is_low = self.way.precision != "fp32" and param.is_floating_point()
+        return 2 if is_low else param.itemsize
+
+    # --- schedule ---------------------------------------------------------------------------------
+
+    def schedule(self, traced: Traced) -> tuple[list[tuple[str, int]], dict[int, int]]:
+        """Return the engine's acts in the step that was traced, and the marks by the index of a
+        call."""
+        calls, marks = self._calls(traced)
+        self.run.engine.set_calls(calls)
+        return self.run.engine.predict_events(), marks
+
+    def _calls(self, traced: Traced) -> tuple[list[tuple[_core.Unit, int]], dict[int, int]]:
+        """Return the calls of the forward that was traced, and the marks by the index of a call."""
+        calls: list[tuple[_core.Unit, int]] = []
+        marks: dict[int, int] = {}
+        entered: set[int] = set()
+        for mark, (at, begins) in enumerate(traced.marks):
+            unit = self.units[at]
+            if begins and at not in entered:
+                entered.add(at)  # before the unit, so its gradients come after all of its backward
+                calls += [(unit, i) for i in range(unit.n_params)]
+            marks[len(calls)] = mark
+            calls.append((unit, -1 if begins else -2))
+        return calls, marks
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def memory(self, traced: Traced) -> dict[str, int]:
+        """Return the bytes of each part at the peak of a step.
+
+        Gradients grow while activations shrink: the peak is in a forward or a backward.
+        """
+        parts = self.run.predict()
+        del parts["total"]
+        peak, grads = self._peak(traced, parts["grads"])
+        parts["offloaded"] += self.offloaded_state
+        parts.update(grads=grads, optimizer=self.state, activations=peak)
+        held = sum(size for part, size in parts.items() if part != "offloaded")
+        return {**parts, "total": held}
+
+    def _peak(self, traced: Traced, all_grads: int) -> tuple[int, int]:
+        """Return the bytes of activations and of gradients where their sum is largest."""
+        kept = self._kept_grads(all_grads)
+        found = [(segment.peak, kept) for segment in traced.forward]
+        arrived = 0.0
+        each = all_grads / max(1, sum(size.trained for size in self.sizes))
+        for mark in range(len(traced.marks), -1, -1):
+            segment: Segment = traced.backward[mark]
+            grads = min(int(arrived), all_grads)  # a module may run more than once
+            found.append((segment.peak, max(grads, kept)))
+            if mark > 0 and traced.marks[mark - 1][1]:
+                arrived += each * self.sizes[traced.marks[mark - 1][0]].trained
+        found.append((0, all_grads))
+        part = COMPILED if self.way.compiled else 1.0
+        return max(((int(part * live), grads) for live, grads in found), key=sum)
+
+    def _kept_grads(self, all_grads: int) -> int:
+        """Return the bytes of gradients that earlier micro-batches left."""
+        return all_grads if self.way.accumulate > 1 else 0

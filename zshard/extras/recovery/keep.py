@@ -1,0 +1,435 @@
+"""zshard.Keep: each step of a run can be continued by other processes.
+
+    kept = zshard.Keep(model, optimizer, scheduler)
+    start = kept.recover({"step": 0})
+    for step in range(start["step"], steps):
+        loss_of(model, batch(step)).backward()
+        with kept.commit({"step": step + 1}):
+            optimizer.step()
+            scheduler.step()
+        optimizer.zero_grad()
+
+Within the block the optimizer only prepares its step. At the end of the block, all that the script
+needs to continue is written to memory files; the ranks meet; the step runs. Once all ranks have
+written, the step will be done, by them or by the processes that follow; before, none has begun it.
+Nothing else may write to the model, so kept memory is always that of a committed step.
+docs/design/keep.md has the protocol, recover.py what a new process does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from enum import Enum, auto
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zshard import _core
+from zshard.checkpoint.load import load
+from zshard.checkpoint.per_host.hosts import latest_checkpoint
+from zshard.checkpoint.script_state import rng_state, set_rng_state
+from zshard.extras.keeping.client import Keeper, keeper_of_run
+from zshard.extras.recovery.checks import check, check_others
+from zshard.extras.recovery.files import Files
+from zshard.extras.recovery.layout import (
+    counters_of,
+    layout_of,
+    named_shards,
+    own_state,
+    state_tensors,
+    values_of,
+)
+from zshard.extras.recovery.recover import (
+    KeptName,
+    Mark,
+    Old,
+    generations,
+    names_at,
+    recovered,
+    restore_others,
+    say,
+    states_of,
+)
+from zshard.guard.slices import grads_of
+from zshard.optim.sharded_state import other_state, params_of
+from zshard.optim.step import Prepared
+from zshard.ranks.agreement import PublicCall, bytes_of
+from zshard.units.shards import units_stepped_by
+from zshard.units.units import state_of, units_of, writers
+
+__all__ = ["Keep"]
+
+_held: dict[str, list[Tensor]] = {}
+"""What the keeper knows of, by its name there. Memory that is freed loses its contents, and an
+exception that ends the script frees the model: these references stay until the keeper
+drops it, also when the interpreter ends."""
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_held))
+
+
+class Phase(Enum):
+    """Where a Keep is."""
+
+    NEW = auto()  # before recover()
+    BETWEEN = auto()  # between two commits
+    CALLED = auto()  # commit() was called, and its block has not begun
+    BLOCK = auto()  # within the block
+    CUT_OFF = auto()  # a commit failed when it had begun to count the step
+    CLOSED = auto()
+
+
+_NO_COMMIT = {
+    Phase.NEW: "commit() before recover(): call kept.recover(...) before the loop",
+    Phase.CALLED: "commit() was called without `with`, so nothing was committed: write `with "
+    "kept.commit(...):` around optimizer.step()",
+    Phase.BLOCK: "commit() within commit(): leave the block first",
+    Phase.CUT_OFF: "the last commit() failed on the way, so only another process can continue: end "
+    "this one",
+    Phase.CLOSED: "commit() after close(), which ends the kept run: call close() at the end",
+}
+
+
+class Keep:
+    """Keeps the state of a training run in memory that outlives its ranks.
+
+    One at a time, for all that the run trains: other FSDP(...) models are not stepped meanwhile.
+    From recover() to close(), nothing but the optimizer's step within commit() changes the model:
+    loads, writes in place and steps elsewhere raise RuntimeError, since a restart would repeat
+    them.
+
+    Args:
+        model: the FSDP(...) model.
+        optimizer: zshard.AdamW, Adam or SGD, or one of these with 8-bit state, over parameters of
+            the model.
+        *others: what else the script steps: schedulers, a GradScaler; anything with state_dict()
+            and load_state_dict(), also a module without FSDP and the optimizer of its parameters.
+            All of it is restored as it was at the end of a commit() block, so step it there.
+        checkpoints: a folder of zshard.save(..., step=..., extra=kept.state_dict()), whose newest
+            checkpoint recover() loads where no memory is left: a host is missing, or another number
+            of ranks runs.
+        name: of this run, for a script that keeps several, one after the other, and after a restart
+            does not begin with the first of them. By default a run's name is its number among them.
+
+    Raises RuntimeError if this run has no keeper (start it with `python -m zshard run --keep`, or
+    call zshard.keep() before FSDP), and if there is another Keep; TypeError, NotImplementedError
+    and ValueError for what cannot be kept, such as a single rank, or a second optimizer.
+    """
+
+    _made: ClassVar[int] = 0  # by this process, and so by those before it
+    _is_open: ClassVar[bool] = False  # one of them
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *others: Any,
+        checkpoints: str | os.PathLike[str] | None = None,
+        name: str = "",
+    ) -> None:
+        keeper = keeper_of_run()
+        if keeper is None or not _core.keeps_memory():
+            raise RuntimeError(
+                "this run has no keeper: start it with `python -m zshard run --keep script.py`, or "
+                "call zshard.keep() before FSDP(...)"
+            )
+        check(model, optimizer)
+        check_others(others)
+        if Keep._is_open:
+            raise RuntimeError(
+                "this process has a Keep() already, and two would not be at the same step after a "
+                "restart: keep one module that contains all models, and step it with one "
+                "optimizer; or close() the first"
+            )
+        self._keeper: Keeper = keeper
+        self._model, self._others = model, others
+        self._optimizer: Any = optimizer
+        self._checkpoints = checkpoints
+        self._comm = state_of(model).comms.all
+        self._phase = Phase.NEW
+        self._step = 0  # the last that was committed
+        self._script = b""  # its dict
+        self._name = KeptName(0, self._comm.rank, self._comm.world, name or str(Keep._made))
+        self._files: Files | None = None
+        self._is_alone = False  # earlier processes' memory is freed
+        refuse = lambda *_: self._refuse_in_block()  # noqa: E731 - deepcopy() shares functions
+        model.register_forward_pre_hook(refuse)
+        model.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+        optimizer.register_state_dict_pre_hook(refuse)
+        writers.update({state.unit.engine_id: self for _, state in units_of(model)})
+        Keep._made, Keep._is_open = Keep._made + 1, True
+
+    # --- after a restart --------------------------------------------------------------------------
+
+    @PublicCall("Keep.recover()")
+    def recover(self, start: Mapping[str, Any]) -> dict[str, Any]:
+        """Return where to continue. Collective; call it once, before the first step.
+
+        start: where a new run begins.
+
+        Returns the dict of the last commit() that all ranks of all hosts completed, after restoring
+        parameters, optimizer, buffers, random number generators and `others` as of then. If no
+        memory is left, loads the newest checkpoint, with all of these, and returns its dict.
+        Otherwise `start`. A line on stderr says which.
+
+        Raises RuntimeError if the kept state is of another model, optimizer or others, naming the
+        first that differs, and for a checkpoint without the state of `others`; KeeperError if the
+        keeper cannot be reached.
+        """
+        if self._phase is not Phase.NEW:
+            raise RuntimeError("recover() was called before: call it once, before the first step")
+        _pickled("recover()", start)
+        old = generations(self._keeper, self._comm, self._name)
+        found = recovered(
+            Old(self._keeper, self._comm, old), self._model, self._optimizer, self._others
+        )
+        if found is None:
+            script = self._from_checkpoint(start, old.newest >= 0)
+        else:
+            self._step, script = found
+        self._script = _pickled("recover()", script)
+        self._name = self._name._replace(generation=old.newest + 1)
+        self._phase = Phase.BETWEEN
+        return script
+
+    def _from_checkpoint(self, start: Mapping[str, Any], is_restart: bool) -> dict[str, Any]:
+        folder = self._checkpoints
+        path = None if folder is None else latest_checkpoint(folder, self._model)
+        if path is None:
+            if is_restart:
+                say(self._comm, "no rank's memory is left, and no checkpoint: from the beginning")
+            return dict(start)
+        say(self._comm, f"no rank's memory is left: from the checkpoint {path}")
+        extra: dict[str, Any] = dict(load(path, self._model, self._optimizer))
+        if extra.keys() == {"script", "others", "random"}:  # of state_dict()
+            restore_others(self._others, extra["others"])
+            set_rng_state(extra["random"])
+            return {**start, **extra["script"]}
+        if self._others:
+            raise RuntimeError(
+                f"the checkpoint {path} lacks the state of the {type(self._others[0]).__name__} "
+                "that Keep() was given: save with extra=kept.state_dict(). To begin with this one, "
+                "call zshard.load() and restore the rest before Keep(), without checkpoints="
+            )
+        say(self._comm, "it has no random states: save with extra=kept.state_dict()")
+        return {**start, **extra}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what recover() needs of a checkpoint beside model and optimizer, for `extra` of
+        zshard.save(): the dict of the last commit(), the states of `others`, and of this rank's
+        random number generators. Call it after the block.
+
+        Raises RuntimeError before recover(), and within a commit() block.
+        """
+        if self._phase is Phase.NEW:
+            raise RuntimeError("state_dict() before recover(): call kept.recover(...) first")
+        self._refuse_in_block()
+        return {
+            "script": pickle.loads(self._script),
+            "others": states_of(self._others),
+            "random": rng_state(),
+        }
+
+    # --- at each step -----------------------------------------------------------------------------
+
+    def commit(self, script: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """Context manager around optimizer.step(), which takes effect at its end: then all ranks
+        have the step, or will have it after a restart, together with `script`, which recover()
+        then returns. Collective.
+
+        script: plain values that say how to continue after this step.
+
+        Raises RuntimeError if the last commit() was called without `with`, and for a second step of
+        the optimizer, a forward or a state dict within the block; TypeError for values that cannot
+        be pickled; DivergenceError, PeerError if other ranks do not commit. If the body raises,
+        nothing is stepped.
+        """
+        self._refuse_unentered()
+        if self._phase is not Phase.BETWEEN:
+            raise RuntimeError(_NO_COMMIT[self._phase])
+        own = _pickled("commit()", script)
+        self._phase = Phase.CALLED
+        return self._block(own)
+
+    @contextlib.contextmanager
+    def _block(self, script: bytes) -> Iterator[None]:
+        self._phase, optimizer = Phase.BETWEEN, self._optimizer
+        if self._files is None or self._files.changes != optimizer.state_changes:
+            own_state(optimizer)
+        prepared = Prepared()
+        before = [group.get("rounding_step") for group in optimizer.param_groups]
+        self._phase, optimizer.prepared = Phase.BLOCK, prepared
+        try:
+            yield
+            _core.kept_look_again(prepared.plans)
+            self._complete(script, prepared.plans)
+        except BaseException:
+            for group, count in zip(optimizer.param_groups, before, strict=False):
+                if count is not None:
+                    group["rounding_step"] = count  # step() has counted already
+            raise
+        finally:
+            if self._phase is Phase.BLOCK:
+                self._phase = Phase.BETWEEN
+            optimizer.prepared = None
+            for unit in units_stepped_by(optimizer) if prepared.is_writing else ():
+                unit.engine.end_write()
+
+    def close(self) -> None:
+        """End the kept run, which needs no recovery any more: free this rank's memory at the
+        keeper. Call it at the end of a script under plain torchrun, where the keeper stays for a
+        while, and before another Keep(); `python -m zshard run --keep` ends it itself.
+
+        Raises RuntimeError within a commit() block, and if the last commit() was called without
+        `with`."""
+        if self._phase is Phase.BLOCK:
+            raise RuntimeError("close() within commit(): leave the block first")
+        try:
+            self._refuse_unentered()
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        if self._phase is Phase.CLOSED:
+            return
+        self._phase, Keep._is_open = Phase.CLOSED, False
+        for engine in [engine for engine, keep in writers.items() if keep is self]:
+            del writers[engine]
+        for name in names_at(self._keeper):
+            if (name.rank, name.keep) == (self._name.rank, self._name.keep):
+                self._drop(name)
+        if self._files is not None:
+            self._files.close()
+        self._files = None
+
+    def _drop(self, name: KeptName) -> None:
+        self._keeper.drop(str(name))
+        _held.pop(str(name), None)
+
+    def _complete(self, script: bytes, plans: list[_core.OptimPlan]) -> None:
+        number = self._step + 1
+        files = self._files_for(plans)
+        state = self._snapshot(script, bool(plans))
+        if plans:
+            _core.kept_write(files.area, number, plans)
+        self._phase = Phase.CUT_OFF
+        _core.kept_count(plans)
+        files.write(number, pickle.dumps(values_of(files.counters)) + state)
+        grads = grads_of(params_of(self._optimizer))
+        _held["in hand"] = [each for each in grads if each is not None]  # others may finish it
+        files.mark(Mark.READY, number)
+        with PublicCall("Keep.commit()"):
+            self._comm.exchange(number.to_bytes(8, "little"))
+        self._forget_older()
+        if plans:
+            _core.kept_finish(files.area, number)
+        files.mark(Mark.DONE, number)
+        del _held["in hand"]
+        self._step, self._script, self._phase = number, script, Phase.BETWEEN
+
+    def _snapshot(self, script: bytes, stepped: bool) -> bytes:
+        """Return what the script needs to continue, but for counters."""
+        groups = [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        buffers = {
+            name: (str(value.dtype).removeprefix("torch."), tuple(value.shape), _bytes(value))
+            for name, value in self._model.named_buffers()
+        }
+        state = {
+            "script": script,
+            "stepped": stepped,
+            "rng": rng_state(),
+            "buffers": buffers,
+            "groups": groups,
+            "other": other_state(self._optimizer.state),
+            "others": states_of(self._others),
+        }
+        return _pickled("Keep()", state)
+
+    def _files_for(self, plans: list[_core.OptimPlan]) -> Files:
+        """Return the files to write to; new ones if the optimizer's state or its runs changed, or
+        if gradients lie in files that the keeper does not have."""
+        optimizer, before = self._optimizer, self._files
+        runs, with_grads = _core.kept_runs(plans), _core.kept_files(plans)
+        if before is not None and before.fit(runs, optimizer.state_changes, with_grads):
+            return before
+        layout = layout_of(self._model, optimizer, self._comm)
+        layout.files = list(dict.fromkeys([*layout.files, *with_grads]))
+        files = Files(max(runs, 1), optimizer.state_changes, before)
+        files.counters, files.held = counters_of(optimizer), layout.files
+        name = str(self._name)
+        try:
+            self._keeper.hold(name, layout.as_json(), [*files.fds, *layout.files])
+        except BaseException:
+            files.close_area()
+            raise
+        memory = [value for _, value in named_shards(self._model)]
+        _held[name] = [
+            each.detach() for each in (*memory, *(v for _, v in state_tensors(optimizer)))
+        ]
+        self._files = files
+        if before is not None:
+            before.close_area()
+        return files
+
+    def _forget_older(self) -> None:
+        """Free what earlier processes left, once all ranks have written a step of this one."""
+        if self._is_alone:
+            return
+        self._is_alone, own = True, self._name
+        for name in names_at(self._keeper):
+            is_older = name.keep == own.keep and name.generation < own.generation
+            if is_older and (name.rank == own.rank or name.rank >= own.world):
+                self._drop(name)
+
+    # --- refusals ---------------------------------------------------------------------------------
+
+    def _refuse_unentered(self) -> None:
+        if self._phase is Phase.CALLED:
+            self._phase = Phase.BETWEEN
+            raise RuntimeError(_NO_COMMIT[Phase.CALLED])
+
+    def _refuse_in_block(self) -> None:
+        self._refuse_unentered()
+        if self._phase is Phase.BLOCK:
+            raise RuntimeError(
+                "the optimizer's step takes effect at the end of the commit() block: run forwards "
+                "and state_dict() after it"
+            )
+
+    def refuse_write(self, what: str, optimizer: Optimizer | None) -> None:
+        """As units.SoleWriter."""
+        self._refuse_unentered()
+        if optimizer is None:
+            if self._phase is Phase.NEW:
+                return
+            raise RuntimeError(
+                f"{what} would change a kept model outside of its steps, and a restart would "
+                "repeat it: do it before kept.recover(...), or do not keep this run"
+            )
+        if optimizer is not self._optimizer:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} steps a kept model, but Keep() was given another "
+                "optimizer: give all parameters to that one, in param groups"
+            )
+        if self._phase is not Phase.BLOCK:
+            raise RuntimeError(
+                "a step outside of commit() would be repeated by a restart: call kept.recover(...) "
+                "before the loop, and write `with kept.commit(...):` around each optimizer.step()"
+            )
+
+
+def _pickled(call: str, values: Mapping[str, Any]) -> bytes:
+    try:
+        return pickle.dumps(dict(values))
+    except Exception as error:
+        raise TypeError(f"{call} takes plain values, but pickling failed: {error}") from error
+
+
+def _bytes(value: Tensor) -> bytes:
+    return bytes(bytes_of(value.detach().cpu().contiguous()))

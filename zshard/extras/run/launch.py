@@ -1,0 +1,183 @@
+"""python -m zshard run: torchrun, with cores, OMP_NUM_THREADS and memory set for each rank.
+
+torchrun does everything, with its own options. It only starts a different program, which binds
+itself to the rank's share (`rank.py`) and then becomes the requested one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from zshard._errors import KeeperError
+from zshard.extras.keeping import client
+from zshard.extras.run import rank
+from zshard.extras.run.cores import BINDINGS, Share, as_list, read_host, shares_of
+
+NAME = "python -m zshard run"
+ANEW = "\0"  # of --keep without a token: no argument can contain it
+RESTARTS = 3  # --max-restarts with --keep, unless it is given
+HELP = "run a script on several ranks: torchrun, with cores, threads and memory set for each rank"
+
+
+def main(words: list[str]) -> int:
+    """Run the command line's program. Returns, or raises what torchrun raises."""
+    parser = _parser()
+    args = parser.parse_args([f"--keep={ANEW}" if word == "--keep" else word for word in words])
+    args.training_script_args = [
+        "--keep" if word == f"--keep={ANEW}" else word for word in args.training_script_args
+    ]
+    if args.numa_binding and args.bind not in (None, "none"):
+        parser.error("--numa-binding and --bind exclude each other: pass one of them")
+    if args.no_python and args.module:
+        parser.error("--no-python and --module exclude each other: pass one of them")
+    on_gpus, host = torch.accelerator.is_available(), read_host()
+    if args.nproc_per_node == "auto" and not on_gpus:
+        args.nproc_per_node = str(min(host.nodes, host.usable))
+    try:
+        ranks = int(torchrun.determine_local_world_size(args.nproc_per_node))
+    except ValueError as error:
+        parser.error(f"-n must be a number, 'auto', 'gpu' or 'cpu': {error}")
+    if ranks < 1:
+        parser.error(f"-n must be at least 1, got {ranks}")
+    args.nproc_per_node = str(ranks)
+    binding = args.bind or ("none" if on_gpus or args.numa_binding else "core")
+    shares, threads, unbound = shares_of(host, ranks, binding)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    for text in filter(None, (unbound, summary(shares, os.environ["OMP_NUM_THREADS"]))):
+        print(f"{NAME}: {text}", file=sys.stderr, flush=True)
+    if shares[0].cpus:
+        bind(args, shares)
+    with kept(args, parser):
+        record(torchrun.run)(args)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser with -n and --bind."""
+    ours = argparse.ArgumentParser(add_help=False)
+    ours.add_argument(
+        "-n",
+        dest="nproc_per_node",
+        metavar="N",
+        default=os.environ.get("PET_NPROC_PER_NODE", "auto"),  # torchrun's variable
+        help="ranks on this host, as --nproc-per-node. 'auto' (the default): the number of GPUs; "
+        "without GPUs, of NUMA nodes with cores that this process may use",
+    )
+    ours.add_argument(
+        "--bind",
+        choices=BINDINGS,
+        help="where a rank may run: 'core' (the default on hosts without GPUs): on its own "
+        "physical cores; 'numa': on those of its NUMA node, shared with other ranks; 'none' (the "
+        "default with GPUs): anywhere. All set OMP_NUM_THREADS, unless it is set",
+    )
+    ours.add_argument(
+        "--keep",
+        nargs="?",  # for --help: main() gives it an argument, or it would take the script's name
+        metavar="TOKEN",
+        help="keep what ranks hold in memory for their restarts, in a process that outlives them. "
+        f"Sets --max-restarts to {RESTARTS} unless you pass it. --keep=TOKEN resumes a run whose "
+        "launcher was killed, with the token that it printed",
+    )
+    ours.add_argument(
+        "--keep-seconds",
+        type=_seconds,
+        metavar="S",
+        help="how long the state is kept after the launcher was killed, "
+        f"{client.SECONDS:g} by default. When torchrun ends, it is freed at once",
+    )
+    parents = [ours, torchrun.get_args_parser()]
+    usage = f"{NAME} [-n N] [--bind B] [--keep] [options of torchrun] script.py [its arguments]"
+    parser = argparse.ArgumentParser(NAME, usage, HELP, parents=parents, add_help=False)
+    if "PET_MAX_RESTARTS" not in os.environ:  # torchrun's variable
+        parser.set_defaults(max_restarts=None)
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        return client.checked_seconds(float(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+@contextlib.contextmanager
+def kept(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Give the ranks a keeper, if --keep asks for one, and end it when torchrun ends: nothing is
+    restarted then."""
+    if args.max_restarts is None:
+        args.max_restarts = RESTARTS if args.keep else 0
+    os.environ.pop(client.VARIABLE, None)  # of a kept run that started this one
+    if args.keep is None:
+        if args.keep_seconds is not None:
+            parser.error("--keep-seconds has no effect without --keep: pass --keep as well")
+        yield
+        return
+    try:
+        token, seconds = _token(args.keep, args.keep_seconds)
+    except KeeperError as error:
+        parser.error(f"--keep: {error}")
+    print(
+        f"{NAME}: keeping the run's state. If this process is killed, --keep={token} resumes the "
+        f"run within {seconds:g} s",
+        file=sys.stderr,
+        flush=True,
+    )
+    os.environ[client.VARIABLE] = token
+    _forget_addresses(args)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(KeeperError):  # it was ended by hand
+            client.Keeper(token).end()
+
+
+def _forget_addresses(args: argparse.Namespace) -> None:
+    """Have torchrun give each attempt a store of its own. In the one that attempts share, a
+    restarted rank may read the addresses of the processes before."""
+    is_one_host = args.nnodes in ("1", "1:1")
+    if is_one_host and args.rdzv_backend == "static" and not args.rdzv_endpoint:
+        args.standalone = True
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+
+def _token(keep: str, seconds: float | None) -> tuple[str, float]:
+    """Return the token of a new keeper, or of the one that was named, and how long that stays."""
+    if keep == ANEW:
+        seconds = client.SECONDS if seconds is None else seconds
+        return client.start(seconds), seconds
+    keeper = client.Keeper(keep)
+    keeper.watch(os.getpid(), seconds)
+    return keep, keeper.status().seconds
+
+
+def summary(shares: list[Share], threads: str) -> str:
+    """Return what the ranks get, in one line."""
+    how = f"{len(shares)} rank{'s' if len(shares) > 1 else ''}, OMP_NUM_THREADS={threads}"
+    if not shares[0].cpus:
+        return f"{how}, not bound to cores"
+    cpus, nodes = (list(dict.fromkeys(map(as_list, each))) for each in zip(*shares, strict=True))
+    how += f", on CPUs {' | '.join(cpus)}"
+    return f"{how}, memory on NUMA nodes {' | '.join(nodes)}" if nodes != [""] else how
+
+
+def bind(args: argparse.Namespace, shares: list[Share]) -> None:
+    """Make torchrun start interpreters that bind themselves and then become the program that it
+    would have started. torchrun names a job after the first argument without a dash, which is still
+    the script."""
+    head = [] if args.no_python else [os.getenv("PYTHON_EXEC", sys.executable), "-u"]
+    head += ["-m"] if args.module else []
+    os.environ[rank.VARIABLE] = json.dumps([head, shares])
+    code = f"import runpy; runpy.run_path({str(Path(rank.__file__))!r}, run_name='__main__')"
+    words = ["-PS", f"-c{code}", args.training_script, *args.training_script_args]
+    args.training_script, args.training_script_args = sys.executable, words
+    args.no_python, args.module, args.run_path = True, False, False

@@ -1,0 +1,246 @@
+"""Traces: `with zshard.profile()`, ZSHARD_TRACE=file, and `python -m zshard trace`.
+
+The C core records ranges of what a rank does while a trace runs (csrc/base/profile.h). Here they
+are merged over the ranks; records.py makes them a file that Perfetto and chrome://tracing open,
+times.py a report.
+
+Ranks of one host share a clock. The clocks of other hosts are compared in barriers: a rank leaves
+none before another has entered it, which bounds their difference on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from zshard import _core
+from zshard._errors import warn
+from zshard.extras.trace.records import RankTrace, apart, read_ranks, write_ranks
+from zshard.extras.trace.times import arrivals_of, parts_of, summary_of, text_of
+from zshard.ranks.meeting import host_id
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["RankTrace", "Trace", "parts_of", "profile", "read"]
+
+_ROUNDS = 20  # barriers in which hosts compare their clocks
+
+
+class Trace:
+    """What ranks have recorded: `report()`, `to_json()`, `export(file)`."""
+
+    def __init__(self, ranks: Iterable[RankTrace] = ()) -> None:
+        self.ranks = sorted(ranks)
+
+    def to_json(self) -> str:
+        """Return the report as JSON: for each rank its seconds, steps, units and waits."""
+        return json.dumps(self._summaries(), indent=1)
+
+    def report(self) -> str:
+        """Return a text: the time of each unit, and the longest waits, for each rank."""
+        return "\n\n".join(map(text_of, self._summaries()))
+
+    def export(self, file: str | os.PathLike[str]) -> None:
+        """Write a Chrome trace, which ui.perfetto.dev opens; compressed if the name ends in .gz.
+
+        Raises OSError if the file cannot be written.
+        """
+        write_ranks(file, self.ranks)
+
+    def _summaries(self) -> list[dict[str, Any]]:
+        arrivals = arrivals_of(self.ranks)
+        return [summary_of(each, arrivals) for each in self.ranks]
+
+
+def read(files: Iterable[str | os.PathLike[str]]) -> Trace:
+    """Read traces of ranks and put them on the clock of the first, by the hosts' times of day.
+
+    Raises OSError, or ValueError if a file is no trace of zshard's.
+    """
+    return Trace(read_ranks(files))
+
+
+class profile(Trace):
+    """Context manager that records what zshard does on this rank, and merges it over the ranks.
+
+    Use it on all ranks; at its end they wait for each other, and rank 0 receives what all have
+    recorded. Then `report()` is a text of each unit's time and of the longest waits, `to_json()`
+    the same as JSON, and `export(file)` writes a trace for ui.perfetto.dev: on rank 0 of all ranks,
+    on others of their own. If a rank leaves by an exception, each has only its own.
+
+    Example::
+
+        with zshard.profile("trace.json.gz") as trace:
+            train(steps=3)
+        print(trace.report())
+
+    Args:
+        file: where rank 0 writes the trace at the end; compressed if the name ends in .gz. Ranks
+            that are not merged write FILE.rank1.json. Default: None, nowhere.
+        merge: False: this rank alone, which waits for no other. Default: True.
+
+    Raises RuntimeError if a trace runs already; PeerTimeoutError at the end if not all ranks have
+    come to theirs within the timeout of torch.distributed's store; OSError if the file cannot be
+    written. This rank's trace is there in all cases.
+    """
+
+    def __init__(self, file: str | os.PathLike[str] | None = None, *, merge: bool = True) -> None:
+        super().__init__()
+        self._file, self._merge = file, merge
+
+    def __enter__(self) -> Self:
+        self._begun = _start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        own = _stop(self._begun)
+        self.ranks = [own]
+        merged = _merged(own, kind) if self._merge else None
+        self.ranks = merged or [own]
+        if self._file is not None and (merged is None or own.rank == 0):
+            self.export(self._file if merged else _own_name(self._file, own.rank))
+
+
+# --- one rank -------------------------------------------------------------------------------------
+
+
+def _start() -> int:
+    if not _core.trace_start():
+        raise RuntimeError(
+            "zshard.profile(): a trace runs already, of ZSHARD_TRACE or another zshard.profile(): "
+            "leave that context first, or unset ZSHARD_TRACE"
+        )
+    return time.monotonic_ns()
+
+
+def _stop(begun: int) -> RankTrace:
+    recorded, lost = _core.trace_stop()
+    now = time.monotonic_ns()
+    if lost:
+        warn(f"zshard.profile(): the trace is full and lacks {lost} ranges: trace fewer steps")
+    ranges, memory = apart(reversed(recorded))
+    process = os.getpid()
+    rank = dist.get_rank() if _has_group() else int(os.environ.get("RANK", 0))
+    wall = time.time_ns() - now
+    return RankTrace(rank, host_id(), process, begun, now, wall, lost, ranges, memory)
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _own_name(file: str | os.PathLike[str], rank: int) -> Path:
+    path = Path(file)
+    stem, dot, ending = path.name.partition(".")
+    return path.with_name(f"{stem}.rank{rank}{dot}{ending}")
+
+
+def trace_to(file: str) -> None:
+    """Trace the rest of the process into `file`, with the rank in its name."""
+    begun = _start()
+
+    def write() -> None:
+        own = _stop(begun)
+        Trace([own]).export(_own_name(file, own.rank))
+
+    atexit.register(write)
+
+
+# --- all ranks ------------------------------------------------------------------------------------
+
+_n_merged = 0
+
+
+def _merged(own: RankTrace, kind: type[BaseException] | None) -> list[RankTrace] | None:
+    """Return what all ranks have recorded on rank 0, [] on others; None if one has left by an
+    exception. That one must not wait for ranks that may be waiting for it, so the store is asked
+    first."""
+    global _n_merged
+    _n_merged += 1
+    if not _has_group() or dist.get_world_size() == 1:
+        return [own]
+    world = dist.get_world_size()
+    store, prefix = distributed_c10d._get_default_store(), f"zshard/profile/{_n_merged}/"
+    store.set(prefix + str(own.rank), f"left {kind.__name__}" if kind else f"here {own.host}")
+    if kind is not None:
+        return None
+    said = [_said(store, prefix, r) for r in range(world)]
+    for rank, (word, why) in enumerate(said):
+        if word == "left":
+            warn(f"zshard.profile(): rank {rank} left by {why}: this trace is of rank {own.rank}")
+            return None
+    rounds = _meetings() if len({host for _, host in said}) > 1 else []
+    room: list[Any] | None = [None] * len(said) if own.rank == 0 else None
+    dist.gather_object((tuple(own), rounds), room)
+    if room is None:
+        return []
+    found = [(RankTrace(*each), met) for each, met in room]
+    known = {own.host: (0, 0)}  # all ranks of a host have its clock
+    for each, met in found:
+        if each.host not in known:
+            known[each.host] = bounds(rounds, met)
+    return [
+        each._replace(shift=known[each.host][0], error=known[each.host][1]) for each, _ in found
+    ]
+
+
+def _said(store: Any, prefix: str, rank: int) -> list[str]:
+    try:
+        text: str = store.get(prefix + str(rank)).decode()
+    except dist.DistStoreError:
+        raise _core.PeerTimeoutError(
+            f"zshard.profile(): rank {rank} has not come to the end of its profile(): enter it on "
+            "all ranks, or pass merge=False to trace this rank alone"
+        ) from None
+    return text.split(" ", 1)
+
+
+_Meeting = tuple[int, int]  # when this rank entered a barrier, and left it
+
+
+def _meetings() -> list[_Meeting]:
+    met = []
+    for _ in range(_ROUNDS):
+        entered = time.monotonic_ns()
+        dist.barrier()
+        met.append((entered, time.monotonic_ns()))
+    return met
+
+
+def bounds(first: Sequence[_Meeting], other: Sequence[_Meeting]) -> tuple[int, int]:
+    """Return how far the clock of the first rank is ahead of the other's, and the error of that at
+    most, in nanoseconds. Both have been in the same barriers."""
+    pairs = list(zip(first, other, strict=True))
+    most = min(left - entered for (_, left), (entered, _) in pairs)
+    least = max(entered - left for (entered, _), (_, left) in pairs)
+    return (most + least) // 2, (most - least + 1) // 2
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `trace` to the subparsers of `python -m zshard`."""
+    trace = commands.add_parser("trace", help="merge traces of ranks into one, and report on them")
+    trace.add_argument("files", nargs="+", help="what ZSHARD_TRACE=file has written, of each rank")
+    trace.add_argument("-o", "--out", help="the merged trace to write; .gz compresses it")
+    trace.add_argument("--json", action="store_true", help="print the report as JSON")
+    trace.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    trace = read(args.files)
+    if args.out:
+        trace.export(args.out)
+    print(trace.to_json() if args.json else trace.report())
+    return 0

@@ -1,0 +1,79 @@
+"""zshard.Exported: which tensors have changed since the last export.
+
+Each rank keeps a SHA-256 digest of its shard of each tensor; one exchange shows all ranks which
+tensors have changed on any. So an unchanged tensor is neither gathered nor sent, and there is no
+chance worth counting that a changed one is missed, however it was changed.
+
+Only a complete export counts. An export takes the digests out first and puts the new ones in at its
+end, so after a break or an error everything is sent again; ranks with different counts of complete
+exports do so, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zshard import _core
+from zshard.guard.slices import plain, to_local
+from zshard.ranks.agreement import PublicCall, bytes_of, gather_bytes
+from zshard.state.source import chunks
+
+if TYPE_CHECKING:
+    from zshard.extras.weights.export import ExportEntry
+
+
+class Exported:
+    """What exports with `since=` have sent last, for one receiver: make one, and pass it to each
+    export.
+
+    The first export sends all tensors, later ones those that have changed in any way: their values,
+    or `dtype` or `rename` of the export. It costs each rank a digest of its shards, and 40 bytes
+    for each tensor. A receiver that starts anew, or an export that broke off, gets all tensors:
+    call reset(), or make a new one; after an export that broke off this happens by itself.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0  # complete exports
+        self._digests: dict[str, bytes] = {}  # by name and dtype
+
+    def reset(self) -> None:
+        """Make the next export send all tensors."""
+        self._digests = {}
+
+    @contextlib.contextmanager
+    def news(
+        self, entries: Sequence[ExportEntry], comm: _core.Comm | None
+    ) -> Iterator[list[ExportEntry]]:
+        """Context manager around an export, with the entries that have changed on any rank.
+        Collective."""
+        before, self._digests = self._digests, {}
+        now = {f"{each.name} {each.dtype}": digest(each.source) for each in entries}
+        changed = [before.get(key) != value for key, value in now.items()]
+        if comm is not None and comm.world > 1:
+            with PublicCall("export()"):
+                told = gather_bytes(comm, self._count.to_bytes(8, "little") + bytes(changed))
+            counts = [int.from_bytes(each[:8], "little") for each in told]
+            apart, self._count = len(set(counts)) > 1, max(counts)
+            changed = [apart or any(each) for each in zip(*(t[8:] for t in told), strict=True)]
+        yield [entry for entry, new in zip(entries, changed, strict=True) if new]
+        self._digests = now
+        self._count += 1
+
+
+@plain()
+@torch.no_grad()
+def digest(tensor: Tensor) -> bytes:
+    """Return the SHA-256 of what this rank has of a tensor."""
+    flat = to_local(tensor).detach().reshape(-1)
+    made = hashlib.sha256()
+    for begin, end in chunks(flat.numel(), flat.dtype):
+        # A view may have gaps, no stride, or a bit that says that its values are negated.
+        piece = flat[begin:end].cpu().resolve_conj().resolve_neg().contiguous()
+        made.update(bytes_of(piece))
+    return made.digest()

@@ -1,0 +1,314 @@
+"""Accelerate: `shard(accelerator)` makes prepare() shard models with zshard instead of wrapping
+DDP.
+
+    accelerator = Accelerator()
+    zshard.accelerate.shard(accelerator)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+The accelerator stays the same object; its class becomes a subclass of its own. There,
+prepare_model() calls FSDP(model) and then the original method, as for a model without DDP, so
+autocast and torch.compile still apply. Everything else that an Accelerator does reaches the model
+through methods that FSDP also has (state_dict, clipping).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zshard._errors import did_you_mean
+from zshard.checkpoint.contents import ranks_of
+from zshard.checkpoint.load import load
+from zshard.checkpoint.per_host.hosts import is_anywhere
+from zshard.checkpoint.save import save
+from zshard.fsdp import ARGUMENTS, FSDP
+from zshard.model.shard_model import broadcast_buffers
+from zshard.units.units import bare
+
+__all__ = ["shard"]
+
+_FOLDER = "zshard_model"  # a model and its optimizer, in the folder of save_state()
+_WEIGHTS = ("model{}.safetensors", "pytorch_model{}.bin")  # what Accelerate writes itself
+_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")  # kinds of training for which prepare() wraps DDP
+
+
+def shard(accelerator: Any, **arguments: object) -> Any:
+    """Make an Accelerator shard the models that it prepares from now on, instead of wrapping DDP.
+
+    Models that are already sharded stay as they are. Call it on all ranks, before `prepare()`.
+
+    Args:
+        accelerator: an accelerate.Accelerator, for CPUs or GPUs, without its own FSDP, DeepSpeed or
+            Megatron-LM plugin.
+        arguments: those of FSDP() for all models, such as strategy and auto_wrap_policy.
+
+    Returns:
+        `accelerator` itself. Its save_state() has all ranks write, each its own shards, and its
+        load_state() also loads what it saved under DDP, on any number of ranks. Its
+        join_uneven_inputs() works on CPUs, too.
+
+    Raises:
+        TypeError: `accelerator` is something else, or an argument is not one of FSDP().
+        RuntimeError: the accelerator already shards, or has prepared a model.
+        ValueError: the accelerator shards with a plugin, or has a communication hook for DDP.
+    """
+    _check_accelerator(accelerator)
+    check_arguments("zshard.accelerate.shard()", arguments)
+    accelerator._zshard_arguments = arguments
+    return _sharding(accelerator)
+
+
+def _sharding(accelerator: object) -> Any:
+    kind = type(accelerator)
+    accelerator.__class__ = type(
+        kind.__name__, (_ShardingAccelerator, kind), {"__module__": kind.__module__}
+    )
+    return accelerator
+
+
+def _unpickled(kind: type[Any], state: dict[str, Any]) -> Any:
+    accelerator: object = object.__new__(kind)
+    accelerator.__dict__.update(state)
+    return _sharding(accelerator)
+
+
+def check_arguments(call: str, arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError if FSDP(model, **arguments) lacks one of them."""
+    for name in arguments.keys() - ARGUMENTS:
+        hint = did_you_mean(name, ARGUMENTS)
+        raise TypeError(f"{call} takes the arguments of FSDP(), which has no {name!r}{hint}")
+
+
+def _check_accelerator(accelerator: Any) -> None:
+    if not hasattr(accelerator, "prepare_model") or not hasattr(accelerator, "distributed_type"):
+        kind = type(accelerator).__name__
+        raise TypeError(f"shard() expects an accelerate.Accelerator, got {kind}")
+    if isinstance(accelerator, _ShardingAccelerator):
+        raise RuntimeError(
+            "this Accelerator already shards its models: call zshard.accelerate.shard() once"
+        )
+    if accelerator._models:
+        raise RuntimeError(
+            "this Accelerator has already prepared a model: call zshard.accelerate.shard() before "
+            "accelerator.prepare()"
+        )
+    asked = _other_plugin(accelerator)
+    if asked:
+        raise ValueError(
+            f"this Accelerator is configured for {asked}: remove that from its arguments or from "
+            "`accelerate config`, and pass the settings to zshard.accelerate.shard()"
+        )
+
+
+def _other_plugin(accelerator: Any) -> str:
+    """Name another plugin that would shard the models or reduce gradients; "" if there is none.
+
+    On CPUs, Accelerate silently drops the FSDP plugin.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":  # a plugin sets this, too
+        return (
+            "torch's FSDP (fsdp_plugin, use_fsdp, or the environment variable ACCELERATE_USE_FSDP, "
+            "which TrainingArguments(fsdp=...) and `accelerate config` set and nothing removes: "
+            "del os.environ['ACCELERATE_USE_FSDP'])"
+        )
+    if accelerator.distributed_type.value not in _KINDS:
+        return str(accelerator.distributed_type.value)
+    handler = accelerator.ddp_handler
+    if handler is not None and getattr(handler.comm_hook, "value", "no") != "no":
+        return f"DDP's communication hook {handler.comm_hook.value}"
+    return ""
+
+
+_Accelerator: Any = object  # the accelerator's class follows this one in the MRO
+
+
+class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
+    """Mixin that precedes an Accelerator's own class."""
+
+    _zshard_arguments: dict[str, Any]
+    _zshard_evaluates_wrapped = True  # evaluation uses DDP's wrapper; a Trainer's does not
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Shard a model, also one for evaluation, then continue as Accelerate does for one
+        process."""
+        if not getattr(model, "_is_accelerate_prepared", False):
+            if not _is_sharded(model):
+                arguments = {"forward_sync_buffers": "training", **self._zshard_arguments}
+                if self.device.type == "cuda" and device_placement is not False:
+                    arguments.setdefault("device_id", self.device)
+                FSDP(bare(model), **arguments)
+            device_placement, evaluation_mode = False, True  # FSDP() has moved the model; skip DDP
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
+        """Run a backward, then broadcast buffers: an evaluation under DDP would start with that
+        broadcast, but here one rank may evaluate alone."""
+        super().backward(loss, **kwargs)
+        if self.sync_gradients and self._zshard_evaluates_wrapped:
+            for model in filter(_is_sharded, self._models):
+                broadcast_buffers(bare(model))
+
+    def no_sync(self, model: nn.Module) -> Any:
+        """Context manager in which backward does not reduce the model's gradients. Accelerate's own
+        would call a method of the model, which may have another one of that name."""
+        sharded: Any = bare(model)
+        return FSDP.no_sync(sharded) if _is_sharded(model) else super().no_sync(model)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: object
+    ) -> Any:
+        """Save as Accelerate does, but save sharded models and their optimizers with zshard.save().
+
+        With ProjectConfiguration(save_on_each_node=True), each host writes its own part to its own
+        disk (save(per_host=True)), into a new folder. If the script has registered a hook, which
+        receives the models and full state dicts, Accelerate saves everything.
+        """
+        if self._save_model_state_pre_hook:
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+        pairs = _pairs(self)
+        own_disks = self.project_configuration.save_on_each_node
+        how: dict[str, Any] = {"per_host": True} if own_disks else {"overwrite": True}
+
+        def write(models: object, weights: object, folder: str) -> None:
+            for i, (model, optimizer) in enumerate(pairs):
+                save(_folder(folder, i), model, optimizer, **how)
+
+        with self.register_save_state_pre_hook(write), _hidden(self, pairs):
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+
+    def load_state(
+        self,
+        input_dir: str | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Load what save_state() saved, here or under DDP, on any number of ranks.
+
+        A host without the folder of a sharded model gets its shards from other hosts.
+        """
+        pairs = _pairs(self)
+        optimizers = list(self._optimizers)
+
+        def read(models: list[nn.Module], folder: str) -> None:
+            for i, (model, optimizer) in enumerate(pairs):
+                if model not in models:  # a hook of the script has loaded it
+                    continue
+                if is_anywhere(ranks_of(bare(model)), _folder(folder, i)):
+                    load(_folder(folder, i), model, optimizer)
+                    _remove(self._optimizers, optimizer)
+                else:
+                    _load_weights(Path(folder), self._models.index(model), model)
+                models.remove(model)
+
+        try:
+            with self.register_load_state_pre_hook(read):
+                super().load_state(input_dir, load_kwargs, **kwargs)
+        finally:
+            self._optimizers[:] = optimizers
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Train sharded models with uneven numbers of batches, if `even_batches` is False."""
+        if not all(isinstance(each, nn.Module) and _is_sharded(each) for each in joinables):
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+            return
+        even = self.even_batches if even_batches is None else even_batches
+        samplers = [each.batch_sampler for each in self._dataloaders]
+        samplers = [each for each in samplers if hasattr(each, "even_batches")]
+        if even_batches is not None and len(samplers) < len(self._dataloaders):
+            warnings.warn(
+                "even_batches is only supported for map-style datasets: data loaders of iterable "
+                "datasets keep their own",
+                stacklevel=3,
+            )
+        before = [each.even_batches for each in samplers]
+        optimizers = [_inner(each) for each in self._optimizers]
+        try:
+            with contextlib.ExitStack() as joined:
+                for each in samplers:
+                    each.even_batches = even
+                for model in () if even else joinables:
+                    own = [each for each in optimizers if _steps(each, model)]
+                    sharded: Any = bare(model)
+                    joined.enter_context(FSDP.join(sharded, *own))
+                yield
+        finally:
+            for each, value in zip(samplers, before, strict=True):
+                each.even_batches = value
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (type(self).__mro__[2], self.__dict__)
+
+
+# --- models and their optimizers ------------------------------------------------------------------
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return isinstance(bare(model), FSDP)
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that AcceleratedOptimizer wraps."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Return whether the optimizer steps parameters of `model` only."""
+    own = {id(param) for param in model.parameters()}
+    return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+def _pairs(accelerator: Any) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
+    """Return each sharded model with its optimizer, or None if it has no or several optimizers."""
+    pairs = []
+    for model in filter(_is_sharded, accelerator._models):
+        own = [each for each in map(_inner, accelerator._optimizers) if _steps(each, model)]
+        pairs.append((model, own[0] if len(own) == 1 else None))
+    return pairs
+
+
+def _remove(optimizers: list[Any], optimizer: torch.optim.Optimizer | None) -> None:
+    optimizers[:] = [each for each in optimizers if _inner(each) is not optimizer]
+
+
+@contextlib.contextmanager
+def _hidden(accelerator: Any, pairs: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Context manager that hides these models and optimizers from the Accelerator."""
+    models, optimizers = accelerator._models, accelerator._optimizers
+    accelerator._models = [each for each in models if not _is_sharded(each)]
+    accelerator._optimizers = list(optimizers)
+    for _, optimizer in pairs:
+        _remove(accelerator._optimizers, optimizer)
+    try:
+        yield
+    finally:
+        accelerator._models, accelerator._optimizers = models, optimizers
+
+
+def _folder(folder: str, index: int) -> Path:
+    return Path(folder, f"{_FOLDER}_{index}" if index else _FOLDER)
+
+
+def _load_weights(folder: Path, index: int, model: nn.Module) -> None:
+    """Load what Accelerate saved of a plain model or of one in DDP."""
+    ending = f"_{index}" if index else ""
+    safe, pickled = (folder / name.format(ending) for name in _WEIGHTS)
+    if safe.is_file():
+        load(safe, model)
+        return
+    state = torch.load(pickled, map_location="cpu", weights_only=True)
+    torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
+    bare(model).load_state_dict(state)

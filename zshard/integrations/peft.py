@@ -1,0 +1,63 @@
+"""PEFT: merge adapters of a sharded model, and count full parameters.
+
+Merging multiplies full matrices, and `merge_and_unload()` and `unload()` replace modules, so they
+run on a plain copy with full parameters. The sharded model does not change. This file does not
+import PEFT; it recognizes the models by a method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zshard.guard.whole_values import full_tensor
+from zshard.integrations.transformers import count_full_in
+from zshard.model.copy import copy_plain
+from zshard.wrap.extensions import EXTENSIONS, Extension
+
+_COUNT = "get_nb_trainable_parameters"  # PEFT's models have it, and forward missing attributes
+_MERGE = ("merge_and_unload", "unload")
+
+
+class _Adapters(Extension):
+    """Models with adapters of PEFT."""
+
+    def methods(self, original: type[nn.Module]) -> dict[str, Any]:
+        return {name: _of_copy(name) for name in _MERGE} if hasattr(original, _COUNT) else {}
+
+    def finish(self, model: nn.Module) -> None:
+        count_full_in(model, _COUNT)
+
+
+EXTENSIONS.append(_Adapters())
+
+
+def _of_copy(name: str) -> Callable[..., Any]:
+    def method(self: nn.Module, *args: object, **kwargs: object) -> Any:
+        """Call the method on a plain copy with full parameters, and return the copy's plain base
+        model.
+
+        Takes memory for the full model on each rank that calls it. Over shm, one rank may call it
+        alone; over c10d and on GPUs it is collective. Takes the arguments of PEFT's method.
+        """
+        return getattr(_full_copy(self), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+def _full_copy(model: nn.Module) -> nn.Module:
+    """Return a plain copy of a sharded model, with full parameters."""
+    memo: dict[int, Any] = {}
+    copied = copy_plain(model, memo)
+    with torch.no_grad():
+        for param in model.parameters():
+            made = memo[id(param)]
+            made.data = full_tensor(param).detach().clone()
+            made.requires_grad_(param.requires_grad)
+    for each in EXTENSIONS:
+        each.restore(copied.module)
+    return copied.module

@@ -1,0 +1,234 @@
+"""FSDP1's methods: state dict types, and optimizer state.
+
+A type and its two configs map to one form of zshard's (`state/__init__.py`), which keeps what the
+script passed, so that the script can query it. Optimizer state is full, by parameter name, and
+loads under any strategy. The arguments of FSDP() are also FSDP1's (`zshard/options.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from zshard._errors import warn
+from zshard.model.own_names import ModelNamesFirst, yields_to_the_model
+from zshard.model.summon import summon_full_params
+from zshard.model.torch_classes import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from zshard.ranks.agreement import PublicCall
+from zshard.state import state_dict_form
+from zshard.state.optimizer_names import by_name, names_of, outermost_comm, to_load
+from zshard.state.optimizer_names import optim_state_dict as _optim_state_dict
+from zshard.units.units import StateDictForm, units_of
+
+# --- state dict types -----------------------------------------------------------------------------
+
+
+class _StateDictKind(NamedTuple):
+    """The configs of a state dict type; torch's classes of the same names are accepted, too."""
+
+    config: type
+    optim_config: type
+
+
+_KINDS = {
+    "FULL_STATE_DICT": _StateDictKind(FullStateDictConfig, FullOptimStateDictConfig),
+    "SHARDED_STATE_DICT": _StateDictKind(ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    "LOCAL_STATE_DICT": _StateDictKind(LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+
+
+@contextlib.contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: object,
+    state_dict_config: object = None,
+    optim_state_dict_config: object = None,
+) -> Iterator[None]:
+    """Context manager that sets what state_dict() of `module` and of its units returns.
+
+    Args:
+        module: a module with sharded modules.
+        state_dict_type: a StateDictType, zshard's or torch's, or its name.
+            All mean full tensors. For SHARDED_STATE_DICT and LOCAL_STATE_DICT that is a warning:
+            zshard.save() writes each rank's shards and gathers nothing.
+        state_dict_config: the type's config: FullStateDictConfig, ShardedStateDictConfig or
+            LocalStateDictConfig, zshard's or torch's. With `rank0_only`, other ranks get an empty
+            dict and unshard one unit at a time. `offload_to_cpu` is ignored.
+        optim_state_dict_config: the same for FSDP.optim_state_dict(). With `rank0_only`, only rank
+            0 passes a dict to FSDP.optim_state_dict_to_load().
+
+    Raises ValueError for an unknown type, TypeError for the config of another type.
+    """
+    form = _form(state_dict_type, state_dict_config, optim_state_dict_config)
+    with state_dict_form(module, **form._asdict()):
+        yield
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: object,
+    state_dict_config: object = None,
+    optim_state_dict_config: object = None,
+) -> StateDictSettings:
+    """Set what state_dict() of `module` and of its units returns from now on.
+
+    Takes the arguments of FSDP.state_dict_type(), raises what it does, and RuntimeError as
+    FSDP.get_state_dict_type() does. Nothing changes then.
+
+    Returns the settings before, whose fields a later call takes to restore them.
+    """
+    before = get_state_dict_type(module)
+    form = _form(state_dict_type, state_dict_config, optim_state_dict_config)
+    for _, state in units_of(module):
+        state.form = form
+    return before
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """Return the StateDictSettings that are in effect for `module`: the type and the configs, as
+    the script passed them. By default, and without sharded modules: FULL_STATE_DICT.
+
+    Raises RuntimeError if the units of `module` have different settings.
+    """
+    default = _settings("FULL_STATE_DICT", StateDictType.FULL_STATE_DICT, None, None)
+    found = [(state.unit.name, state.form.settings) for _, state in units_of(module)]
+    settings = [default if given is None else given for _, given in found]
+    for (name, _), given in zip(found, settings, strict=True):
+        if repr(given) != repr(settings[0]):
+            raise RuntimeError(
+                f"units '{found[0][0] or '(root)'}' and '{name}' have different state dict types: "
+                f"{settings[0]} and {given}; call FSDP.set_state_dict_type() on the root"
+            )
+    return settings[0] if settings else default
+
+
+def _form(given: object, config: object, optim_config: object) -> StateDictForm:
+    name = given.name if isinstance(given, enum.Enum) else given
+    if name not in _KINDS:
+        known = ", ".join(map(repr, _KINDS))
+        raise ValueError(f"unknown state_dict_type {name!r}: expected one of {known}")
+    kind = _KINDS[name]
+    _check_config("state_dict_config", name, config, kind.config)
+    _check_config("optim_state_dict_config", name, optim_config, kind.optim_config)
+    own, optim = (bool(getattr(each, "rank0_only", False)) for each in (config, optim_config))
+    chosen = StateDictType[name] if isinstance(given, str) else given
+    if name != "FULL_STATE_DICT":
+        warn(
+            f"{name} has full tensors here: zshard.save() writes each rank's shards instead, and "
+            "gathers nothing"
+        )
+    settings = _settings(name, chosen, config, optim_config)
+    return StateDictForm(own, optim, settings)
+
+
+def _settings(name: str, given: object, config: object, optim_config: object) -> StateDictSettings:
+    kind = _KINDS[name]
+    config = kind.config() if config is None else config
+    return StateDictSettings(
+        given, config, kind.optim_config() if optim_config is None else optim_config
+    )
+
+
+def _check_config(argument: str, name: str, config: object, expected: type) -> None:
+    known = {each.__name__ for each in type(config).__mro__}
+    if config is not None and expected.__name__ not in known:
+        raise TypeError(f"{argument} for {name} must be a {expected.__name__}, got {config!r}")
+
+
+# --- methods --------------------------------------------------------------------------------------
+
+
+@yields_to_the_model
+class Fsdp1Methods(ModelNamesFirst):
+    """The methods of FSDP1's modules."""
+
+    summon_full_params = summon_full_params
+    state_dict_type = staticmethod(state_dict_type)
+    set_state_dict_type = staticmethod(set_state_dict_type)
+    get_state_dict_type = staticmethod(get_state_dict_type)
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: Mapping[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return the optimizer's full state by parameter name; see zshard.optim_state_dict().
+
+        Within FSDP.state_dict_type, its optim_state_dict_config applies. Over shm, any rank may
+        call it alone; over c10d and on GPUs it is collective.
+
+        Args:
+            optim_state_dict: the result of optim.state_dict(), if you have it already.
+            group: accepted for compatibility: a process group of the same size as the model's.
+        """
+        _check_group(model, group)
+        rank0_only = _rank0_only(model)
+        if optim_state_dict is None:
+            return _optim_state_dict(model, optim, rank0_only=rank0_only)
+        if rank0_only and outermost_comm(model).rank != 0:
+            return {}
+        return by_name(names_of(model, optim), optim, optim_state_dict)
+
+    @staticmethod
+    @PublicCall("optim_state_dict_to_load()")
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: Mapping[str, Any] | None,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Convert the result of optim_state_dict() into what optim.load_state_dict() takes.
+
+        Collective.
+
+        Args:
+            optim_state_dict: the dict; within FSDP.state_dict_type with `rank0_only` only rank 0
+                has it, and the result is valid for `optim` on this rank only.
+            is_named_optimizer: True raises NotImplementedError.
+            load_directly: also load it into `optim`.
+            group: accepted for compatibility: a process group of the same size as the model's.
+
+        Raises ValueError as zshard.load_optim_state_dict() does.
+        """
+        if is_named_optimizer:
+            raise NotImplementedError(
+                "is_named_optimizer=True (torch's _NamedOptimizer) is not supported: pass a plain "
+                "optimizer"
+            )
+        _check_group(model, group)
+        made = to_load(model, optim, optim_state_dict, _rank0_only(model))
+        if load_directly:
+            optim.load_state_dict(made)
+        return made
+
+
+def _rank0_only(model: nn.Module) -> bool:
+    return any(state.form.optim_rank0_only for _, state in units_of(model))
+
+
+def _check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    world = outermost_comm(model).world
+    if group is not None and dist.get_world_size(group) != world:
+        raise ValueError(
+            f"group has {dist.get_world_size(group)} ranks, but the model has {world}: omit group "
+            "to use the model's ranks"
+        )

@@ -1,1 +1,0 @@
-"""zshard.Keep: a run whose state outlives its ranks. The keeper process is in zshard/keeping/."""
