@@ -1,11 +1,14 @@
 """zshard.Muon and WholeMatrix in use and misuse: each is right, or an error that says what to do."""
 
 import copy
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from compare import assert_same
-from models import make
+from models import loss_of, make
+from scenarios import Stack, floats
 from spawn import ranks
 from torch import nn
 
@@ -444,3 +447,26 @@ def test_ns_dtype_of_a_loaded_state_counts_after_steps():
         param.grad = grad.flip(0)
         each.step()
     assert torch.equal(params[0], params[1])
+
+
+def reads_alone_before_the_step(kind):
+    """Rank 1 reads full parameters after the backward, when rank 0 steps already."""
+    model = FSDP(make(Stack), strategy="full_shard", transport="shm")
+    if kind == "Muon":
+        optimizer = zshard.Muon(model, lr=0.01)
+    else:
+        optimizer = zshard.WholeMatrix(torch.optim.Adafactor, model.parameters(), lr=0.01)
+    for step in range(3):
+        loss_of(model(floats(dist.get_rank(), step))).backward()
+        if dist.get_rank() == 1:
+            time.sleep(0.1)
+            before = [zshard.full_tensor(p) for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    after = [zshard.full_tensor(p) for p in model.parameters()]
+    return dist.get_rank() == 0 or not all(a.equal(b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["Muon", "WholeMatrix"])
+def test_a_rank_may_read_alone_before_a_step_of_all(pool2, kind):
+    assert pool2.run(reads_alone_before_the_step, kind) == [True, True]

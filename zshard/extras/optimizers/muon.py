@@ -209,17 +209,21 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         self._adamw.state = self.state  # both keep one dict
         self._adamw.param_groups = _of_adamw(self.param_groups)
-        stepped, options = [], []
-        for group in self.param_groups:
-            for param in group["params"] if group["use_muon"] else ():
-                stepped.append(_stepping(param, group))
-                options.append(group)
-        self._whole.agree(stepped)
+        stepped = self._stepped()
         self._adamw.step_groups()
         self._whole.run(
-            stepped, lambda active: self._job([(stepped[i], options[i]) for i in active])
+            [each for each, _ in stepped], lambda active: self._job([stepped[i] for i in active])
         )
         return loss
+
+    def agree(self) -> None:
+        """Raise what step() does if ranks differ, before anything is updated. Collective."""
+        self._whole.agree([each for each, _ in self._stepped()])
+
+    def _stepped(self) -> list[tuple[Stepping, dict[str, Any]]]:
+        """Return the matrices, each with its param group."""
+        groups = [group for group in self.param_groups if group["use_muon"]]
+        return [(_stepping(param, group), group) for group in groups for param in group["params"]]
 
     def _job(self, active: Sequence[tuple[Stepping, dict[str, Any]]]) -> _MuonJob:
         params = [each.param for each, _ in active]
