@@ -104,7 +104,7 @@ def _step_memory(record: Mapping[str, Any], what: str) -> Table:
     rows = []
     for name, side in record["sides"].items():
         memory = side["memory"]
-        own = [memory[which] and memory[which]["total"] for which in ("now", "predicted")]
+        own = [memory[which] and memory[which]["total"] for which in ("taken", "predicted")]
         same = "" if own[0] is None else "equal" if own[0] == own[1] else "DIFFERS"
         later = memory["counts_by_step"][1:]
         quiet = "" if not later else "yes" if len(set(map(str, later))) == 1 else "no"
@@ -119,7 +119,7 @@ def _step_memory(record: Mapping[str, Any], what: str) -> Table:
         "held is constant",
         "no cudaMalloc after step 2",
     ]
-    header += ["counted", "predicted", "prediction"]
+    header += ["taken", "predicted", "prediction"]
     return Table(f"Memory in MiB, one side at a time: {what}", header, rows)
 
 

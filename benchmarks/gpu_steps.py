@@ -90,7 +90,10 @@ def alone(name: str, cell: Mapping[str, Any], batches: Sequence[Batch]) -> dict[
             counts.append([stats.get(count, 0) for count in COUNTS])
         if name.startswith(OURS):
             now.append(_memory(side, "now"))
-    predicted = _memory(side, "predicted") if name.startswith(OURS) else None
+    # Between passes a GPU lends what a step took to others, so what is predicted is a step's peak.
+    taken, predicted = (
+        _memory(side, what) if name.startswith(OURS) else None for what in ("peak", "predicted")
+    )
     return {
         "held_bytes": held[-1] if held else None,
         "peak_bytes": max(peaks) if peaks else None,
@@ -99,7 +102,7 @@ def alone(name: str, cell: Mapping[str, Any], batches: Sequence[Batch]) -> dict[
         "peak_by_step": peaks,
         "counts_by_step": counts,
         "constant": len(set(held)) <= 1 and len(set(map(str, now))) <= 1,
-        "now": now[-1] if now else None,
+        "taken": taken,
         "predicted": predicted,
     }
 

@@ -408,7 +408,7 @@ def test_gpu_quick_on_a_fake_gpu(tmp_path: Path) -> None:
     assert device["stand_in"] is True and len(adams) == 2
     assert list(steps["sides"]) == list(gpu_sides.USUAL)
     ours = steps["sides"]["zshard"]
-    assert ours["memory"]["now"] == ours["memory"]["predicted"] and ours["memory"]["constant"]
+    assert ours["memory"]["taken"] == ours["memory"]["predicted"] and ours["memory"]["constant"]
     assert ours["loss_difference"]["plain-by-hand"] < 1e-3 and ours["goal"] is None
     assert set(ours["ratio"]["fsdp2"]) == SPREAD
     assert set(host["sides"]) == {"ddp", "fsdp2", "zshard"}
