@@ -17,7 +17,6 @@ from zshard import _build_check, wrap  # noqa: F401 - the check before the core 
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._errors import CheckpointError, KeeperError, NonFiniteError, ShardError
 from zshard._version import __version__ as __version__
-from zshard.any_world import MicroBatchSampler
 from zshard.averages import EMA
 from zshard.checkpoint.load import Loaded as Loaded
 from zshard.checkpoint.load import load
@@ -123,7 +122,15 @@ _LATER = {
     **dict.fromkeys(("Dims", "Plan", "plan"), "planner"),
     **dict.fromkeys(
         (
-            *("DataPosition", "Export", "Exported", "Keep", "Muon", "WholeMatrix"),
+            *(
+                "DataPosition",
+                "Export",
+                "Exported",
+                "Keep",
+                "MicroBatchSampler",
+                "Muon",
+                "WholeMatrix",
+            ),
             *("available_features", "export", "keep", "profile", "receive_export"),
         ),
         "extras",
@@ -135,6 +142,7 @@ if _TYPE_CHECKING:
         DataPosition,
         Exported,
         Keep,
+        MicroBatchSampler,
         Muon,
         WholeMatrix,
         available_features,

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core, _patches
-from zshard.any_world import micro_batches_of
 from zshard.guard.outside import NoDdp, refuse_ddp_around
 from zshard.memory.fits import parse_keep, parse_limit
 from zshard.model.copy import copy_model
@@ -55,7 +54,7 @@ from zshard.units.open_forwards import call_guarded, uncompiled
 from zshard.units.returned import look, note_used
 from zshard.units.shards import sizes_for_torch
 from zshard.units.units import MADE, BufferSync, Options, is_unit, modules_of, state_of
-from zshard.upper import import_upper
+from zshard.upper import import_upper, of_argument
 from zshard.wrap import plan_units
 from zshard.wrap.initial_values import check_module, check_values, split_ignored
 
@@ -265,6 +264,10 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         device = device_of(module, either(device_id=device_id, device_ids=one_device(device_ids)))
         prefetches = forward_prefetch or device != CPU  # on GPUs a late gather stalls the GPU
         chosen = either(strategy=strategy, sharding_strategy=sharding_strategy)
+        count = 0
+        if (deterministic, micro_batches) != (None, None):
+            extra = of_argument("deterministic")
+            count = extra.micro_batches_of(deterministic, micro_batches)
         options = Options(
             strategy_of("full_shard" if chosen is None else chosen),
             precision_of(mixed_precision),
@@ -276,7 +279,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
                 device,
             ),
             wire=check_wire(wire),
-            micro_batches=micro_batches_of(deterministic, micro_batches),
+            micro_batches=count,
         )
         check_environment(options)
         check_values(param_init_fn, forward_sync_buffers)

@@ -19,7 +19,7 @@ import torch
 from engines import LR, config
 from rows import all_rows
 
-from zshard.deepspeed import keys
+from zshard.integrations.deepspeed import keys
 from zshard.integrations.deepspeed.ds_config import (
     BatchSizes,
     Settings,

@@ -12,12 +12,12 @@ from torch import nn
 import zshard
 from zshard import MixedPrecision
 from zshard.__main__ import main
+from zshard.extras.planner import workloads
 from zshard.extras.planner.decoder import decoder_of
 from zshard.extras.planner.gpus import DEVICES, Network
 from zshard.extras.planner.prediction import predict
 from zshard.extras.planner.search import GAP
 from zshard.extras.planner.ways import Cluster, Way
-from zshard.planner import workloads
 
 # Tests share these models: a trace takes a quarter of a second, and is made once.
 DIMS = zshard.Dims(layers=4, width=256, heads=4, kv_heads=4, ffn=1024, vocab=1000, seq=128)

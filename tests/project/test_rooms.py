@@ -30,7 +30,6 @@ CORE = [
         "ranks",
         "offload",
         "units",
-        "any_world",
         "guard",
         "wrap",
         "options",
@@ -56,7 +55,6 @@ LIBRARIES = re.compile(
     re.IGNORECASE,
 )
 NAMED_BELOW = {  # files of the core that name a library in code: which, and why
-    "any_world": ("numpy", "NumPy's generator is seeded, if a script has imported it"),
     "checkpoint/torch_file": ("numpy", "names of its scalars in pickles"),
     "checkpoint/opening": ("deepspeed safetensors.torch", "texts: how to convert such a file"),
     "checkpoint/save_plan": ("peft", "a model with adapters gets no config.json"),

@@ -13,7 +13,7 @@ from spawn import RankPool
 from torch import Tensor, nn
 
 from zshard import FSDP, MixedPrecision
-from zshard.wrap.extensions import EXTENSIONS, Extension
+from zshard.units.extensions import EXTENSIONS, Extension
 from zshard.wrap.tree import ParamRef
 
 

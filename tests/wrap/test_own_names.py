@@ -510,7 +510,7 @@ def test_nothing_reads_a_models_attributes_for_fsdps(pool2, tmp_path, combinatio
 RECEIVER = re.compile(r"(^|[._])(model|module|sharded|root|lightning_module)$|^(bare|_unwrapped)\(")
 OTHERS = {  # DDP, Lightning's wrapper, a dry run, a node
     ("units/units", "model.module"),
-    ("lightning/fabric", "module.module"),
+    ("integrations/lightning/fabric", "module.module"),
     ("memory/fits", "model.module"),
     ("wrap/__init__", "tree.root.module"),
 }

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard._errors import CheckpointError
-from zshard.any_world import check_continues
 from zshard.averages import EMA
 from zshard.checkpoint import manifest as blocks
 from zshard.checkpoint.checkpoint import (
@@ -44,6 +43,7 @@ from zshard.ranks.agreement import Fact, PublicCall, bytes_of, check_agreement, 
 from zshard.state.load_state_dict import LoadPlan, carry_out, plan
 from zshard.state.source import ChunkMemory, chunks, flat_of
 from zshard.state.stand_ins import Pending
+from zshard.units.extensions import EXTENSIONS
 from zshard.units.units import bare, plain_name, wanted_by
 from zshard.upper import import_upper
 
@@ -217,7 +217,8 @@ def _plan(
     with on_all_ranks(comm, lambda: made[0].model.fact()):
         _refuse_meta(model)
         if found.manifest is not None:
-            check_continues(model, found.manifest.model.get("any_world", {}), found.path)
+            for each in EXTENSIONS:
+                each.check_recorded(model, found.manifest.model, found.path)
         for_model = plan(model, _state_of(found, model), strict)
         for_optimizer = (
             OptimizerLoad(model, optimizer, found, strict) if optimizer is not None else None

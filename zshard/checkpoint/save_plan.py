@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._version import __version__
-from zshard.any_world import facts_of_run
 from zshard.checkpoint.contents import Contents, Item, facts_of
 from zshard.checkpoint.folder import Target
 from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, PartRecord, dump
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
 from zshard.ranks.agreement import Fact, gather_bytes, on_all_ranks
+from zshard.units.extensions import EXTENSIONS
 from zshard.units.units import class_of, plain_name
 
 ALIGN = 4096  # bytes
@@ -154,8 +154,7 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
             texts[f"{stem}.safetensors.index.json"] = index_of(more)
             files = files + more
 
-    run = facts_of_run(model)
-    facts = {"any_world": run} if run else {}
+    facts = {key: value for each in EXTENSIONS for key, value in each.recorded(model).items()}
 
     def manifest(
         records: Mapping[str, FileRecord],

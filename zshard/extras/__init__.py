@@ -1,6 +1,7 @@
 """What stands on the core and a plain script does without: exports, kept runs, whole-matrix
 optimizers, traces, the launcher and the planner. `from zshard import ...` finds these names."""
 
+from zshard.extras.any_world import MicroBatchSampler
 from zshard.extras.data_position import DataPosition
 from zshard.extras.doctor import available_features
 from zshard.extras.keeping.agent import keep
@@ -17,6 +18,7 @@ __all__ = [
     "DataPosition",
     "Exported",
     "Keep",
+    "MicroBatchSampler",
     "Muon",
     "WholeMatrix",
     "available_features",

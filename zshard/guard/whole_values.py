@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard.any_world import check_norm
 from zshard.guard.plain import plain, to_local
 from zshard.guard.words import no_history
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes
+from zshard.units.extensions import EXTENSIONS
 from zshard.units.open_forwards import is_forward_open
 from zshard.units.shards import Part, part_of
 from zshard.units.units import unsharded
@@ -157,7 +157,8 @@ def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be a positive number or inf, got {norm_type}")
-    check_norm(norm_type)
+    for each in EXTENSIONS:
+        each.check_norm(norm_type)
     values = {name: param.grad if grads else param for name, param in model.named_parameters()}
     held = {name: value for name, value in values.items() if value is not None}
     own = {name: to_local(value).detach() for name, value in held.items()}

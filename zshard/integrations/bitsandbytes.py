@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zshard.ranks.agreement import Fact, tensor_fact, value_fact
-from zshard.wrap.extensions import EXTENSIONS, Extension
-from zshard.wrap.tree import ParamRef
+from zshard.units.extensions import EXTENSIONS, Extension, ParamRef
 
 # A flag of bitsandbytes' modules: on CPUs with AVX-512 BF16, their first evaluation repacks
 # weights.

@@ -16,7 +16,7 @@ from torch import nn
 from zshard.guard.whole_values import full_tensor
 from zshard.integrations.transformers import count_full_in
 from zshard.model.copy import copy_plain
-from zshard.wrap.extensions import EXTENSIONS, Extension
+from zshard.units.extensions import EXTENSIONS, Extension
 
 _COUNT = "get_nb_trainable_parameters"  # PEFT's models have it, and forward missing attributes
 _MERGE = ("merge_and_unload", "unload")

@@ -31,8 +31,8 @@ from torch import nn
 from zshard.integrations import accelerate
 from zshard.memory.report import full_named_parameters, num_parameters
 from zshard.state import state_dict_form
+from zshard.units.extensions import EXTENSIONS, Extension
 from zshard.units.units import bare, is_unit, state_of, units_of
-from zshard.wrap.extensions import EXTENSIONS, Extension
 
 __all__ = ["shard"]
 

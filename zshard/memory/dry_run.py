@@ -20,9 +20,10 @@ from torch import nn
 from zshard import _core
 from zshard.ranks.transports import Comms
 from zshard.strategy import ShardingStrategy
+from zshard.units.extensions import ParamRef
 from zshard.units.units import Options, State, without_memory
 from zshard.wrap.initial_values import dtypes_of, names_of
-from zshard.wrap.tree import ParamRef, UnitSpec
+from zshard.wrap.tree import UnitSpec
 
 Planned = tuple[UnitSpec, Options]
 Call = tuple[_core.Unit, int]

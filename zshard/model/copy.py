@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard.any_world import watch_any_world
 from zshard.guard.slices import plain
 from zshard.model.shard_model import ShardingPlan, introduce, sync_buffers
 from zshard.ranks.agreement import PublicCall
+from zshard.units.extensions import EXTENSIONS
 from zshard.units.units import (
     ATTRIBUTE,
     Hook,
@@ -91,7 +91,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         watch(copied.module, has_others)
     if own.spare is not None:
         state_of(copied.module).spare = own.spare.like(copied.module)
-    watch_any_world(copied.module)
+    for each in EXTENSIONS:
+        each.finish(copied.module)
     if own.guard is not None:
         state_of(copied.module).guard = own.guard.like(copied.module)
     introduce(copied.module)

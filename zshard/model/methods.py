@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zshard import _core
-from zshard.any_world import micro_batches_in
+from zshard import _core, upper
 from zshard.memory.report import memory_of, memory_table, summary_of
 from zshard.model.join import join
 from zshard.model.own_names import ModelNamesFirst, yields_to_the_model
@@ -93,7 +92,8 @@ class ModelMethods(ModelNamesFirst):
         Begins the step anew if an earlier one was not completed. Raises RuntimeError for a model
         without deterministic="any-world", ValueError for an inner unit.
         """
-        return micro_batches_in(self, step, seed)
+        found: Iterator[int] = upper.of_argument("micro_batches").micro_batches_in(self, step, seed)
+        return found
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
-from zshard.any_world import check_any_world, check_transport, watch_any_world
 from zshard.guard.outside import refuse_wrappers_around, tell_of_barriers
 from zshard.memory.dry_run import Planned, calls_of, parts_to_guard
 from zshard.memory.fits import MemoryLimit, check_fits, words_of
@@ -38,6 +37,7 @@ from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.transports import Comms, check_settings, comm_for, comms_for, group_of
 from zshard.ranks.wire import check_wire_over
 from zshard.state.module import attach, attach_replicated
+from zshard.units.extensions import EXTENSIONS
 from zshard.units.shards import remember_parts
 from zshard.units.units import (
     ATTRIBUTE,
@@ -52,7 +52,6 @@ from zshard.units.units import (
     state_of,
     units_of,
 )
-from zshard.wrap.extensions import EXTENSIONS
 from zshard.wrap.initial_values import InitialValues, check_unit, dtypes_of, facts_of, names_of
 from zshard.wrap.late_parameters import watch
 from zshard.wrap.meta import Init, Materializer, check_in_forward
@@ -171,9 +170,9 @@ class ShardingPlan:
         held = {id(ref.param) for spec in specs for ref in spec.params}
         held |= {id(param) for state in inner for param in state.unit.params}
         options = [each for _, each in self.planned]
-        check_any_world(
-            self.module, options, [each.options for each in inner], held, settings.device
-        )
+        theirs = [each.options for each in inner]
+        for each in EXTENSIONS:
+            each.check_model(self.module, options, theirs, held, settings.device)
         self.comms = self._kept_comms(comms_for(groups, self.options.strategy, comm, given))
         with on_all_ranks(comm):
             for spec in specs:  # these have their own error
@@ -206,7 +205,8 @@ class ShardingPlan:
         if comm.transport == "hosts" and given[0] != "hosts":  # it adds gradients by host
             given = ("c10d", *given[1:])
             comm = comm_for(group, *given)
-        check_transport(comm, given[0])
+        for each in EXTENSIONS:
+            each.check_transport(self.options, comm, given[0])
         return comm, given
 
     def _kept_comms(self, comms: Comms) -> Comms:
@@ -323,7 +323,6 @@ class ShardingPlan:
         if self.comms.all.world > 1:
             watch(module, settings.ignored)
         cast_buffers(module, self.options.precision, settings.ignored)
-        watch_any_world(module)
         if settings.buffers_in_forward:
             sync_buffers(module, settings.buffers_in_forward)
         for each in EXTENSIONS:

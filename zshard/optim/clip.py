@@ -26,12 +26,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard.any_world import check_norm, is_any_world
 from zshard.guard.slices import grads_of, plain
 from zshard.optim.announce import say_clip, say_norm
 from zshard.optim.in_backward import refuse_clipping
 from zshard.ranks.agreement import PublicCall
 from zshard.ranks.transports import ranks_of
+from zshard.units.extensions import EXTENSIONS, Extension
 from zshard.units.shards import Part, known_parts, part_of
 
 __all__ = ["clip_by", "clip_grad_norm", "install", "last_norm", "norm_over_ranks"]
@@ -229,7 +229,7 @@ def _get_total_norm(
         owner = _core.grad_owner(grad)
         (whole if owner is None else sharded.setdefault(owner, [])).append(grad)
     _refuse_other_shards(whole)
-    if not sharded and not is_any_world():  # torch's own waits only for error_if_nonfinite
+    if not sharded and _owner_of_norms() is None:  # torch's own waits only for error_if_nonfinite
         return _torchs_total_norm(grads, norm_type, error_if_nonfinite, foreach)
     with plain():
         return _norm_over_ranks(sharded, whole, norm_type, error_if_nonfinite)
@@ -315,30 +315,20 @@ def _norm(
     """Return the norm over all ranks' shares of the sharded gradients, plus the unsharded ones
     once."""
     _check_norm_type(norm_type)
-    if is_any_world():
-        return _norm_in_any_world(sharded, whole, norm_type)
-    total = _power_sum(whole, norm_type)
+    owner = _owner_of_norms()
+    if owner is not None:
+        return owner.norm(sharded, whole, norm_type)
+    total = power_sum(whole, norm_type)
     for engine, grads in sharded.items():  # in list order, the same on all ranks
         say_norm(engine, grads, norm_type)
         part = norm_over_ranks(engine, grads, norm_type)
-        total = _larger(total, part) if math.isinf(norm_type) else total + part
+        total = larger(total, part) if math.isinf(norm_type) else total + part
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
-@PublicCall("clip_grad_norm_()")
-def _norm_in_any_world(
-    sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor], norm_type: float
-) -> float:
-    """As _norm(), rounded once, whichever ranks have which gradients."""
-    check_norm(norm_type)
-    if math.isinf(norm_type):
-        shares = [norm_over_ranks(engine, grads, norm_type) for engine, grads in sharded.items()]
-        return functools.reduce(_larger, shares, _power_sum(whole, norm_type))
-    total = _core.squares([grad.contiguous() for grad in whole])
-    for engine, grads in sharded.items():
-        share = engine.sum_over_ranks(_core.squares([grad.contiguous() for grad in grads]))
-        total = [a + b for a, b in zip(total, share, strict=True)]
-    return math.sqrt(_core.squares_value(total))
+def _owner_of_norms() -> Extension | None:
+    """Return the extension whose all norms are."""
+    return next((each for each in EXTENSIONS if each.norms()), None)
 
 
 @PublicCall("clip_grad_norm_()")
@@ -348,12 +338,12 @@ def norm_over_ranks(engine: _core.Engine, grads: Sequence[Tensor], norm_type: fl
     if norm_type == 2:
         dense = [grad.contiguous() for grad in grads]
         return _core.squares_value(engine.sum_over_ranks(_core.squares(dense)))
-    part = _power_sum(grads, norm_type)
+    part = power_sum(grads, norm_type)
     over_ranks = engine.max_over_ranks if math.isinf(norm_type) else engine.sum_over_ranks
     return over_ranks([part])[0]
 
 
-def _power_sum(tensors: Sequence[Tensor], norm_type: float) -> float:
+def power_sum(tensors: Sequence[Tensor], norm_type: float) -> float:
     """Return the sum of |x|**norm_type in double precision; for inf the largest |x|. NaN and inf
     propagate."""
     plain = [t for t in tensors if t.layout == torch.strided and t.device.type in ("cpu", "cuda")]
@@ -364,12 +354,12 @@ def _power_sum(tensors: Sequence[Tensor], norm_type: float) -> float:
         _core.settle(tensor, False)
         if math.isinf(norm_type):
             largest = float(tensor.abs().max()) if tensor.numel() else 0.0
-            total = _larger(total, largest)
+            total = larger(total, largest)
         else:
             total += float(tensor.double().abs().pow(norm_type).sum())
     return total
 
 
-def _larger(a: float, b: float) -> float:
+def larger(a: float, b: float) -> float:
     """Return the larger of two numbers; NaN if either is NaN."""
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)

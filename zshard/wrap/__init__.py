@@ -21,8 +21,9 @@ from typing import Any
 
 from torch import nn
 
+from zshard.units.extensions import ParamRef
 from zshard.wrap.auto import auto_units
-from zshard.wrap.tree import ModuleTree, Node, ParamRef, UnitSpec
+from zshard.wrap.tree import ModuleTree, Node, UnitSpec
 
 __all__ = [
     "CustomPolicy",

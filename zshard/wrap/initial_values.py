@@ -18,8 +18,8 @@ from zshard.guard.words import refused_grad_dtype
 from zshard.precision import name_of
 from zshard.ranks.agreement import Fact, checksum, take_from, tensor_fact, value_fact
 from zshard.ranks.devices import CPU, move
+from zshard.units.extensions import EXTENSIONS
 from zshard.units.units import Options, without_memory
-from zshard.wrap.extensions import EXTENSIONS
 from zshard.wrap.meta import Materializer
 from zshard.wrap.tree import UnitSpec
 

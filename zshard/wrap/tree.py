@@ -22,6 +22,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from zshard import _core
+from zshard.units.extensions import ParamRef
 from zshard.units.units import is_unit
 
 # No module below these may be a unit. They use their children's weights without calling the
@@ -34,19 +35,6 @@ _SEALED: tuple[type[nn.Module], ...] = (
     nn.TransformerDecoderLayer,
     torch.jit.ScriptModule,
 )
-
-
-@dataclass(eq=False, frozen=True)
-class ParamRef:
-    """One parameter of a unit.
-
-    `names` are all its dotted names relative to the unit's module, tied aliases included, the one
-    that `named_parameters()` gives first; `owners` are the (module, attribute) pairs that hold it.
-    """
-
-    names: tuple[str, ...]
-    param: nn.Parameter
-    owners: tuple[tuple[nn.Module, str], ...]
 
 
 @dataclass(eq=False)

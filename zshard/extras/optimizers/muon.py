@@ -203,10 +203,8 @@ class Muon(torch.optim.Optimizer):
         gradients on another rank; what another rank raises; RuntimeError for sparse gradients, and
         for a parameter that is currently unsharded.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self._adamw.state = self.state  # both keep one dict
         self._adamw.param_groups = _of_adamw(self.param_groups)
         stepped = self._stepped()
@@ -222,8 +220,8 @@ class Muon(torch.optim.Optimizer):
 
     def _stepped(self) -> list[tuple[Stepping, dict[str, Any]]]:
         """Return the matrices, each with its param group."""
-        groups = [group for group in self.param_groups if group["use_muon"]]
-        return [(_stepping(param, group), group) for group in groups for param in group["params"]]
+        groups = [each for each in self.param_groups if each["use_muon"]]
+        return [(_stepping(param, each), each) for each in groups for param in each["params"]]
 
     def _job(self, active: Sequence[tuple[Stepping, dict[str, Any]]]) -> _MuonJob:
         params = [each.param for each, _ in active]
@@ -374,10 +372,9 @@ class _Step(NamedTuple):
     def segments(self) -> Iterable[tuple[int, int, tuple[int, int]]]:
         """Yield (first element, number, block's shape) of this rank's part of each block. Blocks of
         columns, which are equal, are one segment."""
-        part = part_of(self.param)
-        begin, numel = (0, self.param.numel()) if part is None else (part.begin, part.numel)
-        if part is not None and not part.is_cut:
-            begin, numel = 0, self.param.numel()
+        part, begin, numel = part_of(self.param), 0, self.param.numel()
+        if part is not None and part.is_cut:
+            begin, numel = part.begin, part.numel
         if self.blocks.dim == 1:
             yield 0, numel, self.blocks.shapes[0]
             return
@@ -407,8 +404,7 @@ class _MuonJob:
         step.momentum.lerp_(grad, 1 - momentum)
         if out is None:
             return
-        nesterov = step.options["nesterov"]
-        update = grad.lerp(step.momentum, momentum) if nesterov else step.momentum
+        update = grad.lerp(step.momentum, momentum) if step.options["nesterov"] else step.momentum
         out[0].copy_(update.reshape(-1))
 
     def compute(self, inputs: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -422,9 +418,8 @@ class _MuonJob:
 
     def take(self, matrix: int, result: Tensor) -> None:
         step = self._steps[matrix]
-        options, param = step.options, step.param.detach()
+        options, param, lr = step.options, step.param.detach(), step.options["lr"]
         values = param.reshape(-1)  # a copy if the parameter is not contiguous
-        lr = options["lr"]
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
         values.mul_(1 - lr * options["weight_decay"])
         for begin, numel, shape in step.segments():

@@ -8,21 +8,24 @@ numbers, and what would make results depend on the number of ranks.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import operator
 import random
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from zshard import _core
-from zshard.ranks.agreement import checksum
+from zshard.optim.clip import larger, norm_over_ranks, power_sum
+from zshard.ranks.agreement import PublicCall, checksum
+from zshard.units.extensions import EXTENSIONS, Extension
 from zshard.units.units import Options, is_unit, known_hooks, state_of
 
 NAME = "any-world"
@@ -49,24 +52,93 @@ def micro_batches_of(deterministic: str | None, micro_batches: int | None) -> in
     return micro_batches
 
 
-def check_any_world(
-    module: nn.Module,
-    options: Sequence[Options],
-    inner: Iterable[Options],
-    held: Collection[int],
-    device: str,
-) -> None:
-    """Raise NotImplementedError or ValueError if results of the model would depend on the number
-    of ranks all the same. options: of its units; inner: of units of earlier calls; held: ids of
-    the parameters of both."""
-    count = options[-1].micro_batches
-    if any(each.micro_batches != count for each in inner):
+class _AnyWorld(Extension):
+    """What makes results of such models independent of the number of ranks, or refuses."""
+
+    def check_model(
+        self,
+        module: nn.Module,
+        options: Sequence[Options],
+        inner: Iterable[Options],
+        held: Collection[int],
+        device: str,
+    ) -> None:
+        count = options[-1].micro_batches
+        if any(each.micro_batches != count for each in inner):
+            raise ValueError(
+                "a unit of the model was sharded by another FSDP() call with another "
+                "micro_batches: pass the same deterministic and micro_batches to all FSDP() calls "
+                "of a model"
+            )
+        if count > 0:
+            _check_options(options, device)
+            _check_params(module, held)
+
+    def check_transport(self, options: Options, comm: _core.Comm, asked: object) -> None:
+        """Refuse a transport that adds gradients within hosts first."""
+        if options.micro_batches and comm.transport not in _SUPPORTED:
+            raise NotImplementedError(
+                f"deterministic={NAME!r} is not supported by transport={asked!r}: between hosts, "
+                "pass transport='c10d'"
+            )
+
+    def finish(self, model: nn.Module) -> None:
+        if state_of(model).options.micro_batches:
+            _models.add(model)
+            _watch_buffers(model)
+
+    def norms(self) -> bool:
+        """Return whether this process has such a model. Then all norms are independent of the
+        number of ranks, also those of gradients that are not sharded."""
+        return len(_models) > 0
+
+    def check_norm(self, norm_type: float) -> None:
+        if self.norms() and norm_type not in (2.0, math.inf):
+            raise NotImplementedError(
+                f"norm_type={norm_type} depends on the number of ranks: with "
+                f"deterministic={NAME!r}, use norm_type=2 or inf"
+            )
+
+    @PublicCall("clip_grad_norm_()")
+    def norm(
+        self,
+        sharded: Mapping[_core.Engine, Sequence[Tensor]],
+        whole: Sequence[Tensor],
+        norm_type: float,
+    ) -> float:
+        """Round once, whichever ranks have which gradients."""
+        self.check_norm(norm_type)
+        if math.isinf(norm_type):
+            shares = [norm_over_ranks(engine, grads, math.inf) for engine, grads in sharded.items()]
+            return functools.reduce(larger, shares, power_sum(whole, math.inf))
+        total = _core.squares([grad.contiguous() for grad in whole])
+        for engine, grads in sharded.items():
+            share = engine.sum_over_ranks(_core.squares([grad.contiguous() for grad in grads]))
+            total = [a + b for a, b in zip(total, share, strict=True)]
+        return math.sqrt(_core.squares_value(total))
+
+    def recorded(self, model: nn.Module) -> dict[str, Any]:
+        count = state_of(model).options.micro_batches if is_unit(model) else 0
+        run = {"micro_batches": count, "threads": torch.get_num_threads()}
+        return {"any_world": run} if count else {}
+
+    def check_recorded(self, model: nn.Module, recorded: Mapping[str, Any], path: str) -> None:
+        """Refuse to continue a run whose bits this one would not repeat."""
+        ours, saved = self.recorded(model).get("any_world"), recorded.get("any_world")
+        if not ours or not saved or ours == saved:
+            return
+        name = next(name for name in ours if ours[name] != saved.get(name))
+        how = "micro_batches" if name == "micro_batches" else "OMP_NUM_THREADS"
         raise ValueError(
-            "a unit of the model was sharded by another FSDP() call with another micro_batches: "
-            "pass the same deterministic and micro_batches to all FSDP() calls of a model"
+            f"'{path}' was saved with {how}={saved.get(name)}, but this run has {how}={ours[name]}:"
+            f" start it with {how}={saved.get(name)}, or without deterministic={NAME!r}"
         )
-    if count == 0:
-        return
+
+
+EXTENSIONS.append(_AnyWorld())
+
+
+def _check_options(options: Sequence[Options], device: str) -> None:
     if device != "cpu":
         raise NotImplementedError(f"deterministic={NAME!r} is not supported on GPUs: omit it")
     if options[-1].wire.codes != (0, 0):
@@ -76,6 +148,9 @@ def check_any_world(
         raise ValueError(
             f"deterministic={NAME!r} adds gradients in float32: omit reduce_dtype={wire}"
         )
+
+
+def _check_params(module: nn.Module, held: Collection[int]) -> None:
     for name, param in module.named_parameters():
         if param.requires_grad and id(param) not in held:
             raise ValueError(
@@ -91,38 +166,10 @@ def check_any_world(
             )
 
 
-def check_transport(comm: _core.Comm, asked: object) -> None:
-    """Raise NotImplementedError for a transport that adds gradients within hosts first."""
-    if comm.transport not in _SUPPORTED:
-        raise NotImplementedError(
-            f"deterministic={NAME!r} is not supported by transport={asked!r}: between hosts, pass "
-            "transport='c10d'"
-        )
-
-
-def is_any_world() -> bool:
-    """Return whether this process has a model with deterministic="any-world". Then all norms are
-    independent of the number of ranks, also those of gradients that are not sharded."""
-    return len(_models) > 0
-
-
-def check_norm(norm_type: float) -> None:
-    """Raise NotImplementedError if the process has such a model and norms of this order would
-    depend on the number of ranks."""
-    if is_any_world() and norm_type not in (2.0, math.inf):
-        raise NotImplementedError(
-            f"norm_type={norm_type} depends on the number of ranks: with "
-            f"deterministic={NAME!r}, use norm_type=2 or inf"
-        )
-
-
-def watch_any_world(module: nn.Module) -> None:
-    """Count a model as one of them, as long as it lives; no-op for other models. A forward that
-    trains, or that has a module in training mode, and changes, adds or removes a buffer raises
-    RuntimeError at its end: a rank would change it as often as it has micro-batches."""
-    if state_of(module).options.micro_batches == 0:
-        return
-    _models.add(module)
+def _watch_buffers(module: nn.Module) -> None:
+    """A forward that trains, or that has a module in training mode, and changes, adds or removes a
+    buffer raises RuntimeError at its end: a rank would change it as often as it has
+    micro-batches."""
     before: dict[str, tuple[object, ...]] = {}
 
     def look(*_: object) -> None:
@@ -255,26 +302,3 @@ class MicroBatchSampler(Sampler[list[int]]):
             return torch.arange(self._n_samples)
         generator = torch.Generator().manual_seed(self._seed + epoch)
         return torch.randperm(self._n_samples, generator=generator)
-
-
-# --- checkpoints ----------------------------------------------------------------------------------
-
-
-def facts_of_run(model: nn.Module) -> dict[str, Any]:
-    """Return what a checkpoint of such a model records, and a run that continues it must have;
-    empty for other models."""
-    count = state_of(model).options.micro_batches if is_unit(model) else 0
-    return {"micro_batches": count, "threads": torch.get_num_threads()} if count else {}
-
-
-def check_continues(model: nn.Module, saved: dict[str, Any], path: str) -> None:
-    """Raise ValueError if the model was saved by a run whose bits this one would not repeat."""
-    ours = facts_of_run(model)
-    if not ours or not saved or ours == saved:
-        return
-    name = next(name for name in ours if ours[name] != saved.get(name))
-    how = "micro_batches" if name == "micro_batches" else "OMP_NUM_THREADS"
-    raise ValueError(
-        f"'{path}' was saved with {how}={saved.get(name)}, but this run has {how}={ours[name]}: "
-        f"start it with {how}={saved.get(name)}, or without deterministic={NAME!r}"
-    )

@@ -1,0 +1,109 @@
+"""A registry of what other libraries, and extras, need of sharded models.
+
+The core knows only torch. An integration (integrations/peft.py, say) or an extra derives a class
+from Extension and registers an instance; the core asks each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from zshard import _core
+from zshard.ranks.agreement import Fact
+from zshard.units.units import Options
+
+
+@dataclass(eq=False, frozen=True)
+class ParamRef:
+    """One parameter of a unit.
+
+    `names` are all its dotted names relative to the unit's module, tied aliases included, the one
+    that `named_parameters()` gives first; `owners` are the (module, attribute) pairs that hold it.
+    """
+
+    names: tuple[str, ...]
+    param: nn.Parameter
+    owners: tuple[tuple[nn.Module, str], ...]
+
+
+class Extension:
+    """An integration's additions to sharding; by default nothing."""
+
+    # --- before a model is sharded ----------------------------------------------------------------
+
+    def check_model(
+        self,
+        module: nn.Module,
+        options: Sequence[Options],
+        inner: Iterable[Options],
+        held: Collection[int],
+        device: str,
+    ) -> None:
+        """Raise NotImplementedError or ValueError for a model that cannot be sharded so. options:
+        of its units; inner: of units of earlier calls; held: ids of the parameters of both."""
+
+    def check_transport(self, options: Options, comm: _core.Comm, asked: object) -> None:
+        """Raise NotImplementedError for a transport. asked: what the script passed."""
+
+    def methods(self, original: type[nn.Module]) -> dict[str, Any]:
+        """Return replacements for attributes of `original` on a unit's class, by name."""
+        return {}
+
+    def check(self, name: str, ref: ParamRef) -> None:
+        """Raise TypeError or ValueError for a parameter that cannot be sharded."""
+
+    def facts(self, name: str, param: Tensor, values: bool) -> Iterable[Fact]:
+        """Return what ranks must agree on about a parameter; with `values`, also its values."""
+        return ()
+
+    def settle(self, ref: ParamRef) -> None:
+        """Do to a parameter and its modules now what they would do in a forward."""
+
+    def restore(self, model: nn.Module) -> None:
+        """Undo that in a plain copy of a sharded model."""
+
+    def keeps_dtype(self, ref: ParamRef) -> bool:
+        """Return whether mixed precision must not cast a parameter."""
+        return False
+
+    def tensors(self, param: Tensor) -> Iterable[Tensor]:
+        """Return tensors that belong to a parameter and are not sharded with it."""
+        return ()
+
+    def move(self, param: Tensor) -> None:
+        """Move these tensors to the device of the parameter."""
+
+    # --- a sharded model --------------------------------------------------------------------------
+
+    def finish(self, model: nn.Module) -> None:
+        """Finish once a model, or a copy of one, is sharded."""
+
+    def norms(self) -> bool:
+        """Return whether all norms are this extension's from now on."""
+        return False
+
+    def check_norm(self, norm_type: float) -> None:
+        """Raise NotImplementedError for norms of an order."""
+
+    def norm(
+        self,
+        sharded: Mapping[_core.Engine, Sequence[Tensor]],
+        whole: Sequence[Tensor],
+        norm_type: float,
+    ) -> float:
+        """Return the norm over all ranks of sharded gradients and of others, each once."""
+        raise NotImplementedError
+
+    def recorded(self, model: nn.Module) -> dict[str, Any]:
+        """Return what a checkpoint of a model records, by a name of the extension's."""
+        return {}
+
+    def check_recorded(self, model: nn.Module, recorded: Mapping[str, Any], path: str) -> None:
+        """Raise ValueError for a model that cannot continue from what a checkpoint has recorded."""
+
+
+EXTENSIONS: list[Extension] = []
