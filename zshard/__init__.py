@@ -33,7 +33,7 @@ from zshard.guard.whole_values import full_tensor, named_norms, whole_named_para
 from zshard.memory.report import num_parameters, predict_memory
 from zshard.model.methods import register_forward_method
 from zshard.offload import Offload
-from zshard.optim import SGD, Adam, Adam8bit, AdamW, AdamW8bit, SGD8bit
+from zshard.optim import SGD, Adam, AdamW
 from zshard.precision import MixedPrecision
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire
@@ -122,15 +122,8 @@ _LATER = {
     **dict.fromkeys(("Dims", "Plan", "plan"), "planner"),
     **dict.fromkeys(
         (
-            *(
-                "DataPosition",
-                "Export",
-                "Exported",
-                "Keep",
-                "MicroBatchSampler",
-                "Muon",
-                "WholeMatrix",
-            ),
+            *("Adam8bit", "AdamW8bit", "SGD8bit", "Muon", "WholeMatrix", "MicroBatchSampler"),
+            *("DataPosition", "Export", "Exported", "Keep"),
             *("available_features", "export", "keep", "profile", "receive_export"),
         ),
         "extras",
@@ -139,11 +132,14 @@ _LATER = {
 
 if _TYPE_CHECKING:
     from zshard.extras import (
+        Adam8bit,
+        AdamW8bit,
         DataPosition,
         Exported,
         Keep,
         MicroBatchSampler,
         Muon,
+        SGD8bit,
         WholeMatrix,
         available_features,
         export,

@@ -25,7 +25,6 @@ from zshard.model.shard_model import FsdpSettings, refuse_half, shard_model
 from zshard.model.summon import own_unit_as_on_rank_0
 from zshard.model.torch_names import TorchNames, names_without_module
 from zshard.offload import offload_of, offload_on
-from zshard.optim.step_guard import OnNonfinite, checks_of
 from zshard.options import (
     CPUOffloadLike,
     DeviceLike,
@@ -53,8 +52,8 @@ from zshard.strategy import strategy_of
 from zshard.units.open_forwards import call_guarded, uncompiled
 from zshard.units.returned import look, note_used
 from zshard.units.shards import sizes_for_torch
-from zshard.units.units import MADE, BufferSync, Options, is_unit, modules_of, state_of
-from zshard.upper import import_upper, of_argument
+from zshard.units.units import MADE, BufferSync, OnNonfinite, Options, is_unit, modules_of, state_of
+from zshard.upper import import_upper, parse_extras
 from zshard.wrap import plan_units
 from zshard.wrap.initial_values import check_module, check_values, split_ignored
 
@@ -264,10 +263,14 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         device = device_of(module, either(device_id=device_id, device_ids=one_device(device_ids)))
         prefetches = forward_prefetch or device != CPU  # on GPUs a late gather stalls the GPU
         chosen = either(strategy=strategy, sharding_strategy=sharding_strategy)
-        count = 0
-        if (deterministic, micro_batches) != (None, None):
-            extra = of_argument("deterministic")
-            count = extra.micro_batches_of(deterministic, micro_batches)
+        extras = parse_extras(
+            {
+                "deterministic": deterministic,
+                "micro_batches": micro_batches,
+                "nonfinite": nonfinite,
+                "check_replicas": check_replicas,
+            }
+        )
         options = Options(
             strategy_of("full_shard" if chosen is None else chosen),
             precision_of(mixed_precision),
@@ -279,12 +282,12 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
                 device,
             ),
             wire=check_wire(wire),
-            micro_batches=count,
+            micro_batches=extras.get("micro_batches", 0),
+            extras=tuple(extras.items()),
         )
         check_environment(options)
         check_values(param_init_fn, forward_sync_buffers)
         limit = parse_limit(memory_limit)
-        checks = checks_of(nonfinite, check_replicas)
         options = options._replace(keep=parse_keep(keep_gathered, limit))
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
@@ -292,7 +295,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         warn_of_clashes(FSDP, [spec.module for spec in specs])
         settings = FsdpSettings(
             *(device, process_group, device_mesh, transport, timeout, param_init_fn),
-            *(sync_module_states, forward_sync_buffers, ignored[0], limit, checks),
+            *(sync_module_states, forward_sync_buffers, ignored[0], limit),
         )
         shard_model(FSDP, module, planned, settings)
         return cast("Wrapped[_M]", module)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 _OF_LIBRARY = {
     "bitsandbytes": "zshard.integrations.bitsandbytes",
@@ -17,7 +19,11 @@ _OF_LIBRARY = {
     "transformers": "zshard.integrations.transformers",
 }
 _OF_VARIABLE = {"ZSHARD_TRACE": "zshard.extras.trace.asked"}
-_OF_ARGUMENT = dict.fromkeys(("deterministic", "micro_batches"), "zshard.extras.any_world")
+_OF_ARGUMENT = {  # of FSDP(): the extra, whose parse() takes all of its arguments
+    **dict.fromkeys(("deterministic", "micro_batches"), "zshard.extras.any_world"),
+    **dict.fromkeys(("nonfinite", "check_replicas"), "zshard.extras.checks.step_guard"),
+}
+ARGUMENTS = tuple(_OF_ARGUMENT)
 
 
 def import_upper() -> None:
@@ -33,3 +39,14 @@ def import_upper() -> None:
 def of_argument(name: str) -> ModuleType:
     """Import the extra that an argument of FSDP() belongs to, and return it."""
     return importlib.import_module(_OF_ARGUMENT[name])
+
+
+def parse_extras(given: Mapping[str, object]) -> dict[str, Any]:
+    """Return what extras make of their arguments, by name; those that are not used stay away.
+    given: all such arguments of FSDP(), None or 0 where a script has not set one. Raises TypeError
+    or ValueError for an invalid one."""
+    found: dict[str, Any] = {}
+    for module in dict.fromkeys(_OF_ARGUMENT[name] for name, value in given.items() if value):
+        own = {name: value for name, value in given.items() if _OF_ARGUMENT[name] == module}
+        found |= importlib.import_module(module).parse(**own)
+    return found

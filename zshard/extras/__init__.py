@@ -5,6 +5,7 @@ from zshard.extras.any_world import MicroBatchSampler
 from zshard.extras.data_position import DataPosition
 from zshard.extras.doctor import available_features
 from zshard.extras.keeping.agent import keep
+from zshard.extras.optimizers.eight_bit import Adam8bit, AdamW8bit, SGD8bit
 from zshard.extras.optimizers.muon import Muon
 from zshard.extras.optimizers.whole_matrix import WholeMatrix
 from zshard.extras.recovery.keep import Keep
@@ -15,11 +16,14 @@ from zshard.extras.weights.export import export
 from zshard.extras.weights.send import receive_export
 
 __all__ = [
+    "Adam8bit",
+    "AdamW8bit",
     "DataPosition",
     "Exported",
     "Keep",
     "MicroBatchSampler",
     "Muon",
+    "SGD8bit",
     "WholeMatrix",
     "available_features",
     "export",

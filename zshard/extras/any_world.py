@@ -33,13 +33,10 @@ _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _SUPPORTED = ("self", "shm", "c10d")  # transports that carry several gradients in a round
 
 
-def micro_batches_of(deterministic: str | None, micro_batches: int | None) -> int:
-    """Parse FSDP()'s two arguments: the number of micro-batches in a step, or 0 if results may
-    depend on the number of ranks. Raises ValueError or TypeError."""
+def parse(deterministic: str | None, micro_batches: int | None) -> dict[str, int]:
+    """Parse FSDP()'s two arguments: "micro_batches" in a step. Raises ValueError or TypeError."""
     if deterministic not in (None, NAME):
         raise ValueError(f"deterministic must be {NAME!r} or None, got {deterministic!r}")
-    if micro_batches is None and deterministic is None:
-        return 0
     if micro_batches is None or deterministic is None:
         lacks = "micro_batches=..." if micro_batches is None else f"deterministic={NAME!r}"
         raise ValueError(
@@ -49,7 +46,7 @@ def micro_batches_of(deterministic: str | None, micro_batches: int | None) -> in
         raise TypeError(f"micro_batches must be an int, got {micro_batches!r}")
     if micro_batches < 1:
         raise ValueError(f"micro_batches must be at least 1, got {micro_batches}")
-    return micro_batches
+    return {"micro_batches": micro_batches}
 
 
 class _AnyWorld(Extension):

@@ -93,8 +93,6 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         state_of(copied.module).spare = own.spare.like(copied.module)
     for each in EXTENSIONS:
         each.finish(copied.module)
-    if own.guard is not None:
-        state_of(copied.module).guard = own.guard.like(copied.module)
     introduce(copied.module)
     for (_, state), (_, module) in zip(units, copied.units, strict=True):
         state_of(module).form = state.form

@@ -21,8 +21,8 @@ from zshard.model.join import join
 from zshard.model.own_names import ModelNamesFirst, yields_to_the_model
 from zshard.optim.clip import clip_grad_norm, last_norm
 from zshard.optim.in_backward import OptimizerInBackward
-from zshard.optim.step_guard import guard_of
 from zshard.precision import cast_arguments
+from zshard.units.extensions import EXTENSIONS
 from zshard.units.open_forwards import call_between_hooks, call_guarded
 from zshard.units.units import class_of, is_unit, state_of, units_of
 from zshard.wrap.meta import rewind
@@ -209,9 +209,8 @@ class ModelMethods(ModelNamesFirst):
         norm = last_norm(self.parameters())
         if norm is not None:
             found["grad_norm"] = float(norm)
-        guard = guard_of(state_of(self).unit)
-        if guard is not None and guard.checks.nonfinite == "skip":
-            found["steps/skipped"] = float(guard.skipped)
+        for each in EXTENSIONS:
+            found.update(each.metrics(self))
         for what in ("now", "peak"):
             for part, size in memory_of(self, what).items():
                 found[f"memory/{what}/{part}"] = float(size)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard import _core
+from zshard import _core, upper
 from zshard.guard.outside import refuse_wrappers_around, tell_of_barriers
 from zshard.memory.dry_run import Planned, calls_of, parts_to_guard
 from zshard.memory.fits import MemoryLimit, check_fits, words_of
@@ -28,7 +28,6 @@ from zshard.model.own_names import properties_in_place
 from zshard.offload import set_offload
 from zshard.optim.hooks import know_again
 from zshard.optim.shared_state import meet
-from zshard.optim.step_guard import StepChecks, guard_steps
 from zshard.precision import cast_buffers, drop_root_casts, install_casts, install_kept
 from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks, told_to_all_ranks
 from zshard.ranks.devices import CPU
@@ -69,7 +68,7 @@ class FsdpSettings(NamedTuple):
 
     init: initializes a module on the meta device; None: its reset_parameters(). from_rank_0: take
     rank 0's values. buffers_in_forward: also broadcast its buffers in forwards. ignored: modules
-    whose values stay as they are. checks: of each optimizer step.
+    whose values stay as they are.
     """
 
     device: str
@@ -82,7 +81,6 @@ class FsdpSettings(NamedTuple):
     buffers_in_forward: BufferSync
     ignored: set[nn.Module]
     memory_limit: MemoryLimit
-    checks: StepChecks
 
     @property
     def group_given(self) -> dist.ProcessGroup | None:
@@ -159,10 +157,9 @@ class ShardingPlan:
         facts = facts_of(self.module, specs, self.options, not settings.from_rank_0)
         facts.append(("memory_limit", "None" if settings.memory_limit is None else "given"))
         facts.append(("keep_gathered", words_of(self.options.keep)))
-        facts.append(("nonfinite", repr(settings.checks.nonfinite)))
-        facts.append(("check_replicas", str(settings.checks.every)))
+        extras = dict(self.options.extras)
+        facts += [(name, repr(extras.get(name))) for name in upper.ARGUMENTS]
         if self.options.micro_batches:
-            facts.append(("micro_batches", str(self.options.micro_batches)))
             facts.append(("OMP_NUM_THREADS", str(torch.get_num_threads())))
         check_agreement(comm, facts)
         check_wire_over(comm, self.options.wire)
@@ -299,7 +296,8 @@ class ShardingPlan:
         for _, state in self.joined:
             engine.adopt(state.unit)
         for module, state in self.inner:
-            state.spare = state.guard = None
+            state.spare = None
+            state.attached.clear()
             dropped = drop_root_casts(module, state.options.precision)
             state.hooks = [hook for hook in state.hooks if hook[1] not in dropped]
             state.rename(self.names[module])
@@ -330,7 +328,6 @@ class ShardingPlan:
         watch_first_steps(module, limit, self.sharing, settings.device)
         if self.options.keep is None:
             state_of(module).spare = Spare(module, limit, self.sharing)
-        guard_steps(module, settings.checks)
         introduce(module)
         engine = state_of(module).unit.engine
         engine.begin_write()  # the values are complete

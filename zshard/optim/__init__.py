@@ -31,10 +31,9 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from zshard.optim.eight_bit import Adam8bit, AdamW8bit, SGD8bit
 from zshard.optim.step import InOneCall
 
-__all__ = ["SGD", "Adam", "Adam8bit", "AdamW", "AdamW8bit", "SGD8bit"]
+__all__ = ["SGD", "Adam", "AdamW"]
 
 
 class _AdamInOneCall(InOneCall):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zshard import _core
 from zshard.guard.slices import grads_of
-from zshard.optim.step_guard import guard_of
+from zshard.units.extensions import EXTENSIONS
 from zshard.units.shards import units_stepped_by
 
 __all__ = [
@@ -160,8 +160,9 @@ def say_step(optimizer: torch.optim.Optimizer, is_first: bool) -> None:
     for joined in _speaking_of(optimizer):
         extra = {name: getattr(optimizer, name, None) for name in _STEP_ATTRIBUTES}
         number, options = joined.number_of(optimizer), options_of(optimizer)
+        units = units_stepped_by(optimizer)
         meets = getattr(optimizer, "steps_together", False) or any(
-            map(guard_of, units_stepped_by(optimizer))
+            each.meets_before_step(units) for each in EXTENSIONS
         )
         meetings = -1 if meets or is_first else 0  # any number
         joined.say(Act.STEP, number, options, extra, meetings=meetings)

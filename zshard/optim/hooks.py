@@ -32,8 +32,8 @@ from zshard.guard.slices import guarded, plain
 from zshard.optim.announce import say_step
 from zshard.optim.sharded_state import SCALARS, entries_of, params_of, shard_state_of
 from zshard.optim.step_digest import note_step, note_values
-from zshard.optim.step_guard import check_step, end_step
 from zshard.units import returned
+from zshard.units.extensions import EXTENSIONS
 from zshard.units.shards import Stepped, part_of, stepped_by, units_stepped_by
 from zshard.units.units import refuse_averaged, refuse_unsharded, refuse_writes
 
@@ -183,7 +183,8 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     if optimizer not in _inner:
         if optimizer not in _checked:
             _check_first_step(optimizer)
-        check_step(optimizer, in_closure)
+        for each in EXTENSIONS:
+            each.before_step(optimizer, in_closure)
     if _core.has_pending() and not getattr(optimizer, "multiplies_gradients", False):
         for param in params_of(optimizer):
             if param.grad is not None:
@@ -198,12 +199,17 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Torch's post-hook, which runs only if the step has not raised."""
     try:
-        end_step(optimizer)
+        _end_of_step(optimizer)
         if optimizer not in _inner:
             _note_step(optimizer)
         know(optimizer, in_step=True)  # its state exists now
     finally:
         _end_writes(optimizer)
+
+
+def _end_of_step(optimizer: Optimizer) -> None:
+    for each in EXTENSIONS:
+        each.after_step(optimizer)
 
 
 def _end_writes(optimizer: Optimizer) -> None:
@@ -217,7 +223,7 @@ def _end_writes(optimizer: Optimizer) -> None:
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _after_failed_step(optimizer: Optimizer) -> None:
     """A step, its closure or a hook has raised: other ranks may read the parameters as they are."""
-    end_step(optimizer)
+    _end_of_step(optimizer)
     _end_writes(optimizer)
 
 

@@ -23,7 +23,7 @@ from zshard import _core
 from zshard.optim.hooks import know
 from zshard.optim.step import InOneCall
 from zshard.optim.step_digest import note_step
-from zshard.optim.step_guard import refuse_in_backward
+from zshard.units.extensions import EXTENSIONS
 from zshard.units.shards import ids_of
 from zshard.units.units import (
     Hook,
@@ -115,7 +115,8 @@ class OptimizerInBackward:
         known = {i: groups[id(p)] for i, p in enumerate(unit.params) if id(p) in groups}
         if not known:
             return
-        refuse_in_backward(unit)
+        for each in EXTENSIONS:
+            each.check_in_backward(unit)
         parts: dict[tuple[int, int], tuple[Any, int, list[Tensor]]] = {}
         for i, (optimizer, group) in known.items():
             part = parts.setdefault((id(optimizer), group), (optimizer, group, []))

@@ -32,8 +32,15 @@ __all__ = [
     *("SCALARS", "HeldState", "class_of_state", "copied", "entries_of", "fact_of"),
     *("facts_of_other", "full_state_of", "held_by", "held_in", "move_together", "other_state"),
     *("params_of", "part_of_state", "scalar_keys", "shard_state_of"),
-    *("takes_codes", "takes_full_state", "with_own_dtypes", "without_parameters"),
-    "zeros_side_by_side",
+    *(
+        "Hidden",
+        "hidden",
+        "takes_codes",
+        "takes_full_state",
+        "with_own_dtypes",
+        "without_parameters",
+    ),
+    *("Hidden", "hidden", "zeros_side_by_side"),
 ]
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
@@ -342,3 +349,24 @@ def shard_state_of(optimizer: Optimizer) -> None:
             places = zeros_side_by_side([param for param, _ in alike], dtype, group)
             for (param, value), place in zip(alike, places, strict=True):
                 optimizer.state[param][key] = place.copy_(value)
+
+
+# --- loading with dtypes of its own ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """A tensor of a state dict that torch's load_state_dict() must not cast to the parameter's
+    dtype."""
+
+    value: Tensor
+
+
+def hidden(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict in which torch keeps the dtypes that the optimizer's state has."""
+    own, state = with_own_dtypes(optimizer), dict(state_dict["state"])
+    listed = (number for group in state_dict["param_groups"] for number in group["params"])
+    for param, number in zip(params_of(optimizer), listed, strict=False):
+        if id(param) in own and number in state:
+            state[number] = tree_map_only(Tensor, Hidden, state[number])
+    return {**state_dict, "state": state}

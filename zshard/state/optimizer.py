@@ -31,7 +31,6 @@ from zshard import _core
 from zshard.guard.slices import plain
 from zshard.guard.whole_values import join
 from zshard.optim.codes import GROUP, has_codes, wants_float32
-from zshard.optim.eight_bit import hidden
 from zshard.optim.hooks import is_older, know, post
 from zshard.optim.sharded_state import (
     HeldState,
@@ -40,6 +39,7 @@ from zshard.optim.sharded_state import (
     facts_of_other,
     full_state_of,
     held_by,
+    hidden,
     other_state,
     params_of,
     part_of_state,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zshard import _core
 from zshard.ranks.agreement import Fact
@@ -82,6 +83,27 @@ class Extension:
     def finish(self, model: nn.Module) -> None:
         """Finish once a model, or a copy of one, is sharded."""
 
+    def metrics(self, model: nn.Module) -> dict[str, float]:
+        """Return what model.metrics() has of it, by name."""
+        return {}
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer, in_closure: bool) -> None:
+        """An optimizer is about to write to sharded models. in_closure: in its closure."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Its step has ended or raised."""
+
+    def meets_before_step(self, units: Sequence[_core.Unit]) -> bool:
+        """Return whether before_step() communicates where an optimizer steps these units."""
+        return False
+
+    def check_in_backward(self, unit: _core.Unit) -> None:
+        """Raise NotImplementedError for a unit that cannot be stepped in backward."""
+
+    # --- norms ------------------------------------------------------------------------------------
+
     def norms(self) -> bool:
         """Return whether all norms are this extension's from now on."""
         return False
@@ -97,6 +119,8 @@ class Extension:
     ) -> float:
         """Return the norm over all ranks of sharded gradients and of others, each once."""
         raise NotImplementedError
+
+    # --- checkpoints ------------------------------------------------------------------------------
 
     def recorded(self, model: nn.Module) -> dict[str, Any]:
         """Return what a checkpoint of a model records, by a name of the extension's."""

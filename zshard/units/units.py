@@ -33,6 +33,7 @@ MADE = "_zshard_made"
 """An attribute of the classes of units, which are no subclasses to a model."""
 
 BufferSync = Literal[False, True, "training"]
+OnNonfinite = Literal["raise", "skip"] | None
 """In which forwards buffers are broadcast from rank 0: in none, in all, or in those with gradients,
 which all ranks run."""
 
@@ -59,6 +60,7 @@ class Options(NamedTuple):
     keep: int | None = 0
     wire: Wire = Wire()
     micro_batches: int = 0  # in a step with deterministic="any-world"; 0: without
+    extras: tuple[tuple[str, object], ...] = ()  # what extras have made of their arguments, by name
 
 
 class Measurement(Protocol):
@@ -115,7 +117,7 @@ class State:
     sync_buffers: BufferSync = False  # the root's: broadcast from rank 0 at the start of a forward
     n_calls: int = 0  # running forwards of the module, which end even after an exception
     spare: Measurement | None = None  # the root's; None: not measured
-    guard: Any = None  # the root's optim/step_guard.py's StepGuard; None: steps are not checked
+    attached: list[object] = field(default_factory=list)  # the root's: what extensions keep
 
     def __post_init__(self) -> None:
         self.names = [str(self.unit.param(i)["name"]) for i in range(self.unit.n_params)]

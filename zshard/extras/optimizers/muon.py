@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from zshard.extras.optimizers.eight_bit import AdamW8bit, hide_codes
 from zshard.extras.optimizers.newton_schulz import cost_of, orthogonalized
 from zshard.extras.optimizers.whole_steps import Stepping, WholeSteps, full_shape, refuse_copy
-from zshard.optim import AdamW, AdamW8bit
-from zshard.optim.eight_bit import hide_codes
+from zshard.optim import AdamW
 from zshard.optim.matrices import groups_of
 from zshard.optim.sharded_state import zeros_side_by_side
 from zshard.optim.step import check_state, keep_options, state_problem

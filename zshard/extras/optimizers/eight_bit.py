@@ -21,7 +21,6 @@ SGD8bit has momentum_buffer and momentum_buffer_scale. Moments without a scale a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -31,11 +30,16 @@ from torch.utils._pytree import tree_map_only
 
 from zshard.guard.whole_values import full_numel
 from zshard.optim import codes
-from zshard.optim.sharded_state import params_of, with_own_dtypes, zeros_side_by_side
+from zshard.optim.sharded_state import (
+    Hidden,
+    hidden,
+    params_of,
+    zeros_side_by_side,
+)
 from zshard.optim.step import InOneCall
 from zshard.units.shards import part_of
 
-__all__ = ["Adam8bit", "AdamW8bit", "EightBit", "SGD8bit", "hidden", "hide_codes"]
+__all__ = ["Adam8bit", "AdamW8bit", "EightBit", "SGD8bit", "hide_codes"]
 
 
 class EightBit(InOneCall):
@@ -211,24 +215,6 @@ def _check_options(name: str, group: Mapping[str, Any]) -> None:
 
 
 # --- loading with dtypes of its own ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Hidden:
-    """A tensor of a state dict that torch's load_state_dict() must not cast to the parameter's
-    dtype."""
-
-    value: Tensor
-
-
-def hidden(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict in which torch keeps the dtypes that the optimizer's state has."""
-    own, state = with_own_dtypes(optimizer), dict(state_dict["state"])
-    listed = (number for group in state_dict["param_groups"] for number in group["params"])
-    for param, number in zip(params_of(optimizer), listed, strict=False):
-        if id(param) in own and number in state:
-            state[number] = tree_map_only(Tensor, Hidden, state[number])
-    return {**state_dict, "state": state}
 
 
 def hide_codes(

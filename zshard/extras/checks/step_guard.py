@@ -1,6 +1,6 @@
-"""FSDP(nonfinite=..., check_replicas=...): what ranks check together before an optimizer's step.
+"""What ranks check together before an optimizer's step, and how they skip one.
 
-The hook around a step (optim/hooks.py) calls check_step() before anything is updated. Whether the
+The hook around a step (optim/hooks.py) calls before_step() before anything is updated. Whether the
 gradients are finite is known from their sums over the ranks (csrc/reduce/squares.h), so a step with
 finite gradients costs one exchange of a number. Only if a rank has found others do ranks exchange
 names.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,38 +21,34 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._errors import NonFiniteError, warn
+from zshard.extras.checks.replicas import ReplicaCheck, has_replicas
 from zshard.guard.slices import grads_of, plain
-from zshard.optim.replicas import ReplicaCheck, has_replicas
 from zshard.optim.sharded_state import params_of
 from zshard.ranks.agreement import PublicCall, gather_bytes, warn_on_rank_0
+from zshard.units.extensions import EXTENSIONS, Extension
 from zshard.units.shards import units_stepped_by
 from zshard.units.units import state_of, units_of
 
-__all__ = [
-    *("OnNonfinite", "StepChecks", "StepGuard"),
-    *("check_step", "checks_of", "end_step", "guard_of", "guard_steps", "refuse_in_backward"),
-]
-
-OnNonfinite = Literal["raise", "skip"] | None
+__all__ = ["StepGuard", "parse"]
 
 
 class StepChecks(NamedTuple):
     """What FSDP() was asked to check. every: steps between two looks at replicas; 0: none."""
 
-    nonfinite: OnNonfinite = None
-    every: int = 0
+    nonfinite: Literal["raise", "skip"] | None
+    every: int
 
 
-def checks_of(nonfinite: OnNonfinite, check_replicas: int) -> StepChecks:
+def parse(nonfinite: object, check_replicas: object) -> dict[str, Any]:
     """Parse FSDP()'s arguments. Raises ValueError for an invalid one."""
     if nonfinite not in (None, "raise", "skip"):
         raise ValueError(f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}")
     is_number = isinstance(check_replicas, int) and not isinstance(check_replicas, bool)
-    if not is_number or check_replicas < 0:
+    if not is_number or check_replicas < 0:  # type: ignore[operator]
         raise ValueError(
             f"check_replicas must be a number of steps, or 0 for no checks, got {check_replicas!r}"
         )
-    return StepChecks(nonfinite, check_replicas)
+    return {"nonfinite": nonfinite, "check_replicas": check_replicas}
 
 
 class Culprit(NamedTuple):
@@ -72,7 +68,7 @@ _withheld: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Withheld] = weakref
 
 
 class StepGuard:
-    """Checks a model's steps. The root's State holds it."""
+    """Checks a model's steps. The root's State keeps it."""
 
     def __init__(self, module: nn.Module, checks: StepChecks) -> None:
         self.checks = checks
@@ -82,10 +78,6 @@ class StepGuard:
         _core.expect_norms(self._units)  # so that the first backward takes them, too
         self._replicas = ReplicaCheck(module, checks.every) if checks.every else None
         _guards[state_of(module).unit.engine_id] = self
-
-    def like(self, module: nn.Module) -> StepGuard:
-        """Return the same for a copy of the model."""
-        return StepGuard(module, self.checks)
 
     def skips(self, optimizer: torch.optim.Optimizer, in_closure: bool) -> bool:
         """Return whether all ranks skip this step, after raising what the checks find. Collective.
@@ -129,11 +121,9 @@ class StepGuard:
         return True
 
 
-def guard_steps(module: nn.Module, checks: StepChecks) -> None:
-    """Check the steps of a new model, if FSDP() was asked to. Raises NotImplementedError for models
-    whose steps cannot be checked."""
-    if checks == StepChecks():
-        return
+def _guard_steps(module: nn.Module, checks: StepChecks) -> StepGuard:
+    """Check the steps of a model. Raises NotImplementedError for models whose steps cannot be
+    checked."""
     asked = "nonfinite=" if checks.nonfinite else "check_replicas="
     states = [state for _, state in units_of(module)]
     if any(param.device.type != "cpu" for param in module.parameters()):
@@ -152,53 +142,68 @@ def guard_steps(module: nn.Module, checks: StepChecks) -> None:
             f"check_replicas={checks.every} compares only buffers: each rank has other parameters "
             "under this strategy, so there are no replicas of them; omit it, or use hybrid_shard",
         )
-    state_of(module).guard = StepGuard(module, checks)
+    return StepGuard(module, checks)
 
 
-def guard_of(unit: _core.Unit) -> StepGuard | None:
+def _guard_of(unit: _core.Unit) -> StepGuard | None:
     """Return what checks the steps of the unit's model, if anything does."""
     return _guards.get(unit.engine_id) if _guards else None
-
-
-def refuse_in_backward(unit: _core.Unit) -> None:
-    """Raise NotImplementedError if the steps of the unit's model are checked: a step in backward
-    begins before all gradients are known."""
-    guard = guard_of(unit)
-    if guard is not None:
-        asked = "nonfinite=" if guard.checks.nonfinite else "check_replicas="
-        raise NotImplementedError(
-            f"optimizer_in_backward() does not support FSDP({asked}...), which acts before a step, "
-            "once all gradients are there: omit one of them"
-        )
 
 
 # --- around a step --------------------------------------------------------------------------------
 
 
-def check_step(optimizer: torch.optim.Optimizer, in_closure: bool) -> None:
-    """Run the checks of the models that an optimizer is about to step. Collective if there are any.
-    If they skip the step, it finds no gradients; end_step() puts them back. in_closure: its closure
-    has just run."""
-    if not _guards:
-        return
-    stale = _withheld.pop(optimizer, None)  # its last step has raised, or its closure has run again
-    if stale is not None:
-        stale.hook.remove()
-    units = units_stepped_by(optimizer)
-    guards = [guard for guard in map(guard_of, units) if guard is not None]
-    if not guards:
-        return
-    _refuse_mixtures(optimizer, units, guards)
-    if any([guard.skips(optimizer, in_closure) for guard in guards]):
-        _withheld[optimizer] = _Withheld(optimizer)
+class _Checks(Extension):
+    """The checks of all models that have some."""
+
+    def finish(self, model: nn.Module) -> None:
+        given: dict[str, Any] = dict(state_of(model).options.extras)
+        if "nonfinite" in given:
+            checks = StepChecks(given["nonfinite"], given["check_replicas"])
+            state_of(model).attached.append(_guard_steps(model, checks))
+
+    def metrics(self, model: nn.Module) -> dict[str, float]:
+        guard = _guard_of(state_of(model).unit)
+        counts = guard is not None and guard.checks.nonfinite == "skip"
+        return {"steps/skipped": float(guard.skipped)} if guard is not None and counts else {}
+
+    def meets_before_step(self, units: Sequence[_core.Unit]) -> bool:
+        return any(map(_guard_of, units))
+
+    def check_in_backward(self, unit: _core.Unit) -> None:
+        """A step in backward begins before all gradients are known."""
+        guard = _guard_of(unit)
+        if guard is not None:
+            asked = "nonfinite=" if guard.checks.nonfinite else "check_replicas="
+            raise NotImplementedError(
+                f"optimizer_in_backward() does not support FSDP({asked}...), which acts before a "
+                "step, once all gradients are there: omit one of them"
+            )
+
+    def before_step(self, optimizer: torch.optim.Optimizer, in_closure: bool) -> None:
+        """Collective if the models have checks. If those skip the step, it finds no gradients;
+        after_step() puts them back."""
+        if not _guards:
+            return
+        stale = _withheld.pop(optimizer, None)  # its last step has raised, or its closure ran again
+        if stale is not None:
+            stale.hook.remove()
+        units = units_stepped_by(optimizer)
+        guards = [guard for guard in map(_guard_of, units) if guard is not None]
+        if not guards:
+            return
+        _refuse_mixtures(optimizer, units, guards)
+        if any([guard.skips(optimizer, in_closure) for guard in guards]):
+            _withheld[optimizer] = _Withheld(optimizer)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        hidden = _withheld.pop(optimizer, None) if _withheld else None
+        if hidden is not None:
+            hidden.hook.remove()
+            hidden.restore(optimizer)
 
 
-def end_step(optimizer: torch.optim.Optimizer) -> None:
-    """Undo what a skipped step needed."""
-    hidden = _withheld.pop(optimizer, None) if _withheld else None
-    if hidden is not None:
-        hidden.hook.remove()
-        hidden.restore(optimizer)
+EXTENSIONS.append(_Checks())
 
 
 class _Withheld:
