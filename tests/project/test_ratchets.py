@@ -19,29 +19,29 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (15_147, 22_931),
+    "core": (15_140, 22_928),
     "core: (modules)": (1_470, 2_359),
-    "core: checkpoint": (3_921, 5_647),
-    "core: guard": (1_091, 1_616),
-    "core: memory": (897, 1_338),
+    "core: checkpoint": (3_919, 5_645),
+    "core: guard": (1_090, 1_615),
+    "core: memory": (895, 1_336),
     "core: model": (1_459, 2_389),
     "core: optim": (2_102, 3_126),
-    "core: ranks": (1_205, 1_838),
-    "core: state": (1_218, 1_834),
+    "core: ranks": (1_207, 1_844),
+    "core: state": (1_214, 1_830),
     "core: units": (712, 1_181),
     "core: wrap": (1_072, 1_603),
-    "extras": (6_329, 9_185),
+    "extras": (6_320, 9_176),
     "extras: __main__": (52, 72),
     "extras: extras/__init__": (29, 33),
     "extras: extras/any_world": (222, 301),
     "extras: extras/checkpoint_cli": (237, 290),
-    "extras: extras/checks": (352, 501),
+    "extras: extras/checks": (347, 496),
     "extras: extras/data_position": (172, 264),
     "extras: extras/doctor": (152, 223),
     "extras: extras/keeping": (589, 860),
-    "extras: extras/optimizers": (1_205, 1_808),
+    "extras: extras/optimizers": (1_202, 1_805),
     "extras: extras/planner": (1_488, 2_171),
-    "extras: extras/recovery": (743, 1_032),
+    "extras: extras/recovery": (742, 1_031),
     "extras: extras/run": (271, 376),
     "extras: extras/trace": (373, 556),
     "extras: extras/weights": (442, 693),
@@ -67,14 +67,14 @@ COUNTS = {  # exactly
     "c_globals": 31,
     "globals": 16,
     "module_tables": 40,
-    "names_from_core": 206,
-    "text_lines": 3_572,
+    "names_from_core": 207,
+    "text_lines": 3_571,
     "weak_dictionaries": 23,
 }
 C_LINES = 44_518
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
-    "names_from_core": "110 to 197: ten folders of the core became extras, so their names count",
+    "names_from_core": "110 to 206: folders of the core became extras, so their names count",
     "text_lines": "3,570 to 3,587: four check_...() of the core's questions to extensions",
 }
 

@@ -30,7 +30,7 @@ from zshard.checkpoint.contents import Contents, Item, facts_of
 from zshard.checkpoint.folder import Target
 from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, PartRecord, dump
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
-from zshard.ranks.agreement import Fact, gather_bytes, on_all_ranks
+from zshard.ranks.agreement import Fact, gather, on_all_ranks
 from zshard.units.extensions import EXTENSIONS
 from zshard.units.units import class_of, plain_name
 
@@ -187,10 +187,8 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
 
 def _from_all(comm: _core.Comm, mine: object) -> list[object]:
     """Return the JSON values of all ranks, or only one if all are equal."""
-    text = json.dumps(mine).encode()
-    if len(set(comm.exchange(hashlib.sha256(text).digest()))) == 1:
-        return [mine]
-    return [json.loads(each) for each in gather_bytes(comm, text)]
+    digest = hashlib.sha256(json.dumps(mine).encode()).digest()
+    return [mine] if len(set(comm.exchange(digest))) == 1 else gather(comm, mine)
 
 
 def _software() -> dict[str, str]:

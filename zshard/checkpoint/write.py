@@ -27,7 +27,7 @@ from zshard import _core
 from zshard.checkpoint.manifest import BLOCK, FileRecord
 from zshard.checkpoint.safetensors import CODES, rows_of
 from zshard.checkpoint.save_plan import Piece, record_of
-from zshard.ranks.agreement import bytes_of, gather_bytes
+from zshard.ranks.agreement import bytes_of, gather
 from zshard.ranks.ends import fail
 from zshard.state.source import CHUNK
 
@@ -138,7 +138,7 @@ def chunk_for(pieces: Sequence[Piece]) -> Callable[[], Tensor]:
 
 def names_of_all(comm: _core.Comm, names: Sequence[str]) -> set[str]:
     """Return the first of the names of each rank that has some. Collective."""
-    return {each.decode() for each in gather_bytes(comm, "".join(names[:1]).encode()) if each}
+    return {each for firsts in gather(comm, names[:1]) for each in firsts}
 
 
 def is_plain(piece: Piece) -> bool:

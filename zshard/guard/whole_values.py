@@ -19,7 +19,7 @@ from zshard import _core
 from zshard._errors import ShardError
 from zshard.guard.plain import plain, to_local
 from zshard.guard.words import no_history
-from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes
+from zshard.ranks.agreement import PublicCall, check_agreement, gather, gather_bytes
 from zshard.units.extensions import EXTENSIONS
 from zshard.units.open_forwards import is_forward_open
 from zshard.units.shards import Part, part_of
@@ -87,9 +87,8 @@ def joined(tensor: Tensor, part: Part) -> Tensor:
     check_agreement(
         part.comm, [(f"the tensor of '{part.name}'", str(local.dtype))], "tensors of full_tensor()"
     )
-    mine = array("q", (part.begin, part.numel)).tobytes()
-    ranges = [tuple(array("q", data)) for data in gather_bytes(part.comm, mine)]
-    return join(part, local, ranges).to(local.device)  # type: ignore[arg-type]
+    ranges = [(begin, numel) for begin, numel in gather(part.comm, (part.begin, part.numel))]
+    return join(part, local, ranges).to(local.device)
 
 
 @plain()

@@ -11,7 +11,6 @@ their first two steps, and agree once on what all of them have left.
 
 from __future__ import annotations
 
-import json
 import weakref
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from zshard.memory.report import memory_of, size_in_group, without_new_state
 from zshard.optim.announce import is_joined
 from zshard.optim.hooks import before_first_steps
 from zshard.optim.step_digest import watch_steps
-from zshard.ranks.agreement import PublicCall, gather_bytes
+from zshard.ranks.agreement import PublicCall, gather
 from zshard.ranks.devices import CPU
 from zshard.units.shards import units_stepped_by
 from zshard.units.units import State, state_of, units_of
@@ -164,8 +163,7 @@ def _check(
     mine = _Need(needed - room.bytes, comm.rank, needed, *room)
     name = type(optimizer).__name__
     with PublicCall(f"{name}.step()"):
-        told = gather_bytes(comm, json.dumps(mine).encode())
-    worst = max(_Need(*json.loads(each)) for each in told)
+        worst = max(_Need(*each) for each in gather(comm, mine))
     if worst.missing <= 0:
         return
     raise MemoryError(

@@ -69,7 +69,7 @@ def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models
     digest = hashlib.sha256(repr(list(facts)).encode()).digest()
     if len(set(comm.exchange(digest))) == 1:
         return
-    everyone = [json.loads(each) for each in gather_bytes(comm, json.dumps(list(facts)).encode())]
+    everyone = gather(comm, list(facts))
     for rank in range(1, comm.world):
         difference = first_difference(everyone[0], everyone[rank], (0, rank))
         if difference is not None:
@@ -82,6 +82,12 @@ def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models
 def on_any_rank(comm: _core.Comm, fact: bool) -> bool:
     """Return whether the fact is true on some rank. Collective."""
     return b"\1" in comm.exchange(b"\1" if fact else b"\0")
+
+
+def gather(comm: _core.Comm, mine: Any) -> list[Any]:
+    """Return the value of every rank in rank order, as JSON keeps it: numbers, texts, None, lists,
+    dicts by text. Collective."""
+    return [json.loads(each) for each in gather_bytes(comm, json.dumps(mine).encode())]
 
 
 def gather_bytes(comm: _core.Comm, mine: bytes) -> list[bytes]:

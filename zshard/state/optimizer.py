@@ -17,7 +17,6 @@ Optimizers without parameters of a wrapped model keep torch's behavior.
 from __future__ import annotations
 
 import functools
-from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -50,14 +49,14 @@ from zshard.optim.sharded_state import (
     zeros_side_by_side,
 )
 from zshard.optim.shared_state import FullState, read_full
-from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes
+from zshard.ranks.agreement import PublicCall, check_agreement, gather
 from zshard.state.source import Copy, Source, filled, shard_of
 from zshard.state.stand_ins import Pending
 from zshard.units import returned
 from zshard.units.shards import Part, part_of, units_stepped_by
 from zshard.units.units import State, refuse_writes, writing
 
-__all__ = ["OptimizerPlan", "gather", "install", "problems_with", "taken"]
+__all__ = ["OptimizerPlan", "gather_state", "install", "problems_with", "taken"]
 
 Numbered = Mapping[Any, Mapping[Any, Any]]
 """State by the parameters' numbers in a state dict: {0: {"exp_avg": tensor, "step": ...}, ...}."""
@@ -76,7 +75,7 @@ def install() -> None:
 def _save(self: Optimizer) -> dict[str, Any]:
     if not _has_parts(self):
         return _torchs_save(self)
-    with self.register_state_dict_post_hook(_gather_state, prepend=True):
+    with self.register_state_dict_post_hook(_with_full_state, prepend=True):
         packed = _torchs_save(self)
     _note_returned(self, packed)
     return packed
@@ -129,10 +128,10 @@ def _numbers(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[int, A
 # --- saving ---------------------------------------------------------------------------------------
 
 
-def _gather_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    """Torch's post-hook of state_dict(). gather() documents which ranks call it."""
+def _with_full_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+    """Torch's post-hook of state_dict(). gather_state() documents which ranks call it."""
     numbers = _numbers(optimizer, packed)
-    whole = {numbers[id(param)]: entries for param, entries in gather(optimizer)}
+    whole = {numbers[id(param)]: entries for param, entries in gather_state(optimizer)}
     state = packed["state"]
     if whole:  # copy the rest, too: otherwise it could be one step newer
         state = {
@@ -151,7 +150,7 @@ def _snapshot(entries: object, whole: Mapping[Any, Tensor]) -> object:
 
 @PublicCall("optimizer.state_dict()")
 @torch.inference_mode(False)  # later steps write to the result
-def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
+def gather_state(optimizer: Optimizer, keep: bool = True) -> FullState:
     """Return the sharded parameters, each with the full tensors of its sharded state.
 
     keep: return the state; otherwise this rank only sends its shards, holds one full tensor at a
@@ -211,15 +210,12 @@ def _still_full(optimizer: Optimizer) -> FullState | None:
 def _ranges(comm: _core.Comm, held: Sequence[HeldState]) -> list[list[tuple[int, int]]]:
     """Return each parameter's (begin, numel) on all ranks. Raises RuntimeError on all of them if
     sharded tensors are within a list or dict."""
-    told = [(each.part.begin, each.part.numel, int(each.nested is not None)) for each in held]
-    mine = array("q", [number for row in told for number in row])
-    everyone = [array("q", data) for data in gather_bytes(comm, mine.tobytes())]
+    mine = [(each.part.begin, each.part.numel, each.nested is not None) for each in held]
     found = []
-    for i, each in enumerate(held):
-        rows = [them[3 * i : 3 * i + 3] for them in everyone]
-        if all(row[2] for row in rows):
+    for each, rows in zip(held, zip(*gather(comm, mine), strict=True), strict=True):
+        if all(nested for _, _, nested in rows):
             each.refuse_nested()
-        found.append([(row[0], row[1]) for row in rows])
+        found.append([(begin, numel) for begin, numel, _ in rows])
     return found
 
 

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard.optim.sharded_state import params_of, without_parameters
-from zshard.ranks.agreement import PublicCall, gather_bytes, on_all_ranks
+from zshard.ranks.agreement import PublicCall, gather, on_all_ranks
 from zshard.ranks.transports import comm_for
-from zshard.state.optimizer import OptimizerPlan, gather, problems_with, taken
+from zshard.state.optimizer import OptimizerPlan, gather_state, problems_with, taken
 from zshard.state.source import FromRank0, pending, told_by_rank_0
 from zshard.units.returned import note_used, tensors_in
 from zshard.units.shards import part_of
@@ -71,7 +71,7 @@ def optim_state_dict(
     """
     names = names_of(model, optimizer)
     if rank0_only and outermost_comm(model).rank != 0:
-        gather(optimizer, keep=False)
+        gather_state(optimizer, keep=False)
         return {}
     return by_name(names, optimizer, optimizer.state_dict())
 
@@ -225,7 +225,7 @@ def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) ->
 def _raise_together(comm: _core.Comm, problems: Sequence[str]) -> None:
     """Raise ValueError on all ranks if any rank has problems."""
     text = "\n".join(problems)
-    everyone = [each.decode() for each in gather_bytes(comm, text.encode())]
+    everyone = gather(comm, text)
     for rank, each in enumerate(everyone):
         if each:
             where = "" if len(set(everyone)) == 1 else f" on rank {rank}"

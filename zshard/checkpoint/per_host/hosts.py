@@ -7,7 +7,6 @@ reads which part file from which other one. Hosts may have gone, come or changed
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ from zshard.checkpoint.per_host.parts import Spread, part_files_in
 from zshard.checkpoint.per_host.remote import RemoteParts
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.ranks import meeting
-from zshard.ranks.agreement import gather_bytes, on_all_ranks, on_any_rank, warn_on_rank_0
+from zshard.ranks.agreement import gather, gather_bytes, on_all_ranks, on_any_rank, warn_on_rank_0
 from zshard.ranks.transports import group_beside
 from zshard.units.units import bare
 
@@ -40,8 +39,7 @@ class Hosts:
 
     def __init__(self, comm: _core.Comm) -> None:
         """Collective."""
-        reports = gather_bytes(comm, meeting.host_id().encode())
-        self.of = [each.decode() for each in reports]  # by rank
+        self.of: list[str] = gather(comm, meeting.host_id())  # by rank
         self.rank = comm.rank
         self.all = list(dict.fromkeys(self.of))
         self.near = self.ranks(self.of[comm.rank])
@@ -124,8 +122,7 @@ def by_age(names: Iterable[str]) -> list[str]:
 def look(comm: _core.Comm, hosts: Hosts, folder: str) -> tuple[Found | None, list[HostReport]]:
     """Return the checkpoint that the hosts have together in a folder, preferring a complete one,
     and what each rank reports. Collective."""
-    data = json.dumps(report_of(folder)).encode()
-    reports = [HostReport(*json.loads(each)) for each in gather_bytes(comm, data)]
+    reports = [HostReport(*each) for each in gather(comm, report_of(folder))]
     return together(hosts.of, reports), reports
 
 
@@ -195,8 +192,7 @@ def newest(
 def choose(comm: _core.Comm, hosts: Hosts, path: str) -> Chosen:
     """Return the newest checkpoint at `path` that the hosts have together. Collective. Warn of
     newer ones that are incomplete."""
-    everyone = gather_bytes(comm, json.dumps(names_at(path)).encode())
-    names = by_age(name for each in everyone for name in json.loads(each))
+    names = by_age(name for each in gather(comm, names_at(path)) for name in each)
     chosen = newest(names, lambda name: look(comm, hosts, os.path.join(path, name)), path)
     if chosen.skipped:
         listed = ", ".join(f"'{name}'" for name in chosen.skipped)
@@ -290,8 +286,8 @@ class PartsOfHosts(NamedTuple):
                 marks[place.part] = marks.get(place.part, 0) | (1 << last) - (1 << first)
         ours: dict[str, int] = {}
         reports = {name: f"{mask:x}" for name, mask in marks.items()}
-        for rank, data in enumerate(gather_bytes(comm, json.dumps(reports).encode())):
-            for name, mask in json.loads(data).items():
+        for rank, reported in enumerate(gather(comm, reports)):
+            for name, mask in reported.items():
                 source = self.servers[rank].get(name, rank)
                 if self.hosts.of[source] == self.hosts.of[comm.rank]:
                     ours[name] = ours.get(name, 0) | int(mask, 16)

@@ -10,7 +10,6 @@ leaves the checkpoint before this one complete.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,7 +24,13 @@ from zshard.checkpoint.per_host.hosts import SUFFIX, Hosts, look
 from zshard.checkpoint.per_host.remote import RemoteParts
 from zshard.checkpoint.save_plan import Piece, SavePlan, joined, record_of
 from zshard.checkpoint.write import Writer, chunk_for, copy_file, names_of_all, write_text
-from zshard.ranks.agreement import PublicCall, gather_bytes, on_all_ranks, warn_on_rank_0
+from zshard.ranks.agreement import (
+    PublicCall,
+    gather,
+    gather_bytes,
+    on_all_ranks,
+    warn_on_rank_0,
+)
 from zshard.ranks.groups import Group
 from zshard.ranks.transports import group_beside
 
@@ -206,9 +211,8 @@ def _size(what: Piece | bytes) -> int:
 def _gather(comm: _core.Comm, own: _WrittenPart | None) -> list[_WrittenPart]:
     """Return the part files of all ranks."""
     mine = own and (own.name, own.part, (own.record.size, own.record.checksums))
-    everyone = gather_bytes(comm, json.dumps(mine).encode())
     found = []
-    for name, (host, rank, runs), (size, checksums) in filter(None, map(json.loads, everyone)):
+    for name, (host, rank, runs), (size, checksums) in filter(None, gather(comm, mine)):
         part = PartRecord(
             host, rank, {file: tuple(map(tuple, each)) for file, each in runs.items()}
         )

@@ -20,7 +20,7 @@ from torch import nn
 
 from zshard import _core
 from zshard.guard.slices import plain
-from zshard.ranks.agreement import checksum, gather_bytes
+from zshard.ranks.agreement import checksum, gather
 from zshard.units.units import State, is_apart, state_of, units_of
 
 __all__ = ["ReplicaCheck", "has_replicas"]
@@ -55,10 +55,7 @@ class ReplicaCheck:
         digests = comm.exchange(_digest(mine))
         if _are_same(digests):
             return
-        everyone = [
-            Sums(*json.loads(each)) for each in gather_bytes(comm, json.dumps(mine).encode())
-        ]
-        difference = _difference(everyone)
+        difference = _difference([Sums(*each) for each in gather(comm, mine)])
         if difference:
             raise _core.DivergenceError(
                 f"replicas differ: {difference}. Up to {self._every} steps ago, one rank's memory "

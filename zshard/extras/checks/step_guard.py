@@ -11,7 +11,6 @@ without a gradient as they are.
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -24,7 +23,7 @@ from zshard._errors import NonFiniteError, warn
 from zshard.extras.checks.replicas import ReplicaCheck, has_replicas
 from zshard.guard.slices import grads_of, plain
 from zshard.optim.sharded_state import params_of
-from zshard.ranks.agreement import PublicCall, gather_bytes, warn_on_rank_0
+from zshard.ranks.agreement import PublicCall, gather, warn_on_rank_0
 from zshard.units.extensions import EXTENSIONS, Extension
 from zshard.units.shards import units_stepped_by
 from zshard.units.units import state_of, units_of
@@ -290,8 +289,7 @@ def _first_of_all(
     there is none. Collective."""
     comm = state_of(module).comms.all
     mine = [] if is_finite else list(_culprits(module, optimizer))
-    everyone = [json.loads(each) for each in gather_bytes(comm, json.dumps(mine).encode())]
-    known = [Culprit(*each) for rank in everyone for each in rank]
+    known = [Culprit(*each) for rank in gather(comm, mine) for each in rank]
     if not known:
         return None
     known = [each for each in known if each.ranks >= 0] or known

@@ -1,2 +1,2 @@
-"""Optimizers with state in 8 bits, and those whose step needs whole matrices, of which each is
-stepped on one rank, its owner."""
+"""Optimizers with state in 8 bits, and those whose step needs whole matrices: one rank, its owner,
+steps each of these."""

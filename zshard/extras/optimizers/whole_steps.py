@@ -7,7 +7,6 @@ from that. Plans are kept from step to step.
 from __future__ import annotations
 
 import weakref
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,7 +17,7 @@ from zshard import _core
 from zshard.extras.optimizers.owners import Matrix, StepPlan, assigned
 from zshard.extras.optimizers.transfers import Job, Mail, carry_out, mail_for
 from zshard.guard.slices import plain
-from zshard.ranks.agreement import Fact, PublicCall, check_agreement, gather_bytes
+from zshard.ranks.agreement import Fact, PublicCall, check_agreement, gather
 from zshard.units.shards import Part, part_of
 
 __all__ = ["Stepping", "WholeSteps", "comm_of", "full_shape", "refuse_copy"]
@@ -162,9 +161,7 @@ class WholeSteps:
             if comm is None:
                 everyone = [own]
             else:
-                mine = array("q", [number for row in own for number in row])
-                numbers = [array("q", data) for data in gather_bytes(comm, mine.tobytes())]
-                everyone = [list(zip(row[::2], row[1::2], strict=True)) for row in numbers]
+                everyone = [[(begin, end) for begin, end in rank] for rank in gather(comm, own)]
             ranges = list(zip(*everyone, strict=True))
             known = self._members[comm] = _Members(list(map(weakref.ref, params)), ranges, {})
         return known

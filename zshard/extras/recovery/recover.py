@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import mmap
 import os
 import pickle
@@ -38,7 +37,7 @@ from zshard.extras.recovery.layout import (
 from zshard.guard.slices import plain
 from zshard.optim.hooks import know
 from zshard.optim.sharded_state import params_of
-from zshard.ranks.agreement import bytes_of, gather_bytes, on_all_ranks
+from zshard.ranks.agreement import bytes_of, gather, on_all_ranks
 from zshard.units.units import units_of, writing
 
 HEAD, SLOTS, AREA, REST = 0, (1, 2), 3, 4
@@ -93,7 +92,7 @@ def generations(keeper: Keeper, comm: _core.Comm, own: KeptName) -> Generations:
             held = keeper.get(str(name))
             steps[str(name.generation)] = _ready(held.fds) if held is not None else 0
     mine = [max((name.generation for name in known), default=-1), steps]
-    everyone = [json.loads(text) for text in gather_bytes(comm, json.dumps(mine).encode())]
+    everyone = gather(comm, mine)
     newest = max(newest for newest, _ in everyone)
     for generation in range(newest, -1, -1):
         step = min(each.get(str(generation), 0) for _, each in everyone)

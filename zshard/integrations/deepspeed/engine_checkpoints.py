@@ -23,7 +23,7 @@ from zshard.checkpoint.load import Loaded, load
 from zshard.checkpoint.per_host.hosts import Hosts, is_anywhere
 from zshard.checkpoint.save import save
 from zshard.integrations.deepspeed.ds_config import Settings
-from zshard.ranks.agreement import PublicCall, gather_bytes, on_all_ranks, warn_on_rank_0
+from zshard.ranks.agreement import PublicCall, gather, on_all_ranks, warn_on_rank_0
 from zshard.state import state_dict_form
 from zshard.units.units import state_of
 
@@ -129,7 +129,7 @@ class EngineCheckpoints:
         with on_all_ranks(comm):
             name = _latest_of(folder) if tag is None else _checked(str(tag))
         # A new host with a disk of its own has no file `latest` and no checkpoint.
-        known = [each.decode() for each in gather_bytes(comm, (name or "").encode()) if each]
+        known = [each for each in gather(comm, name) if each]
         if tag is None:
             name = known[0] if known else None
         if name is None:

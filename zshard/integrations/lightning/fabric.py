@@ -29,7 +29,7 @@ from zshard.fsdp import ARGUMENTS, FSDP
 from zshard.model.shard_model import broadcast_buffers
 from zshard.ranks.agreement import on_all_ranks
 from zshard.state import state_dict_form
-from zshard.state.optimizer import gather
+from zshard.state.optimizer import gather_state
 from zshard.units.units import class_of, is_unit, units_of
 
 __all__ = [
@@ -194,7 +194,7 @@ def optimizer_on_rank_0(optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's full state dict; on other ranks an empty one."""
     optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper has it
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
-        gather(optimizer, keep=False)
+        gather_state(optimizer, keep=False)
         return {}
     state: dict[str, Any] = optimizer.state_dict()
     return state
