@@ -19,7 +19,7 @@ _OF_LIBRARY = {
     "transformers": "zshard.integrations.transformers",
 }
 _OF_VARIABLE = {"ZSHARD_TRACE": "zshard.extras.trace.asked"}
-_OF_ARGUMENT = {  # of FSDP(): the extra, whose parse() takes all of its arguments
+_OF_ARGUMENT = {  # of FSDP(): the extra, whose parse() takes all that are its own
     **dict.fromkeys(("deterministic", "micro_batches"), "zshard.extras.any_world"),
     **dict.fromkeys(("nonfinite", "check_replicas"), "zshard.extras.checks.step_guard"),
 }
@@ -43,10 +43,13 @@ def of_argument(name: str) -> ModuleType:
 
 def parse_extras(given: Mapping[str, object]) -> dict[str, Any]:
     """Return what extras make of their arguments, by name; those that are not used stay away.
-    given: all such arguments of FSDP(), None or 0 where a script has not set one. Raises TypeError
-    or ValueError for an invalid one."""
+    given: all such arguments of FSDP(); None is the default, and 0 that of check_replicas. Raises
+    TypeError or ValueError for an invalid one."""
     found: dict[str, Any] = {}
-    for module in dict.fromkeys(_OF_ARGUMENT[name] for name, value in given.items() if value):
+    used = [name for name, value in given.items() if value is not None]
+    if type(given["check_replicas"]) is int and given["check_replicas"] == 0:
+        used.remove("check_replicas")
+    for module in dict.fromkeys(_OF_ARGUMENT[name] for name in used):
         own = {name: value for name, value in given.items() if _OF_ARGUMENT[name] == module}
         found |= importlib.import_module(module).parse(**own)
     return found

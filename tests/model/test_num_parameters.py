@@ -75,6 +75,8 @@ class Counting(nn.Module):
 
 
 def parts_count() -> list[int]:
+    import zshard.integrations.transformers  # noqa: F401 - as FSDP() does if transformers is imported
+
     model: Any = FSDP(nn.Sequential(Counting(), Counting()), auto_wrap_policy=None)
     return [model[0].num_parameters(), Counting().num_parameters()]
 

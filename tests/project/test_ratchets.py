@@ -19,8 +19,8 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (15_140, 22_928),
-    "core: (modules)": (1_470, 2_359),
+    "core": (15_143, 22_931),
+    "core: (modules)": (1_473, 2_362),
     "core: checkpoint": (3_919, 5_645),
     "core: guard": (1_090, 1_615),
     "core: memory": (895, 1_336),

@@ -12,9 +12,9 @@ from scenarios import message_of
 from spawn import RankPool
 from torch import Tensor, nn
 
+import zshard
 from zshard import FSDP, MixedPrecision
-from zshard.units.extensions import EXTENSIONS, Extension
-from zshard.wrap.tree import ParamRef
+from zshard.units.extensions import EXTENSIONS, Extension, ParamRef
 
 
 class Scaled(nn.Linear):
@@ -80,3 +80,31 @@ def scale_of_a_weight() -> float:
 
 def test_attached_tensors_come_from_rank_0(pool2: RankPool) -> None:
     assert pool2.run(scale_of_a_weight) == [1.0] * 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"deterministic": ""},
+        {"micro_batches": 0},
+        {"nonfinite": ""},
+        {"nonfinite": False},
+        {"check_replicas": False},
+    ],
+    ids=str,
+)
+def test_an_argument_of_an_extra_that_is_empty_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must be|belong together"):
+        FSDP(nn.Linear(2, 2), **given)
+
+
+def different_extras() -> str:
+    given = {"check_replicas": 2} if dist.get_rank() else {}
+    with pytest.raises(zshard.DivergenceError) as caught:
+        FSDP(nn.Linear(8, 8), strategy="no_shard", **given)
+    return str(caught.value)
+
+
+def test_an_argument_of_an_extra_on_one_rank_is_refused(pool2: Any) -> None:
+    for text in pool2.run(different_extras):
+        assert "check_replicas is None on rank 0, but 2 on rank 1" in text

@@ -32,7 +32,7 @@ class ParamRef:
 
 
 class Extension:
-    """An integration's additions to sharding; by default nothing."""
+    """What an integration or an extra adds to sharded models; by default nothing."""
 
     # --- before a model is sharded ----------------------------------------------------------------
 
