@@ -16,7 +16,7 @@ import torch
 from compare import differences
 from models import COMBINATIONS, make
 from scenarios import WIDTH, forward_backward, message_of, wrong_in
-from spawn import RankPool, ranks
+from spawn import RankPool, on_ranks, ranks
 from torch import Tensor, nn
 
 import zshard
@@ -164,8 +164,9 @@ def refusals(combination: tuple[str, str], dtype: Any) -> list[str]:
     return found
 
 
+@on_ranks(2)
 def test_frozen_parameters_may_have_another_gradient_dtype() -> None:
-    model = FSDP(two_layers())
+    model = FSDP(two_layers(), strategy="no_shard")
     model[1].weight.requires_grad_(False).grad_dtype = torch.float32
     model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
     assert model[0].weight.grad is not None
