@@ -154,6 +154,10 @@ if _TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
+        if name in ("accelerate", "compat", "transformers"):
+            import importlib
+
+            return importlib.import_module(f"zshard.{name}")  # zshard.accelerate.shard()
         if name not in _LATER:
             from zshard._errors import did_you_mean, warn
             from zshard._removed import REMOVED, removal

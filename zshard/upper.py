@@ -43,12 +43,12 @@ def of_argument(name: str) -> ModuleType:
 
 def parse_extras(given: Mapping[str, object]) -> dict[str, Any]:
     """Return what extras make of their arguments, by name; those that are not used stay away.
-    given: all such arguments of FSDP(); None is the default, and 0 that of check_replicas. Raises
+    given: all such arguments of FSDP(); None is the default, but 0 that of check_replicas. Raises
     TypeError or ValueError for an invalid one."""
     found: dict[str, Any] = {}
-    used = [name for name, value in given.items() if value is not None]
-    if type(given["check_replicas"]) is int and given["check_replicas"] == 0:
-        used.remove("check_replicas")
+    used = [name for name, value in given.items() if name != "check_replicas" and value is not None]
+    if type(given["check_replicas"]) is not int or given["check_replicas"] != 0:
+        used.append("check_replicas")
     for module in dict.fromkeys(_OF_ARGUMENT[name] for name in used):
         own = {name: value for name, value in given.items() if _OF_ARGUMENT[name] == module}
         found |= importlib.import_module(module).parse(**own)

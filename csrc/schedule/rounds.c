@@ -289,7 +289,11 @@ void zs_record_set_early(zs_record *record, bool on)
 static zs_status begin_round(zs_schedule *schedule, zs_record *record, bool local)
 {
     if (!local) ZS_TRY(take_bucket(schedule, record));
-    ZS_TRY(ZS_ACT(schedule, begin_round, record, local));
+    zs_status status = ZS_ACT(schedule, begin_round, record, local);
+    if (status != ZS_OK) {
+        drop_bucket(record); /* it may have no memory */
+        return status;
+    }
     record->round.local = local;
     record->round.n_arrived = 0;
     return ZS_OK;
@@ -351,9 +355,12 @@ static zs_status post_local(zs_schedule *schedule, zs_record *record)
 {
     ZS_TRY(zs_rounds_prepare(schedule, record, -1)); /* it may not have been used in this backward */
     ZS_TRY(take_bucket(schedule, record));
-    ZS_TRY(ZS_ACT(schedule, send_local, record));
-    record->round.local = false;
-    return ZS_OK;
+    zs_status status = ZS_ACT(schedule, send_local, record);
+    if (status == ZS_OK)
+        record->round.local = false;
+    else
+        drop_bucket(record); /* it may have no memory */
+    return status;
 }
 
 zs_status zs_rounds_post(zs_schedule *schedule, zs_record *record)

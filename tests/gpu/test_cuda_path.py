@@ -17,7 +17,8 @@ from stand_ins import with_stand_ins
 
 FILES = {
     "training/test_parity.py": "",
-    "training/test_mixed_precision.py": "not offload",
+    # A GPU's slots and buckets are lent to others between passes.
+    "training/test_mixed_precision.py": "not offload and not over_hosts and not full_buffers",
     "units/test_hybrid.py": "not shm_within_hosts",
     "wrap/test_meta.py": "not little_is_whole and not peak_memory",  # which look at the host's memory
     "checkpoint/test_save.py": "not chunk_of_memory and not offload",

@@ -149,6 +149,11 @@ def test_failing_call_raises_on_all_ranks(well, call):
     assert problem_with(well, call, among[0 if call in POLLED else len(among) // 2]) == ""
 
 
+def test_a_bucket_without_memory_raises_on_all_ranks(well):
+    """The tenth allocation is a bucket's, when a backward begins to fill it."""
+    assert problem_with(well, "cuMemAlloc", 10) == ""
+
+
 def test_failed_calls_are_among_those_made(well):
     """A new call is added to the failing ones by itself."""
     assert set(SOME) <= set(well[1])

@@ -470,3 +470,43 @@ def reads_alone_before_the_step(kind):
 @pytest.mark.parametrize("kind", ["Muon", "WholeMatrix"])
 def test_a_rank_may_read_alone_before_a_step_of_all(pool2, kind):
     assert pool2.run(reads_alone_before_the_step, kind) == [True, True]
+
+
+def drops_a_gradient(kind, how):
+    """One rank's gradient goes where other ranks have one, after torch's first hooks."""
+    model = FSDP(make(Stack), strategy="full_shard", transport="shm", timeout=20)
+    cls = zshard.Muon if kind == "Muon" else zshard.WholeMatrix
+
+    def drop(self, *_):
+        if dist.get_rank() == 1:
+            next(p for group in self.param_groups for p in group["params"]).grad = None
+
+    class Dropping(cls):
+        def step(self, closure=None):
+            drop(self)
+            return super().step(closure)
+
+    made = Dropping if how == "step" else cls
+    given = (model,) if kind == "Muon" else (torch.optim.Adafactor, model.parameters())
+    optimizer = made(*given, lr=0.01)
+    if how == "hook":
+        optimizer.register_step_pre_hook(drop)
+    loss_of(model(floats(dist.get_rank()))).backward()
+    with pytest.raises(zshard.DivergenceError, match="is set on rank 0, but None on rank 1"):
+        optimizer.step()
+    return True
+
+
+@pytest.mark.parametrize("how", ["hook", "step"])
+@pytest.mark.parametrize("kind", ["Muon", "WholeMatrix"])
+def test_gradients_that_differ_when_the_step_begins_are_refused(pool2, kind, how):
+    assert pool2.run(drops_a_gradient, kind, how) == [True, True]
+
+
+def test_whole_matrix_over_a_plain_model_refuses_changed_parameters():
+    model = nn.Linear(4, 4)
+    optimizer = zshard.WholeMatrix(torch.optim.Adafactor, model.parameters(), lr=0.01)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(RuntimeError, match="have lost parameters"):
+        optimizer.step()

@@ -19,8 +19,8 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (15_143, 22_931),
-    "core: (modules)": (1_473, 2_362),
+    "core": (15_146, 22_935),
+    "core: (modules)": (1_476, 2_366),
     "core: checkpoint": (3_919, 5_645),
     "core: guard": (1_090, 1_615),
     "core: memory": (895, 1_336),
@@ -30,16 +30,16 @@ LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
     "core: state": (1_214, 1_830),
     "core: units": (712, 1_181),
     "core: wrap": (1_072, 1_603),
-    "extras": (6_320, 9_176),
+    "extras": (6_329, 9_187),
     "extras: __main__": (52, 72),
     "extras: extras/__init__": (29, 33),
     "extras: extras/any_world": (222, 301),
     "extras: extras/checkpoint_cli": (237, 290),
-    "extras: extras/checks": (347, 496),
+    "extras: extras/checks": (350, 499),
     "extras: extras/data_position": (172, 264),
     "extras: extras/doctor": (152, 223),
     "extras: extras/keeping": (589, 860),
-    "extras: extras/optimizers": (1_202, 1_805),
+    "extras: extras/optimizers": (1_208, 1_813),
     "extras: extras/planner": (1_488, 2_171),
     "extras: extras/recovery": (742, 1_031),
     "extras: extras/run": (271, 376),
@@ -71,7 +71,7 @@ COUNTS = {  # exactly
     "text_lines": 3_571,
     "weak_dictionaries": 23,
 }
-C_LINES = 44_518
+C_LINES = 44_525
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
     "names_from_core": "110 to 206: folders of the core became extras, so their names count",

@@ -90,6 +90,7 @@ def test_attached_tensors_come_from_rank_0(pool2: RankPool) -> None:
         {"nonfinite": ""},
         {"nonfinite": False},
         {"check_replicas": False},
+        {"check_replicas": None},
     ],
     ids=str,
 )

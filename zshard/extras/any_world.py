@@ -79,7 +79,7 @@ class _AnyWorld(Extension):
                 "pass transport='c10d'"
             )
 
-    def finish(self, model: nn.Module) -> None:
+    def finish(self, model: nn.Module, of: nn.Module | None = None) -> None:
         if state_of(model).options.micro_batches:
             _models.add(model)
             _watch_buffers(model)

@@ -28,7 +28,7 @@ class _Adapters(Extension):
     def methods(self, original: type[nn.Module]) -> dict[str, Any]:
         return {name: _of_copy(name) for name in _MERGE} if hasattr(original, _COUNT) else {}
 
-    def finish(self, model: nn.Module) -> None:
+    def finish(self, model: nn.Module, of: nn.Module | None = None) -> None:
         count_full_in(model, _COUNT)
 
 

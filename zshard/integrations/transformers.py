@@ -197,7 +197,7 @@ class _PretrainedModels(Extension):
     def methods(self, original: type[nn.Module]) -> dict[str, Any]:
         return _generate_of(original)
 
-    def finish(self, model: nn.Module) -> None:
+    def finish(self, model: nn.Module, of: nn.Module | None = None) -> None:
         count_full_in(model, _COUNT)
 
 

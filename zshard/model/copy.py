@@ -92,7 +92,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if own.spare is not None:
         state_of(copied.module).spare = own.spare.like(copied.module)
     for each in EXTENSIONS:
-        each.finish(copied.module)
+        each.finish(copied.module, of=model)
     introduce(copied.module)
     for (_, state), (_, module) in zip(units, copied.units, strict=True):
         state_of(module).form = state.form

@@ -190,8 +190,8 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
             if param.grad is not None:
                 _core.settle(param.grad, False)
     note_values(stepped_by(optimizer))
-    if hasattr(optimizer, "agree"):  # its step waits for all, and a rank may read alone till then
-        optimizer.agree()
+    if hasattr(optimizer, "wait_for_ranks"):  # as its step does, and till then one may read alone
+        optimizer.wait_for_ranks()
     for unit in units_stepped_by(optimizer):
         unit.engine.before_step()
 

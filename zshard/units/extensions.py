@@ -80,8 +80,8 @@ class Extension:
 
     # --- a sharded model --------------------------------------------------------------------------
 
-    def finish(self, model: nn.Module) -> None:
-        """Finish once a model, or a copy of one, is sharded."""
+    def finish(self, model: nn.Module, of: nn.Module | None = None) -> None:
+        """Finish once a model is sharded. of: the sharded model that it is a copy of."""
 
     def metrics(self, model: nn.Module) -> dict[str, float]:
         """Return what model.metrics() has of it, by name."""

@@ -155,9 +155,12 @@ def _guard_of(unit: _core.Unit) -> StepGuard | None:
 class _Checks(Extension):
     """The checks of all models that have some."""
 
-    def finish(self, model: nn.Module) -> None:
+    def finish(self, model: nn.Module, of: nn.Module | None = None) -> None:
         given: dict[str, Any] = dict(state_of(model).options.extras)
-        if "nonfinite" in given:
+        theirs = _guard_of(state_of(of).unit) if of is not None else None
+        if theirs is not None:
+            state_of(model).attached.append(StepGuard(model, theirs.checks))
+        elif of is None and "nonfinite" in given:
             checks = StepChecks(given["nonfinite"], given["check_replicas"])
             state_of(model).attached.append(_guard_steps(model, checks))
 

@@ -208,15 +208,16 @@ class Muon(torch.optim.Optimizer):
         self._adamw.state = self.state  # both keep one dict
         self._adamw.param_groups = _of_adamw(self.param_groups)
         stepped = self._stepped()
+        self._whole.agree([each for each, _ in stepped])
         self._adamw.step_groups()
         self._whole.run(
             [each for each, _ in stepped], lambda active: self._job([stepped[i] for i in active])
         )
         return loss
 
-    def agree(self) -> None:
-        """Raise what step() does if ranks differ, before anything is updated. Collective."""
-        self._whole.agree([each for each, _ in self._stepped()])
+    def wait_for_ranks(self) -> None:
+        """Wait for the ranks of the next step, before anything is written. Collective."""
+        self._whole.wait_for_ranks(each.param for each, _ in self._stepped())
 
     def _stepped(self) -> list[tuple[Stepping, dict[str, Any]]]:
         """Return the matrices, each with its param group."""

@@ -108,16 +108,9 @@ class WholeMatrix(Optimizer):
         _forget_values(params_of(self._inner))
         _copy_options(self._inner.param_groups, self.param_groups)
 
-    def agree(self) -> None:
-        """Raise what step() does if ranks differ, before anything is updated. Collective."""
-        self._refuse_changes()
-        stepped = [each for each in self._stepped() if comm_of(each.param) is not None]
-        if len({comm_of(each.param) for each in stepped}) > 1:
-            raise NotImplementedError(
-                "WholeMatrix() got parameters of models over several process groups: make one "
-                "optimizer for each process group"
-            )
-        self._steps.agree(stepped)
+    def wait_for_ranks(self) -> None:
+        """Wait for the ranks of the next step, before anything is written. Collective."""
+        self._steps.wait_for_ranks(params_of(self))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. Collective.
@@ -133,6 +126,7 @@ class WholeMatrix(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refuse_changes()
         _copy_options(self.param_groups, self._inner.param_groups)
         stepped, proxies = self._stepped(), list(params_of(self._inner))
         for proxy, is_own in zip(proxies, self._steps.is_owner(stepped), strict=True):
@@ -141,6 +135,11 @@ class WholeMatrix(Optimizer):
         pairs = list(zip(params_of(self), proxies, strict=True))
         comms = [comm_of(param) for param, _ in pairs]
         others = [i for i, comm in enumerate(comms) if comm is not None]
+        if len({comms[i] for i in others}) > 1:
+            raise NotImplementedError(
+                "WholeMatrix() got parameters of models over several process groups: make one "
+                "optimizer for each process group"
+            )
         alone = (pair for pair, comm in zip(pairs, comms, strict=True) if comm is None)
         beside = [(param, proxy) for param, proxy in alone if param.grad is not None]
         jobs: list[_WholeJob] = []
@@ -150,6 +149,7 @@ class WholeMatrix(Optimizer):
             return jobs[0]
 
         with torch.no_grad():
+            self._steps.agree([stepped[i] for i in others])
             self._steps.run([stepped[i] for i in others], job_of)
             if beside and not jobs:
                 with torch.inference_mode(False), plain():

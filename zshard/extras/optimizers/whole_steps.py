@@ -7,7 +7,7 @@ from that. Plans are kept from step to step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -99,6 +99,13 @@ class WholeSteps:
                 with PublicCall(f"{self._name}.step()"), torch.inference_mode(False), plain():
                     facts = [fact for i in members for fact in _facts(stepped[i])]
                     check_agreement(comm, facts, "optimizers")
+
+    def wait_for_ranks(self, params: Iterable[Tensor]) -> None:
+        """Wait until all ranks that step these parameters together have come. Collective."""
+        for comm in dict.fromkeys(map(comm_of, params)):
+            if comm is not None:
+                with PublicCall(f"{self._name}.step()"):
+                    comm.exchange(b"")
 
     def run(self, stepped: Sequence[Stepping], job_of: Callable[[list[int]], Job]) -> None:
         """Step the parameters that have a gradient, on which all ranks agree. Collective.
