@@ -50,6 +50,7 @@ from lightning_runs import (
 from micro_batches import LOW, MICRO, STRATEGY, check_sums, full_grads
 
 import zshard
+from zshard.integrations.lightning.fabric import trainer_package
 from zshard.lightning import ZShardStrategy
 
 DDP = "ddp"
@@ -581,7 +582,5 @@ def test_notebook_forks_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch.trainer.connectors import accelerator_connector
 
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
-    made = zshard.lightning.trainer_package.Trainer(
-        accelerator="cpu", devices=2, strategy="zshard", logger=False
-    )
+    made = trainer_package.Trainer(accelerator="cpu", devices=2, strategy="zshard", logger=False)
     assert made.strategy.launcher.is_interactive_compatible
