@@ -207,7 +207,7 @@ class Muon(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         self._adamw.state = self.state  # both keep one dict
         self._adamw.param_groups = _of_adamw(self.param_groups)
-        stepped = self._stepped()
+        stepped = [(_stepping(param, group), group) for param, group in self._matrices()]
         self._whole.agree([each for each, _ in stepped])
         self._adamw.step_groups()
         self._whole.run(
@@ -217,12 +217,12 @@ class Muon(torch.optim.Optimizer):
 
     def wait_for_ranks(self) -> None:
         """Wait for the ranks of the next step, before anything is written. Collective."""
-        self._whole.wait_for_ranks(each.param for each, _ in self._stepped())
+        self._whole.wait_for_ranks(param for param, _ in self._matrices())
 
-    def _stepped(self) -> list[tuple[Stepping, dict[str, Any]]]:
+    def _matrices(self) -> list[tuple[Tensor, dict[str, Any]]]:
         """Return the matrices, each with its param group."""
         groups = [each for each in self.param_groups if each["use_muon"]]
-        return [(_stepping(param, each), each) for each in groups for param in each["params"]]
+        return [(param, each) for each in groups for param in each["params"]]
 
     def _job(self, active: Sequence[tuple[Stepping, dict[str, Any]]]) -> _MuonJob:
         params = [each.param for each, _ in active]
