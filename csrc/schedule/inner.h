@@ -66,6 +66,9 @@ void zs_rounds_packed(zs_record *record);
  */
 zs_status zs_rounds_post(zs_schedule *schedule, zs_record *record);
 
+/* (no_shard) Shares this rank's part of each sum that all ranks have posted, without a wait: a peer may wait for it. */
+void zs_rounds_share_now(zs_schedule *schedule);
+
 /* Completes all rounds, in the order of posting. All ranks must have posted, or be about to post without waiting for
  * this one. Their orders may differ, so this rank shares its sums before it waits. */
 zs_status zs_rounds_end_all(zs_schedule *schedule);

@@ -87,6 +87,12 @@ static zs_status end_until(zs_schedule *schedule, const zs_record *record, zs_wa
     return ZS_OK;
 }
 
+void zs_rounds_share_now(zs_schedule *schedule)
+{
+    for (zs_record *record = schedule->first_out; record != NULL; record = record->round.next)
+        (void)share(schedule, record, ZS_WAIT_NOT);
+}
+
 zs_status zs_rounds_end_all(zs_schedule *schedule)
 {
     zs_status status = ZS_OK;

@@ -71,10 +71,11 @@ COUNTS = {  # exactly
     "text_lines": 3_571,
     "weak_dictionaries": 23,
 }
-C_LINES = 44_525
+C_LINES = 44_537
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
     "names_from_core": "110 to 206: folders of the core became extras, so their names count",
+    "csrc": "12 lines: a failed backward shares its sums at once",
     "text_lines": "3,570 to 3,587: four check_...() of the core's questions to extensions",
 }
 

@@ -95,20 +95,35 @@ def test_gradual_unfreezing(pool2, one_unit):
         pool2.run(unfreeze_gradually, combination, one_unit)
 
 
+def unfreeze(model):
+    model[0].requires_grad_(True)
+
+
+def freeze(model):
+    model[2].requires_grad_(False)
+
+
+def step(model):
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
 @passing_groups()
-def unfreeze_on_one_rank(combination):
+def change_on_one_rank(combination, change):
+    """Rank 0 fails in the middle of its backward, and then does nothing that its peer could wait for."""
     model = sharded_model(combination, (0,), process_group=own_group(), timeout=10)
     backward(model, 0)
     model.zero_grad()
     if dist.get_rank() == 0:
-        model[0].requires_grad_(True)
-    return message_of(lambda: [backward(model, step) for step in (1, 2)], zshard.DivergenceError)
+        change(model)
+    said = message_of(lambda: [backward(model, step) for step in (1, 2)], zshard.DivergenceError)
+    dist.barrier()
+    return said
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.parametrize("change", [unfreeze, freeze, step])
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
-def test_unfreezing_on_one_rank_raises_on_all(pool2, combination):
-    for said in pool2.run(unfreeze_on_one_rank, combination):
+def test_a_change_on_one_rank_raises_on_all(pool2, combination, change):
+    for said in pool2.run(change_on_one_rank, combination, change):
         assert "diverged" in said or "out of step" in said
 
 
