@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core, _patches
 from zshard.guard.outside import NoDdp, refuse_ddp_around
-from zshard.memory.fits import parse_keep, parse_limit
 from zshard.model.copy import copy_model
 from zshard.model.fsdp1 import Fsdp1Methods
 from zshard.model.methods import ModelMethods
@@ -24,7 +23,6 @@ from zshard.model.own_names import refuse_names, warn_of_clashes, yields_to_the_
 from zshard.model.shard_model import FsdpSettings, refuse_half, shard_model
 from zshard.model.summon import own_unit_as_on_rank_0
 from zshard.model.torch_names import TorchNames, names_without_module
-from zshard.offload import offload_of, offload_on
 from zshard.options import (
     CPUOffloadLike,
     DeviceLike,
@@ -40,20 +38,18 @@ from zshard.options import (
     checks_names,
     either,
     one_device,
-    prefetch_of,
+    parse_options,
     unit_options,
 )
-from zshard.precision import precision_of
-from zshard.ranks.devices import CPU, device_of
+from zshard.ranks.devices import device_of
 from zshard.ranks.nccl import NcclOptions
-from zshard.ranks.wire import Wire, check_wire
+from zshard.ranks.wire import Wire
 from zshard.state.module import whole_state_dict
-from zshard.strategy import strategy_of
 from zshard.units.open_forwards import call_guarded, uncompiled
 from zshard.units.returned import look, note_used
 from zshard.units.shards import sizes_for_torch
-from zshard.units.units import MADE, BufferSync, OnNonfinite, Options, is_unit, modules_of, state_of
-from zshard.upper import import_upper, parse_extras
+from zshard.units.units import MADE, BufferSync, OnNonfinite, is_unit, modules_of, state_of
+from zshard.upper import import_upper
 from zshard.wrap import plan_units
 from zshard.wrap.initial_values import check_module, check_values, split_ignored
 
@@ -254,6 +250,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         deterministic: str | None = None,
         micro_batches: int | None = None,
     ) -> Wrapped[_M]:
+        given = dict(locals())
         _patches.install()
         import_upper()
         check_use_orig_params(use_orig_params)
@@ -261,41 +258,16 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         refuse_names(module)
         refuse_half(module)
         device = device_of(module, either(device_id=device_id, device_ids=one_device(device_ids)))
-        prefetches = forward_prefetch or device != CPU  # on GPUs a late gather stalls the GPU
-        chosen = either(strategy=strategy, sharding_strategy=sharding_strategy)
-        extras = parse_extras(
-            {
-                "deterministic": deterministic,
-                "micro_batches": micro_batches,
-                "nonfinite": nonfinite,
-                "check_replicas": check_replicas,
-            }
-        )
-        options = Options(
-            strategy_of("full_shard" if chosen is None else chosen),
-            precision_of(mixed_precision),
-            prefetch_of(backward_prefetch, prefetches, limit_all_gathers),
-            offload_on(
-                either(
-                    offload=offload_of(offload), cpu_offload=offload_of(cpu_offload, "cpu_offload")
-                ),
-                device,
-            ),
-            wire=check_wire(wire),
-            micro_batches=extras.get("micro_batches", 0),
-            extras=tuple(extras.items()),
-        )
+        options = parse_options(given | {"device": device})
         check_environment(options)
         check_values(param_init_fn, forward_sync_buffers)
-        limit = parse_limit(memory_limit)
-        options = options._replace(keep=parse_keep(keep_gathered, limit))
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
         planned = [(spec, unit_options(spec, options)) for spec in specs]
         warn_of_clashes(FSDP, [spec.module for spec in specs])
         settings = FsdpSettings(
             *(device, process_group, device_mesh, transport, timeout, param_init_fn),
-            *(sync_module_states, forward_sync_buffers, ignored[0], limit),
+            *(sync_module_states, forward_sync_buffers, ignored[0]),
         )
         shard_model(FSDP, module, planned, settings)
         return cast("Wrapped[_M]", module)

@@ -1,4 +1,4 @@
-"""The arguments of FSDP(), parsed once: their types, and the Options that they make.
+"""The arguments of FSDP(), parsed once: their types, and the table of the Options that they make.
 
 A type checker accepts what the checks at run time accept: zshard's objects, their names as strings,
 and torch's objects. Enums, dataclasses and policies are recognized by name and fields, so only type
@@ -11,17 +11,23 @@ import enum
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
 
 from zshard._errors import did_you_mean
-from zshard.offload import CPUOffload, Offload, OffloadPolicy
+from zshard.offload import CPUOffload, Offload, OffloadPolicy, offload_of, offload_on
 from zshard.precision import MixedPrecision, MixedPrecisionPolicy, precision_of
+from zshard.ranks.devices import CPU
+from zshard.ranks.wire import check_wire
 from zshard.strategy import ShardingStrategy, strategy_of
-from zshard.units.units import Options, Prefetch
+from zshard.units.units import MemoryLimit, Options, Prefetch
+from zshard.upper import ARGUMENTS, parse_extras
 from zshard.wrap import CustomPolicy
 from zshard.wrap.tree import UnitSpec
 
@@ -85,6 +91,8 @@ OffloadLike = Offload | str | os.PathLike[str]
 CPUOffloadLike = bool | Offload | CPUOffload | OffloadPolicy | TorchCPUOffload | TorchOffloadPolicy
 OffloadPolicyLike = Offload | OffloadPolicy | TorchOffloadPolicy
 
+_ALL = sys.maxsize  # bytes of units that stay gathered
+
 # --- names ----------------------------------------------------------------------------------------
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -136,20 +144,139 @@ def one_device(device_ids: Sequence[DeviceLike] | None) -> DeviceLike | None:
     return found
 
 
-def prefetch_of(
-    backward_prefetch: PrefetchLike | None, forward_prefetch: bool, limit_all_gathers: bool
-) -> Prefetch:
-    """Translate the three arguments about prefetching. Raises ValueError for an unknown value."""
-    given = backward_prefetch
-    name = given.name if isinstance(given, enum.Enum) else given
+def parse_size(name: str, size: int | str, others: str = "", base: int = 1024) -> int:
+    """Return an argument in bytes: a number, or a string such as "12GiB".
+
+    name: the argument. others: what else it may be, for the message. base: that of "GB"; the base
+    of "GiB" is 1024.
+
+    Raises ValueError for a malformed size, TypeError for an argument of another type.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise TypeError(
+            f'{name} must be a number of bytes, a string such as "12GiB"{others}, got {size!r}'
+        )
+    given = size
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:(i?)b)?\s*", size.lower())
+        if found is None:
+            raise ValueError(f'{name} must be a size such as "12GiB"{others}, got {size!r}')
+        power = " kmgt".index(found[2] or " ")
+        size = int(float(found[1]) * (1024 if found[3] else base) ** power)
+    if size <= 0:
+        raise ValueError(f"{name} must be positive, got {given!r}")
+    return size
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+# Arguments of FSDP(), by name; "device": where the model trains. What lacks has its default.
+_Passed = Mapping[str, Any]
+
+
+class Option(NamedTuple):
+    """A field of Options, by the argument that scripts know it by.
+
+    parse: makes it, or raises TypeError, ValueError or NotImplementedError. compared: what of it
+    must be equal on all ranks; None: nothing.
+    """
+
+    argument: str
+    parse: Callable[[_Passed], Any]
+    compared: Callable[[Any], str] | None = repr
+
+
+def _strategy(given: _Passed) -> ShardingStrategy:
+    names = ("strategy", "sharding_strategy")
+    chosen = either(**{name: given.get(name) for name in names})
+    return strategy_of("full_shard" if chosen is None else chosen)
+
+
+def _offload(given: _Passed) -> Offload | None:
+    names = ("offload", "cpu_offload")
+    chosen = either(**{name: offload_of(given.get(name), name) for name in names})
+    return offload_on(chosen, given.get("device", CPU))
+
+
+def _said_offload(offload: Offload | None) -> str:
+    """Directories may differ: each host may have its own disk."""
+    return repr(offload and replace(offload, directory=None))
+
+
+def _prefetch(given: _Passed) -> Prefetch:
+    asked = given.get("backward_prefetch", "backward_pre")
+    name = asked.name if isinstance(asked, enum.Enum) else asked
     name = name.lower() if isinstance(name, str) else name
     if name not in (None, "backward_pre", "backward_post"):
         raise ValueError(
-            f"backward_prefetch must be 'backward_pre', 'backward_post' or None, got {given!r}"
+            f"backward_prefetch must be 'backward_pre', 'backward_post' or None, got {asked!r}"
         )
-    units = 1 if limit_all_gathers else 2
+    units = 1 if given.get("limit_all_gathers", True) else 2
     backward = units if name == "backward_pre" else 0
-    return Prefetch(units if forward_prefetch else backward, backward)
+    # On GPUs a late gather stalls the GPU.
+    early = given.get("forward_prefetch", False) or given.get("device", CPU) != CPU
+    return Prefetch(units if early else backward, backward)
+
+
+def parse_limit(limit: MemoryLimit) -> MemoryLimit:
+    """Return memory_limit as bytes, "auto" or None. "12GiB", "12GB": both mean 12 * 2**30 bytes.
+
+    Raises ValueError for a malformed size, TypeError for an argument of another type.
+    """
+    if limit is None or limit == "auto":
+        return limit
+    return parse_size("memory_limit", limit, ', "auto" or None')
+
+
+def _keep(given: _Passed) -> int | None:
+    asked = given.get("keep_gathered", "auto")
+    if isinstance(asked, bool):
+        return _ALL if asked else 0
+    if asked == "auto":
+        return None if given.get("memory_limit", "auto") is not None else 0
+    return parse_size("keep_gathered", asked, ', "auto", True or False')
+
+
+def _said_keep(keep: int | None) -> str:
+    if keep is None:
+        return "'auto'"
+    return str(keep > 0) if keep in (0, _ALL) else f"{keep} bytes"
+
+
+OPTIONS = (
+    Option("strategy", _strategy, lambda strategy: str(strategy.value)),
+    Option("mixed_precision", lambda given: precision_of(given.get("mixed_precision"))),
+    Option("backward_prefetch", _prefetch, None),
+    Option("offload", _offload, _said_offload),
+    Option(
+        "memory_limit",
+        lambda given: parse_limit(given.get("memory_limit", "auto")),
+        lambda limit: "None" if limit is None else "given",
+    ),
+    Option("keep_gathered", _keep, _said_keep),
+    Option("wire", lambda given: check_wire(given.get("wire"))),
+    Option("extras", lambda given: tuple(parse_extras(given).items()), None),
+)
+"""In the order of the fields of Options. Extras' arguments have rows in zshard/upper.py."""
+
+
+def parse_options(given: _Passed) -> Options:
+    """Return the options that arguments of FSDP() ask for. Raises what their parsers raise."""
+    return Options(*(option.parse(given) for option in OPTIONS))
+
+
+def option_facts(options: Options) -> list[tuple[str, str]]:
+    """Return what ranks must agree on about a model's options."""
+    facts = [
+        (option.argument, option.compared(value))
+        for option, value in zip(OPTIONS, options, strict=True)
+        if option.compared is not None
+    ]
+    extras = dict(options.extras)
+    return facts + [(name, repr(extras.get(name))) for name in ARGUMENTS]
+
+
+# --- what is checked, and units of their own ------------------------------------------------------
 
 
 def check_use_orig_params(use_orig_params: bool) -> None:

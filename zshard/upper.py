@@ -19,9 +19,10 @@ _OF_LIBRARY = {
     "transformers": "zshard.integrations.transformers",
 }
 _OF_VARIABLE = {"ZSHARD_TRACE": "zshard.extras.trace.asked"}
-_OF_ARGUMENT = {  # of FSDP(): the extra, whose parse() takes all that are its own
-    **dict.fromkeys(("deterministic", "micro_batches"), "zshard.extras.any_world"),
-    **dict.fromkeys(("nonfinite", "check_replicas"), "zshard.extras.checks.step_guard"),
+_OF_ARGUMENT = {  # of FSDP(): its default, and the extra, whose parse() takes all that are its own
+    **dict.fromkeys(("deterministic", "micro_batches"), (None, "zshard.extras.any_world")),
+    "nonfinite": (None, "zshard.extras.checks.step_guard"),
+    "check_replicas": (0, "zshard.extras.checks.step_guard"),
 }
 ARGUMENTS = tuple(_OF_ARGUMENT)
 
@@ -38,18 +39,17 @@ def import_upper() -> None:
 
 def of_argument(name: str) -> ModuleType:
     """Import the extra that an argument of FSDP() belongs to, and return it."""
-    return importlib.import_module(_OF_ARGUMENT[name])
+    return importlib.import_module(_OF_ARGUMENT[name][1])
 
 
 def parse_extras(given: Mapping[str, object]) -> dict[str, Any]:
-    """Return what extras make of their arguments, by name; those that are not used stay away.
-    given: all such arguments of FSDP(); None is the default, but 0 that of check_replicas. Raises
-    TypeError or ValueError for an invalid one."""
+    """Return what extras make of their arguments of FSDP(), by name; those that are not used stay
+    away. Raises TypeError or ValueError for an invalid argument."""
     found: dict[str, Any] = {}
-    used = [name for name, value in given.items() if name != "check_replicas" and value is not None]
-    if type(given["check_replicas"]) is not int or given["check_replicas"] != 0:
-        used.append("check_replicas")
-    for module in dict.fromkeys(_OF_ARGUMENT[name] for name in used):
-        own = {name: value for name, value in given.items() if _OF_ARGUMENT[name] == module}
-        found |= importlib.import_module(module).parse(**own)
+    values = {name: given.get(name, default) for name, (default, _) in _OF_ARGUMENT.items()}
+    for name, (default, module) in _OF_ARGUMENT.items():
+        is_default = type(values[name]) is type(default) and values[name] == default
+        if not is_default and name not in found:
+            own = {each: values[each] for each in values if _OF_ARGUMENT[each][1] == module}
+            found |= own | importlib.import_module(module).parse(**own)
     return found

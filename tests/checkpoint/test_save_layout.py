@@ -25,7 +25,7 @@ from zshard.checkpoint.contents import HeldElements, Item
 from zshard.checkpoint.manifest import BLOCK
 from zshard.checkpoint.safetensors import CODES
 from zshard.checkpoint.script_state import decode, encode, rng_state, set_rng_state
-from zshard.memory.fits import parse_size
+from zshard.options import parse_size
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
 

@@ -228,12 +228,12 @@ def transport_of(model):
 @contextlib.contextmanager
 def units_made_by(make):
     """Context manager in which `make(usual, *arguments)` makes the C part of each unit."""
-    usual = shard_model.core_unit
-    shard_model.core_unit = functools.partial(make, usual)
+    usual = shard_model.make_unit
+    shard_model.make_unit = functools.partial(make, usual)
     try:
         yield
     finally:
-        shard_model.core_unit = usual
+        shard_model.make_unit = usual
 
 
 def stack(**options):

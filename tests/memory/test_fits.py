@@ -22,8 +22,8 @@ from torch import nn
 import zshard
 from zshard import FSDP
 from zshard.memory import host_limits, spare
-from zshard.memory.fits import parse_limit
 from zshard.memory.host_limits import room_of_cgroup, room_of_host
+from zshard.options import parse_limit
 from zshard.units.units import state_of
 
 MIB = 1 << 20

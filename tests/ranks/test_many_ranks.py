@@ -249,7 +249,7 @@ def lacking_later(folder: Path, when: str, transport: str) -> Told:
 
 
 @needs_x86
-@pytest.mark.parametrize("when", ["core_unit", "calls_of"])
+@pytest.mark.parametrize("when", ["make_unit", "plan_forward"])
 def test_failed_mapping_on_one_rank_fails_on_all(tmp_path: Path, when: str) -> None:
     found = values_of(fork_ranks(lacking_later, 3, tmp_path, when, "shm"))
     for rank, (said, _, seconds) in enumerate(found):

@@ -54,7 +54,7 @@ from zshard.checkpoint.write import (
     start,
     write_text,
 )
-from zshard.memory.fits import parse_size
+from zshard.options import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
 from zshard.units.returned import look

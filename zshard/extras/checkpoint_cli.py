@@ -32,7 +32,7 @@ from zshard.checkpoint.safetensors import OpenFile
 from zshard.checkpoint.save_plan import PlannedFile, index_of, lay_out
 from zshard.checkpoint.saved_averages import AVERAGE, stem_of
 from zshard.checkpoint.write import write_text
-from zshard.memory.fits import parse_size
+from zshard.options import parse_size
 from zshard.ranks.agreement import bytes_of
 from zshard.state.source import chunks
 

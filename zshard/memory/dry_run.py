@@ -11,7 +11,7 @@ registration is the best guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,14 +22,10 @@ from zshard.ranks.transports import Comms
 from zshard.strategy import ShardingStrategy
 from zshard.units.extensions import ParamRef
 from zshard.units.units import Options, State, without_memory
-from zshard.wrap.initial_values import dtypes_of, names_of
+from zshard.wrap.build import make_engine, make_unit, plan_forward
 from zshard.wrap.tree import UnitSpec
 
 Planned = tuple[UnitSpec, Options]
-Call = tuple[_core.Unit, int]
-
-_ENTER, _EXIT = -1, -2  # csrc/engine/plan.h has the same
-_MOST_VISITS = 2  # further visits of a shared module add no information
 
 
 class World(NamedTuple):
@@ -92,25 +88,18 @@ class DryRun:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._dtype = dtype
-        options = planned[-1][1]
-        self.engine = _core.Engine(type(module).__name__, *comms)
-        self.engine.set_prefetch(*options.prefetch)
-        self.engine.keep_gathered(options.keep or 0)
-        self.engine.set_codes(*options.wire.codes)
-        if options.micro_batches:
-            self.engine.add_leaves(options.micro_batches)
-        if options.offload is not None:
-            self.engine.set_offload(None, *options.offload.what)
-        self.units = [self._make(spec, options) for spec, options in planned]
+        self.engine = make_engine(module, comms, planned[-1][1], dry=True)
+        self.units = []
+        for spec, options in planned:
+            params = [self._as_dtype(ref.param) for ref in spec.params]
+            self.units.append(make_unit(self.engine, spec, options, params))
         pairs = list(zip((spec for spec, _ in planned), self.units, strict=True))
         earlier = [self._make_again(each, state) for each, state in inner]
         self.inner = [unit for _, unit in earlier]
-        place = {each: i for i, each in enumerate(module.modules())}
-        in_order = sorted([*pairs, *earlier], key=lambda pair: place[pair[0].module])
-        self._specs = {unit: spec for spec, unit in in_order}
-        self.engine.set_order(list(self._specs))
-        stands_in = {s.unit: unit for (_, s), unit in zip(inner, self.inner, strict=True)}
-        self.engine.set_calls(calls_of(module, pairs, stands_in))
+        specs = {unit: spec for spec, unit in [*pairs, *earlier]}
+        stand_ins = [(m, s.unit, unit) for (m, s), unit in zip(inner, self.inner, strict=True)]
+        order = plan_forward(self.engine, module, pairs, stand_ins)
+        self._specs = {unit: specs[unit] for unit in order}
 
     def _make_again(self, module: nn.Module, state: State) -> tuple[UnitSpec, _core.Unit]:
         """Return the dry-run counterpart of a unit of an earlier call, with its spec."""
@@ -119,16 +108,7 @@ class DryRun:
         self.engine.set_codes(*state.options.wire.codes)
         shapes = (unit.param(i)["shape"] for i in range(unit.n_params))
         params = [without_memory(*each, "meta") for each in zip(unit.params, shapes, strict=True)]
-        return spec, self._make(spec, state.options, params)
-
-    def _make(
-        self, spec: UnitSpec, options: Options, params: list[nn.Parameter] | None = None
-    ) -> _core.Unit:
-        kind = options.strategy.in_group.value
-        if params is None:
-            params = [self._as_dtype(ref.param) for ref in spec.params]
-        dtypes = dtypes_of(spec, options)
-        return _core.Unit(self.engine, spec.name, kind, names_of(spec), params, [], *dtypes, True)
+        return spec, make_unit(self.engine, spec, state.options, params)
 
     def _as_dtype(self, param: nn.Parameter) -> nn.Parameter:
         if self._dtype is None or not param.is_floating_point():
@@ -197,91 +177,3 @@ def _spec_of(module: nn.Module, state: State) -> UnitSpec:
         for name, param in zip(names, params, strict=True)
     ]
     return UnitSpec(module, state.unit.name, refs)
-
-
-# --- the order of a forward -----------------------------------------------------------------------
-
-
-def calls_of(
-    model: nn.Module,
-    planned: Sequence[tuple[UnitSpec, _core.Unit]],
-    inner: Mapping[_core.Unit, _core.Unit],
-) -> list[Call]:
-    """Return the calls of a model with these units, for Engine.set_calls.
-
-    planned: new units. inner: units of earlier calls, each with its dry-run counterpart. Neither
-    includes units over other ranks.
-    """
-    hooked = {at: inner[unit] for at, unit in _hooked(model).items() if unit in inner}
-    used = {
-        id(param): (unit, i)
-        for earlier, unit in inner.items()
-        for i, param in enumerate(earlier.params)
-    }
-    for spec, unit in planned:
-        used.update({id(ref.param): (unit, i) for i, ref in enumerate(spec.params)})
-        if unit.is_hooked:
-            hooked[id(spec.module)] = unit
-        if unit.is_hooked and not unit.replicated:
-            parts = parts_to_guard(spec, model if len(planned) > 1 else None)
-            hooked.update({id(part): unit for part in parts})
-    return list(_Walk(hooked, used).of(model))
-
-
-def _hooked(model: nn.Module) -> dict[int, _core.Unit]:
-    """Return the units by the ids of the modules whose hooks unshard them."""
-    found = {}
-    for module in model.modules():
-        owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
-        found.update({id(module): each for each in owners if isinstance(each, _core.Unit)})
-    return found
-
-
-def parts_to_guard(spec: UnitSpec, root: nn.Module | None) -> Iterator[nn.Module]:
-    """Yield the submodules of a unit whose direct calls also unshard it. Scripts call submodules
-    directly, as generate() calls `model.encoder(ids)` with a shared embedding in the root's unit.
-
-    These are the modules that own parameters of a `root` with several units, usually few, and all
-    embeddings. Most modules fail on weights of a shard's shape, but an embedding would silently
-    read wrong rows.
-    """
-    owners = {id(owner): owner for ref in spec.params for owner, _ in ref.owners}
-    for owner in owners.values():
-        is_embedding = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
-        if owner is not spec.module and (spec.module is root or is_embedding):
-            yield owner
-
-
-class _Walk:
-    """One walk over a model's modules. hooked: units by the ids of the modules that unshard them;
-    used: (unit, index) by parameter id."""
-
-    def __init__(
-        self, hooked: Mapping[int, _core.Unit], used: Mapping[int, tuple[_core.Unit, int]]
-    ) -> None:
-        self._hooked = hooked
-        self._used = used
-        self._visits: dict[int, int] = {}
-        self._open: set[int] = set()
-        self._seen: set[int] = set()
-
-    def of(self, module: nn.Module) -> Iterator[Call]:
-        key = id(module)
-        visits = self._visits.get(key, 0)
-        if key in self._open or visits == _MOST_VISITS:
-            return
-        self._visits[key] = visits + 1
-        self._open.add(key)
-        unit = self._hooked.get(key)
-        if unit is not None:
-            yield unit, _ENTER
-        for param in module._parameters.values():
-            if id(param) in self._used and id(param) not in self._seen:
-                self._seen.add(id(param))
-                yield self._used[id(param)]
-        for child in module._modules.values():
-            if child is not None:
-                yield from self.of(child)
-        if unit is not None:
-            yield unit, _EXIT
-        self._open.remove(key)

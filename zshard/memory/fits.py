@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -31,9 +30,6 @@ from zshard.ranks.transports import Comms
 from zshard.strategy import ShardingStrategy
 from zshard.units.units import State
 
-MemoryLimit = int | str | None
-KeepGathered = bool | int | str
-_ALL = sys.maxsize  # bytes of units that stay gathered
 _MIB = 1 << 20
 _MESSAGE = 256  # bytes, for six numbers and a source
 
@@ -66,59 +62,6 @@ class _Shortage(NamedTuple):
         """Return the same, where `needed` includes Adam's state."""
         missing, needed = self.missing + self.optimizer, self.needed + self.optimizer
         return self._replace(missing=missing, needed=needed)
-
-
-def parse_limit(limit: MemoryLimit) -> MemoryLimit:
-    """Return memory_limit as bytes, "auto" or None. "12GiB", "12GB": both mean 12 * 2**30 bytes.
-
-    Raises ValueError for a malformed size, TypeError for an argument of another type.
-    """
-    if limit is None or limit == "auto":
-        return limit
-    return parse_size("memory_limit", limit, ', "auto" or None')
-
-
-def parse_size(name: str, size: int | str, others: str = "", base: int = 1024) -> int:
-    """Return an argument in bytes: a number, or a string such as "12GiB".
-
-    name: the argument. others: what else it may be, for the message. base: that of "GB"; the base
-    of "GiB" is 1024.
-
-    Raises ValueError for a malformed size, TypeError for an argument of another type.
-    """
-    if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(
-            f'{name} must be a number of bytes, a string such as "12GiB"{others}, got {size!r}'
-        )
-    given = size
-    if isinstance(size, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:(i?)b)?\s*", size.lower())
-        if found is None:
-            raise ValueError(f'{name} must be a size such as "12GiB"{others}, got {size!r}')
-        power = " kmgt".index(found[2] or " ")
-        size = int(float(found[1]) * (1024 if found[3] else base) ** power)
-    if size <= 0:
-        raise ValueError(f"{name} must be positive, got {given!r}")
-    return size
-
-
-def parse_keep(keep_gathered: KeepGathered, limit: MemoryLimit) -> int | None:
-    """Translate FSDP()'s argument to Options.keep. "auto" keeps nothing without a limit.
-
-    Raises TypeError for an argument of another type, ValueError for a malformed size.
-    """
-    if isinstance(keep_gathered, bool):
-        return _ALL if keep_gathered else 0
-    if keep_gathered == "auto":
-        return None if limit is not None else 0
-    return parse_size("keep_gathered", keep_gathered, ', "auto", True or False')
-
-
-def words_of(keep: int | None) -> str:
-    """Return the value that ranks must agree on, as a script would write it."""
-    if keep is None:
-        return "'auto'"
-    return str(keep > 0) if keep in (0, _ALL) else f"{keep} bytes"
 
 
 def check_fits(

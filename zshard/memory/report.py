@@ -18,21 +18,22 @@ from torch import nn
 from zshard import _core
 from zshard.guard.whole_values import full_numel
 from zshard.memory.dry_run import DryRun, SizeOf, World, dry_comms, one_tensor, trained_bytes
-from zshard.memory.fits import parse_keep
-from zshard.offload import offload_of, offload_on
 from zshard.optim.codes import GROUP, MIN_8BIT_SIZE
 from zshard.optim.hooks import seen_optimizers
 from zshard.optim.matrices import hidden_matrices
 from zshard.optim.sharded_state import entries_of
-from zshard.options import OffloadLike, PrecisionLike, StrategyLike, WrapPolicyLike, unit_options
-from zshard.precision import precision_of
-from zshard.ranks.devices import CPU
+from zshard.options import (
+    OffloadLike,
+    PrecisionLike,
+    StrategyLike,
+    WrapPolicyLike,
+    parse_options,
+    unit_options,
+)
 from zshard.ranks.transports import Comms
-from zshard.ranks.wire import Wire, check_wire, wire_words
-from zshard.strategy import strategy_of
+from zshard.ranks.wire import Wire, wire_words
 from zshard.units.units import (
     Options,
-    Prefetch,
     State,
     is_apart,
     is_unit,
@@ -177,14 +178,8 @@ def predict_memory(
     the module contains sharded modules.
     """
     size_of = size_of_state(optimizer, module)
-    options = Options(
-        strategy_of(strategy),
-        precision_of(mixed_precision),
-        Prefetch(),
-        offload_on(offload_of(offload), CPU),
-        parse_keep(keep_gathered, "auto"),
-        check_wire(wire),
-    )
+    given = {"strategy": strategy, "mixed_precision": mixed_precision, "offload": offload}
+    options = parse_options({**given, "keep_gathered": keep_gathered, "wire": wire})
     world = _world(world_size, local_world_size, transport)
     made = dry_run_of(module, auto_wrap_policy, options, world)
     for unit in made.units if no_sync else ():

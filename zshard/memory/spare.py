@@ -19,7 +19,7 @@ from torch import nn
 
 from zshard import _core
 from zshard.memory.dry_run import SizeOf
-from zshard.memory.fits import MemoryLimit, room_of_gpu
+from zshard.memory.fits import room_of_gpu
 from zshard.memory.host_limits import Room, Sharing, resident, rooms
 from zshard.memory.report import memory_of, size_in_group, without_new_state
 from zshard.optim.announce import is_joined
@@ -28,7 +28,7 @@ from zshard.optim.step_digest import watch_steps
 from zshard.ranks.agreement import PublicCall, gather
 from zshard.ranks.devices import CPU
 from zshard.units.shards import units_stepped_by
-from zshard.units.units import State, state_of, units_of
+from zshard.units.units import MemoryLimit, State, state_of, units_of
 
 _STEPS = 2  # optimizers may create state in the second step, too
 

@@ -34,6 +34,7 @@ from zshard.units.units import (
     writing,
 )
 from zshard.wrap import CustomPolicy, plan_units
+from zshard.wrap.build import make_engine
 from zshard.wrap.late_parameters import watch
 
 _HOOK_TABLES = (
@@ -115,7 +116,7 @@ def _shard_copy(copied: Copied, model: nn.Module) -> ShardingPlan:
     planned = [(spec, options[id(spec.module)]) for spec in specs]
     made = ShardingPlan(type(model).__bases__[0], copied.module, planned)
     made.comms, made.group_given, made.is_alone = own.comms, own.group_given, own.is_alone
-    engine = made.make_engine()
+    engine = make_engine(copied.module, own.comms, made.options)
     made.plan_step(engine, [made.make_unit(engine, *each) for each in planned])
     return made
 

@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard import _core, upper
+from zshard import _core
 from zshard.guard.outside import refuse_wrappers_around, tell_of_barriers
-from zshard.memory.dry_run import Planned, calls_of, parts_to_guard
-from zshard.memory.fits import MemoryLimit, check_fits, words_of
+from zshard.memory.dry_run import Planned
+from zshard.memory.fits import check_fits
 from zshard.memory.host_limits import Sharing
 from zshard.memory.spare import Spare, keep_between, watch_first_steps
 from zshard.model.own_names import properties_in_place
-from zshard.offload import set_offload
 from zshard.optim.hooks import know_again
 from zshard.optim.shared_state import meet
+from zshard.options import option_facts
 from zshard.precision import cast_buffers, drop_root_casts, install_casts, install_kept
 from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks, told_to_all_ranks
 from zshard.ranks.devices import CPU
@@ -51,7 +51,8 @@ from zshard.units.units import (
     state_of,
     units_of,
 )
-from zshard.wrap.initial_values import InitialValues, check_unit, dtypes_of, facts_of, names_of
+from zshard.wrap.build import make_engine, make_unit, parts_to_guard, plan_forward
+from zshard.wrap.initial_values import InitialValues, check_unit, facts_of
 from zshard.wrap.late_parameters import watch
 from zshard.wrap.meta import Init, Materializer, check_in_forward
 from zshard.wrap.tree import UnitSpec
@@ -80,7 +81,6 @@ class FsdpSettings(NamedTuple):
     from_rank_0: bool
     buffers_in_forward: BufferSync
     ignored: set[nn.Module]
-    memory_limit: MemoryLimit
 
     @property
     def group_given(self) -> dist.ProcessGroup | None:
@@ -154,11 +154,8 @@ class ShardingPlan:
         given = settings.transport, self._timeout(groups.world, settings.timeout), settings.device
         comm, given = self._comm_for(groups.world, given)
         specs = [spec for spec, _ in self.planned]
-        facts = facts_of(self.module, specs, self.options, not settings.from_rank_0)
-        facts.append(("memory_limit", "None" if settings.memory_limit is None else "given"))
-        facts.append(("keep_gathered", words_of(self.options.keep)))
-        extras = dict(self.options.extras)
-        facts += [(name, repr(extras.get(name))) for name in upper.ARGUMENTS]
+        facts = option_facts(self.options)
+        facts += facts_of(self.module, specs, self.options, not settings.from_rank_0)
         if self.options.micro_batches:
             facts.append(("OMP_NUM_THREADS", str(torch.get_num_threads())))
         check_agreement(comm, facts)
@@ -166,10 +163,10 @@ class ShardingPlan:
         inner = [state for _, state in self.inner]
         held = {id(ref.param) for spec in specs for ref in spec.params}
         held |= {id(param) for state in inner for param in state.unit.params}
-        options = [each for _, each in self.planned]
+        ours = [each for _, each in self.planned]
         theirs = [each.options for each in inner]
         for each in EXTENSIONS:
-            each.check_model(self.module, options, theirs, held, settings.device)
+            each.check_model(self.module, ours, theirs, held, settings.device)
         self.comms = self._kept_comms(comms_for(groups, self.options.strategy, comm, given))
         with on_all_ranks(comm):
             for spec in specs:  # these have their own error
@@ -221,7 +218,7 @@ class ShardingPlan:
         for ref in (ref for spec, _ in self.planned for ref in spec.params):
             for each in EXTENSIONS:
                 each.settle(ref)
-        limit = settings.memory_limit
+        limit = self.options.limit
         if limit is not None:
             self.sharing = check_fits(
                 self.module, self.planned, self.comms, self.joined, limit, settings.device
@@ -238,7 +235,7 @@ class ShardingPlan:
         for comm in {id(each): each for each in self.comms if each is not None}.values():
             comm.align()  # an earlier FSDP() may have failed after some ranks had made a unit
         with on_all_ranks(everyone):
-            engine = self.make_engine()
+            engine = make_engine(self.module, self.comms, self.options)
         made = []
         with _begun(self.module):
             for spec, options in self.planned:
@@ -255,20 +252,9 @@ class ShardingPlan:
             initial.give_buffers(settings.ignored | self.modules_apart)
         check_in_forward(self.module, materializer.left_out)
 
-    def make_engine(self) -> _core.Engine:
-        """Make the engine, with the options that apply to the model."""
-        engine = _core.Engine(type(self.module).__name__, *self.comms)
-        engine.set_prefetch(*self.options.prefetch)
-        engine.keep_gathered(self.options.keep or 0)
-        engine.set_codes(*self.options.wire.codes)
-        if self.options.micro_batches:
-            engine.add_leaves(self.options.micro_batches)
-        set_offload(engine, self.options.offload)
-        return engine
-
     def make_unit(self, engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:
         """Turn a module into a unit: hook it, guard it and change its class."""
-        module, unit = spec.module, core_unit(engine, spec, options)
+        module, unit = spec.module, make_unit(engine, spec, options)
         state = State(unit, self.comms, options, self.group_given, self.is_alone)
         remember_parts(state)
         if unit.is_hooked:
@@ -304,20 +290,16 @@ class ShardingPlan:
 
     def plan_step(self, engine: _core.Engine, made: Sequence[_core.Unit]) -> None:
         """Report the order of the units to the engine, and reserve the memory of a step."""
-        specs = [spec for spec, _ in self.planned]
-        units = {spec.module: unit for spec, unit in zip(specs, made, strict=True)}
-        joined = {module: state.unit for module, state in self.joined}
-        units |= joined
-        engine.set_order([units[each] for each in self.names if each in units])
-        pairs = list(zip(specs, made, strict=True))
-        engine.set_calls(calls_of(self.module, pairs, {unit: unit for unit in joined.values()}))
+        pairs = [(spec, unit) for (spec, _), unit in zip(self.planned, made, strict=True)]
+        inner = [(module, state.unit, state.unit) for module, state in self.joined]
+        plan_forward(engine, self.module, pairs, inner)
         engine.reserve()
 
     # --- publish ----------------------------------------------------------------------------------
 
     def publish(self, settings: FsdpSettings) -> None:
         """Install the watchers of the model, and let other ranks use its shards."""
-        module, limit = self.module, settings.memory_limit
+        module, limit = self.module, self.options.limit
         if self.comms.all.world > 1:
             watch(module, settings.ignored)
         cast_buffers(module, self.options.precision, settings.ignored)
@@ -352,19 +334,6 @@ def refuse_half(module: nn.Module) -> None:
 
 
 # --- parts of a model ----------------------------------------------------------------------------
-
-
-def core_unit(engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:
-    """Make the unit; its module does not refer to it yet."""
-    params = [ref.param for ref in spec.params]
-    places = [
-        (i, owner._parameters, attribute)
-        for i, ref in enumerate(spec.params)
-        for owner, attribute in ref.owners
-    ]
-    kind = options.strategy.in_group.value
-    dtypes = dtypes_of(spec, options)
-    return _core.Unit(engine, spec.name, kind, names_of(spec), params, places, *dtypes)
 
 
 _classes: dict[tuple[type[nn.Module], type[nn.Module]], type[Any]] = {}

@@ -33,9 +33,12 @@ MADE = "_zshard_made"
 """An attribute of the classes of units, which are no subclasses to a model."""
 
 BufferSync = Literal[False, True, "training"]
-OnNonfinite = Literal["raise", "skip"] | None
 """In which forwards buffers are broadcast from rank 0: in none, in all, or in those with gradients,
 which all ranks run."""
+
+OnNonfinite = Literal["raise", "skip"] | None
+MemoryLimit = int | str | None
+"""Bytes that zshard may allocate on a rank, "auto", or None for no check."""
 
 # A module with one of zshard's hooks, and the hook's id.
 Hook = tuple["weakref.ref[nn.Module]", int]
@@ -55,12 +58,17 @@ class Options(NamedTuple):
     precision: Precision
     prefetch: Prefetch
     offload: Offload | None = None
+    limit: MemoryLimit = "auto"
     # Bytes of full parameters that stay gathered from forward to backward; None: decided after the
     # second step. The root's applies to the model.
     keep: int | None = 0
     wire: Wire = Wire()
-    micro_batches: int = 0  # in a step with deterministic="any-world"; 0: without
-    extras: tuple[tuple[str, object], ...] = ()  # what extras have made of their arguments, by name
+    extras: tuple[tuple[str, Any], ...] = ()  # what extras have made of their arguments, by name
+
+    @property
+    def micro_batches(self) -> int:
+        """How many a step has with deterministic="any-world"; 0: without."""
+        return dict(self.extras).get("micro_batches") or 0
 
 
 class Measurement(Protocol):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -95,8 +94,8 @@ def dtypes_of(spec: UnitSpec, options: Options) -> tuple[str | None, str | None,
 def facts_of(
     module: nn.Module, specs: list[UnitSpec], options: Options, values: bool
 ) -> list[Fact]:
-    """Return all facts that the ranks must agree on; with `values`, also the parameters' values."""
-    facts: list[Fact] = [("the strategy", options.strategy.value), ("torch", torch.__version__)]
+    """Return what ranks must agree on about a model; with `values`, also the parameters' values."""
+    facts: list[Fact] = [("torch", torch.__version__)]
     for spec in specs:
         facts.append((f"unit '{spec.name or '(root)'}'", f"a {type(spec.module).__name__}"))
         for name, ref in zip(names_of(spec), spec.params, strict=True):
@@ -105,13 +104,9 @@ def facts_of(
                 facts.append(value_fact(name, ref.param))
             facts.extend(f for each in EXTENSIONS for f in each.facts(name, ref.param, values))
     facts.extend(tensor_fact("buffer", name, b) for name, b in module.named_buffers())
-    facts.append(("mixed precision", repr(options.precision)))
     if options.precision.override is not None:
         kept = ((spec.name, dtypes_of(spec, options)[2]) for spec in specs)
         facts += [(f"what keeps its dtype in unit '{name}'", str(sorted(at))) for name, at in kept]
-    facts.append(("wire", repr(options.wire)))
-    if options.offload is not None:  # directories may differ: each host may have its own disk
-        facts.append(("offload", repr(replace(options.offload, directory=None))))
     return facts
 
 

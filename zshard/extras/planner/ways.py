@@ -8,12 +8,11 @@ import torch
 
 from zshard.extras.planner.gpus import Device, Network
 from zshard.memory.dry_run import World
-from zshard.memory.fits import parse_keep
 from zshard.offload import Offload
-from zshard.precision import MixedPrecision, precision_of
+from zshard.options import parse_options
+from zshard.precision import MixedPrecision
 from zshard.ranks.wire import Wire
-from zshard.strategy import strategy_of
-from zshard.units.units import Options, Prefetch
+from zshard.units.units import Options
 
 PRECISIONS = ("bf16", "fp32", "fp8")
 
@@ -64,12 +63,7 @@ class Way(NamedTuple):
 
 def options_of(way: Way) -> Options:
     """Return the options of FSDP(...) that a way stands for."""
-    low = MixedPrecision(param_dtype=torch.bfloat16)
-    return Options(
-        strategy_of(way.strategy),
-        precision_of(None if way.precision == "fp32" else low),
-        Prefetch(),
-        way.offload,
-        parse_keep(False, "auto"),
-        way.wire,
-    )
+    low = None if way.precision == "fp32" else MixedPrecision(param_dtype=torch.bfloat16)
+    given = {"strategy": way.strategy, "mixed_precision": low, "wire": way.wire}
+    more = {"device": "cuda", "offload": way.offload, "keep_gathered": False}
+    return parse_options(given | more)

@@ -28,7 +28,7 @@ from zshard._removed import removal
 from zshard.checkpoint.contents import tensors_of
 from zshard.extras.weights.delta import Exported
 from zshard.guard.slices import plain
-from zshard.memory.fits import parse_size
+from zshard.options import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks
 from zshard.ranks.ends import may_stay_open
 from zshard.state.load_state_dict import comm_of
