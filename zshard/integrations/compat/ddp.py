@@ -104,15 +104,20 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
         strategy: StrategyLike = "no_shard",
         **options: Any,
     ) -> Wrapped[_M]:
-        _refuse(
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-        )
+        unsupported = delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision
+        for (name, remedy), value in zip(_UNSUPPORTED.items(), unsupported, strict=True):
+            if value is not None:
+                raise NotImplementedError(
+                    f"DistributedDataParallel({name}=...) is not supported: {remedy}"
+                )
         if dim != 0:
             raise NotImplementedError(f"dim={dim} is not supported: {_SPLITS}; omit it")
         device_ids = device_ids or None  # DDP takes an empty list, too
-        _check_output(output_device, device_ids)
+        if output_device is not None and [output_device] != list(device_ids or ()):
+            raise NotImplementedError(
+                f"output_device={output_device!r} is not supported with device_ids={device_ids!r}: "
+                "results stay on the device that they are computed on; omit output_device"
+            )
         if _IGNORED in getattr(module, "__dict__", {}):
             raise NotImplementedError(
                 f"the module's {_IGNORED} is not supported: delete it, and pass the parameters as "
@@ -134,21 +139,3 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
 
 
 _SPLITS = "a rank gets a batch of its own, and zshard splits none"
-
-
-def _refuse(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"DistributedDataParallel({name}=...) is not supported: {_UNSUPPORTED[name]}"
-            )
-
-
-def _check_output(
-    output_device: DeviceLike | None, device_ids: Sequence[DeviceLike] | None
-) -> None:
-    if output_device is not None and [output_device] != list(device_ids or ()):
-        raise NotImplementedError(
-            f"output_device={output_device!r} is not supported with device_ids={device_ids!r}: "
-            "results stay on the device that they are computed on; omit output_device"
-        )

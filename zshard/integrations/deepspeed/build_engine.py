@@ -99,7 +99,11 @@ def initialize(
         DivergenceError: the ranks' models or configs differ. And what FSDP() raises.
     """
     module = _check_model(model)
-    _check_unsupported(mpu, mesh_param)
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise NotImplementedError(
+                f"zshard.initialize(): {name} must be None: zshard has data parallelism only"
+            )
     given = read(_config_of(args, config, config_params))
     init_distributed(dist_init_required=dist_init_required)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -108,7 +112,11 @@ def initialize(
     _check_sums(module, settings)
     client = _check_optimizer(optimizer, module)
     groups = None if model_parameters is None else _check_parameters(model_parameters, module)
-    _check_scheduler(lr_scheduler, client)
+    if isinstance(lr_scheduler, LRScheduler) and lr_scheduler.optimizer is not client:
+        raise ValueError(
+            "lr_scheduler schedules another optimizer than the engine's: pass optimizer= as well, "
+            "or a function of the optimizer as lr_scheduler="
+        )
     if training_data is not None:
         check_dataset(training_data)
     if optimizer is None or client is not None:
@@ -202,14 +210,6 @@ def _check_sums(module: nn.Module, settings: Settings) -> None:
         )
 
 
-def _check_unsupported(mpu: object, mesh_param: object) -> None:
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise NotImplementedError(
-                f"zshard.initialize(): {name} must be None: zshard has data parallelism only"
-            )
-
-
 def _config_of(args: object, config: Config | None, config_params: Config | None) -> object:
     found = {
         "config": config,
@@ -243,15 +243,13 @@ def _check_parameters(parameters: Iterable[Any], module: nn.Module) -> list[Any]
         raise TypeError(f"model_parameters must be parameters or param groups, got a {kind}")
     groups = list(parameters)
     if groups and all(isinstance(each, dict) for each in groups):
-        groups = [{**each, "params": _listed(each["params"])} for each in groups]
+        for i, each in enumerate(groups):
+            params = each["params"]
+            groups[i] = {**each, "params": [params] if isinstance(params, Tensor) else list(params)}
         _check_own(groups, module, "model_parameters")
     else:
         _check_own([{"params": groups}], module, "model_parameters")
     return groups
-
-
-def _listed(params: Tensor | Iterable[Any]) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _check_own(groups: Iterable[Any], module: nn.Module, name: str) -> None:
@@ -265,16 +263,6 @@ def _check_own(groups: Iterable[Any], module: nn.Module, name: str) -> None:
                     f"{name} has a tensor of shape {tuple(getattr(param, 'shape', ()))} that is "
                     "not a parameter of the model: pass parameters of the same model"
                 )
-
-
-def _check_scheduler(scheduler: object, optimizer: Optimizer | None) -> None:
-    if not isinstance(scheduler, LRScheduler):
-        return
-    if scheduler.optimizer is not optimizer:
-        raise ValueError(
-            "lr_scheduler schedules another optimizer than the engine's: pass optimizer= as well, "
-            "or a function of the optimizer as lr_scheduler="
-        )
 
 
 def _try_sections(

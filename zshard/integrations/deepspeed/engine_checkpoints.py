@@ -91,7 +91,12 @@ class EngineCheckpoints:
         save(path, self.module, self.optimizer, extra=extra, **how)
         with on_all_ranks(comm):
             if save_latest and writes:
-                _write(os.path.join(folder, _LATEST), name)
+                part = os.path.join(folder, f"{_LATEST}.part")
+                with open(part, "w", encoding="utf-8") as file:
+                    file.write(name)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(part, os.path.join(folder, _LATEST))
         return True
 
     @PublicCall("load_checkpoint()")
@@ -239,12 +244,3 @@ def _check_folder(folder: str, name: str, is_there: bool) -> None:
             "DeepSpeed's zero_to_fp32.py --safe_serialization, then call zshard.load() on the "
             "result"
         )
-
-
-def _write(path: str, text: str) -> None:
-    part = f"{path}.part"
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)

@@ -23,7 +23,6 @@ from zshard.model.summon import full_params
 from zshard.ranks.agreement import PublicCall, take_from
 from zshard.ranks.ends import may_stay_open
 from zshard.units.shards import part_of
-from zshard.units.units import State
 
 __all__ = [
     *("GatheredParameters", "Init", "ZeroParamStatus"),
@@ -155,7 +154,8 @@ def GatheredParameters(
         enabled: False: do nothing.
     """
     wanted = [params] if isinstance(params, Tensor) else list(params or ())
-    states = _states_of(wanted) if enabled else []
+    parts = filter(None, map(part_of, wanted if enabled else ()))
+    states = list(dict.fromkeys(state for part in parts if (state := part.state) is not None))
     with full_params(states, writeback=modifier_rank is not None):
         yield
         if modifier_rank is None:
@@ -169,10 +169,3 @@ def GatheredParameters(
                     )
                 for param in state.unit.params if comm.world > 1 else ():
                     take_from(modifier_rank, comm, param.detach())
-
-
-def _states_of(params: list[Tensor]) -> list[State]:
-    """Return the states of the units that have one of the parameters, in the order of the
-    parameters."""
-    parts = filter(None, map(part_of, params))
-    return list(dict.fromkeys(state for part in parts if (state := part.state) is not None))

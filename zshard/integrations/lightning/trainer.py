@@ -95,7 +95,11 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         if is_fitting:
             self._share_averages(trainer)
             self.setup_optimizers(trainer)
-            self._check_optimizers()
+            if self._is_sharded_save and len(self.optimizers) > 1:
+                raise ValueError(
+                    f"state_dict_type='sharded' saves one optimizer, but {len(self.optimizers)} "
+                    "are configured: use state_dict_type='full'"
+                )
         self.setup_precision_plugin()
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -117,13 +121,6 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
             if hasattr(average, "n_averaged"):  # torch's AveragedModel, around the copy
                 average = average.module
             self._setup_model(average)
-
-    def _check_optimizers(self) -> None:
-        if self._is_sharded_save and len(self.optimizers) > 1:
-            raise ValueError(
-                f"state_dict_type='sharded' saves one optimizer, but {len(self.optimizers)} are "
-                "configured: use state_dict_type='full'"
-            )
 
     def model_to_device(self) -> None:
         """Do nothing: FSDP moves one unit at a time."""
@@ -249,7 +246,7 @@ def _count_full_parameters() -> None:
     tables: Any = importlib.import_module(name)
     layer, table = tables.LayerSummary, tables.ModelSummary
     layer.num_parameters = property(lambda self: _count(self._module.parameters()))
-    layer.layer_type = property(_layer_type)
+    layer.layer_type = property(lambda self: class_of(self._module).__name__)
     table.total_parameters = property(lambda self: _count(self._model.parameters()))
     table.trainable_parameters = property(
         lambda self: _count(p for p in self._model.parameters() if p.requires_grad)
@@ -258,11 +255,6 @@ def _count_full_parameters() -> None:
 
 def _count(params: Iterable[nn.Parameter]) -> int:
     return sum(full_numel(p) for p in params if not isinstance(p, UninitializedParameter))
-
-
-def _layer_type(self: Any) -> str:
-    """Return the name of the class that the user wrote."""
-    return class_of(self._module).__name__
 
 
 _count_full_parameters()
