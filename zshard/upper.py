@@ -1,5 +1,6 @@
 """What stands on the core and has to be there when a model is sharded or loaded: integrations whose
-libraries the script has imported, extras that an environment variable or an argument asks for.
+libraries the script has imported, extras that an environment variable, an argument or a method
+asks for.
 
 This is the only place where the core names what is above it.
 """
@@ -24,6 +25,7 @@ _OF_ARGUMENT = {  # of FSDP(): the extra, whose parse() takes all that are its o
     **dict.fromkeys(("nonfinite", "check_replicas"), "zshard.extras.checks.step_guard"),
 }
 ARGUMENTS = tuple(_OF_ARGUMENT)
+_OF_METHOD = {"join": "zshard.extras.join", "micro_batches": "zshard.extras.any_world"}
 
 
 def import_upper() -> None:
@@ -36,9 +38,9 @@ def import_upper() -> None:
             importlib.import_module(module)
 
 
-def of_argument(name: str) -> ModuleType:
-    """Import the extra that an argument of FSDP() belongs to, and return it."""
-    return importlib.import_module(_OF_ARGUMENT[name])
+def of_method(name: str) -> ModuleType:
+    """Import the extra that does what a method of models is for, and return it."""
+    return importlib.import_module(_OF_METHOD[name])
 
 
 def parse_extras(given: Mapping[str, object]) -> dict[str, Any]:
