@@ -25,6 +25,11 @@ _OF_ARGUMENT = {  # of FSDP(): the extra, whose parse() takes all that are its o
     **dict.fromkeys(("nonfinite", "check_replicas"), "zshard.extras.checks.step_guard"),
 }
 ARGUMENTS = tuple(_OF_ARGUMENT)
+_OF_OPTIMIZER = {  # by the names that predict_memory() takes
+    **dict.fromkeys(("adam8bit", "adamw8bit", "sgd8bit"), "zshard.extras.optimizers.eight_bit"),
+    "muon": "zshard.extras.optimizers.matrices",
+}
+OPTIMIZERS = tuple(_OF_OPTIMIZER)
 _OF_METHOD = {"join": "zshard.extras.join", "micro_batches": "zshard.extras.any_world"}
 
 
@@ -38,9 +43,10 @@ def import_upper() -> None:
             importlib.import_module(module)
 
 
-def of_method(name: str) -> ModuleType:
-    """Import the extra that does what a method of models is for, and return it."""
-    return importlib.import_module(_OF_METHOD[name])
+def module_for(name: str) -> ModuleType:
+    """Import the extra that does what a method of models is for, or that has bytes_by_name() of an
+    optimizer, and return it."""
+    return importlib.import_module({**_OF_METHOD, **_OF_OPTIMIZER}[name])
 
 
 def parse_extras(given: Mapping[str, object]) -> dict[str, Any]:

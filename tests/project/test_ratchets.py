@@ -19,18 +19,18 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (14_778, 22_444),
-    "core: (modules)": (1_469, 2_357),
+    "core": (14_639, 22_225),
+    "core: (modules)": (1_474, 2_363),
     "core: checkpoint": (3_919, 5_645),
     "core: guard": (1_090, 1_615),
-    "core: memory": (894, 1_335),
+    "core: memory": (877, 1_310),
     "core: model": (1_250, 2_128),
-    "core: optim": (1_947, 2_888),
+    "core: optim": (1_820, 2_688),
     "core: ranks": (1_207, 1_844),
     "core: state": (1_214, 1_830),
     "core: units": (716, 1_199),
     "core: wrap": (1_072, 1_603),
-    "extras": (6_663, 9_627),
+    "extras": (6_813, 9_873),
     "extras: __main__": (52, 72),
     "extras: extras/__init__": (29, 33),
     "extras: extras/any_world": (222, 301),
@@ -40,7 +40,7 @@ LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
     "extras: extras/doctor": (152, 223),
     "extras: extras/join": (334, 440),
     "extras: extras/keeping": (589, 860),
-    "extras: extras/optimizers": (1_208, 1_813),
+    "extras: extras/optimizers": (1_358, 2_059),
     "extras: extras/planner": (1_488, 2_171),
     "extras: extras/recovery": (742, 1_031),
     "extras: extras/run": (271, 376),
@@ -68,8 +68,8 @@ COUNTS = {  # exactly
     "c_globals": 31,
     "globals": 16,
     "module_tables": 40,
-    "names_from_core": 207,
-    "text_lines": 3_571,
+    "names_from_core": 203,
+    "text_lines": 3_564,
     "weak_dictionaries": 23,
 }
 C_LINES = 44_537

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard.memory.dry_run import SizeOf
 from zshard.memory.fits import MemoryLimit, room_of_gpu
 from zshard.memory.host_limits import Room, Sharing, resident, rooms
 from zshard.memory.report import memory_of, size_in_group, without_new_state
 from zshard.optim.hooks import before_first_steps
+from zshard.optim.sharded_state import SizeOf
 from zshard.optim.step_digest import watch_steps
 from zshard.ranks.agreement import PublicCall, gather
 from zshard.ranks.devices import CPU

@@ -91,7 +91,7 @@ class ModelMethods(ModelNamesFirst):
         Begins the step anew if an earlier one was not completed. Raises RuntimeError for a model
         without deterministic="any-world", ValueError for an inner unit.
         """
-        found: Iterator[int] = upper.of_method("micro_batches").micro_batches_in(self, step, seed)
+        found: Iterator[int] = upper.module_for("micro_batches").micro_batches_in(self, step, seed)
         return found
 
     def clip_grad_norm_(
@@ -310,7 +310,7 @@ class ModelMethods(ModelNamesFirst):
         """
         if not enable:
             return contextlib.nullcontext()
-        found: contextlib.AbstractContextManager[None] = upper.of_method("join").join(
+        found: contextlib.AbstractContextManager[None] = upper.module_for("join").join(
             self, optimizers, divide_by_initial_world_size, throw_on_early_termination
         )
         return found
