@@ -76,6 +76,7 @@ C_LINES = 44_537
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
     "names_from_core": "110 to 206: folders of the core became extras, so their names count",
+    "core: units": "18 lines: Extension.announce(), in place of the core's own join()",
     "csrc": "12 lines: a failed backward shares its sums at once",
     "text_lines": "3,570 to 3,587: four check_...() of the core's questions to extensions",
 }

@@ -3,8 +3,8 @@
 A rank whose data has ended stays at the end of the with block and follows the others: the core runs
 their passes without modules (csrc/engine/join_follow.c). What the others do between passes (a step,
 clipping, unscaling) the core announces to this extra before it happens; a rank without data
-receives it, and does the same on its shard, with their values. So its shard, its optimizers' state and
-its settings are always as if it had data whose gradients are zero.
+receives it, and does the same on its shard, with their values. So its shard, its optimizers' state
+and its settings are always as if it had data whose gradients are zero.
 """
 
 from __future__ import annotations
