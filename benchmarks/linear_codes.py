@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import zshard
-from zshard.optim.codes import GROUP
+from zshard.extras.optimizers.codes import GROUP
 
 CODES = {"exp_avg": 127, "exp_avg_sq": 255}
 """Number of codes above zero."""

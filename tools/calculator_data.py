@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
+from zshard.extras.optimizers.codes import GROUP, MIN_8BIT_SIZE
 from zshard.extras.planner.decoder import Dims, decoder_of
 from zshard.extras.planner.gpus import DEVICES
 from zshard.extras.planner.kernels import FORWARD, _Meter, _Tracing
 from zshard.extras.planner.picture import PARTS
 from zshard.extras.planner.search import COMMENTS, GAP
-from zshard.optim.codes import GROUP, MIN_8BIT_SIZE
 
 Sum = dict[str, float]  # name of a product -> its factor; see products()
 Variant = tuple[bool, bool, str, str]  # gated, fewer kv_heads than heads, checkpointing, precision

@@ -18,10 +18,10 @@ import torch
 
 from zshard import _core
 from zshard.guard.slices import grads_of, plain
-from zshard.optim.announce import say_unscale
 from zshard.optim.in_backward import refuse_scaler, watch_scaled
 from zshard.optim.sharded_state import params_of
 from zshard.ranks.agreement import PublicCall
+from zshard.units.extensions import announce
 
 _torchs_unscale: Callable[..., dict[torch.device, torch.Tensor]] = getattr(
     torch.amp.GradScaler, "_unscale_grads_", None
@@ -49,7 +49,7 @@ def _unscale_grads_(
     coded = [engine for engine in engines if engine.codes_gradients()]
     if coded:  # update() then reads the scale, for which the host waits for a GPU
         _unscaled.setdefault(self, set()).update(coded)
-    say_unscale(self, optimizer, engines, inv_scale, allow_fp16)
+    announce("unscale", self, optimizer, engines, inv_scale, allow_fp16)
     return _unscale_on_all(self, optimizer, engines, inv_scale, found_inf, allow_fp16)
 
 
@@ -61,17 +61,6 @@ def _update(self: torch.amp.GradScaler, new_scale: float | torch.Tensor | None =
     after = self.get_scale() if engines else 0.0
     for engine in engines if after != before else ():  # what wire=... carries over is scaled, too
         engine.rescale(after / before if before else 0.0)
-
-
-def unscale(optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, allow_fp16: bool) -> None:
-    """Unscale this rank's gradients when other ranks' scalers do. Collective."""
-    found = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
-    with plain():
-        scaler = torch.amp.GradScaler.__new__(
-            torch.amp.GradScaler
-        )  # torch's method does not call it
-        owners = _owners(optimizer)
-        _unscale_on_all(scaler, optimizer, owners, inv_scale, found, allow_fp16)
 
 
 @PublicCall("scaler.unscale_()")

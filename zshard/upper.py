@@ -1,5 +1,6 @@
 """What stands on the core and has to be there when a model is sharded or loaded: integrations whose
-libraries the script has imported, extras that an environment variable or an argument asks for.
+libraries the script has imported, extras that an environment variable, an argument or a method
+asks for.
 
 This is the only place where the core names what is above it.
 """
@@ -25,6 +26,12 @@ _OF_ARGUMENT = {  # of FSDP(): its default, and the extra, whose parse() takes a
     "check_replicas": (0, "zshard.extras.checks.step_guard"),
 }
 ARGUMENTS = tuple(_OF_ARGUMENT)
+_OF_OPTIMIZER = {  # by the names that predict_memory() takes
+    **dict.fromkeys(("adam8bit", "adamw8bit", "sgd8bit"), "zshard.extras.optimizers.eight_bit"),
+    "muon": "zshard.extras.optimizers.matrices",
+}
+OPTIMIZERS = tuple(_OF_OPTIMIZER)
+_OF_METHOD = {"join": "zshard.extras.join", "micro_batches": "zshard.extras.any_world"}
 
 
 def import_upper() -> None:
@@ -37,9 +44,10 @@ def import_upper() -> None:
             importlib.import_module(module)
 
 
-def of_argument(name: str) -> ModuleType:
-    """Import the extra that an argument of FSDP() belongs to, and return it."""
-    return importlib.import_module(_OF_ARGUMENT[name][1])
+def module_for(name: str) -> ModuleType:
+    """Import the extra that does what a method of models is for, or that has bytes_by_name() of an
+    optimizer, and return it."""
+    return importlib.import_module({**_OF_METHOD, **_OF_OPTIMIZER}[name])
 
 
 def parse_extras(given: Mapping[str, object]) -> dict[str, Any]:

@@ -319,6 +319,8 @@ MADE = {
     "zshard's amsgrad": lambda params: zshard.Adam(params, amsgrad=True),
     "zshard's momentum": lambda params: zshard.SGD(params, 0.1, momentum=0.9),
     "AdamW8bit": lambda params: zshard.AdamW8bit(params),
+    "AdamW8bit in 32 bits": lambda params: zshard.AdamW8bit([{"params": params, "bits": 32}]),
+    "AdamW8bit for all": lambda params: zshard.AdamW8bit(params, min_8bit_size=0),
     "SGD8bit": lambda params: zshard.SGD8bit(params, 0.1),
     "momentum in 8 bits": lambda params: zshard.SGD8bit(params, 0.1, momentum=0.9),
     "Muon": lambda params: zshard.Muon(hidden_and_others(params)),

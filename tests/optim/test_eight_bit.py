@@ -11,7 +11,7 @@ from torch import nn
 
 import zshard
 from benchmarks.linear_codes import LinearAdamW
-from zshard.optim import codes
+from zshard.extras.optimizers import codes
 
 BF16 = torch.bfloat16
 MOMENTS = ["exp_avg", "exp_avg_sq", "momentum_buffer"]

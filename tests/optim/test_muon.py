@@ -12,7 +12,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.optim.matrices import hidden_matrices
+from zshard.extras.optimizers.matrices import hidden_matrices
 
 # Over shm a shard is a number of pages: the matrices must be larger for their rows to be shared out.
 

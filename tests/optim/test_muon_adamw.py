@@ -11,7 +11,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.optim.matrices import hidden_matrices
+from zshard.extras.optimizers.matrices import hidden_matrices
 
 EIGHT = {"lr": 0.01, "bits": 8, "min_8bit_size": 64}
 

@@ -45,6 +45,7 @@ ACROSS = {  # what an integration or extra imports of others
     "integrations/peft": "integrations/transformers",
     "integrations/transformers": "integrations/accelerate",
     "extras/doctor": "extras/keeping extras/run",
+    "extras/planner": "extras/optimizers",
     "extras/recovery": "extras/keeping",
     "extras/run": "extras/keeping",
 }
@@ -70,7 +71,6 @@ NAMED_BELOW = {  # files of the core that name a library in code: which, and why
         "optimizers with kernels of their own are known by their module",
     ),
     "upper": ("bitsandbytes peft transformers", "the table of integrations"),
-    "optim/matrices": ("transformers", "its Conv1D is a Linear for Muon, if it is imported"),
 }
 
 

@@ -11,13 +11,14 @@ registration is the best guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from zshard import _core
+from zshard.optim.sharded_state import SizeOf, one_tensor
 from zshard.ranks.transports import Comms
 from zshard.strategy import ShardingStrategy
 from zshard.units.extensions import ParamRef
@@ -135,15 +136,6 @@ class DryRun:
             offloaded,
             size_of or one_tensor,
         )
-
-
-SizeOf = Callable[[nn.Parameter, int], int]
-"""Bytes of an optimizer's state, given a full parameter and how many of its elements a rank has."""
-
-
-def one_tensor(param: nn.Parameter, numel: int) -> int:
-    """Return the bytes of one tensor like the parameter's shard."""
-    return numel * param.itemsize
 
 
 def trained_bytes(

@@ -7,7 +7,6 @@ optimizers that have stepped the model's parameters.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,13 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zshard import _core
-from zshard.guard.whole_values import full_numel
-from zshard.memory.dry_run import DryRun, SizeOf, World, dry_comms, one_tensor, trained_bytes
-from zshard.optim.codes import GROUP, MIN_8BIT_SIZE
+from zshard import _core, upper
+from zshard.memory.dry_run import DryRun, World, dry_comms, trained_bytes
 from zshard.optim.hooks import seen_optimizers
-from zshard.optim.matrices import hidden_matrices
-from zshard.optim.sharded_state import entries_of
+from zshard.optim.sharded_state import SizeOf, entries_of, one_tensor
 from zshard.options import (
     OffloadLike,
     PrecisionLike,
@@ -125,9 +121,6 @@ STATE_TENSORS = {
 }
 """Number of parameter-sized state tensors per parameter, by the class of an optimizer."""
 
-_CODED = {"adam8bit": 2, "adamw8bit": 2, "sgd8bit": 1}
-"""Number of moments in 8 bits."""
-
 _ADD_ONE = ("amsgrad", "centered", "momentum")
 """Options of those in STATE_TENSORS that ask for one more tensor."""
 
@@ -212,11 +205,9 @@ def _check_plain(module: nn.Module) -> None:
 def size_of_state(optimizer: str | int | None, module: nn.Module) -> SizeOf:
     """Return the function for the bytes of an optimizer's state."""
     name = optimizer.lower() if isinstance(optimizer, str) else None
-    if name in _CODED:
-        return functools.partial(_coded_bytes, _CODED[name])
-    if name == "muon":
-        hidden = hidden_matrices(module)
-        return lambda param, numel: one_tensor(param, numel) * (1 if id(param) in hidden else 2)
+    if name in upper.OPTIMIZERS:
+        found: SizeOf = upper.module_for(name).bytes_by_name(name, module)
+        return found
     tensors = _state_tensors(optimizer)
     return lambda param, numel: tensors * one_tensor(param, numel)
 
@@ -224,22 +215,14 @@ def size_of_state(optimizer: str | int | None, module: nn.Module) -> SizeOf:
 def size_in_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> SizeOf | None:
     """Return the function for the bytes of state that a step creates for parameters of this group;
     None if it creates none, or is not known."""
-    name = type(optimizer).__name__.lower()
-    if name == "muon":
-        if group.get("use_muon", True):
-            return one_tensor
-        name = "adamw8bit" if group.get("bits") else "adamw"
-    if name in STATE_TENSORS:
-        count = STATE_TENSORS[name] + sum(bool(group.get(option)) for option in _ADD_ONE)
-        return (lambda param, numel: count * one_tensor(param, numel)) if count > 0 else None
-    if name not in _CODED or (name == "sgd8bit" and not group.get("momentum")):
+    if hasattr(optimizer, "state_bytes"):  # zshard's
+        found: SizeOf | None = optimizer.state_bytes(group)
+        return found
+    count = STATE_TENSORS.get(type(optimizer).__name__.lower())
+    if count is None:
         return None
-    return functools.partial(_coded_bytes, _CODED[name])
-
-
-def _coded_bytes(moments: int, param: nn.Parameter, numel: int) -> int:
-    each = numel + -(-numel // GROUP) if full_numel(param) >= MIN_8BIT_SIZE else 4 * numel
-    return moments * each
+    count += sum(bool(group.get(option)) for option in _ADD_ONE)
+    return (lambda param, numel: count * one_tensor(param, numel)) if count > 0 else None
 
 
 def _state_tensors(optimizer: str | int | None) -> int:
@@ -249,7 +232,7 @@ def _state_tensors(optimizer: str | int | None) -> int:
         return optimizer
     name = optimizer.lower() if isinstance(optimizer, str) else None
     if name not in STATE_TENSORS:
-        known = ", ".join(repr(each) for each in (*STATE_TENSORS, *_CODED, "muon"))
+        known = ", ".join(repr(each) for each in (*STATE_TENSORS, *upper.OPTIMIZERS))
         raise ValueError(
             f"unknown optimizer {optimizer!r}: expected one of {known}, or the number of state "
             "tensors that it keeps per parameter"

@@ -18,12 +18,11 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard.memory.dry_run import SizeOf
 from zshard.memory.fits import room_of_gpu
 from zshard.memory.host_limits import Room, Sharing, resident, rooms
 from zshard.memory.report import memory_of, size_in_group, without_new_state
-from zshard.optim.announce import is_joined
 from zshard.optim.hooks import before_first_steps
+from zshard.optim.sharded_state import SizeOf
 from zshard.optim.step_digest import watch_steps
 from zshard.ranks.agreement import PublicCall, gather
 from zshard.ranks.devices import CPU
@@ -72,7 +71,7 @@ class Spare:
         if module is None or not self.is_open or self._steps < _STEPS:
             return
         engine = state_of(module).unit.engine
-        if is_joined(engine) or _core.capturing([next(module.parameters())]):
+        if engine.join_news() is not None or _core.capturing([next(module.parameters())]):
             return  # later: a rank may be without data, or CUDA cannot be asked for free memory
         self.is_open = False
         if not engine.kept()[2]:  # a gather costs nothing

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from zshard import _core, upper
 from zshard.memory.report import memory_of, memory_table, summary_of
-from zshard.model.join import join
 from zshard.model.own_names import ModelNamesFirst, yields_to_the_model
 from zshard.optim.clip import clip_grad_norm, last_norm
 from zshard.optim.in_backward import OptimizerInBackward
@@ -92,7 +91,7 @@ class ModelMethods(ModelNamesFirst):
         Begins the step anew if an earlier one was not completed. Raises RuntimeError for a model
         without deterministic="any-world", ValueError for an inner unit.
         """
-        found: Iterator[int] = upper.of_argument("micro_batches").micro_batches_in(self, step, seed)
+        found: Iterator[int] = upper.module_for("micro_batches").micro_batches_in(self, step, seed)
         return found
 
     def clip_grad_norm_(
@@ -311,7 +310,10 @@ class ModelMethods(ModelNamesFirst):
         """
         if not enable:
             return contextlib.nullcontext()
-        return join(self, optimizers, divide_by_initial_world_size, throw_on_early_termination)
+        found: contextlib.AbstractContextManager[None] = upper.module_for("join").join(
+            self, optimizers, divide_by_initial_world_size, throw_on_early_termination
+        )
+        return found
 
     # --- settings ---------------------------------------------------------------------------------
 

@@ -27,14 +27,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zshard import _core
 from zshard._errors import ShardError
 from zshard.guard.slices import grads_of, plain
-from zshard.optim.announce import say_clip, say_norm
 from zshard.optim.in_backward import refuse_clipping
 from zshard.ranks.agreement import PublicCall
 from zshard.ranks.transports import ranks_of
-from zshard.units.extensions import EXTENSIONS, Extension
+from zshard.units.extensions import EXTENSIONS, Extension, announce
 from zshard.units.shards import Part, known_parts, part_of
 
-__all__ = ["clip_by", "clip_grad_norm", "install", "last_norm", "norm_over_ranks"]
+__all__ = ["clip_grad_norm", "install", "last_norm", "norm_over_ranks"]
 
 # torch's functions within the wrappers that turn gradients off.
 _wrappers: object = clip_grad
@@ -186,16 +185,8 @@ def _clip_grads_with_norm_(
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     _refuse_foreign(params)  # torch's clip_grad_norm_ calls this before it scales anything
     _refuse_other_ranks(params)
-    say_clip(params, max_norm, total_norm)
+    announce("clip", params, max_norm, total_norm)
     _note_norm(params, total_norm)
-    clip_by(params, max_norm, total_norm, foreach)
-
-
-@plain()
-def clip_by(
-    params: Sequence[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
-) -> None:
-    """Scale this rank's gradients of `params`, whose norm is `total_norm`."""
     all_grads = grads_of(params)
     grads = [grad for grad in all_grads if grad is not None]
     factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
@@ -270,7 +261,7 @@ def _norm_on_gpu(
     _check_norm_type(norm_type)
     parts = [_power_sum_on_gpu(whole, norm_type, 0)[0]] if whole else []
     for engine, grads in sharded.items():  # in list order, the same on all ranks
-        say_norm(engine, grads, norm_type)
+        announce("norm", engine, grads, norm_type)
         parts.append(_norm_over_gpus(engine, grads, norm_type))
     total = parts[0].clone()  # a clone, to free the larger buffer while the norm lives
     for part in parts[1:]:
@@ -284,14 +275,6 @@ def _norm_over_gpus(engine: _core.Engine, grads: Sequence[Tensor], norm_type: fl
     room = _power_sum_on_gpu(grads, norm_type, _core.gpu_ranks(engine))
     _core.queue_over_ranks(engine, exponent, room)
     return room[0]
-
-
-def follow_norm(engine: _core.Engine, grads: Sequence[Tensor], norm_type: float) -> None:
-    """Contribute this rank's share to a norm that other ranks compute. Collective."""
-    if _core.on_gpu([grad.contiguous() for grad in grads]):
-        _norm_over_gpus(engine, grads, norm_type)
-    else:
-        norm_over_ranks(engine, grads, norm_type)
 
 
 def _power_sum_on_gpu(tensors: Sequence[Tensor], norm_type: float, more: int) -> Tensor:
@@ -320,7 +303,7 @@ def _norm(
         return owner.norm(sharded, whole, norm_type)
     total = power_sum(whole, norm_type)
     for engine, grads in sharded.items():  # in list order, the same on all ranks
-        say_norm(engine, grads, norm_type)
+        announce("norm", engine, grads, norm_type)
         part = norm_over_ranks(engine, grads, norm_type)
         total = larger(total, part) if math.isinf(norm_type) else total + part
     return total if math.isinf(norm_type) else total ** (1 / norm_type)

@@ -29,11 +29,10 @@ from zshard import _core
 from zshard._errors import ShardError
 from zshard.guard.outside import check_optimizer
 from zshard.guard.slices import guarded, plain
-from zshard.optim.announce import say_step
 from zshard.optim.sharded_state import SCALARS, entries_of, params_of, shard_state_of
 from zshard.optim.step_digest import note_step, note_values
 from zshard.units import returned
-from zshard.units.extensions import EXTENSIONS
+from zshard.units.extensions import EXTENSIONS, announce
 from zshard.units.shards import Stepped, part_of, stepped_by, units_stepped_by
 from zshard.units.units import refuse_averaged, refuse_unsharded, refuse_writes
 
@@ -173,7 +172,7 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     written."""
     refuse_averaged(units_stepped_by(optimizer), "step")
     if optimizer not in _inner:
-        say_step(optimizer, optimizer not in _checked)
+        announce("step", optimizer, optimizer not in _checked)
     if _core.has_local_grads():
         for param in params_of(optimizer):
             if param.grad is not None:

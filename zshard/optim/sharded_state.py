@@ -13,34 +13,26 @@ that state. Until then the state stays full, so that one rank alone can read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zshard import _core
 from zshard.guard.slices import guard_like, plain
-from zshard.optim.codes import GROUP, SCALES
 from zshard.ranks.agreement import Fact
 from zshard.units.shards import Part, part_of
 
 __all__ = [
-    *("SCALARS", "HeldState", "class_of_state", "copied", "entries_of", "fact_of"),
-    *("facts_of_other", "full_state_of", "held_by", "held_in", "move_together", "other_state"),
-    *("params_of", "part_of_state", "scalar_keys", "shard_state_of"),
-    *(
-        "Hidden",
-        "hidden",
-        "takes_codes",
-        "takes_full_state",
-        "with_own_dtypes",
-        "without_parameters",
-    ),
-    *("Hidden", "hidden", "zeros_side_by_side"),
+    *("SCALARS", "HeldState", "Hidden", "SizeOf", "class_of_state", "copied", "entries_of"),
+    *("fact_of", "facts_of_other", "full_state_of", "held_by", "held_in", "hidden", "layout_of"),
+    *("move_together", "one_tensor", "other_state", "params_of", "part_of_state"),
+    *("problem_with_codes", "scalar_keys", "shard_state_of", "takes_full_state"),
+    *("with_own_dtypes", "without_parameters", "zeros_side_by_side"),
 ]
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
@@ -57,15 +49,35 @@ def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-def takes_codes(optimizer: Optimizer) -> bool:
-    """Return whether its state may be in 8 bits."""
-    return getattr(optimizer, "takes_codes", False)
+def _layouts(optimizer: Optimizer) -> list[tuple[dict[str, Any], Mapping[str, int]]]:
+    """Return the param groups with state of a layout of their own (InOneCall.state_layout)."""
+    find = getattr(optimizer, "state_layout", lambda group: None)
+    found = [(group, find(group)) for group in optimizer.param_groups]
+    return [(group, layout) for group, layout in found if layout is not None]
+
+
+def layout_of(optimizer: Optimizer) -> dict[str, int]:
+    """Return which state tensors have one element for so many of a parameter's, by name."""
+    return {name: size for _, each in _layouts(optimizer) for name, size in each.items()}
 
 
 def with_own_dtypes(optimizer: Optimizer) -> set[int]:
     """Return the ids of the parameters whose state torch must not cast to their dtypes."""
-    groups = optimizer.param_groups if takes_codes(optimizer) else []
-    return {id(param) for group in groups if "bits" in group for param in group["params"]}
+    return {id(param) for group, _ in _layouts(optimizer) for param in group["params"]}
+
+
+def problem_with_codes(optimizer: Optimizer, state: Mapping[Any, Any]) -> str | None:
+    """Return what to do with the 8-bit moments in `state` that the optimizer does not step."""
+    scales = {f"{name}_scale" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
+    scales -= layout_of(optimizer).keys()
+    own = (entries for entries in state.values() if isinstance(entries, Mapping))
+    if all(scales.isdisjoint(entries) for entries in own):
+        return None
+    return (
+        f"it has 8-bit moments, which this {type(optimizer).__name__} does not step: load it into "
+        "an optimizer with the options of the one that saved it, or convert it with "
+        "zshard.AdamW8bit.to_fp32(state_dict)"
+    )
 
 
 def takes_full_state(optimizer: Optimizer) -> bool:
@@ -125,12 +137,13 @@ class HeldState:
 
 def held_by(optimizer: Optimizer) -> list[HeldState]:
     """Return all sharded parameters of the optimizer in its order, also those without state."""
-    return held_in(params_of(optimizer), optimizer.state)
+    return held_in(params_of(optimizer), optimizer)
 
 
 @plain()
-def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[HeldState]:
-    """As held_by(), from parameters and an optimizer's state."""
+def held_in(params: Iterable[Tensor], optimizer: Optimizer) -> list[HeldState]:
+    """As held_by(), of these parameters of the optimizer."""
+    state, layout = optimizer.state, layout_of(optimizer)
     cut = [(param, part) for param in params if (part := part_of(param)) and part.is_cut]
     states = [(param, part, entries_of(state, param)) for param, part in cut]
     scalars = scalar_keys((part.shape, entries) for _, part, entries in states)
@@ -139,16 +152,16 @@ def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[HeldStat
         may_be_cut = {key for key in entries if part.shape != () or key not in scalars}
         rows: list[tuple[Any, Any, Part | None]] = []
         for key in sorted(entries, key=str):
-            own = part_of_state(part, key)
+            own = part_of_state(part, key, layout)
             is_cut = key in may_be_cut and _is_cut(entries[key], own)
             rows.append((key, entries[key], own if is_cut else None))
         held.append(HeldState(param, part, rows))
     return held
 
 
-def part_of_state(part: Part, key: object) -> Part:
+def part_of_state(part: Part, key: Any, layout: Mapping[str, int]) -> Part:
     """Return which part of the full state tensor `key` this rank has, if it is sharded."""
-    return part.of_groups(GROUP) if key in SCALES else part
+    return part.of_groups(layout[key]) if key in layout else part
 
 
 def entries_of(state: Mapping[Any, Any], param: Tensor) -> Mapping[Any, Any]:
@@ -227,6 +240,15 @@ def facts_of_other(other: Mapping[Any, Any]) -> list[Fact]:
 
 
 # --- memory ---------------------------------------------------------------------------------------
+
+
+SizeOf = Callable[[nn.Parameter, int], int]
+"""Bytes of an optimizer's state, given a full parameter and how many of its elements a rank has."""
+
+
+def one_tensor(param: nn.Parameter, numel: int) -> int:
+    """Return the bytes of one tensor like the parameter's shard."""
+    return numel * param.itemsize
 
 
 def zeros_side_by_side(
@@ -323,12 +345,13 @@ def full_state_of(optimizer: Optimizer) -> dict[Any, list[tuple[Tensor, Part]]]:
     """Return what is full in the state of sharded parameters: by key, each parameter with the part
     that this rank is to keep."""
     full: dict[Any, list[tuple[Tensor, Part]]] = {}
+    layout = layout_of(optimizer)
     for param in params_of(optimizer):
         part = part_of(param) if param in optimizer.state else None
         if part is None or not part.is_cut:
             continue
         for key, value in optimizer.state[param].items():
-            own = part_of_state(part, key)
+            own = part_of_state(part, key, layout)
             is_full = isinstance(value, Tensor) and tuple(value.shape) == own.shape
             if is_full and (own.shape != () or key not in SCALARS):
                 full.setdefault(key, []).append((param, own))
@@ -341,12 +364,13 @@ def full_state_of(optimizer: Optimizer) -> dict[Any, list[tuple[Tensor, Part]]]:
 def shard_state_of(optimizer: Optimizer) -> None:
     """Shard full state of sharded parameters. Not collective: each rank takes its shard of its own
     state, with which it would continue under DDP."""
+    layout = layout_of(optimizer)
     for key, found in full_state_of(optimizer).items():
         old = [(param, part.of(optimizer.state[param][key])) for param, part in found]
         for dtype in dict.fromkeys(value.dtype for _, value in old):
             alike = [(param, value) for param, value in old if value.dtype == dtype]
-            group = GROUP if key in SCALES else 1
-            places = zeros_side_by_side([param for param, _ in alike], dtype, group)
+            params = [param for param, _ in alike]
+            places = zeros_side_by_side(params, dtype, layout.get(key, 1))
             for (param, value), place in zip(alike, places, strict=True):
                 optimizer.state[param][key] = place.copy_(value)
 

@@ -137,7 +137,7 @@ class ModelRecord:
     def _record(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         ids = {id(ref()) for ref in self._params}
         params = [param for param in params_of(optimizer) if id(param) in ids]
-        held = held_in(params, optimizer.state)
+        held = held_in(params, optimizer)
         cut = [
             (index, key, value, own)
             for index, each in enumerate(held)

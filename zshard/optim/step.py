@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zshard import _core
 from zshard.guard.whole_values import full_numel
-from zshard.optim import codes
-from zshard.optim.sharded_state import zeros_side_by_side
+from zshard.optim.sharded_state import SizeOf, one_tensor, problem_with_codes, zeros_side_by_side
 from zshard.units.shards import part_of
 
 
@@ -50,7 +49,6 @@ class InOneCall(torch.optim.Optimizer):
     a param group that asks for it, if it is not always there."""
     _counts_steps = False  # whether its state has a "step" per parameter
     _begins_as_grad: str | None = None  # the state tensor whose first value is the gradient
-    takes_codes = False  # whether its state may be in 8 bits
     multiplies_gradients = True  # by what is pending for them (csrc/device/pending.h), in its step
     _group_size = 1  # elements that share state; numbers of parameters begin at multiples of it
 
@@ -156,9 +154,10 @@ class InOneCall(torch.optim.Optimizer):
         self._set_scaler_flag()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if not self.takes_codes and codes.has_codes(state.get("state", {})):
-            raise ValueError(f"cannot load the state dict: {codes.wants_float32(self)}")
         if "param_groups" in vars(self):  # a load, not a copy
+            wrong = problem_with_codes(self, state["state"])
+            if wrong is not None:
+                raise ValueError(f"cannot load the state dict: {wrong}")
             for group, own in zip(state["param_groups"], self.param_groups, strict=True):
                 keep_options(group, own)
                 self._take_group(group)
@@ -295,6 +294,17 @@ class InOneCall(torch.optim.Optimizer):
     def _state_names(self, group: Mapping[str, Any]) -> list[str]:
         """Return the names of the tensors that the group's rule keeps for each parameter."""
         return [name for name, option in self._state.items() if option is None or group[option]]
+
+    def state_layout(self, group: Mapping[str, Any]) -> Mapping[str, int] | None:
+        """Return None if all state of a param group is like its parameters; otherwise it has dtypes
+        of its own, and these tensors, by name, have one element for so many of a parameter's."""
+        return None
+
+    def state_bytes(self, group: Mapping[str, Any]) -> SizeOf | None:
+        """Return the function for the bytes of state that a step creates for parameters of this
+        group; None if it creates none."""
+        count = len(self._state_names(group))
+        return (lambda param, numel: count * one_tensor(param, numel)) if count > 0 else None
 
     def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Update parameters that the C loop does not support, with torch's own function."""

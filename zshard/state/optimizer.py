@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zshard import _core
 from zshard.guard.slices import plain
 from zshard.guard.whole_values import join
-from zshard.optim.codes import GROUP, has_codes, wants_float32
 from zshard.optim.hooks import is_older, know, post
 from zshard.optim.sharded_state import (
     HeldState,
@@ -39,11 +38,12 @@ from zshard.optim.sharded_state import (
     full_state_of,
     held_by,
     hidden,
+    layout_of,
     other_state,
     params_of,
     part_of_state,
+    problem_with_codes,
     scalar_keys,
-    takes_codes,
     takes_full_state,
     with_own_dtypes,
     zeros_side_by_side,
@@ -168,7 +168,7 @@ def gather_state(optimizer: Optimizer, keep: bool = True) -> FullState:
     if full is not None:
         return full if keep else [(param, {}) for param, _ in full]
     know(optimizer)
-    held = held_by(optimizer)
+    held, layout = held_by(optimizer), layout_of(optimizer)
     result: FullState = []
     for model in dict.fromkeys(each.part.peers for each in held):
         mine = [each for each in held if each.part.peers is model]
@@ -182,7 +182,7 @@ def gather_state(optimizer: Optimizer, keep: bool = True) -> FullState:
         for each, ranges in zip(mine, _ranges(comm, mine), strict=True):
             cut = [(key, value, own) for key, value, own in each.entries if own is not None]
             whole = {
-                key: join(own, value, ranges if own is each.part else _of_groups(ranges), keep)
+                key: join(own, value, _of_groups(ranges, layout.get(key, 1)), keep)
                 for key, value, own in cut
             }
             result.append((each.param, whole if keep else {}))
@@ -219,8 +219,8 @@ def _ranges(comm: _core.Comm, held: Sequence[HeldState]) -> list[list[tuple[int,
     return found
 
 
-def _of_groups(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    return [(begin // GROUP, -(-numel // GROUP)) for begin, numel in ranges]
+def _of_groups(ranges: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    return [(begin // size, -(-numel // size)) for begin, numel in ranges]
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -260,16 +260,16 @@ def problems_with(
     """
     if takes_full_state(optimizer):  # which may have state of any shape
         return []
-    problems, wrong_dtypes = [], []
-    own_dtypes = with_own_dtypes(optimizer)
-    if not takes_codes(optimizer) and has_codes(state):
-        problems.append(wants_float32(optimizer))
+    wrong_dtypes: list[str] = []
+    own_dtypes, layout = with_own_dtypes(optimizer), layout_of(optimizer)
+    wrong = problem_with_codes(optimizer, state)
+    problems = [] if wrong is None else [wrong]
     for number, entries in state.items():
         part = part_of(params[number])
         for key, value in entries.items():
             if part is None or not isinstance(value, Tensor):
                 continue
-            own = part_of_state(part, key)
+            own = part_of_state(part, key, layout)
             shape, where = tuple(value.shape), f"'{key}' of parameter '{part.name}'"
             if is_traceable_wrapper_subclass(value):
                 problems.append(
@@ -334,7 +334,7 @@ class OptimizerPlan:
         """params: all of the optimizer's, in its order. They are resharded, as between steps;
         Part.settle() documents what it raises. A WholeMatrix takes full tensors, and keeps what it
         needs."""
-        whole = takes_full_state(optimizer)
+        whole, layout = takes_full_state(optimizer), layout_of(optimizer)
         for param in params.values():
             part = part_of(param)
             if part is not None:
@@ -345,7 +345,7 @@ class OptimizerPlan:
         )
 
         def cut(part: Part | None, key: Hashable, value: object) -> Part | None:
-            own = None if part is None or whole else part_of_state(part, key)
+            own = None if part is None or whole else part_of_state(part, key, layout)
             if own is None or not isinstance(value, Tensor) or value.shape != own.shape:
                 return None
             return own if own.shape != () or key not in scalars else None

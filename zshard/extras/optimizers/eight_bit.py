@@ -24,14 +24,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_map_only
 
+from zshard.extras.optimizers import codes
 from zshard.guard.whole_values import full_numel
-from zshard.optim import codes
 from zshard.optim.sharded_state import (
     Hidden,
+    SizeOf,
     hidden,
     params_of,
     zeros_side_by_side,
@@ -45,7 +46,6 @@ __all__ = ["Adam8bit", "AdamW8bit", "EightBit", "SGD8bit", "hide_codes"]
 class EightBit(InOneCall):
     """What the three have in common: their options, their state, and its conversions."""
 
-    takes_codes = True
     _group_size = codes.GROUP
     _forms: dict[object, tuple[object, ...]]  # by the keys of _plans: _FORM's options in its state
 
@@ -67,9 +67,11 @@ class EightBit(InOneCall):
 
     # --- state ------------------------------------------------------------------------------------
 
-    def _is_coded(self, group: Mapping[str, Any], param: Tensor) -> bool:
-        """Return whether a parameter's moments are in 8 bits."""
-        return bool(group["bits"] == 8 and full_numel(param) >= group["min_8bit_size"])
+    def state_layout(self, group: Mapping[str, Any]) -> Mapping[str, int] | None:
+        return codes.LAYOUT
+
+    def state_bytes(self, group: Mapping[str, Any]) -> SizeOf | None:
+        return _bytes_of(len(self._state_names(group)), group)
 
     def _step_params(self, key: object, group: dict[str, Any], state: dict[Any, Any]) -> None:
         if any(group.get(option) for option in _REFUSED):  # a script has set it since
@@ -89,7 +91,7 @@ class EightBit(InOneCall):
     def _has_form(self, group: Mapping[str, Any], param: Tensor, own: Mapping[str, Any]) -> bool:
         """Return whether the state of a parameter, if it has any, follows the group's options."""
         names = [name for name in self._state_names(group) if own.get(name) is not None]
-        coded, low = self._is_coded(group, param), "low_bits" in own
+        coded, low = _is_coded(group, param), "low_bits" in own
         if any((codes.scale_of(name) in own) != coded for name in names):
             return False
         return low == _keeps_low_bits(group, param) if names or low else True
@@ -102,7 +104,7 @@ class EightBit(InOneCall):
         return super()._make_state(group, params)
 
     def _zeros(self, group: Mapping[str, Any], name: str, params: Sequence[Tensor]) -> list[Tensor]:
-        coded = [self._is_coded(group, param) for param in params]
+        coded = [_is_coded(group, param) for param in params]
         eight = [param for param, is_coded in zip(params, coded, strict=True) if is_coded]
         wide = [param for param, is_coded in zip(params, coded, strict=True) if not is_coded]
         scales = zeros_side_by_side(eight, torch.uint8, codes.GROUP)
@@ -160,7 +162,7 @@ class EightBit(InOneCall):
             if own.get(name) is None or codes.scale_of(name) in own:
                 continue
             own[name] = own[name].to(torch.float32)
-            if self._is_coded(group, param):
+            if _is_coded(group, param):
                 own[name], own[codes.scale_of(name)] = codes.encode(name, own[name])
 
     @staticmethod
@@ -184,6 +186,25 @@ _FORM = ("master", "min_8bit_size", "bits")
 """The options of a group that the form of its state follows."""
 _OPTIONS = frozenset((*_FORM, "rounding_step"))
 _REFUSED = ("amsgrad", "capturable", "stochastic_rounding")
+
+
+def _is_coded(group: Mapping[str, Any], param: Tensor) -> bool:
+    """Return whether a parameter's moments are in 8 bits."""
+    return bool(group["bits"] == 8 and full_numel(param) >= group["min_8bit_size"])
+
+
+def _bytes_of(moments: int, group: Mapping[str, Any]) -> SizeOf | None:
+    def bytes_of(param: nn.Parameter, numel: int) -> int:
+        each = numel + -(-numel // codes.GROUP) if _is_coded(group, param) else 4 * numel
+        return moments * each + _keeps_low_bits(group, param) * numel
+
+    return bytes_of if moments > 0 or group["master"] else None
+
+
+def bytes_by_name(name: str, model: nn.Module) -> SizeOf | None:
+    """Return the function for the bytes of an optimizer's state, by its name in lower case."""
+    defaults = {"bits": 8, "min_8bit_size": codes.MIN_8BIT_SIZE, "master": None}
+    return _bytes_of(1 if name == "sgd8bit" else 2, defaults)
 
 
 def _keeps_low_bits(group: Mapping[str, Any], param: Tensor) -> bool:

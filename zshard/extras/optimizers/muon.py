@@ -2,7 +2,7 @@
 
 Muon's momentum is elementwise, so each rank keeps that of its shard. The update of a matrix is not:
 a Newton-Schulz iteration makes the momentum's singular values about equal. One rank computes it for
-each matrix (optim/owners.py), with torch's operations on the whole matrix in bfloat16, so that the
+each matrix (owners.py), with torch's operations on the whole matrix in bfloat16, so that the
 result has the bits of torch.optim.Muon, whatever the number of ranks.
 
 torch.optim.Muon's documentation prints another momentum than its code has; this is the code's,
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from zshard.extras.optimizers.eight_bit import AdamW8bit, hide_codes
+from zshard.extras.optimizers.matrices import groups_of
 from zshard.extras.optimizers.newton_schulz import cost_of, orthogonalized
 from zshard.extras.optimizers.whole_steps import Stepping, WholeSteps, full_shape, refuse_copy
 from zshard.optim import AdamW
-from zshard.optim.matrices import groups_of
-from zshard.optim.sharded_state import zeros_side_by_side
+from zshard.optim.sharded_state import SizeOf, one_tensor, zeros_side_by_side
 from zshard.optim.step import check_state, keep_options, state_problem
 from zshard.units.shards import part_of
 
@@ -36,7 +36,6 @@ _BATCH = 16 << 20
 """Bytes of a rank's own matrices in a batch: enough to keep it busy while the next ones travel."""
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_LR_FUNCTIONS = (None, "original", "match_rms_adamw")
 
 
 class Muon(torch.optim.Optimizer):
@@ -123,10 +122,11 @@ class Muon(torch.optim.Optimizer):
         # Each group keeps those of its kind. Torch's schedulers would cycle all groups' betas.
         super().__init__(params, {k: v for k, v in self.options.items() if k != "betas"})
 
-    @property
-    def takes_codes(self) -> bool:
-        """Return whether AdamW's state may be in 8 bits."""
-        return self._adamw.takes_codes
+    def state_layout(self, group: Mapping[str, Any]) -> Mapping[str, int] | None:
+        return None if group["use_muon"] else self._adamw.state_layout(group)
+
+    def state_bytes(self, group: Mapping[str, Any]) -> SizeOf | None:
+        return one_tensor if group["use_muon"] else self._adamw.state_bytes(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch.optim.
@@ -284,7 +284,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"ns_dtype must be 'bfloat16' or 'float32', got {options['ns_dtype']!r}")
     if not isinstance(options["symmetric"], bool):
         raise ValueError(f"symmetric must be True or False, got {options['symmetric']!r}")
-    if options["adjust_lr_fn"] not in _LR_FUNCTIONS:
+    if options["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
         raise ValueError(
             f"adjust_lr_fn must be 'original', 'match_rms_adamw' or None, got "
             f"{options['adjust_lr_fn']!r}"

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from zshard.extras.optimizers.matrices import hidden_matrices
 from zshard.extras.planner.durations import Compute
 from zshard.extras.planner.gpus import Device
 from zshard.extras.planner.kernels import Kernel
 from zshard.extras.planner.traffic import Traffic
-from zshard.optim.matrices import hidden_matrices
 
 NEWTON_SCHULZ = 5
 """Iterations of Muon for each matrix, by default."""

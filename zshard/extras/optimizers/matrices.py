@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zshard.optim.sharded_state import SizeOf, one_tensor
 from zshard.units.units import plain_name
 
-__all__ = ["groups_of", "hidden_matrices"]
+__all__ = ["bytes_by_name", "groups_of", "hidden_matrices"]
 
 _OF_ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
@@ -60,6 +61,12 @@ def hidden_matrices(model: nn.Module) -> set[int]:
     if last is not None and (not sizes or last.out_features in sizes):
         hidden.discard(id(last.weight))
     return hidden
+
+
+def bytes_by_name(name: str, model: nn.Module) -> SizeOf:
+    """Return the function for the bytes of the state of Muon(model)."""
+    hidden = hidden_matrices(model)
+    return lambda param, numel: one_tensor(param, numel) * (1 if id(param) in hidden else 2)
 
 
 def groups_of(model: nn.Module, split: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["GROUP", "SCALES", "decode", "decoded", "encode", "has_codes", "scale_of"]
-__all__ += ["MIN_8BIT_SIZE", "wants_float32"]
+__all__ = ["GROUP", "LAYOUT", "MIN_8BIT_SIZE", "decode", "decoded", "encode", "scale_of"]
 
 GROUP = 32
 """Elements that share a scale."""
@@ -55,7 +54,7 @@ def scale_of(name: str) -> str:
     return f"{name}_scale"
 
 
-SCALES = frozenset(map(scale_of, _CODES))
+LAYOUT = dict.fromkeys(map(scale_of, _CODES), GROUP)
 """State with one element for each group of a parameter's elements."""
 
 
@@ -100,21 +99,6 @@ def encode(name: str, value: Tensor) -> tuple[Tensor, Tensor]:
     else:
         code = torch.where(value > 0, code.clamp(1, 255), 0)
     return code.to(torch.uint8), scale.to(torch.uint8)
-
-
-def has_codes(state: Mapping[Any, Any]) -> bool:
-    """Return whether any parameter's state has 8-bit moments."""
-    own = (entries for entries in state.values() if isinstance(entries, Mapping))
-    return any(not SCALES.isdisjoint(entries) for entries in own)
-
-
-def wants_float32(optimizer: object) -> str:
-    """Return the message for a user who loads 8-bit moments into a 32-bit optimizer."""
-    return (
-        f"it has 8-bit moments, which this {type(optimizer).__name__} does not step: load it into "
-        "an optimizer with the options of the one that saved it, or convert it with "
-        "zshard.AdamW8bit.to_fp32(state_dict)"
-    )
 
 
 def decoded(state: Mapping[Any, Any]) -> dict[Any, Any]:
