@@ -120,35 +120,35 @@ _LATER = {
         "deepspeed",
     ),
     **dict.fromkeys(("Dims", "Plan", "plan"), "planner"),
-    **dict.fromkeys(
-        (
-            *("Adam8bit", "AdamW8bit", "SGD8bit", "Muon", "WholeMatrix", "MicroBatchSampler"),
-            *("DataPosition", "Export", "Exported", "Keep"),
-            *("available_features", "export", "keep", "profile", "receive_export"),
-        ),
-        "extras",
-    ),
+    **dict.fromkeys(("Adam8bit", "AdamW8bit", "SGD8bit"), "extras.optimizers.eight_bit"),
+    **dict.fromkeys(("Export", "export"), "extras.weights.export"),
+    "DataPosition": "extras.data_position",
+    "Exported": "extras.weights.delta",
+    "Keep": "extras.recovery.keep",
+    "MicroBatchSampler": "extras.any_world",
+    "Muon": "extras.optimizers.muon",
+    "WholeMatrix": "extras.optimizers.whole_matrix",
+    "available_features": "extras.doctor",
+    "keep": "extras.keeping.agent",
+    "profile": "extras.trace",
+    "receive_export": "extras.weights.send",
 }
 
 if _TYPE_CHECKING:
-    from zshard.extras import (
-        Adam8bit,
-        AdamW8bit,
-        DataPosition,
-        Exported,
-        Keep,
-        MicroBatchSampler,
-        Muon,
-        SGD8bit,
-        WholeMatrix,
-        available_features,
-        export,
-        keep,
-        profile,
-        receive_export,
-    )
-    from zshard.extras import Export as Export
+    from zshard.extras.any_world import MicroBatchSampler
+    from zshard.extras.data_position import DataPosition
+    from zshard.extras.doctor import available_features
+    from zshard.extras.keeping.agent import keep
+    from zshard.extras.optimizers.eight_bit import Adam8bit, AdamW8bit, SGD8bit
+    from zshard.extras.optimizers.muon import Muon
+    from zshard.extras.optimizers.whole_matrix import WholeMatrix
     from zshard.extras.planner import *  # noqa: F403
+    from zshard.extras.recovery.keep import Keep
+    from zshard.extras.trace import profile
+    from zshard.extras.weights.delta import Exported
+    from zshard.extras.weights.export import Export as Export
+    from zshard.extras.weights.export import export
+    from zshard.extras.weights.send import receive_export
     from zshard.integrations.compat import *  # noqa: F403
     from zshard.integrations.deepspeed import *  # noqa: F403
 else:

@@ -1,5 +1,6 @@
 """What stands on the core and has to be there when a model is sharded or loaded: integrations whose
-libraries the script has imported, extras that an environment variable or an argument asks for.
+libraries the script has imported, extras that an environment variable, an argument or a path asks
+for.
 
 This is the only place where the core names what is above it.
 """
@@ -39,6 +40,11 @@ def import_upper() -> None:
 def of_argument(name: str) -> ModuleType:
     """Import the extra that an argument of FSDP() belongs to, and return it."""
     return importlib.import_module(_OF_ARGUMENT[name])
+
+
+def readers() -> ModuleType:
+    """Import what opens paths that are no checkpoints of zshard's own, and return it."""
+    return importlib.import_module("zshard.extras.readers")
 
 
 def parse_extras(given: Mapping[str, object]) -> dict[str, Any]:

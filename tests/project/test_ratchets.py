@@ -19,9 +19,9 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (15_146, 22_935),
-    "core: (modules)": (1_476, 2_366),
-    "core: checkpoint": (3_919, 5_645),
+    "core": (14_563, 22_145),
+    "core: (modules)": (1_478, 2_372),
+    "core: checkpoint": (3_334, 4_849),
     "core: guard": (1_090, 1_615),
     "core: memory": (895, 1_336),
     "core: model": (1_459, 2_389),
@@ -30,17 +30,18 @@ LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
     "core: state": (1_214, 1_830),
     "core: units": (712, 1_181),
     "core: wrap": (1_072, 1_603),
-    "extras": (6_329, 9_187),
+    "extras": (6_903, 9_987),
     "extras: __main__": (52, 72),
-    "extras: extras/__init__": (29, 33),
+    "extras: extras/__init__": (0, 3),
     "extras: extras/any_world": (222, 301),
-    "extras: extras/checkpoint_cli": (237, 290),
+    "extras: extras/checkpoint_cli": (234, 287),
     "extras: extras/checks": (350, 499),
     "extras: extras/data_position": (172, 264),
     "extras: extras/doctor": (152, 223),
     "extras: extras/keeping": (589, 860),
     "extras: extras/optimizers": (1_208, 1_813),
     "extras: extras/planner": (1_488, 2_171),
+    "extras: extras/readers": (606, 833),
     "extras: extras/recovery": (742, 1_031),
     "extras: extras/run": (271, 376),
     "extras: extras/trace": (373, 556),
@@ -67,14 +68,15 @@ COUNTS = {  # exactly
     "c_globals": 31,
     "globals": 16,
     "module_tables": 40,
-    "names_from_core": 207,
-    "text_lines": 3_571,
+    "names_from_core": 218,
+    "text_lines": 3_576,
     "weak_dictionaries": 23,
 }
 C_LINES = 44_537
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
-    "names_from_core": "110 to 206: folders of the core became extras, so their names count",
+    "names_from_core": "110 to 206: folders of the core became extras, so their names count; 207 to 218: "
+    "readers of others' checkpoints too",
     "csrc": "12 lines: a failed backward shares its sums at once",
     "text_lines": "3,570 to 3,587: four check_...() of the core's questions to extensions",
 }
