@@ -18,7 +18,6 @@ The manifest's entry for an optimizer (`optimizer`). Its tensors are in files as
 from __future__ import annotations
 
 import re
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
@@ -43,7 +42,7 @@ from zshard.optim.sharded_state import (
     other_state,
     takes_full_state,
 )
-from zshard.ranks.agreement import Fact, gather_bytes
+from zshard.ranks.agreement import Fact, gather
 from zshard.ranks.transports import comm_for
 from zshard.state import state_dict_form
 from zshard.state.load_state_dict import comm_of
@@ -102,10 +101,10 @@ class Replicas:
         """Collective."""
         self._comm = comm
         shards = {id(s.comms.shards): s.comms.shards for _, s in units_of(model)}
-        parts = array("q", [each.rank for each in shards.values()])
+        parts = [each.rank for each in shards.values()]
         everyone = [parts]
         if any(each is not comm for each in shards.values()):
-            everyone = [array("q", data) for data in gather_bytes(comm, parts.tobytes())]
+            everyone = gather(comm, parts)
         self._known: dict[int, tuple[int, int, int]] = {}
         for i, (key, each) in enumerate(shards.items()):
             same = [r for r, their in enumerate(everyone) if their[i : i + 1] == parts[i : i + 1]]
