@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -180,7 +180,7 @@ def tensors_of(model: nn.Module) -> ModelTensors:
     # Placeholders are slow: take everything except the shape from the parameter.
     tensors = {
         name: value.origin if isinstance(value, Saved) else value
-        for name, value in _checked_names(state)
+        for name, value in state.items()
         if isinstance(value, Tensor) and not is_extra_state(name)
     }
     for name, value in tensors.items():
@@ -212,6 +212,11 @@ def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
             f"{type(state).__name__}"
         )
     named = OrderedDict((plain_name(n) if isinstance(n, str) else n, v) for n, v in state.items())
+    for name in named:
+        if not isinstance(name, str):
+            raise TypeError(f"state dict keys must be strings, got {name!r}")
+        if not is_name(name):
+            raise ValueError(f"{name!r:.80} is not a valid tensor name for a safetensors file")
     named._metadata = getattr(state, "_metadata", None) or {}  # type: ignore[attr-defined]
     return named, parts
 
@@ -227,15 +232,6 @@ def _at_rest(param: Tensor, part: Part) -> Tensor:
             )
         values = part.of(values)  # after `param.data = full_tensor`
     return values
-
-
-def _checked_names(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in state.items():
-        if not isinstance(name, str):
-            raise TypeError(f"state dict keys must be strings, got {name!r}")
-        if not is_name(name):
-            raise ValueError(f"{name!r:.80} is not a valid tensor name for a safetensors file")
-        yield name, value
 
 
 def _check_tensor(name: str, value: Tensor, is_param: bool = False) -> None:
@@ -269,20 +265,16 @@ def _tied_names(
     that the model does not list as tied."""
     names: dict[Any, list[str]] = {}
     for name, value in tensors.items():
-        key = id(value) if id(value) in params else _identity(value)
+        key: Any = id(value)
+        if key not in params:  # equal for two names of one tensor, if it has elements
+            shape = tuple(value.shape), value.stride()
+            key = value.numel() and (value.data_ptr(), value.device, value.dtype, shape)
         names.setdefault(key or name, []).append(name)
     tied: dict[str, str] = {}
     for same in names.values():
         home = next((name for name in same if not is_other(name)), same[0])
         tied.update((name, home) for name in same if name != home)
     return tied
-
-
-def _identity(value: Tensor) -> Any:
-    """Return a key that is equal for two names of one tensor; None if it has no elements."""
-    if value.numel() == 0:
-        return None
-    return value.data_ptr(), value.device, value.dtype, tuple(value.shape), value.stride()
 
 
 def _tied_patterns(model: nn.Module) -> Callable[[str], bool]:

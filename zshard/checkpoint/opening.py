@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from zshard._errors import CheckpointError
@@ -53,18 +53,13 @@ def opened(
         if spread is not None:
             found.path = spread.path
             _note_own(found, spread.manifest, spread, with_optimizer)
-        else:
-            _open(found, with_optimizer)
+        elif os.path.isdir(found.path) and os.path.lexists(os.path.join(found.path, NAME)):
+            _open_zshard(found, with_optimizer)
+        elif not readers().open_into(found, with_optimizer):
+            _open_newest(found, with_optimizer)
         yield found
     finally:
         found.close()
-
-
-def _open(found: Checkpoint, with_optimizer: bool) -> None:
-    if os.path.isdir(found.path) and os.path.lexists(os.path.join(found.path, NAME)):
-        _open_zshard(found, with_optimizer)
-    elif not readers().open_into(found, with_optimizer):
-        _open_newest(found, with_optimizer)
 
 
 # --- checkpoint directories, and errors -----------------------------------------------------------
@@ -136,10 +131,6 @@ def files_of(
     return files
 
 
-def _entries(files: Mapping[str, SafetensorsFile]) -> dict[str, Readable]:
-    return {name: entry for file in files.values() for name, entry in file.entries.items()}
-
-
 # --- zshard checkpoints ---------------------------------------------------------------------------
 
 
@@ -191,7 +182,8 @@ def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Re
     files in the folder belong to another save or to none."""
     for name in (f"{prefix}.safetensors", f"{prefix}.safetensors.index.json"):
         if name in manifest.names:
-            return _entries(files_of(found, name, functools.partial(open_own, found, manifest)))
+            files = files_of(found, name, functools.partial(open_own, found, manifest))
+            return {key: each for file in files.values() for key, each in file.entries.items()}
     if prefix == OPTIMIZER:
         return {}  # an optimizer without state
     raise CheckpointError(

@@ -198,12 +198,6 @@ def dry_run_of(
 ) -> DryRun:
     """Return a dry run of a module that is not wrapped. Raises what predict_memory() raises."""
     specs = plan_units(module, policy)
-    _check_plain(module)
-    planned = [(spec, unit_options(spec, options)) for spec in specs]
-    return DryRun(module, planned, dry_comms(world, planned[-1][1].strategy))
-
-
-def _check_plain(module: nn.Module) -> None:
     for name, each in module.named_modules():
         if each is not module and is_unit(each):
             raise ValueError(
@@ -212,6 +206,8 @@ def _check_plain(module: nn.Module) -> None:
                 "group's size for a module that has one of its own, or FSDP(...) and then "
                 'model.memory("predicted")'
             )
+    planned = [(spec, unit_options(spec, options)) for spec in specs]
+    return DryRun(module, planned, dry_comms(world, planned[-1][1].strategy))
 
 
 def size_of_state(optimizer: str | int | None, module: nn.Module) -> SizeOf:

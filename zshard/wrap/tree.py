@@ -129,7 +129,11 @@ class ModuleTree:
             owner, attribute = entry.owners[0]
             _refuse_shard(_join(self._name(owner), attribute), entry.param)
         self._refuse_common_memory()
-        self._count()
+        for entry in self._entries.values():
+            entry.home.numel += entry.param.numel()
+        for node in reversed(self.nodes):
+            if node.parent is not None:
+                node.parent.numel += node.numel
 
     @property
     def has_wrapped(self) -> bool:
@@ -172,7 +176,13 @@ class ModuleTree:
             while unit not in specs:
                 assert unit.parent is not None, "the root is a unit"
                 unit = unit.parent
-            specs[unit].params.append(self._ref(entry, unit))
+            names = tuple(
+                _join(prefix, attribute)
+                for owner, attribute in entry.owners
+                for prefix in self.names(owner, unit)
+            )
+            owners = tuple((owner.module, attribute) for owner, attribute in entry.owners)
+            specs[unit].params.append(ParamRef(names, entry.param, owners))
         root = self.root
         return [spec for node, spec in specs.items() if spec.params or with_empty or node is root]
 
@@ -277,24 +287,8 @@ class ModuleTree:
                     "(module.weight = other.weight), or give one a copy"
                 )
 
-    def _count(self) -> None:
-        for entry in self._entries.values():
-            entry.home.numel += entry.param.numel()
-        for node in reversed(self.nodes):
-            if node.parent is not None:
-                node.parent.numel += node.numel
-
     def _name(self, node: Node) -> str:
         return self.names(node, self.root)[0]
-
-    def _ref(self, entry: _ParamPlaces, unit: Node) -> ParamRef:
-        names = tuple(
-            _join(prefix, attribute)
-            for owner, attribute in entry.owners
-            for prefix in self.names(owner, unit)
-        )
-        owners = tuple((owner.module, attribute) for owner, attribute in entry.owners)
-        return ParamRef(names, entry.param, owners)
 
 
 def _refuse_shard(name: str, param: nn.Parameter) -> None:
