@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -287,18 +287,14 @@ def _tied_patterns(model: nn.Module) -> Callable[[str], bool]:
     ]
 
     def is_listed(name: str) -> bool:
-        return any(
-            name.startswith(prefix) and _matches(key, name[len(prefix) :]) for prefix, key in listed
-        )
+        for prefix, key in listed:
+            with suppress(re.error, TypeError):
+                own = name[len(prefix) :]
+                if name.startswith(prefix) and (key == own or re.search(key, own)):
+                    return True
+        return False
 
     return is_listed
-
-
-def _matches(key: Any, name: str) -> bool:
-    try:
-        return key == name or re.search(key, name) is not None
-    except (re.error, TypeError):
-        return False
 
 
 # --- optimizers -----------------------------------------------------------------------------------

@@ -218,8 +218,14 @@ def size_of_state(optimizer: str | int | None, module: nn.Module) -> SizeOf:
     if name == "muon":
         hidden = hidden_matrices(module)
         return lambda param, numel: one_tensor(param, numel) * (1 if id(param) in hidden else 2)
-    tensors = _state_tensors(optimizer)
-    return lambda param, numel: tensors * one_tensor(param, numel)
+    count = 0 if optimizer is None else STATE_TENSORS.get(name or "", optimizer)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        known = ", ".join(repr(each) for each in (*STATE_TENSORS, *_CODED, "muon"))
+        raise ValueError(
+            f"unknown optimizer {optimizer!r}: expected one of {known}, or the number of state "
+            "tensors that it keeps per parameter"
+        )
+    return lambda param, numel: count * one_tensor(param, numel)
 
 
 def size_in_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> SizeOf | None:
@@ -241,21 +247,6 @@ def size_in_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Si
 def _coded_bytes(moments: int, param: nn.Parameter, numel: int) -> int:
     each = numel + -(-numel // GROUP) if full_numel(param) >= MIN_8BIT_SIZE else 4 * numel
     return moments * each
-
-
-def _state_tensors(optimizer: str | int | None) -> int:
-    if optimizer is None:
-        return 0
-    if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
-        return optimizer
-    name = optimizer.lower() if isinstance(optimizer, str) else None
-    if name not in STATE_TENSORS:
-        known = ", ".join(repr(each) for each in (*STATE_TENSORS, *_CODED, "muon"))
-        raise ValueError(
-            f"unknown optimizer {optimizer!r}: expected one of {known}, or the number of state "
-            "tensors that it keeps per parameter"
-        )
-    return STATE_TENSORS[name]
 
 
 def _world(size: int, local: int | None, transport: str) -> World:

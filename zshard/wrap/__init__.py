@@ -270,7 +270,7 @@ def _chooser(policy: object) -> Callable[[ModuleTree, Collection[nn.Module]], _C
 def _by_class(tree: ModuleTree, policy: ModuleWrapPolicy) -> _Choice:
     matching = [node for node in tree.nodes if policy(node.module)]
     choice: _Choice = {node: {} for node in matching if node.may_be_unit}
-    if not choice and tree.root.numel and not tree.has_wrapped:
+    if not choice and tree.root.numel and not tree.wrapped:
         why = "no such modules" if not matching else "those modules cannot be units"
         warnings.warn(
             f"{policy!r} finds no units in this {type(tree.root.module).__name__} ({why}), so all "
