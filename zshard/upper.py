@@ -1,6 +1,6 @@
 """What stands on the core and has to be there when a model is sharded or loaded: integrations whose
-libraries the script has imported, extras that an environment variable, an argument or a method
-asks for.
+libraries the script has imported, extras that an environment variable, an argument, a method or
+a path asks for.
 
 This is the only place where the core names what is above it.
 """
@@ -48,6 +48,11 @@ def module_for(name: str) -> ModuleType:
     """Import the extra that does what a method of models is for, or that has bytes_by_name() of an
     optimizer, and return it."""
     return importlib.import_module({**_OF_METHOD, **_OF_OPTIMIZER}[name])
+
+
+def readers() -> ModuleType:
+    """Import what opens paths that are no checkpoints of zshard's own, and return it."""
+    return importlib.import_module("zshard.extras.readers")
 
 
 def parse_extras(given: Mapping[str, object]) -> dict[str, Any]:

@@ -32,13 +32,14 @@ except ImportError:
 
 # Modules to watch must be instrumented while they are imported.
 with (
-    atheris.instrument_imports(include=["zshard.checkpoint"])
+    atheris.instrument_imports(include=["zshard.checkpoint", "zshard.extras.readers"])
     if atheris
     else contextlib.nullcontext()
 ):
     from zshard._errors import CheckpointError
-    from zshard.checkpoint import chunked, dcp, manifest, safetensors, torch_file
+    from zshard.checkpoint import manifest, safetensors
     from zshard.checkpoint.checkpoint import Checkpoint, decode, optimizer_of_manifest, read_whole
+    from zshard.extras.readers import chunked, dcp, torch_file
     from zshard.ranks.agreement import bytes_of
 
 import torch
@@ -129,7 +130,7 @@ def parts(data: bytes) -> None:
     path.write_bytes(data)
     found = Checkpoint(_PARTS.name)
     try:
-        chunked.open_shards_into(found)
+        chunked.open_shards_into(found, [path.name])
         for entry in found.model.values():
             size = math.prod(entry.shape) * entry.dtype.itemsize
             assert size <= len(data)

@@ -32,12 +32,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import zshard
 from zshard import CheckpointError
-from zshard.checkpoint import torch_file
-from zshard.checkpoint.checkpoint import optimizer_of_paths, read_whole
+from zshard.checkpoint.checkpoint import read_whole
 from zshard.checkpoint.load import Reader
 from zshard.checkpoint.opening import opened
 from zshard.checkpoint.safetensors import CODES, OpenFile
-from zshard.checkpoint.torch_file import parse
+from zshard.extras.readers import torch_file
+from zshard.extras.readers.other_states import optimizer_of_paths
+from zshard.extras.readers.torch_file import parse
 
 C10D = ("shard_grad_op", "c10d")
 
@@ -557,9 +558,9 @@ def test_folders_with_changed_bytes(folder, data):
 def test_no_module_executes_pickles():
     """Checkpoint modules neither import nor call anything that runs pickles, except in one module:
     torch.load(weights_only=True), and Python's unpickler, whose subclass looks up no name."""
-    folder = Path(torch_file.__file__).parent
     names, used, loads = set(), set(), []
-    for file in folder.rglob("*.py"):
+    folders = (Path(zshard.__file__).parent / each for each in ("checkpoint", "extras/readers"))
+    for file in (file for folder in folders for file in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 imported = {alias.name for alias in node.names}

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from groups import on_hosts
 from models import CASES, COMBINATIONS, Net, differences, make, sharded, train, wrapped
+from nursery import forked_python
 from optim_states import rank
 from power_cut import logged, read_log
 from safetensors.torch import save_file
@@ -70,6 +71,24 @@ def test_values_equal_the_files(pool, name, files, tmp_path):
     for combination in COMBINATIONS:
         found = pool.run(loaded, name, combination, path)
         assert found == [[]] * pool.world, combination
+
+
+LOOK = """
+import sys, torch, zshard
+model = zshard.FSDP(torch.nn.Linear(2, 2))
+zshard.save(sys.argv[1] + "/own", model)
+zshard.load(sys.argv[1] + "/own", model)
+def extras():
+    return {".".join(n.split(".")[2:3]) for n in sys.modules if n.startswith("zshard.extras")}
+assert extras() == set(), extras()
+zshard.load(sys.argv[1] + "/own/model.safetensors", model)
+assert extras() == {"", "readers"}, extras()
+"""
+
+
+def test_readers_are_imported_for_what_others_wrote_alone(tmp_path):
+    done = forked_python("-c", LOOK, str(tmp_path), timeout=200)
+    assert done.returncode == 0, done.stderr
 
 
 def test_single_rank(tmp_path):

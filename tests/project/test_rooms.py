@@ -56,8 +56,6 @@ LIBRARIES = re.compile(
     re.IGNORECASE,
 )
 NAMED_BELOW = {  # files of the core that name a library in code: which, and why
-    "checkpoint/torch_file": ("numpy", "names of its scalars in pickles"),
-    "checkpoint/opening": ("deepspeed safetensors.torch", "texts: how to convert such a file"),
     "checkpoint/save_plan": ("peft", "a model with adapters gets no config.json"),
     "checkpoint/script_state": ("numpy", "a script saves NumPy's arrays and random state"),
     "guard/outside": (

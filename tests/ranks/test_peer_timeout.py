@@ -223,7 +223,7 @@ ALLOWED = {
     ),  # have a clause for PeerError
     "ranks/meeting.py:meet",  # reports to the other ranks why shm is not available
     "extras/keeping/client.py:_connect",  # a socket's connect(), not a transport's
-    "checkpoint/torch_file.py:reading",  # within it, bytes of a file are read
+    "extras/readers/torch_file.py:reading",  # within it, bytes of a file are read
 }
 
 

@@ -16,14 +16,9 @@ manifest, written last, lists the files of the checkpoint with their checksums.
     save.py         saving: agree, stage, write, sync, commit
 
     checkpoint.py   the content of a checkpoint, whatever its format
-    chunked.py      tensors in chunks; safetensors files of torch.distributed.checkpoint
-    torch_file.py   pickles and torch.save() files, which are untrusted
-    dcp.py          folders of torch.distributed.checkpoint
-    opening.py      opening a checkpoint; explaining what is not a checkpoint
+    opening.py      opening a checkpoint; extras/readers opens what others wrote
     load.py         checking, verifying, reading, in this order on all ranks
     load_optimizer.py   what an optimizer's load_state_dict() has to do in it
 
     per_host/       hosts that share no disk
-
-    cli.py          python -m zshard ckpt
 """

@@ -18,10 +18,9 @@ The manifest's entry for an optimizer (`optimizer`). Its tensors are in files as
 from __future__ import annotations
 
 import re
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +42,7 @@ from zshard.optim.sharded_state import (
     other_state,
     takes_full_state,
 )
-from zshard.ranks.agreement import Fact, gather_bytes
+from zshard.ranks.agreement import Fact, gather
 from zshard.ranks.transports import comm_for
 from zshard.state import state_dict_form
 from zshard.state.load_state_dict import comm_of
@@ -102,10 +101,10 @@ class Replicas:
         """Collective."""
         self._comm = comm
         shards = {id(s.comms.shards): s.comms.shards for _, s in units_of(model)}
-        parts = array("q", [each.rank for each in shards.values()])
+        parts = [each.rank for each in shards.values()]
         everyone = [parts]
         if any(each is not comm for each in shards.values()):
-            everyone = [array("q", data) for data in gather_bytes(comm, parts.tobytes())]
+            everyone = gather(comm, parts)
         self._known: dict[int, tuple[int, int, int]] = {}
         for i, (key, each) in enumerate(shards.items()):
             same = [r for r, their in enumerate(everyone) if their[i : i + 1] == parts[i : i + 1]]
@@ -181,7 +180,7 @@ def tensors_of(model: nn.Module) -> ModelTensors:
     # Placeholders are slow: take everything except the shape from the parameter.
     tensors = {
         name: value.origin if isinstance(value, Saved) else value
-        for name, value in _checked_names(state)
+        for name, value in state.items()
         if isinstance(value, Tensor) and not is_extra_state(name)
     }
     for name, value in tensors.items():
@@ -213,6 +212,11 @@ def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
             f"{type(state).__name__}"
         )
     named = OrderedDict((plain_name(n) if isinstance(n, str) else n, v) for n, v in state.items())
+    for name in named:
+        if not isinstance(name, str):
+            raise TypeError(f"state dict keys must be strings, got {name!r}")
+        if not is_name(name):
+            raise ValueError(f"{name!r:.80} is not a valid tensor name for a safetensors file")
     named._metadata = getattr(state, "_metadata", None) or {}  # type: ignore[attr-defined]
     return named, parts
 
@@ -228,15 +232,6 @@ def _at_rest(param: Tensor, part: Part) -> Tensor:
             )
         values = part.of(values)  # after `param.data = full_tensor`
     return values
-
-
-def _checked_names(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in state.items():
-        if not isinstance(name, str):
-            raise TypeError(f"state dict keys must be strings, got {name!r}")
-        if not is_name(name):
-            raise ValueError(f"{name!r:.80} is not a valid tensor name for a safetensors file")
-        yield name, value
 
 
 def _check_tensor(name: str, value: Tensor, is_param: bool = False) -> None:
@@ -270,20 +265,16 @@ def _tied_names(
     that the model does not list as tied."""
     names: dict[Any, list[str]] = {}
     for name, value in tensors.items():
-        key = id(value) if id(value) in params else _identity(value)
+        key: Any = id(value)
+        if key not in params:  # equal for two names of one tensor, if it has elements
+            shape = tuple(value.shape), value.stride()
+            key = value.numel() and (value.data_ptr(), value.device, value.dtype, shape)
         names.setdefault(key or name, []).append(name)
     tied: dict[str, str] = {}
     for same in names.values():
         home = next((name for name in same if not is_other(name)), same[0])
         tied.update((name, home) for name in same if name != home)
     return tied
-
-
-def _identity(value: Tensor) -> Any:
-    """Return a key that is equal for two names of one tensor; None if it has no elements."""
-    if value.numel() == 0:
-        return None
-    return value.data_ptr(), value.device, value.dtype, tuple(value.shape), value.stride()
 
 
 def _tied_patterns(model: nn.Module) -> Callable[[str], bool]:
@@ -296,18 +287,14 @@ def _tied_patterns(model: nn.Module) -> Callable[[str], bool]:
     ]
 
     def is_listed(name: str) -> bool:
-        return any(
-            name.startswith(prefix) and _matches(key, name[len(prefix) :]) for prefix, key in listed
-        )
+        for prefix, key in listed:
+            with suppress(re.error, TypeError):
+                own = name[len(prefix) :]
+                if name.startswith(prefix) and (key == own or re.search(key, own)):
+                    return True
+        return False
 
     return is_listed
-
-
-def _matches(key: Any, name: str) -> bool:
-    try:
-        return key == name or re.search(key, name) is not None
-    except (re.error, TypeError):
-        return False
 
 
 # --- optimizers -----------------------------------------------------------------------------------

@@ -226,7 +226,10 @@ def retain(target: Target, keep_last: int, id: str) -> None:
     others = [step for step in finished(target.parent) if step < this]
     old_ones = others[: max(0, len(others) + 1 - keep_last)]
     if old_ones and not _is_finite(target.path):
-        newest = next((s for s in reversed(others) if _is_finite(_path(target, s))), None)
+        newest = next(
+            (s for s in reversed(others) if _is_finite(os.path.join(target.parent, name_of(s)))),
+            None,
+        )
         old_ones = [step for step in old_ones if step != newest]
     for step in old_ones:
         old = Target(target.parent, name_of(step), True)
@@ -246,10 +249,6 @@ def warn_of_newer(target: Target) -> None:
             "latest_checkpoint() and load() use it until you delete it; keep_last does not",
             stacklevel=2,
         )
-
-
-def _path(target: Target, step: int) -> str:
-    return os.path.join(target.parent, name_of(step))
 
 
 def _is_finite(path: str) -> bool:

@@ -48,7 +48,12 @@ class OptimizerLoad:
             why = contents.no_optimizer or "omit the optimizer to load the model alone"
             raise RuntimeError(f"'{contents.path}' has no usable optimizer state: {why}")
         names = names_of(model, optimizer)
-        problems = _other_class(told, optimizer) if strict else []
+        problems, kind = [], class_of_state(optimizer).__name__  # torch's or zshard's
+        if strict and told.kind is not None and told.kind.rpartition(".")[2] != kind:
+            problems.append(
+                f"the checkpoint has the state of {told.kind}, but the optimizer is {kind}; pass "
+                "strict=False to load it anyway"
+            )
         told, more = told.fitted(optimizer, names)
         problems += more
         more, self._numbered = by_number(model, optimizer, _pending_state(model, contents, told))
@@ -91,16 +96,6 @@ class OptimizerLoad:
         self._plan.read(reader)
         for hook in self._hooks.values():
             hook(self._optimizer)
-
-
-def _other_class(told: OptimizerState, optimizer: Optimizer) -> list[str]:
-    name = class_of_state(optimizer).__name__
-    if told.kind is None or told.kind.rpartition(".")[2] == name:  # torch's or zshard's
-        return []
-    return [
-        f"the checkpoint has the state of {told.kind}, but the optimizer is {name}; pass "
-        "strict=False to load it anyway"
-    ]
 
 
 def _pending_state(model: nn.Module, contents: Checkpoint, told: OptimizerState) -> dict[str, Any]:

@@ -114,7 +114,12 @@ def dump(manifest: Manifest) -> bytes:
     body = {each.name: getattr(manifest, each.name) for each in fields(manifest)}
     body |= {"format": "zshard", "version": VERSION, "block": BLOCK, "files": files}
     parts = {
-        name: {**part._asdict(), "runs": {file: _text_of(r) for file, r in part.runs.items()}}
+        name: {
+            **part._asdict(),
+            "runs": {  # as text, which is shorter than JSON: offset+length offset+length ...
+                file: " ".join(f"{at}+{n}" for at, n in runs) for file, runs in part.runs.items()
+            },
+        }
         for name, part in manifest.parts.items()
     }
     if parts:
@@ -205,11 +210,6 @@ def _part_of(facts: Mapping[str, Any]) -> PartRecord:
     if not isinstance(host, str):
         raise TypeError(f"host must be a string, got {host!r:.40}")
     return PartRecord(host, _count(facts["rank"]), runs)
-
-
-def _text_of(runs: Sequence[tuple[int, int]]) -> str:
-    """Return runs as text, which is shorter than JSON: offset+length offset+length ..."""
-    return " ".join(f"{offset}+{length}" for offset, length in runs)
 
 
 def _runs_of(text: str) -> tuple[tuple[int, int], ...]:

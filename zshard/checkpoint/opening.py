@@ -1,7 +1,7 @@
-"""Open a checkpoint of any supported format.
+"""Open a checkpoint of zshard's own; extras/readers opens what others wrote.
 
 Opening checks everything that a checkpoint states about itself: sizes, headers, indices, the
-manifest. It reads no values. It refuses files that would have to be executed.
+manifest. It reads no values.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from zshard._errors import CheckpointError
-from zshard.checkpoint import chunked, dcp
 from zshard.checkpoint.checkpoint import Checkpoint, Readable, decode, optimizer_of_manifest
 from zshard.checkpoint.folder import absolute, finished, name_of, path_of
 from zshard.checkpoint.manifest import LIMIT, NAME, Manifest, parse
@@ -28,6 +26,7 @@ from zshard.checkpoint.safetensors import (
     parse_index,
 )
 from zshard.checkpoint.saved_averages import parse_entry, stem_of
+from zshard.upper import readers
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The prefixes of file names."""
@@ -54,30 +53,13 @@ def opened(
         if spread is not None:
             found.path = spread.path
             _note_own(found, spread.manifest, spread, with_optimizer)
-        else:
-            _open(found, with_optimizer)
+        elif os.path.isdir(found.path) and os.path.lexists(os.path.join(found.path, NAME)):
+            _open_zshard(found, with_optimizer)
+        elif not readers().open_into(found, with_optimizer):
+            _open_newest(found, with_optimizer)
         yield found
     finally:
         found.close()
-
-
-def _open(found: Checkpoint, with_optimizer: bool) -> None:
-    if not os.path.isdir(found.path):
-        _refuse_pickles(found.path)
-        name = os.path.basename(found.path)
-        found.files[name] = file = SafetensorsFile(found.path)
-        _note_model(found, {name: file})
-    elif os.path.lexists(os.path.join(found.path, NAME)):
-        _open_zshard(found, with_optimizer)
-    elif _of_huggingface(found.path, MODEL) is not None:
-        _refuse_staging(found.path)
-        _open_huggingface(found)
-    elif os.path.lexists(os.path.join(found.path, dcp.METADATA)):
-        dcp.open_into(found, with_optimizer)
-    elif chunked.shards_in(found.path):
-        chunked.open_shards_into(found)
-    else:
-        _open_newest(found, with_optimizer)
 
 
 # --- checkpoint directories, and errors -----------------------------------------------------------
@@ -91,13 +73,7 @@ def _open_newest(found: Checkpoint, with_optimizer: bool) -> None:
         _open_zshard(found, with_optimizer)
         return
     if not steps:
-        _point_inside(found.path)
-        _refuse_pickles(found.path)
-        raise FileNotFoundError(
-            f"no finished checkpoint in '{found.path}': it has no {NAME}, model.safetensors, "
-            "model.safetensors.index.json or numbered checkpoints; pass the path that "
-            "zshard.save() got"
-        )
+        readers().refuse(found.path)
     found.path = os.path.join(directory, name_of(steps[-1]))
     try:
         _open_zshard(found, with_optimizer)
@@ -125,20 +101,6 @@ def _tagged_in(path: str) -> str | None:
     return inside if is_plain and os.path.lexists(os.path.join(inside, NAME)) else None
 
 
-def _point_inside(path: str) -> None:
-    """Raise FileNotFoundError for a folder without tensors whose subfolders have some, as trainers
-    create them: the intended one is unknown."""
-    marks = (NAME, dcp.METADATA, f"{MODEL}.safetensors", f"{MODEL}.safetensors.index.json")
-    with os.scandir(path) as entries:
-        folders = sorted(entry.name for entry in entries if entry.is_dir())
-    inside = [f for f in folders if any(os.path.exists(os.path.join(path, f, m)) for m in marks)]
-    if inside:
-        names = ", ".join(f"'{name}'" for name in inside[:5]) + (", ..." if inside[5:] else "")
-        raise FileNotFoundError(
-            f"'{path}' is not a checkpoint, but contains {names}: pass the path of the one to load"
-        )
-
-
 def older_than(path: str) -> str:
     """Return a hint at the finished checkpoint before the numbered one at `path`, or ""."""
     parent, name = os.path.split(absolute(path))
@@ -147,72 +109,10 @@ def older_than(path: str) -> str:
     return f"; '{os.path.join(parent, before[-1])}' is an older checkpoint" if before else ""
 
 
-def _refuse_staging(path: str) -> None:
-    """Raise CheckpointError for the folder of an interrupted save, whose files have their full
-    length, but zeros where nothing was written."""
-    name = os.path.basename(absolute(path))
-    if re.fullmatch(r"\..*\.[0-9a-f]{32}\.tmp", name):
-        raise CheckpointError(
-            f"'{path}' is not a checkpoint: an interrupted save left it; load another one"
-        )
-
-
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-
-
-def _refuse_pickles(path: str) -> None:
-    """Raise CheckpointError for pickles."""
-    if not os.path.isdir(path):
-        if path.endswith(_PICKLES):
-            raise CheckpointError(
-                f"'{path}' looks like a pickle, which can execute arbitrary code: load it with "
-                "torch.load(weights_only=True) and convert it with safetensors.torch.save_file()"
-            )
-        return
-    names = os.listdir(path)
-    inner = next((name for name in names if name.startswith("global_step")), "")
-    below = os.path.join(path, inner)
-    names_below = os.listdir(below) if inner and os.path.isdir(below) else []
-    if any(
-        re.match(r"(bf16_)?zero_pp_rank_|mp_rank_\d+_model_states", n) for n in names + names_below
-    ):
-        raise CheckpointError(
-            f"'{path}' is a DeepSpeed checkpoint, which consists of pickles that can execute "
-            "arbitrary code: if you trust it, convert it with DeepSpeed's zero_to_fp32.py "
-            "--safe_serialization and load the resulting folder"
-        )
-    for name in sorted(names):
-        if name.endswith(_PICKLES):
-            _refuse_pickles(os.path.join(path, name))
-
-
 # --- safetensors ----------------------------------------------------------------------------------
 
 
-def _of_huggingface(path: str, prefix: str) -> str | None:
-    """Return the file in a folder that has the tensors or their index, if there is one."""
-    for name in (f"{prefix}.safetensors", f"{prefix}.safetensors.index.json"):
-        if os.path.exists(os.path.join(path, name)):
-            return name
-    return None
-
-
-def _open_huggingface(found: Checkpoint) -> None:
-    first = _of_huggingface(found.path, MODEL) or ""
-
-    def opened_file(name: str, kind: type[_File]) -> _File:
-        path = os.path.join(found.path, name)
-        if not os.path.exists(path):
-            index = os.path.join(found.path, first)
-            raise FileNotFoundError(
-                f"'{index}' refers to '{name}', which is missing; copy all files of the model"
-            )
-        return kind(path)
-
-    _note_model(found, _files_of(found, first, opened_file))
-
-
-def _files_of(
+def files_of(
     found: Checkpoint, name: str, opened_file: Callable[[str, type[Any]], Any]
 ) -> dict[str, SafetensorsFile]:
     """Open the safetensors file `name`, or the files that an index of that name lists.
@@ -229,16 +129,6 @@ def _files_of(
         found.files[each] = files[each] = opened_file(each, SafetensorsFile)
     check_homes(homes, files, file.path)
     return files
-
-
-def _note_model(found: Checkpoint, files: Mapping[str, SafetensorsFile]) -> None:
-    found.model = _entries(files)
-    notes = {alias: name for file in files.values() for alias, name in file.notes.items()}
-    found.tied = {a: name for a, name in notes.items() if name in found.model}
-
-
-def _entries(files: Mapping[str, SafetensorsFile]) -> dict[str, Readable]:
-    return {name: entry for file in files.values() for name, entry in file.entries.items()}
 
 
 # --- zshard checkpoints ---------------------------------------------------------------------------
@@ -292,7 +182,8 @@ def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Re
     files in the folder belong to another save or to none."""
     for name in (f"{prefix}.safetensors", f"{prefix}.safetensors.index.json"):
         if name in manifest.names:
-            return _entries(_files_of(found, name, functools.partial(open_own, found, manifest)))
+            files = files_of(found, name, functools.partial(open_own, found, manifest))
+            return {key: each for file in files.values() for key, each in file.entries.items()}
     if prefix == OPTIMIZER:
         return {}  # an optimizer without state
     raise CheckpointError(

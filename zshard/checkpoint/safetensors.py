@@ -288,7 +288,8 @@ def parse_index(text: bytes | bytearray, path: str) -> dict[str, str]:
     if not isinstance(homes, dict) or not homes:
         raise CheckpointError(f"'{path}' has no weight_map from tensors to files")
     for name, file in homes.items():
-        if not isinstance(file, str) or not _is_plain(file):
+        is_plain = isinstance(file, str) and is_name(file) and not set(file) & set("/\\:")
+        if not is_plain or not file.endswith(".safetensors"):
             raise CheckpointError(
                 f"'{path}' maps tensor {name[:80]!r} to {_short(file)!r}, which is not the name "
                 "of a .safetensors file in the same folder"
@@ -320,11 +321,6 @@ def is_name(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return 0 < len(name) <= _NAME_LIMIT and "\0" not in name and name != "__metadata__"
-
-
-def _is_plain(name: str) -> bool:
-    """Return whether it is a plain file name, not a path."""
-    return is_name(name) and name.endswith(".safetensors") and not set(name) & set("/\\:")
 
 
 def are_counts(values: object) -> TypeGuard[list[int]]:

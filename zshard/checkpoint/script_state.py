@@ -27,7 +27,8 @@ LIMIT = 2**24  # bytes of one tensor; larger ones belong in a module's buffers
 
 _PLAIN = (str, bool, type(None))
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, torch.complex128)}
-_FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
+_BUILT_IN = (bool, dict, float, int, list, set, str, tuple)
+_FACTORIES: dict[Any, Any] = {None: None, **{kind.__name__: kind for kind in _BUILT_IN}}
 """What a defaultdict may call for a missing key."""
 
 
@@ -108,10 +109,6 @@ def _encode_int(value: int, where: str) -> Any:
     return value
 
 
-def _encode_float(value: float, where: str) -> Any:
-    return value if math.isfinite(value) else {"$float": repr(value)}
-
-
 def _encode_items(values: Iterable[Any], where: str) -> list[Any]:
     return [encode(each, f"{where}[{i}]") for i, each in enumerate(values)]
 
@@ -128,14 +125,10 @@ def _encode_pairs(value: Mapping[Any, Any], where: str) -> list[Any]:
     ]
 
 
-def _encode_deque(value: deque[Any], where: str) -> Any:
-    return {"$deque": {"items": _encode_items(value, where), "maxlen": value.maxlen}}
-
-
 def _encode_defaultdict(value: defaultdict[Any, Any], where: str) -> Any:
     factory = value.default_factory
     name = None if factory is None else getattr(factory, "__name__", "")
-    if name is not None and _FACTORIES.get(name) is not factory:
+    if _FACTORIES.get(name) is not factory:
         raise TypeError(
             f"cannot save {where}: a defaultdict of {factory!r}; pass dict() of it, or one of a "
             "built-in type"
@@ -169,10 +162,6 @@ def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data = bytes(bytes_of(plain))
     return {"dtype": name, "shape": list(value.shape), "data": _text(data, where)}
-
-
-def _encode_parameter(value: torch.nn.Parameter, where: str) -> Any:
-    return {"$parameter": {**_encode_tensor(value, where), "requires_grad": value.requires_grad}}
 
 
 def _encode_numpy(value: object, where: str) -> Any:
@@ -215,28 +204,21 @@ def _make_array(told: dict[str, Any]) -> Any:
     return numpy.frombuffer(data, dtype).reshape(told["shape"]).copy()
 
 
-def _make_parameter(told: dict[str, Any]) -> torch.nn.Parameter:
-    return torch.nn.Parameter(_make_tensor(told), bool(told["requires_grad"]))
-
-
 def _make_dict(pairs: list[Any]) -> dict[Any, Any]:
     return {decode(key): decode(value) for key, value in pairs}
 
 
-def _make_defaultdict(told: dict[str, Any]) -> Any:
-    factory = None if told["factory"] is None else _FACTORIES[told["factory"]]
-    return defaultdict(factory, _make_dict(told["pairs"]))
-
-
 _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     int: _encode_int,
-    float: _encode_float,
+    float: lambda value, where: value if math.isfinite(value) else {"$float": repr(value)},
     list: _encode_items,
     tuple: lambda value, where: {"$tuple": _encode_items(value, where)},
     torch.Size: lambda value, where: {"$size": list(value)},
     set: lambda value, where: {"$set": _encode_set(value, where)},
     frozenset: lambda value, where: {"$frozenset": _encode_set(value, where)},
-    deque: _encode_deque,
+    deque: lambda value, where: {
+        "$deque": {"items": _encode_items(value, where), "maxlen": value.maxlen}
+    },
     dict: _encode_dict,
     OrderedDict: lambda value, where: {"$ordered": _encode_pairs(value, where)},
     Counter: lambda value, where: {"$counter": _encode_pairs(value, where)},
@@ -244,7 +226,9 @@ _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     bytes: lambda value, where: {"$bytes": _text(value, where)},
     bytearray: lambda value, where: {"$bytearray": _text(bytes(value), where)},
     torch.Tensor: lambda value, where: {"$tensor": _encode_tensor(value, where)},
-    torch.nn.Parameter: _encode_parameter,
+    torch.nn.Parameter: lambda value, where: {
+        "$parameter": {**_encode_tensor(value, where), "requires_grad": value.requires_grad}
+    },
 }
 
 _MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -257,12 +241,14 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "$dict": _make_dict,
     "$ordered": lambda pairs: OrderedDict(_make_dict(pairs)),
     "$counter": lambda pairs: Counter(_make_dict(pairs)),
-    "$defaultdict": _make_defaultdict,
+    "$defaultdict": lambda told: defaultdict(
+        _FACTORIES[told["factory"]], _make_dict(told["pairs"])
+    ),
     "$bytes": lambda text: base64.b64decode(text, validate=True),
     "$bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
     "$dtype": lambda name: _DTYPES[name],
     "$tensor": _make_tensor,
-    "$parameter": _make_parameter,
+    "$parameter": lambda told: torch.nn.Parameter(_make_tensor(told), bool(told["requires_grad"])),
     "$array": _make_array,
     "$number": lambda told: _make_array({**told, "shape": []})[()],
 }

@@ -253,11 +253,9 @@ def finish() -> None:
             handle.wait()
 
 
+@atexit.register
 def _at_exit() -> None:
     """Report a failed save that no call has raised."""
     if _last is not None and _last._error is not None and not _last._told:
         lines = "".join(traceback.format_exception(_last._error))
         fail(f"zshard: failed to save the checkpoint '{_last.path}':\n{lines}")
-
-
-atexit.register(_at_exit)

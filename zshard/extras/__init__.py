@@ -1,2 +1,3 @@
-"""What stands on the core and a plain script does without. `from zshard import ...` imports the
-module that has a name."""
+"""What stands on the core and a plain script does without: exports, kept runs, whole-matrix
+optimizers, readers of others' checkpoints, traces, the launcher and the planner. zshard/__init__.py
+lists their public names."""

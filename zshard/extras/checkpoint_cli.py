@@ -139,10 +139,7 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
         tensors = {
             f"{name}.{key}": _of(e) for name, own in told.tensors.items() for key, e in own.items()
         }
-        groups = told.groups
-        if told.options is not None:
-            groups = [{"params": [name], **own} for name, own in told.options.items()]
-        facts["optimizer"] = {"class": told.kind, "groups": groups, "tensors": tensors}
+        facts["optimizer"] = {"class": told.kind, "groups": told.groups, "tensors": tensors}
     return facts
 
 

@@ -104,11 +104,17 @@ class DryRun:
 
     def _make_again(self, module: nn.Module, state: State) -> tuple[UnitSpec, _core.Unit]:
         """Return the dry-run counterpart of a unit of an earlier call, with its spec."""
-        unit, spec = state.unit, _spec_of(module, state)
+        unit = state.unit
+        owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        for each in module.modules():
+            for name, held in each._parameters.items():
+                owners.setdefault(id(held), []).append((each, name))
+        facts = [(param, unit.param(i)) for i, param in enumerate(unit.params)]
+        refs = [ParamRef((f["name"],), p, tuple(owners.get(id(p), ()))) for p, f in facts]
+        spec = UnitSpec(module, unit.name, refs)
         self.engine.set_offload(None, *unit.offloads, 1.0)
         self.engine.set_codes(*state.options.wire.codes)
-        shapes = (unit.param(i)["shape"] for i in range(unit.n_params))
-        params = [without_memory(*each, "meta") for each in zip(unit.params, shapes, strict=True)]
+        params = [without_memory(param, fact["shape"], "meta") for param, fact in facts]
         return spec, make_unit(self.engine, spec, state.options, params)
 
     def _as_dtype(self, param: nn.Parameter) -> nn.Parameter:
@@ -155,17 +161,3 @@ def trained_bytes(
         for i, param in enumerate(params)
         if param.requires_grad
     )
-
-
-def _spec_of(module: nn.Module, state: State) -> UnitSpec:
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for each in module.modules():
-        for name, held in each._parameters.items():
-            owners.setdefault(id(held), []).append((each, name))
-    params = state.unit.params
-    names = [(state.unit.param(i)["name"],) for i in range(len(params))]
-    refs = [
-        ParamRef(name, param, tuple(owners.get(id(param), ())))
-        for name, param in zip(names, params, strict=True)
-    ]
-    return UnitSpec(module, state.unit.name, refs)

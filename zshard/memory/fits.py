@@ -117,7 +117,9 @@ def check_fits(
 
 def _needed(planned: Sequence[Planned], dry_run: DryRun, total: int, device: torch.device) -> int:
     """Return the bytes, of `total`, to allocate beyond existing parameters and inner units."""
-    there = sum(_held_by(unit) for unit in dry_run.inner)
+    there = sum(
+        _in_memory(unit) + (0 if unit.offloads[1] else unit.bytes["grad"]) for unit in dry_run.inner
+    )
     given_back = 0
     within = peak = 0  # while units are made one after the other
     for (spec, _), unit in zip(planned, dry_run.units, strict=True):
@@ -134,10 +136,6 @@ def _needed(planned: Sequence[Planned], dry_run: DryRun, total: int, device: tor
 def _in_memory(unit: _core.Unit) -> int:
     """Return the bytes of a unit's shard in memory: 0 if it is on disk."""
     return 0 if unit.offloads[0] else unit.bytes["shard"]
-
-
-def _held_by(unit: _core.Unit) -> int:
-    return _in_memory(unit) + (0 if unit.offloads[1] else unit.bytes["grad"])
 
 
 # --- what a rank has left -------------------------------------------------------------------------
@@ -205,8 +203,13 @@ def _explain(model: _Model, short: _Shortage, has_optimizer: bool) -> str:
     if ways:
         lines.append(f"Alternatives to these {_mib(parts['total'])} MiB:")
         lines += [f"  {way}" for way in ways]
-    lines.append(f"  {_smaller_units(model)}")
-    lines.append("Pass memory_limit=None to wrap the model anyway.")
+    largest = max(model.dry_run.units, key=lambda unit: unit.bytes["full"])
+    lines += [
+        f"  smaller units (auto_wrap_policy): the largest, '{largest.name or '(root)'}', takes "
+        f"{_mib(largest.bytes['full'])} MiB unsharded, in each slot and again in each bucket "
+        f"({_mib(largest.bytes['bucket'])} MiB)",
+        "Pass memory_limit=None to wrap the model anyway.",
+    ]
     return "\n".join(lines)
 
 
@@ -276,13 +279,3 @@ def _total(
     comms = dry_comms(world, planned[-1][1].strategy)
     made = DryRun(model.module, planned, comms, dtype=dtype)
     return made.predict(stepped)["total"], 2 * made.trained_bytes()
-
-
-def _smaller_units(model: _Model) -> str:
-    """Return the line about the largest unit."""
-    largest = max(model.dry_run.units, key=lambda unit: unit.bytes["full"])
-    name, size = largest.name or "(root)", largest.bytes
-    return (
-        f"smaller units (auto_wrap_policy): the largest, '{name}', takes {_mib(size['full'])} MiB "
-        f"unsharded, in each slot and again in each bucket ({_mib(size['bucket'])} MiB)"
-    )

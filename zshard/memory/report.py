@@ -186,12 +186,6 @@ def dry_run_of(
 ) -> DryRun:
     """Return a dry run of a module that is not wrapped. Raises what predict_memory() raises."""
     specs = plan_units(module, policy)
-    _check_plain(module)
-    planned = [(spec, unit_options(spec, options)) for spec in specs]
-    return DryRun(module, planned, dry_comms(world, planned[-1][1].strategy))
-
-
-def _check_plain(module: nn.Module) -> None:
     for name, each in module.named_modules():
         if each is not module and is_unit(each):
             raise ValueError(
@@ -200,6 +194,8 @@ def _check_plain(module: nn.Module) -> None:
                 "group's size for a module that has one of its own, or FSDP(...) and then "
                 'model.memory("predicted")'
             )
+    planned = [(spec, unit_options(spec, options)) for spec in specs]
+    return DryRun(module, planned, dry_comms(world, planned[-1][1].strategy))
 
 
 def size_of_state(optimizer: str | int | None, module: nn.Module) -> SizeOf:
@@ -208,8 +204,14 @@ def size_of_state(optimizer: str | int | None, module: nn.Module) -> SizeOf:
     if name in upper.OPTIMIZERS:
         found: SizeOf = upper.module_for(name).bytes_by_name(name, module)
         return found
-    tensors = _state_tensors(optimizer)
-    return lambda param, numel: tensors * one_tensor(param, numel)
+    count = 0 if optimizer is None else STATE_TENSORS.get(name or "", optimizer)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        known = ", ".join(repr(each) for each in (*STATE_TENSORS, *upper.OPTIMIZERS))
+        raise ValueError(
+            f"unknown optimizer {optimizer!r}: expected one of {known}, or the number of state "
+            "tensors that it keeps per parameter"
+        )
+    return lambda param, numel: count * one_tensor(param, numel)
 
 
 def size_in_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> SizeOf | None:
@@ -223,21 +225,6 @@ def size_in_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Si
         return None
     count += sum(bool(group.get(option)) for option in _ADD_ONE)
     return (lambda param, numel: count * one_tensor(param, numel)) if count > 0 else None
-
-
-def _state_tensors(optimizer: str | int | None) -> int:
-    if optimizer is None:
-        return 0
-    if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
-        return optimizer
-    name = optimizer.lower() if isinstance(optimizer, str) else None
-    if name not in STATE_TENSORS:
-        known = ", ".join(repr(each) for each in (*STATE_TENSORS, *upper.OPTIMIZERS))
-        raise ValueError(
-            f"unknown optimizer {optimizer!r}: expected one of {known}, or the number of state "
-            "tensors that it keeps per parameter"
-        )
-    return STATE_TENSORS[name]
 
 
 def _world(size: int, local: int | None, transport: str) -> World:

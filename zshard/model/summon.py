@@ -21,7 +21,7 @@ from zshard import _core
 from zshard.guard.slices import plain
 from zshard.guard.whole_values import joined
 from zshard.optim.step_digest import sum_of_bits
-from zshard.ranks.agreement import PublicCall, gather_bytes, take_from
+from zshard.ranks.agreement import PublicCall, gather, take_from
 from zshard.ranks.ends import may_stay_open
 from zshard.units.shards import part_of
 from zshard.units.units import State, Summons, refuse_writes, state_of, units_of, writing
@@ -237,7 +237,7 @@ class _FullGrads:
                 self._before[index] = None if grad is None else grad.detach().clone()
         if self._unit.replicated:
             return
-        everyone = gather_bytes(self._state.comms.all, bytes(kinds))
+        everyone = gather(self._state.comms.all, kinds)
         for index, found in enumerate(map(set, zip(*everyone, strict=True))):
             if _LOCAL in found and len(found) > 1:
                 raise RuntimeError(

@@ -83,12 +83,11 @@ def load_state_dict(
         outline = OrderedDict(pending(given))
         outline._metadata = getattr(given, "_metadata", None)  # type: ignore[attr-defined]
         given, source = told_by_rank_0(comm, outline), FromRank0(comm)
-    made: list[LoadPlan] = []
-    with on_all_ranks(comm, lambda: made[0].fact()):
-        made.append(plan(model, given, strict))
+    with on_all_ranks(comm, lambda: found.fact()):
+        found = plan(model, given, strict)
     with on_all_ranks(comm):
-        carry_out(made[0], source)
-    return made[0].keys
+        carry_out(found, source)
+    return found.keys
 
 
 def _check_state(state: object) -> None:

@@ -57,7 +57,15 @@ class ModuleWrapPolicy:
     """
 
     def __init__(self, module_classes: ModuleClasses) -> None:
-        self._classes = _checked_classes(module_classes)
+        classes = tuple(module_classes)
+        for cls in classes:
+            if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+                raise TypeError(f"wrap policy classes must be nn.Module classes, got {cls!r}")
+        if not classes:
+            raise ValueError(
+                "the wrap policy's set of classes is empty: pass None for a single unit"
+            )
+        self._classes = tuple(dict.fromkeys(classes))
 
     def __call__(self, module: nn.Module, recurse: bool = False, *_: object, **__: object) -> bool:
         return recurse or isinstance(module, self._classes)
@@ -242,9 +250,17 @@ def _chooser(policy: object) -> Callable[[ModuleTree, Collection[nn.Module]], _C
     if isinstance(policy, ModuleWrapPolicy):
         return lambda tree, ignored: _by_class(tree, policy)
     if isinstance(policy, CustomPolicy):
-        return lambda tree, ignored: _by_overrides(tree, policy)
+        return lambda tree, ignored: {
+            node: overrides
+            for node in tree.nodes
+            if node.may_be_unit and (overrides := policy.overrides(node.module)) is not None
+        }
     if hasattr(policy, "_run_policy"):  # torch.distributed.fsdp.wrap's policy objects
-        return lambda tree, ignored: _by_torch_policy(tree, policy, ignored)
+        return lambda tree, ignored: {
+            node: overrides
+            for module, overrides in policy._run_policy(tree.root.module, set(ignored), {}).items()
+            if (node := tree.find(module)) is not None and node.may_be_unit
+        }
     if isinstance(policy, type | nn.Module) or not callable(policy):
         raise TypeError(f"auto_wrap_policy={policy!r} is not a policy: {_ACCEPTED}")
     ask = _fsdp1_signature(policy)
@@ -254,7 +270,7 @@ def _chooser(policy: object) -> Callable[[ModuleTree, Collection[nn.Module]], _C
 def _by_class(tree: ModuleTree, policy: ModuleWrapPolicy) -> _Choice:
     matching = [node for node in tree.nodes if policy(node.module)]
     choice: _Choice = {node: {} for node in matching if node.may_be_unit}
-    if not choice and tree.root.numel and not tree.has_wrapped:
+    if not choice and tree.root.numel and not tree.wrapped:
         why = "no such modules" if not matching else "those modules cannot be units"
         warnings.warn(
             f"{policy!r} finds no units in this {type(tree.root.module).__name__} ({why}), so all "
@@ -262,25 +278,6 @@ def _by_class(tree: ModuleTree, policy: ModuleWrapPolicy) -> _Choice:
             'auto_wrap_policy="auto" to choose units automatically',
             stacklevel=2,
         )
-    return choice
-
-
-def _by_overrides(tree: ModuleTree, policy: CustomPolicy) -> _Choice:
-    choice: _Choice = {}
-    for node in tree.nodes:
-        overrides = policy.overrides(node.module) if node.may_be_unit else None
-        if overrides is not None:
-            choice[node] = overrides
-    return choice
-
-
-def _by_torch_policy(tree: ModuleTree, policy: Any, ignored: Collection[nn.Module]) -> _Choice:
-    chosen = policy._run_policy(tree.root.module, set(ignored), {})
-    choice: _Choice = {}
-    for module, overrides in chosen.items():
-        node = tree.find(module)
-        if node is not None and node.may_be_unit:
-            choice[node] = overrides
     return choice
 
 
@@ -329,13 +326,3 @@ def _fsdp1_signature(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, i
     if takes(None, None, None):
         return lambda module, recurse, numel: bool(policy(module, recurse, numel))
     raise TypeError(f"auto_wrap_policy={policy!r} has signature {signature}: {_ACCEPTED}")
-
-
-def _checked_classes(classes: ModuleClasses) -> tuple[type[nn.Module], ...]:
-    checked = tuple(classes)
-    for cls in checked:
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise TypeError(f"wrap policy classes must be nn.Module classes, got {cls!r}")
-    if not checked:
-        raise ValueError("the wrap policy's set of classes is empty: pass None for a single unit")
-    return tuple(dict.fromkeys(checked))

@@ -138,12 +138,10 @@ class _AutoWrap:
         """
         if node in self._units or node.numel < self._leftover:
             return
-        if node in self._above or self._can_be_cut(node) or not self._may_be_unit(node):
+        largest = max((child.numel for child in node.children), default=0)
+        can_be_cut = node.numel > _LARGE * self._total and largest >= self._leftover
+        if node in self._above or can_be_cut or not self._may_be_unit(node):
             for child in node.children:
                 self._take_leftovers(child)
         elif node.is_leaf or node.numel < _WHOLE * self._total:
             self._units[node] = None
-
-    def _can_be_cut(self, node: Node) -> bool:
-        largest = max((child.numel for child in node.children), default=0)
-        return node.numel > _LARGE * self._total and largest >= self._leftover

@@ -28,6 +28,7 @@ from zshard.units.units import is_unit, known_hooks, like, state_of
 Init = Callable[[nn.Module], Any]
 
 _LEAST = 2**18  # bytes; smaller tensors are malloc's
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 def uninitialized(module: nn.Module) -> None:
@@ -115,17 +116,27 @@ class Materializer:
         buffers = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
         tied = [p for p in module._parameters.values() if id(p) in self._given]
         if not params and not buffers and not tied:
-            self._initialise_below(module)
+            # A model's `_init_weights` may be for the layers in a module.
+            around = self._around.get(id(module))
+            is_given = any(id(param) in self._given for param in module.parameters())
+            if self._init is None and around is not None and is_given:
+                with torch.no_grad():
+                    around(module)
             return
         before = [(p, p.detach().clone()) for p in tied if p is not None]
-        for param in params.values():
-            _give_memory(param, self._areas)
+        for param in params.values():  # each stays the same object for all its holders
+            real = like(param, self._areas.empty_like(param).fill_(_mark_of(param)))
+            torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
             self._given.add(id(param))
         for name, buffer in buffers.items():
-            module._buffers[name] = _marked(buffer)
+            mark = _mark_of(buffer)
+            module._buffers[name] = torch.full_like(buffer, mark, device="cpu", requires_grad=False)
         marked = {name: getattr(module, name).data_ptr() for name in (*params, *buffers)}
         if self._init is uninitialized:
-            self._refuse_unsaved(module, buffers)
+            for name in buffers:
+                if name in module._non_persistent_buffers_set:
+                    what = "leaves it uninitialized, but no state dict contains it"
+                    raise ValueError(self._complaint(module, name, what))
             return
         self._initialise(module, list(marked))
         if self._init is not None and _is_untouched(module, marked):
@@ -179,24 +190,6 @@ class Materializer:
             elif names and not self._leaves:  # otherwise all its tensors are tied to another's
                 raise ValueError(self._complaint(module, names[0], "has no reset_parameters()"))
 
-    def _initialise_below(self, module: nn.Module) -> None:
-        """Run a model's `_init_weights` for a module that has no tensors of its own, such as on the
-        layers in it."""
-        around = self._around.get(id(module))
-        is_given = any(id(param) in self._given for param in module.parameters())
-        if self._init is None and around is not None and is_given:
-            with torch.no_grad():
-                around(module)
-
-    def _refuse_unsaved(self, module: nn.Module, buffers: Iterable[str]) -> None:
-        for name in buffers:
-            if name in module._non_persistent_buffers_set:
-                raise ValueError(
-                    self._complaint(
-                        module, name, "leaves it uninitialized, but no state dict contains it"
-                    )
-                )
-
     def _path(self, module: nn.Module, name: str) -> str:
         return ".".join(part for part in (self._names.get(id(module), ""), name) if part)
 
@@ -241,17 +234,6 @@ def _takes_module(function: object) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _give_memory(param: nn.Parameter, areas: MemoryCache) -> None:
-    """Give a parameter its own memory; it stays the same object for all its holders."""
-    data = areas.empty_like(param).fill_(_mark_of(param))
-    real = like(param, data)
-    torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
-
-
-def _marked(tensor: Tensor) -> Tensor:
-    return torch.full_like(tensor, _mark_of(tensor), device="cpu", requires_grad=False)
 
 
 def _mark_of(tensor: Tensor) -> float | int:
@@ -354,19 +336,15 @@ class MemoryCache:
         size = numel * tensor.element_size()
         if size < _LEAST:
             return torch.empty_like(tensor, device="cpu", requires_grad=False)
-        area = self._take(size)
+        same = self._free.get(size)
+        if not same:
+            self._free.clear()  # another shape follows: what the last has left would only be held
+        area = same.pop() if same else mmap.mmap(-1, size, flags=_PRIVATE)
         # The storage holds `bytes_`; its end is the storage's.
         bytes_ = (ctypes.c_char * size).from_buffer(area)
         weakref.finalize(bytes_, _give, weakref.ref(self), area).atexit = False
         flat = torch.frombuffer(bytes_, dtype=tensor.dtype, count=numel)
         return flat.view(tensor.shape)
-
-    def _take(self, size: int) -> mmap.mmap:
-        same = self._free.get(size)
-        if same:
-            return same.pop()
-        self._free.clear()  # another shape follows: unused memory of the last would only be held
-        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def give(self, area: mmap.mmap) -> None:
         """Return memory to the cache."""

@@ -77,13 +77,12 @@ def _planned(model: nn.Module, paths: set[Any]) -> list[nn.Module]:
 
 
 def _of_classes(model: nn.Module, classes: set[Any]) -> list[nn.Module]:
-    kinds = [(_class_name(module), module) for module in model.modules()]
+    kinds = [
+        (parametrize.type_before_parametrizations(module).__name__, module)
+        for module in model.modules()
+    ]
     counts = Counter(kind for kind, _ in kinds)
     return [module for kind, module in kinds if kind in classes and counts[kind] > 1]
-
-
-def _class_name(module: nn.Module) -> str:
-    return parametrize.type_before_parametrizations(module).__name__
 
 
 _STATEMENTS = {"_fsdp_plan": _planned, "_no_split_modules": _of_classes}

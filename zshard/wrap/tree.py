@@ -114,7 +114,7 @@ class ModuleTree:
         for module in ignored_modules:
             self._ignored_params.update(id(param) for param in module.parameters())
         self._by_id: dict[int, Node] = {}
-        self._wrapped: list[tuple[nn.Module, Node, str]] = []
+        self.wrapped: list[tuple[nn.Module, Node, str]] = []  # units of earlier FSDP calls
         self._post_order: list[Node] = []
         self._names: dict[tuple[Node, Node], tuple[str, ...]] = {}
         self.root = self._visit(root)
@@ -125,16 +125,12 @@ class ModuleTree:
         for node in self.nodes:
             self._collect(node)
         self._refuse_params_of_wrapped()
-        for entry in self._entries.values():
-            owner, attribute = entry.owners[0]
-            _refuse_shard(_join(self._name(owner), attribute), entry.param)
         self._refuse_common_memory()
-        self._count()
-
-    @property
-    def has_wrapped(self) -> bool:
-        """Return whether some module below the root is a unit of an earlier FSDP call."""
-        return bool(self._wrapped)
+        for entry in self._entries.values():
+            entry.home.numel += entry.param.numel()
+        for node in reversed(self.nodes):
+            if node.parent is not None:
+                node.parent.numel += node.numel
 
     def find(self, module: nn.Module) -> Node | None:
         """Return the node of `module`, or None if it is not in the tree."""
@@ -172,7 +168,13 @@ class ModuleTree:
             while unit not in specs:
                 assert unit.parent is not None, "the root is a unit"
                 unit = unit.parent
-            specs[unit].params.append(self._ref(entry, unit))
+            names = tuple(
+                _join(prefix, attribute)
+                for owner, attribute in entry.owners
+                for prefix in self.names(owner, unit)
+            )
+            owners = tuple((owner.module, attribute) for owner, attribute in entry.owners)
+            specs[unit].params.append(ParamRef(names, entry.param, owners))
         root = self.root
         return [spec for node, spec in specs.items() if spec.params or with_empty or node is root]
 
@@ -189,7 +191,7 @@ class ModuleTree:
             if child is None or id(child) in self._ignored_modules:
                 continue
             if is_unit(child):
-                self._wrapped.append((child, node, attribute))
+                self.wrapped.append((child, node, attribute))
                 continue
             known = self.find(child)
             if known is None:
@@ -248,7 +250,7 @@ class ModuleTree:
             )
 
     def _refuse_params_of_wrapped(self) -> None:
-        for module, holder, attribute in self._wrapped:
+        for module, holder, attribute in self.wrapped:
             prefix = _join(self._name(holder), attribute)
             for name, param in module.named_parameters():
                 entry = self._entries.get(id(param))
@@ -260,6 +262,16 @@ class ModuleTree:
                     f"{_join(prefix, name)!r}, which already belongs to the nested FSDP module "
                     f"{prefix!r}: wrap a module that contains both instead, or leave the wrapping "
                     "to auto_wrap_policy"
+                )
+        for entry in self._entries.values():
+            info = _core.shard_info(entry.param)
+            if info is not None:
+                owner, attribute = entry.owners[0]
+                raise ValueError(
+                    f"parameter {_join(self._name(owner), attribute)!r} was sharded before, as "
+                    f"{info['name']!r} of unit {info['unit'] or '(root)'!r}: two modules share its "
+                    "module. Shard the shared module itself first, or call FSDP() once on the "
+                    "module around both"
                 )
 
     def _refuse_common_memory(self) -> None:
@@ -277,35 +289,8 @@ class ModuleTree:
                     "(module.weight = other.weight), or give one a copy"
                 )
 
-    def _count(self) -> None:
-        for entry in self._entries.values():
-            entry.home.numel += entry.param.numel()
-        for node in reversed(self.nodes):
-            if node.parent is not None:
-                node.parent.numel += node.numel
-
     def _name(self, node: Node) -> str:
         return self.names(node, self.root)[0]
-
-    def _ref(self, entry: _ParamPlaces, unit: Node) -> ParamRef:
-        names = tuple(
-            _join(prefix, attribute)
-            for owner, attribute in entry.owners
-            for prefix in self.names(owner, unit)
-        )
-        owners = tuple((owner.module, attribute) for owner, attribute in entry.owners)
-        return ParamRef(names, entry.param, owners)
-
-
-def _refuse_shard(name: str, param: nn.Parameter) -> None:
-    """Refuse a submodule of two modules that was sharded with only one of them."""
-    info = _core.shard_info(param)
-    if info is not None:
-        raise ValueError(
-            f"parameter {name!r} was sharded before, as {info['name']!r} of unit "
-            f"{info['unit'] or '(root)'!r}: two modules share its module. Shard the shared module "
-            "itself first, or call FSDP() once on the module around both"
-        )
 
 
 def _memory_of(param: nn.Parameter) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zshard import _core
 from zshard.guard.slices import plain, to_local
-from zshard.ranks.agreement import PublicCall, bytes_of, gather_bytes
+from zshard.ranks.agreement import PublicCall, bytes_of, gather
 from zshard.state.source import chunks
 
 if TYPE_CHECKING:
@@ -57,10 +57,9 @@ class Exported:
         changed = [before.get(key) != value for key, value in now.items()]
         if comm is not None and comm.world > 1:
             with PublicCall("export()"):
-                told = gather_bytes(comm, self._count.to_bytes(8, "little") + bytes(changed))
-            counts = [int.from_bytes(each[:8], "little") for each in told]
+                counts, changes = zip(*gather(comm, [self._count, changed]), strict=True)
             apart, self._count = len(set(counts)) > 1, max(counts)
-            changed = [apart or any(each) for each in zip(*(t[8:] for t in told), strict=True)]
+            changed = [apart or any(each) for each in zip(*changes, strict=True)]
         yield [entry for entry, new in zip(entries, changed, strict=True) if new]
         self._digests = now
         self._count += 1

@@ -7,18 +7,28 @@ keys distinguish the model from its optimizer.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zshard._errors import CheckpointError
-from zshard.checkpoint.checkpoint import Checkpoint, KeyPath, is_extra_state, optimizer_of_paths
-from zshard.checkpoint.chunked import Chunked
+from zshard.checkpoint.checkpoint import Checkpoint, is_extra_state
 from zshard.checkpoint.manifest import LIMIT
 from zshard.checkpoint.safetensors import CODES, OpenFile
-from zshard.checkpoint.torch_file import Record, Stored, StoredTensor, parse, reading
+from zshard.extras.readers.chunked import Chunked
+from zshard.extras.readers.other_states import KeyPath, optimizer_of_paths
+from zshard.extras.readers.torch_file import (
+    NoDataError,
+    Record,
+    Stored,
+    StoredTensor,
+    parse,
+    reading,
+)
 
 METADATA = ".metadata"
 
@@ -57,7 +67,7 @@ def open_into(found: Checkpoint, with_optimizer: bool) -> None:
         own = {path: rest.pop(path) for path in paths}
     found.model = {_dotted(p): e for p, e in own.items() if isinstance(e, Chunked)}
     found.others = {_dotted(p): e.value() for p, e in own.items() if isinstance(e, Stored)}
-    found.shared = {_dotted(path): entry.value for path, entry in rest.items()}
+    found.shared = functools.partial(_values, {_dotted(p): e.value for p, e in rest.items()})
     if theirs and with_optimizer:
         states = {p: e for p, e in theirs.items() if isinstance(e, Chunked)}
         values = {p: e.value() for p, e in theirs.items() if isinstance(e, Stored)}
@@ -65,6 +75,18 @@ def open_into(found: Checkpoint, with_optimizer: bool) -> None:
             found.optimizer = optimizer_of_paths(states, values, list(found.model))
         except (KeyError, TypeError):
             found.no_optimizer = _NO_NAMES
+
+
+def _values(entries: Mapping[str, Callable[[], Any]], strict: bool) -> dict[str, Any]:
+    found = {}
+    for name, read in entries.items():
+        try:
+            found[name] = read()
+        except NoDataError as error:
+            if strict:
+                raise NoDataError(f"{error}; pass strict=False to skip it") from None
+            warnings.warn(f"{error}; skipped", stacklevel=2)
+    return found
 
 
 def _root(names: Sequence[str], paths: Iterable[KeyPath]) -> KeyPath:

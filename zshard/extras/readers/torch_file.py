@@ -21,9 +21,12 @@ from typing import IO, Any, ClassVar, cast
 import torch
 
 from zshard._errors import CheckpointError
-from zshard.checkpoint.checkpoint import NoDataError
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.ranks.agreement import bytes_of
+
+
+class NoDataError(CheckpointError):
+    """A value is not plain data; everything else is valid."""
 
 
 class Record:

@@ -106,10 +106,10 @@ def shards_in(path: str) -> list[str]:
     return sorted(name for name in os.listdir(path) if _SHARD.fullmatch(name))
 
 
-def open_shards_into(found: Checkpoint) -> None:
-    """Open the folder at `found.path`. Raise CheckpointError if parts overlap or leave gaps."""
+def open_shards_into(found: Checkpoint, names: Sequence[str]) -> None:
+    """Open these files of a folder. Raise CheckpointError if parts overlap or leave gaps."""
     parts: dict[str, list[tuple[Index, Readable]]] = {}
-    for file_name in shards_in(found.path):
+    for file_name in names:
         found.files[file_name] = file = SafetensorsFile(os.path.join(found.path, file_name))
         where = f"the header of '{file.path}'"
         note = file.notes.get("DCP_SHARDING_INFO", "{}").encode(errors="surrogatepass")
