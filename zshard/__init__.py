@@ -18,9 +18,9 @@ from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerT
 from zshard._errors import CheckpointError, KeeperError, NonFiniteError, ShardError
 from zshard._version import __version__ as __version__
 from zshard.averages import EMA
+from zshard.checkpoint.folder import latest_checkpoint
 from zshard.checkpoint.load import Loaded as Loaded
 from zshard.checkpoint.load import load
-from zshard.checkpoint.per_host.hosts import latest_checkpoint
 from zshard.checkpoint.save import SaveHandle as SaveHandle
 from zshard.checkpoint.save import save
 from zshard.checkpoint.script_state import rng_state, set_rng_state

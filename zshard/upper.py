@@ -19,11 +19,12 @@ _OF_LIBRARY = {
     "transformers": "zshard.integrations.transformers",
 }
 _OF_VARIABLE = {"ZSHARD_TRACE": "zshard.extras.trace.asked"}
-_OF_ARGUMENT = {  # of FSDP(): the extra, whose parse() takes all that are its own
+_OF_FSDP = {  # its arguments: the extra, whose parse() takes all that are its own
     **dict.fromkeys(("deterministic", "micro_batches"), "zshard.extras.any_world"),
     **dict.fromkeys(("nonfinite", "check_replicas"), "zshard.extras.checks.step_guard"),
 }
-ARGUMENTS = tuple(_OF_ARGUMENT)
+_OF_SAVE = {"per_host": "zshard.extras.per_host"}  # arguments of save() and load()
+ARGUMENTS = tuple(_OF_FSDP)
 
 
 def import_upper() -> None:
@@ -37,8 +38,8 @@ def import_upper() -> None:
 
 
 def of_argument(name: str) -> ModuleType:
-    """Import the extra that an argument of FSDP() belongs to, and return it."""
-    return importlib.import_module(_OF_ARGUMENT[name])
+    """Import the extra that an argument of FSDP(), save() or load() belongs to, and return it."""
+    return importlib.import_module({**_OF_FSDP, **_OF_SAVE}[name])
 
 
 def parse_extras(given: Mapping[str, object]) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def parse_extras(given: Mapping[str, object]) -> dict[str, Any]:
     used = [name for name, value in given.items() if name != "check_replicas" and value is not None]
     if type(given["check_replicas"]) is not int or given["check_replicas"] != 0:
         used.append("check_replicas")
-    for module in dict.fromkeys(_OF_ARGUMENT[name] for name in used):
-        own = {name: value for name, value in given.items() if _OF_ARGUMENT[name] == module}
+    for module in dict.fromkeys(_OF_FSDP[name] for name in used):
+        own = {name: value for name, value in given.items() if _OF_FSDP[name] == module}
         found |= importlib.import_module(module).parse(**own)
     return found

@@ -19,9 +19,9 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (15_146, 22_935),
-    "core: (modules)": (1_476, 2_366),
-    "core: checkpoint": (3_919, 5_645),
+    "core": (14_356, 21_816),
+    "core: (modules)": (1_477, 2_367),
+    "core: checkpoint": (3_128, 4_525),
     "core: guard": (1_090, 1_615),
     "core: memory": (895, 1_336),
     "core: model": (1_459, 2_389),
@@ -30,7 +30,7 @@ LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
     "core: state": (1_214, 1_830),
     "core: units": (712, 1_181),
     "core: wrap": (1_072, 1_603),
-    "extras": (6_329, 9_187),
+    "extras": (7_135, 10_339),
     "extras: __main__": (52, 72),
     "extras: extras/__init__": (29, 33),
     "extras: extras/any_world": (222, 301),
@@ -40,6 +40,7 @@ LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
     "extras: extras/doctor": (152, 223),
     "extras: extras/keeping": (589, 860),
     "extras: extras/optimizers": (1_208, 1_813),
+    "extras: extras/per_host": (806, 1_152),
     "extras: extras/planner": (1_488, 2_171),
     "extras: extras/recovery": (742, 1_031),
     "extras: extras/run": (271, 376),
@@ -67,14 +68,14 @@ COUNTS = {  # exactly
     "c_globals": 31,
     "globals": 16,
     "module_tables": 40,
-    "names_from_core": 207,
-    "text_lines": 3_571,
+    "names_from_core": 229,
+    "text_lines": 3_563,
     "weak_dictionaries": 23,
 }
 C_LINES = 44_537
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
-    "names_from_core": "110 to 206: folders of the core became extras, so their names count",
+    "names_from_core": "110 to 229: folders of the core became extras, so their names count",
     "csrc": "12 lines: a failed backward shares its sums at once",
     "text_lines": "3,570 to 3,587: four check_...() of the core's questions to extensions",
 }

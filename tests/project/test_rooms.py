@@ -42,8 +42,10 @@ FLOORS = ("integrations", "extras")
 NAMES = ("compat", "lightning", "accelerate", "transformers", "deepspeed", "planner")
 ACROSS = {  # what an integration or extra imports of others
     "integrations/accelerate": "integrations/lightning",
+    "integrations/deepspeed": "extras/per_host",
     "integrations/peft": "integrations/transformers",
     "integrations/transformers": "integrations/accelerate",
+    "extras/checkpoint_cli": "extras/per_host",
     "extras/doctor": "extras/keeping extras/run",
     "extras/recovery": "extras/keeping",
     "extras/run": "extras/keeping",

@@ -23,7 +23,5 @@ manifest, written last, lists the files of the checkpoint with their checksums.
     load.py         checking, verifying, reading, in this order on all ranks
     load_optimizer.py   what an optimizer's load_state_dict() has to do in it
 
-    per_host/       hosts that share no disk
-
     cli.py          python -m zshard ckpt
 """

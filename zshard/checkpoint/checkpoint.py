@@ -8,23 +8,24 @@ optimizer in several ways, which all become an OptimizerState.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
+from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint import script_state
-from zshard.checkpoint.manifest import Manifest, dict_of
-from zshard.checkpoint.per_host.parts import Spread
+from zshard.checkpoint.manifest import Block, Manifest, dict_of
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.optim.sharded_state import params_of, without_parameters
 from zshard.ranks.agreement import bytes_of
 from zshard.units.units import plain_name
 
 KeyPath = tuple[Any, ...]  # keys of nested dicts and lists
+_File = TypeVar("_File", bound=OpenFile)
 
 
 class NoDataError(CheckpointError):
@@ -60,6 +61,22 @@ def read_whole(entry: Readable) -> torch.Tensor:
     return made
 
 
+class InParts(Protocol):
+    """The files of a checkpoint that no folder has as they are: an extra's."""
+
+    path: str
+    manifest: Manifest
+
+    def open(self, name: str, kind: type[_File]) -> _File:
+        """Open a file of the checkpoint as a `kind` of OpenFile."""
+
+    def own_blocks(self, comm: _core.Comm, wanted: Iterable[tuple[str, int, int]]) -> list[Block]:
+        """Return the blocks on disk that this rank verifies. Collective. wanted: (file, first byte,
+        byte after the last) of what this rank will read."""
+
+    def close(self) -> None: ...
+
+
 @dataclass
 class Checkpoint:
     """An open checkpoint; close() closes its files."""
@@ -76,7 +93,7 @@ class Checkpoint:
     no_optimizer: str = ""  # why there is none, if that needs an explanation
     manifest: Manifest | None = None
     files: dict[str, OpenFile] = field(default_factory=dict)  # open files by name
-    spread: Spread | None = None  # where the files are, if they are in parts
+    spread: InParts | None = None  # where the files are, if they are in parts
     shared: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # every rank's extra
 
     def extra_of(self, rank: int, strict: bool = True) -> dict[str, Any]:

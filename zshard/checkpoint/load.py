@@ -31,21 +31,28 @@ from zshard.checkpoint.checkpoint import (
     read_whole,
 )
 from zshard.checkpoint.contents import ranks_of
+from zshard.checkpoint.folder import has_parts, path_of
 from zshard.checkpoint.load_optimizer import OptimizerLoad
 from zshard.checkpoint.opening import add_averages, older_than, opened
-from zshard.checkpoint.per_host.hosts import PartsOfHosts, opened_together
 from zshard.checkpoint.safetensors import SafetensorsFile, TensorEntry
 from zshard.checkpoint.saved_averages import AveragesLoad, check_ema
 from zshard.checkpoint.write import finish
 from zshard.guard import slices
 from zshard.ranks import meeting
-from zshard.ranks.agreement import Fact, PublicCall, bytes_of, check_agreement, on_all_ranks
+from zshard.ranks.agreement import (
+    Fact,
+    PublicCall,
+    bytes_of,
+    check_agreement,
+    on_all_ranks,
+    on_any_rank,
+)
 from zshard.state.load_state_dict import LoadPlan, carry_out, plan
 from zshard.state.source import ChunkMemory, chunks, flat_of
 from zshard.state.stand_ins import Pending
 from zshard.units.extensions import EXTENSIONS
 from zshard.units.units import bare, plain_name, wanted_by
-from zshard.upper import import_upper
+from zshard.upper import import_upper, of_argument
 
 __all__ = ["Loaded", "Reader", "load"]
 
@@ -128,10 +135,9 @@ def load(
         asked.append(("ema", type(ema).__name__))
         facts = [(f"load({name}=)", str(value)) for name, value in asked]
         check_agreement(comm, facts, "calls to zshard.load()")
-        path, parts = opened_together(stack, comm, path)
-        found = _open(stack, comm, path, (optimizer is not None, ema is not None), parts)
+        found = _open(stack, comm, path, (optimizer is not None, ema is not None))
         if found.manifest is not None:
-            _check_heads(comm, found, parts)
+            _check_heads(comm, found)
         plans = _plan(comm, found, model, (optimizer, ema), strict)
         with slices.plain():
             pending = plans.model.pending()
@@ -139,7 +145,7 @@ def load(
                 pending += plans.optimizer.pending()
             if plans.averages is not None:
                 pending += plans.averages.pending()
-            _check(comm, found, pending, parts, verify)
+            _check(comm, found, pending, verify)
         _carry_out(comm, plans, Reader())
     loaded = Loaded(plans.extra)
     loaded.path, loaded.step = found.path, found.step
@@ -163,12 +169,16 @@ def _open(
     comm: _core.Comm,
     path: str | os.PathLike[str],
     beside: tuple[bool, bool],
-    parts: PartsOfHosts | None,
 ) -> Checkpoint:
     """beside: whether to open the optimizer's files, and those of averages."""
     made: list[Checkpoint] = []
+    in_parts, spread = False, None
     with on_all_ranks(comm):
-        spread = parts.spread if parts is not None else None
+        path = path_of(path)
+        in_parts = has_parts(path)
+    if on_any_rank(comm, in_parts):
+        path, spread = of_argument("per_host").opened_together(stack, comm, path)
+    with on_all_ranks(comm):
         made.append(stack.enter_context(opened(path, beside[0], spread)))
         if beside[1]:
             add_averages(made[0])
@@ -275,16 +285,16 @@ def _refuse_meta(model: nn.Module) -> None:
         )
 
 
-def _check_heads(comm: _core.Comm, found: Checkpoint, parts: PartsOfHosts | None) -> None:
+def _check_heads(comm: _core.Comm, found: Checkpoint) -> None:
     """Verify what opening has read, apart from the manifest; each rank verifies its share."""
     assert found.manifest is not None, "the caller checks this"
-    if parts is None:
+    if found.spread is None:
         heads = blocks.head_blocks(found.files, found.manifest.files)
         mine = blocks.share(heads, comm.rank, comm.world)
     else:
         opened_files = found.files.items()
         headers = [(n, 0, f.data) for n, f in opened_files if isinstance(f, SafetensorsFile)]
-        mine = parts.own_blocks(comm, headers)
+        mine = found.spread.own_blocks(comm, headers)
     with _checking_files(comm, found):
         blocks.check_blocks(mine)
 
@@ -293,7 +303,6 @@ def _check(
     comm: _core.Comm,
     found: Checkpoint,
     pending: Sequence[Pending],
-    parts: PartsOfHosts | None,
     verify: bool,
 ) -> None:
     """Check what will be read; each rank checks its share. Check the archives around values, and
@@ -311,11 +320,13 @@ def _check(
         for value in pending
         if isinstance(value.origin, TensorEntry)
     ]
-    if parts is None:
+    if found.spread is None:
         mine = blocks.own_blocks(comm, files, found.manifest.files, wanted, meeting.host_id())
     else:
         names = {id(file): name for name, file in files.items()}
-        mine = parts.own_blocks(comm, [(names[id(f)], begin, end) for f, begin, end in wanted])
+        mine = found.spread.own_blocks(
+            comm, [(names[id(f)], begin, end) for f, begin, end in wanted]
+        )
     with _checking_files(comm, found):
         blocks.check_blocks(mine)
 

@@ -16,10 +16,15 @@ from typing import Any, TypeVar
 
 from zshard._errors import CheckpointError
 from zshard.checkpoint import chunked, dcp
-from zshard.checkpoint.checkpoint import Checkpoint, Readable, decode, optimizer_of_manifest
+from zshard.checkpoint.checkpoint import (
+    Checkpoint,
+    InParts,
+    Readable,
+    decode,
+    optimizer_of_manifest,
+)
 from zshard.checkpoint.folder import absolute, finished, name_of, path_of
 from zshard.checkpoint.manifest import LIMIT, NAME, Manifest, parse
-from zshard.checkpoint.per_host.parts import Spread, part_files_in
 from zshard.checkpoint.safetensors import (
     HEADER_LIMIT,
     OpenFile,
@@ -28,6 +33,7 @@ from zshard.checkpoint.safetensors import (
     parse_index,
 )
 from zshard.checkpoint.saved_averages import parse_entry, stem_of
+from zshard.upper import of_argument
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The prefixes of file names."""
@@ -38,7 +44,7 @@ _File = TypeVar("_File", bound=OpenFile)
 
 @contextlib.contextmanager
 def opened(
-    path: str | os.PathLike[str], with_optimizer: bool = False, spread: Spread | None = None
+    path: str | os.PathLike[str], with_optimizer: bool = False, spread: InParts | None = None
 ) -> Iterator[Checkpoint]:
     """Context manager in which the checkpoint at `path` is open.
 
@@ -246,15 +252,14 @@ def _entries(files: Mapping[str, SafetensorsFile]) -> dict[str, Readable]:
 
 def _open_zshard(found: Checkpoint, with_optimizer: bool) -> None:
     manifest = read_manifest(found.path)
-    spread = None
-    if manifest.parts:
-        here = part_files_in(found.path, manifest.parts)
-        spread = Spread(found.path, manifest, here)
+    spread: InParts | None = None
+    if manifest.whole:
+        spread = of_argument("per_host").spread_in(found.path, manifest)
     _note_own(found, manifest, spread, with_optimizer)
 
 
 def _note_own(
-    found: Checkpoint, manifest: Manifest, spread: Spread | None, with_optimizer: bool
+    found: Checkpoint, manifest: Manifest, spread: InParts | None, with_optimizer: bool
 ) -> None:
     found.manifest, found.spread = manifest, spread
     found.step = manifest.step
@@ -274,7 +279,7 @@ def _note_own(
 
 def add_averages(found: Checkpoint) -> None:
     """Open the files of averages, too, if the checkpoint has some."""
-    entry = None if found.manifest is None else found.manifest.averages
+    entry = None if found.manifest is None else found.manifest.more.get("averages")
     if found.manifest is not None and entry is not None:
         decays, found.average_counts = parse_entry(entry, os.path.join(found.path, NAME))
         found.averages = {d: _add_own(found, found.manifest, stem_of(d)) for d in decays}

@@ -28,7 +28,7 @@ from zshard import _core
 from zshard._version import __version__
 from zshard.checkpoint.contents import Contents, Item, facts_of
 from zshard.checkpoint.folder import Target
-from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, PartRecord, dump
+from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, dump
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
 from zshard.ranks.agreement import Fact, gather, on_all_ranks
 from zshard.units.extensions import EXTENSIONS
@@ -71,13 +71,6 @@ class Kept(NamedTuple):
     overwrite: bool
 
 
-class OwnDisks(NamedTuple):
-    """The arguments about hosts that share no disk."""
-
-    per_host: bool
-    replicas: int
-
-
 class SaveRequest(NamedTuple):
     """The request to save, as this rank got it; ranks may disagree."""
 
@@ -86,14 +79,15 @@ class SaveRequest(NamedTuple):
     limit: int  # bytes in a file
     contents: list[Contents]  # of the model and, if given, the optimizer
     extra: object  # this rank's, encoded
-    own_disks: OwnDisks
+    replicas: int | None  # on other hosts; None: all hosts share a disk
     averages: Mapping[str, Contents] = {}  # by the stem of their files
     told_averages: Mapping[str, Any] | None = None
 
     def facts(self) -> list[Fact]:
         facts = [(name, repr(value)) for name, value in self.kept._asdict().items()]
-        facts += [(name, repr(value)) for name, value in self.own_disks._asdict().items()]
-        target = self.target.name if self.own_disks.per_host else self.target.path
+        per_host = self.replicas is not None
+        facts += [("per_host", repr(per_host)), ("replicas", repr(self.replicas))]
+        target = self.target.name if per_host else self.target.path
         facts += [("path", repr(target)), ("max_shard_size", repr(self.limit))]
         for what, contents in zip(("tensor", "optimizer tensor"), self.contents, strict=False):
             facts += facts_of(contents, what)
@@ -109,7 +103,8 @@ class SaveRequest(NamedTuple):
 
 
 MakeManifest = Callable[..., bytes]
-"""Returns its text: of the records of files, whether values are finite, and perhaps of parts."""
+"""Returns its text: of the records of files, whether values are finite, and the entry `parts` of
+those that are in parts."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +154,7 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
     def manifest(
         records: Mapping[str, FileRecord],
         finite: bool,
-        parts: Mapping[str, PartRecord] | None = None,
+        parts: Mapping[str, Any] | None = None,
     ) -> bytes:
         sizes = {file.name: file.size for file in files}
         sizes |= {name: len(text) for name, text in texts.items()}  # on rank 0
@@ -172,12 +167,11 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
                 tied=own.tied,
                 model={**own.told, **facts},
                 optimizer=others[0].told if others else None,
-                averages=asked.told_averages,
                 extra=extras,
                 software=_software(),
                 finite=finite,
                 whole=sizes if parts else {},
-                parts=parts or {},
+                more={"averages": asked.told_averages, "parts": parts},
             )
         )
 

@@ -26,12 +26,12 @@ from zshard.checkpoint.folder import Staging, Target
 from zshard.checkpoint.load import Reader
 from zshard.checkpoint.manifest import BLOCK, NAME, check_blocks, data_blocks, head_blocks
 from zshard.checkpoint.opening import MODEL, add_averages, open_own, opened
-from zshard.checkpoint.per_host.collect import collect
-from zshard.checkpoint.per_host.parts import part_files_in
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.checkpoint.save_plan import PlannedFile, index_of, lay_out
 from zshard.checkpoint.saved_averages import AVERAGE, stem_of
 from zshard.checkpoint.write import write_text
+from zshard.extras.per_host.collect import collect
+from zshard.extras.per_host.parts import Spread
 from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import bytes_of
 from zshard.state.source import chunks
@@ -124,11 +124,11 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
     if found.manifest is not None:
         manifest = found.manifest
         facts |= {"id": manifest.id, "world": manifest.world, "software": dict(manifest.software)}
-        if manifest.parts:
-            here = part_files_in(found.path, manifest.parts)
+        if isinstance(found.spread, Spread):
+            here = found.spread.here
             facts["parts"] = {
                 name: {"host": part.host, "bytes": part.size, "here": name in here}
-                for name, part in manifest.parts.items()
+                for name, part in found.spread.parts.items()
             }
     facts["model"] = {name: _of(entry) for name, entry in found.model.items()}
     facts["tied"] = dict(found.tied)
@@ -210,8 +210,8 @@ def _check_all(found: Checkpoint) -> int:
     """Check all files of the manifest and return their bytes. Raise CheckpointError for damage."""
     assert found.manifest is not None, "the caller checks this"
     records = found.manifest.files
-    if found.spread is not None:
-        check_blocks(found.spread.blocks({name: -1 for name in found.spread.here}))
+    if isinstance(found.spread, Spread):
+        check_blocks(found.spread.blocks())
         if not found.spread.is_complete():
             raise CheckpointError(f"'{found.path}' is incomplete: {found.spread.missing()}")
         return sum(records[name].size for name in found.spread.here)

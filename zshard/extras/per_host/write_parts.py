@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from zshard import _core
-from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
+from zshard.checkpoint.folder import PART, Staging, Target
 from zshard.checkpoint.manifest import NAME as MANIFEST
-from zshard.checkpoint.manifest import FileRecord, PartRecord
-from zshard.checkpoint.per_host.hosts import SUFFIX, Hosts, look
-from zshard.checkpoint.per_host.remote import RemoteParts
+from zshard.checkpoint.manifest import FileRecord
+from zshard.checkpoint.save import clean_up, int_of
 from zshard.checkpoint.save_plan import Piece, SavePlan, joined, record_of
 from zshard.checkpoint.write import Writer, chunk_for, copy_file, names_of_all, write_text
+from zshard.extras.per_host.hosts import Hosts, look
+from zshard.extras.per_host.parts import PartRecord
+from zshard.extras.per_host.remote import RemoteParts
 from zshard.ranks.agreement import (
     PublicCall,
     gather,
@@ -42,22 +44,41 @@ class PerHost(NamedTuple):
     replicas: int  # copies of each part file on other hosts
     group: Group | None  # for copying
 
-    @staticmethod
-    def of(comm: _core.Comm, beside: _core.Comm, replicas: int) -> PerHost:
-        """Collective. With fewer hosts than copies, warn, and make as many as there can be.
 
-        beside: the transport of the thread that will write.
-        """
-        hosts = Hosts(comm)
-        possible = min(replicas, len(hosts.all) - 1)
-        if possible < replicas:
-            warn_on_rank_0(
-                comm,
-                f"replicas={replicas}, but there are only {len(hosts.all)} hosts: this checkpoint "
-                f"has {possible} copies",
-            )
-        group = group_beside(beside, torch.device("cpu")) if possible else None
-        return PerHost(hosts, possible, group)
+def parse(per_host: object, replicas: object, overwrite: bool) -> int | None:
+    """Return the number of copies; None for hosts that share a disk. Raise TypeError or ValueError
+    for invalid arguments of save()."""
+    count = int_of("replicas", replicas)
+    if count < 0:
+        raise ValueError(f"replicas must be at least 0, got {count}")
+    if count and not per_host:
+        raise ValueError("replicas are copies on other hosts' disks: pass per_host=True as well")
+    if per_host and overwrite:
+        raise ValueError(
+            "overwrite=True is not available with per_host=True, since hosts cannot replace a "
+            "checkpoint at one moment: save to another path, or pass step= and keep_last="
+        )
+    return count if per_host else None
+
+
+def writer(
+    comm: _core.Comm, beside: _core.Comm, replicas: int
+) -> Callable[[SavePlan, _core.Comm], None]:
+    """Return the function that carries out a plan. Collective. With fewer hosts than copies, warn,
+    and make as many as there can be.
+
+    beside: the transport of the thread that will write.
+    """
+    hosts = Hosts(comm)
+    possible = min(replicas, len(hosts.all) - 1)
+    if possible < replicas:
+        warn_on_rank_0(
+            comm,
+            f"replicas={replicas}, but there are only {len(hosts.all)} hosts: this checkpoint "
+            f"has {possible} copies",
+        )
+    group = group_beside(beside, torch.device("cpu")) if possible else None
+    return functools.partial(write_parts, per_host=PerHost(hosts, possible, group))
 
 
 class _WrittenPart(NamedTuple):
@@ -93,7 +114,7 @@ def write_parts(plan: SavePlan, comm: _core.Comm, per_host: PerHost) -> None:
             text = b""
             if comm.rank == 0:
                 records = {each.name: each.record for each in written}
-                parts = {each.name: each.part for each in written}
+                parts = {each.name: each.part.entry for each in written}
                 text = plan.manifest(records, not names, parts)
         text = gather_bytes(comm, text)[0]
         with on_all_ranks(comm):
@@ -101,13 +122,7 @@ def write_parts(plan: SavePlan, comm: _core.Comm, per_host: PerHost) -> None:
                 write_text(os.path.join(staging.path, MANIFEST), text)
         _commit(comm, hosts, staging)
         staging.discard()
-        with on_all_ranks(comm):  # a script may have made warnings errors
-            if hosts.leads and plan.kept.keep_last is not None:
-                retain(plan.target, plan.kept.keep_last, plan.id)
-            if comm.rank == 0:
-                plan.warn_of_values(names)
-            if hosts.leads:
-                warn_of_newer(plan.target)
+        clean_up(plan, comm, hosts.leads, names)
     finally:
         staging.discard()
         staging.close()
@@ -163,7 +178,7 @@ def _write_part(
         comm.rank,
         {file: tuple((offset, _size(what)) for offset, what in own) for file, own in todo.items()},
     )
-    name = f"rank-{comm.rank:05}-of-{comm.world:05}{SUFFIX}"
+    name = f"rank-{comm.rank:05}-of-{comm.world:05}{PART}"
     if part.size == 0:
         return None
     with _create(os.path.join(folder, name), part.size) as file:
@@ -210,14 +225,11 @@ def _size(what: Piece | bytes) -> int:
 
 def _gather(comm: _core.Comm, own: _WrittenPart | None) -> list[_WrittenPart]:
     """Return the part files of all ranks."""
-    mine = own and (own.name, own.part, (own.record.size, own.record.checksums))
-    found = []
-    for name, (host, rank, runs), (size, checksums) in filter(None, gather(comm, mine)):
-        part = PartRecord(
-            host, rank, {file: tuple(map(tuple, each)) for file, each in runs.items()}
-        )
-        found.append(_WrittenPart(name, part, FileRecord(size, tuple(checksums))))
-    return found
+    mine = own and (own.name, own.part.entry, own.record.size, own.record.checksums)
+    return [
+        _WrittenPart(name, PartRecord.of(part), FileRecord(size, tuple(checksums)))
+        for name, part, size, checksums in filter(None, gather(comm, mine))
+    ]
 
 
 # --- copies on other hosts ------------------------------------------------------------------------
