@@ -17,7 +17,6 @@ from zshard import _build_check, wrap  # noqa: F401 - the check before the core 
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._errors import CheckpointError, KeeperError, NonFiniteError, ShardError
 from zshard._version import __version__ as __version__
-from zshard.averages import EMA
 from zshard.checkpoint.folder import latest_checkpoint
 from zshard.checkpoint.load import Loaded as Loaded
 from zshard.checkpoint.load import load
@@ -123,7 +122,7 @@ _LATER = {
     **dict.fromkeys(
         (
             *("Adam8bit", "AdamW8bit", "SGD8bit", "Muon", "WholeMatrix", "MicroBatchSampler"),
-            *("DataPosition", "Export", "Exported", "Keep"),
+            *("EMA", "DataPosition", "Export", "Exported", "Keep"),
             *("available_features", "export", "keep", "profile", "receive_export"),
         ),
         "extras",
@@ -132,6 +131,7 @@ _LATER = {
 
 if _TYPE_CHECKING:
     from zshard.extras import (
+        EMA,
         Adam8bit,
         AdamW8bit,
         DataPosition,

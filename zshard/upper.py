@@ -23,7 +23,7 @@ _OF_FSDP = {  # its arguments: the extra, whose parse() takes all that are its o
     **dict.fromkeys(("deterministic", "micro_batches"), "zshard.extras.any_world"),
     **dict.fromkeys(("nonfinite", "check_replicas"), "zshard.extras.checks.step_guard"),
 }
-_OF_SAVE = {"per_host": "zshard.extras.per_host"}  # arguments of save() and load()
+_OF_SAVE = {"ema": "zshard.extras.averages", "per_host": "zshard.extras.per_host"}  # and of load()
 ARGUMENTS = tuple(_OF_FSDP)
 
 

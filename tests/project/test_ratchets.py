@@ -19,21 +19,22 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (14_356, 21_816),
-    "core: (modules)": (1_477, 2_367),
-    "core: checkpoint": (3_128, 4_525),
+    "core": (14_010, 21_336),
+    "core: (modules)": (1_220, 2_006),
+    "core: checkpoint": (3_037, 4_404),
     "core: guard": (1_090, 1_615),
     "core: memory": (895, 1_336),
     "core: model": (1_459, 2_389),
     "core: optim": (2_102, 3_126),
     "core: ranks": (1_207, 1_844),
     "core: state": (1_214, 1_830),
-    "core: units": (712, 1_181),
+    "core: units": (714, 1_183),
     "core: wrap": (1_072, 1_603),
-    "extras": (7_135, 10_339),
+    "extras": (7_503, 10_864),
     "extras: __main__": (52, 72),
-    "extras: extras/__init__": (29, 33),
+    "extras: extras/__init__": (31, 36),
     "extras: extras/any_world": (222, 301),
+    "extras: extras/averages": (366, 522),
     "extras: extras/checkpoint_cli": (237, 290),
     "extras: extras/checks": (350, 499),
     "extras: extras/data_position": (172, 264),
@@ -68,14 +69,14 @@ COUNTS = {  # exactly
     "c_globals": 31,
     "globals": 16,
     "module_tables": 40,
-    "names_from_core": 229,
-    "text_lines": 3_563,
+    "names_from_core": 240,
+    "text_lines": 3_560,
     "weak_dictionaries": 23,
 }
 C_LINES = 44_537
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
-    "names_from_core": "110 to 229: folders of the core became extras, so their names count",
+    "names_from_core": "110 to 240: folders of the core became extras, so their names count",
     "csrc": "12 lines: a failed backward shares its sums at once",
     "text_lines": "3,570 to 3,587: four check_...() of the core's questions to extensions",
 }

@@ -34,7 +34,7 @@ CORE = [
         "wrap",
         "options",
     ),
-    *("optim", "grad_scaler", "state", "memory", "model", "_patches", "averages", "checkpoint"),
+    *("optim", "grad_scaler", "state", "memory", "model", "_patches", "checkpoint"),
     "fsdp",
 ]
 FLOORS = ("integrations", "extras")
@@ -45,7 +45,7 @@ ACROSS = {  # what an integration or extra imports of others
     "integrations/deepspeed": "extras/per_host",
     "integrations/peft": "integrations/transformers",
     "integrations/transformers": "integrations/accelerate",
-    "extras/checkpoint_cli": "extras/per_host",
+    "extras/checkpoint_cli": "extras/averages extras/per_host",
     "extras/doctor": "extras/keeping extras/run",
     "extras/recovery": "extras/keeping",
     "extras/run": "extras/keeping",

@@ -10,7 +10,6 @@ manifest, written last, lists the files of the checkpoint with their checksums.
     folder.py       checkpoint directories, locks, temporary folders
 
     contents.py     what a model and an optimizer have to save, and which rank holds it
-    saved_averages.py   those of an EMA
     save_plan.py    the file and the offset of each tensor, and what this rank writes
     write.py        writing tensors to a file, in place or a chunk at a time, or in a thread
     save.py         saving: agree, stage, write, sync, commit

@@ -88,8 +88,6 @@ class Checkpoint:
     others: Mapping[str, Any] = field(default_factory=dict)  # state dict entries without tensors
     versions: Mapping[str, int] | None = None  # versions other than 1 of modules, by prefix
     optimizer: OptimizerState | None = None
-    averages: Mapping[float, Mapping[str, Readable]] | None = None  # by decay
-    average_counts: tuple[int, int] = (0, 0)  # calls and updates of the EMA
     no_optimizer: str = ""  # why there is none, if that needs an explanation
     manifest: Manifest | None = None
     files: dict[str, OpenFile] = field(default_factory=dict)  # open files by name

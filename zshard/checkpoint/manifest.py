@@ -96,8 +96,7 @@ def dump(manifest: Manifest) -> bytes:
         body["version"] = VERSION_OF_PARTS
     else:
         del body["whole"]
-    body |= {name: told for name, told in body.pop("more").items() if told is not None}
-    body["extra"] = list(manifest.extra)
+    body |= {"extra": list(manifest.extra), **body.pop("more")}
     whole = {"crc32c": _checksum(body), "checkpoint": body}
     return json.dumps(whole, indent=1, allow_nan=False).encode()
 

@@ -32,7 +32,6 @@ from zshard.checkpoint.safetensors import (
     check_homes,
     parse_index,
 )
-from zshard.checkpoint.saved_averages import parse_entry, stem_of
 from zshard.upper import of_argument
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -263,7 +262,7 @@ def _note_own(
 ) -> None:
     found.manifest, found.spread = manifest, spread
     found.step = manifest.step
-    found.model = _add_own(found, manifest, MODEL)
+    found.model = open_tensors(found, manifest, MODEL)
     found.tied = dict(manifest.tied)
     where = os.path.join(found.path, NAME)
     told = manifest.model
@@ -273,16 +272,8 @@ def _note_own(
     if not all(type(version) is int for version in found.versions.values()):
         raise CheckpointError(f"'{where}' has module versions that are not integers")
     if with_optimizer and manifest.optimizer is not None:
-        tensors = _add_own(found, manifest, OPTIMIZER)
+        tensors = open_tensors(found, manifest, OPTIMIZER)
         found.optimizer = optimizer_of_manifest(manifest.optimizer, tensors, where)
-
-
-def add_averages(found: Checkpoint) -> None:
-    """Open the files of averages, too, if the checkpoint has some."""
-    entry = None if found.manifest is None else found.manifest.more.get("averages")
-    if found.manifest is not None and entry is not None:
-        decays, found.average_counts = parse_entry(entry, os.path.join(found.path, NAME))
-        found.averages = {d: _add_own(found, found.manifest, stem_of(d)) for d in decays}
 
 
 def read_manifest(path: str) -> Manifest:
@@ -292,9 +283,9 @@ def read_manifest(path: str) -> Manifest:
         return parse(bytes(file.bytes_of(min(file.size, LIMIT + 1))), where)
 
 
-def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Readable]:
-    """Open the files of the model or the optimizer that the manifest lists, and no others: other
-    files in the folder belong to another save or to none."""
+def open_tensors(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Readable]:
+    """Open the files of the model, the optimizer or an extra that the manifest lists, and no
+    others: other files in the folder belong to another save or to none."""
     for name in (f"{prefix}.safetensors", f"{prefix}.safetensors.index.json"):
         if name in manifest.names:
             return _entries(_files_of(found, name, functools.partial(open_own, found, manifest)))

@@ -24,7 +24,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard.averages import EMA
 from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_of
 from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
 from zshard.checkpoint.manifest import NAME as MANIFEST
@@ -38,7 +37,6 @@ from zshard.checkpoint.save_plan import (
     plan_of,
     record_of,
 )
-from zshard.checkpoint.saved_averages import check_ema, entry_of, of_averages
 from zshard.checkpoint.script_state import encode
 from zshard.checkpoint.write import (
     SaveHandle,
@@ -55,7 +53,7 @@ from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
 from zshard.units.returned import look
-from zshard.units.units import bare, refuse_averaged, settle, units_of
+from zshard.units.units import bare, refuse_replaced, settle, units_of
 from zshard.upper import of_argument
 
 __all__ = ["SaveHandle", "save"]
@@ -69,7 +67,7 @@ def save(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    ema: EMA | None = None,
+    ema: object = None,
     step: int | None = None,
     extra: Mapping[Any, Any] | None = None,
     asynchronous: bool = False,
@@ -146,17 +144,13 @@ def save(
         settle(model)
         if optimizer is not None or ema is not None:
             units = (state.unit for _, state in units_of(model))
-            refuse_averaged(units, "save an optimizer or an EMA")
+            refuse_replaced(units, "save an optimizer or an EMA")
         contents = [of_model(model, copies, dtype)]
         if optimizer is not None:
             contents.append(of_optimizer(model, optimizer, copies))
         own = encode(dict(extra or {}))
-        request = SaveRequest(target, kept, limit, contents, own, copied)
-        if ema is not None:
-            check_ema(model, ema)
-            more = of_averages(ema, copies)
-            request = request._replace(averages=more, told_averages=entry_of(ema))
-        made.append(request)
+        more = [] if ema is None else [of_argument("ema").to_save(ema, model, copies)]
+        made.append(SaveRequest(target, kept, limit, contents, own, copied, more))
     check_agreement(comm, made[0].facts(), "checkpoints to save")
     _check_nested(comm, made[0].contents[-1].nested)
     _check_steps(model)

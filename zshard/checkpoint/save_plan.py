@@ -71,6 +71,14 @@ class Kept(NamedTuple):
     overwrite: bool
 
 
+class Beside(NamedTuple):
+    """What an extra saves beside the model and the optimizer."""
+
+    name: str  # of its entry in the manifest
+    entry: Mapping[str, Any]
+    contents: Mapping[str, Contents]  # by the stem of their files
+
+
 class SaveRequest(NamedTuple):
     """The request to save, as this rank got it; ranks may disagree."""
 
@@ -80,8 +88,7 @@ class SaveRequest(NamedTuple):
     contents: list[Contents]  # of the model and, if given, the optimizer
     extra: object  # this rank's, encoded
     replicas: int | None  # on other hosts; None: all hosts share a disk
-    averages: Mapping[str, Contents] = {}  # by the stem of their files
-    told_averages: Mapping[str, Any] | None = None
+    beside: Sequence[Beside]
 
     def facts(self) -> list[Fact]:
         facts = [(name, repr(value)) for name, value in self.kept._asdict().items()]
@@ -95,10 +102,10 @@ class SaveRequest(NamedTuple):
             told = self.contents[1].told
             names = [group["params"] for group in told["groups"]]
             facts += [("the optimizer", told["class"]), ("param_groups", repr(names))]
-        for stem, contents in self.averages.items():
-            facts += facts_of(contents, f"tensor of {stem}")
-        if self.told_averages is not None:
-            facts.append(("the EMA", repr(self.told_averages)))
+        for each in self.beside:
+            for stem, contents in each.contents.items():
+                facts += facts_of(contents, f"tensor of {stem}")
+            facts.append((f"the {each.name}", repr(each.entry)))
         return facts
 
 
@@ -140,15 +147,15 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
         files = lay_out(own.items, "model", asked.limit, own.tied)
         texts = texts_of(model, files) if comm.rank == 0 else {}
         texts["model.safetensors.index.json"] = index_of(files)
-        if others and others[0].items:
-            more = lay_out(others[0].items, "optimizer", asked.limit)
-            texts["optimizer.safetensors.index.json"] = index_of(more)
-            files = files + more
-        for stem, contents in asked.averages.items():
-            more = lay_out(contents.items, stem, asked.limit)
-            texts[f"{stem}.safetensors.index.json"] = index_of(more)
-            files = files + more
+        more = {"optimizer": others[0]} if others and others[0].items else {}
+        for each in asked.beside:
+            more |= each.contents
+        for stem, contents in more.items():
+            own_files = lay_out(contents.items, stem, asked.limit)
+            texts[f"{stem}.safetensors.index.json"] = index_of(own_files)
+            files = files + own_files
 
+    entries = {each.name: each.entry for each in asked.beside}
     facts = {key: value for each in EXTENSIONS for key, value in each.recorded(model).items()}
 
     def manifest(
@@ -171,7 +178,7 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
                 software=_software(),
                 finite=finite,
                 whole=sizes if parts else {},
-                more={"averages": asked.told_averages, "parts": parts},
+                more={**entries, **({"parts": parts} if parts else {})},
             )
         )
 

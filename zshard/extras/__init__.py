@@ -1,7 +1,9 @@
-"""What stands on the core and a plain script does without: exports, kept runs, whole-matrix
-optimizers, traces, the launcher and the planner. `from zshard import ...` finds these names."""
+"""What stands on the core and a plain script does without: averages, exports, kept runs,
+whole-matrix optimizers, traces, the launcher and the planner. `from zshard import ...` finds these
+names."""
 
 from zshard.extras.any_world import MicroBatchSampler
+from zshard.extras.averages import EMA
 from zshard.extras.data_position import DataPosition
 from zshard.extras.doctor import available_features
 from zshard.extras.keeping.agent import keep
@@ -16,6 +18,7 @@ from zshard.extras.weights.export import export
 from zshard.extras.weights.send import receive_export
 
 __all__ = [
+    "EMA",
     "Adam8bit",
     "AdamW8bit",
     "DataPosition",

@@ -25,11 +25,11 @@ from zshard.checkpoint.contents import Item
 from zshard.checkpoint.folder import Staging, Target
 from zshard.checkpoint.load import Reader
 from zshard.checkpoint.manifest import BLOCK, NAME, check_blocks, data_blocks, head_blocks
-from zshard.checkpoint.opening import MODEL, add_averages, open_own, opened
+from zshard.checkpoint.opening import MODEL, open_own, opened
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.checkpoint.save_plan import PlannedFile, index_of, lay_out
-from zshard.checkpoint.saved_averages import AVERAGE, stem_of
 from zshard.checkpoint.write import write_text
+from zshard.extras.averages.saved_averages import AVERAGE, SavedAverages, stem_of
 from zshard.extras.per_host.collect import collect
 from zshard.extras.per_host.parts import Spread
 from zshard.memory.fits import parse_size
@@ -113,7 +113,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _inspect(path: str, as_json: bool) -> int:
     with opened(path, with_optimizer=True) as found:
-        add_averages(found)
         facts = _facts(found)
     print(json.dumps(facts, indent=1, default=str) if as_json else _text(facts))
     return 0
@@ -132,7 +131,8 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
             }
     facts["model"] = {name: _of(entry) for name, entry in found.model.items()}
     facts["tied"] = dict(found.tied)
-    for decay, entries in (found.averages or {}).items():
+    averages = SavedAverages.of(found)
+    for decay, entries in averages.by_decay.items() if averages is not None else ():
         facts[stem_of(decay)] = {name: _of(entry) for name, entry in entries.items()}
     if found.optimizer is not None:
         told = found.optimizer

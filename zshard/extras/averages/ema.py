@@ -16,7 +16,7 @@ parameter. Only swapped() and what stands on it are collective.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -29,10 +29,10 @@ from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks
 from zshard.ranks.ends import may_stay_open
 from zshard.state.load_state_dict import comm_of
 from zshard.units.units import (
-    averaged,
     bare,
-    refuse_averaged,
+    refuse_replaced,
     refuse_unsharded,
+    replaced,
     session,
     settle,
     units_of,
@@ -123,7 +123,7 @@ class EMA:
         Raises RuntimeError within swapped(), in a forward or backward, and if a parameter's shape
         or dtype was changed; OSError if a disk with offloaded averages fails.
         """
-        refuse_averaged((state.unit for _, state in units_of(self.model)), "update()")
+        refuse_replaced((state.unit for _, state in units_of(self.model)), "update()")
         self._refuse_in_step("update the averages of")
         if _core.has_held_units():  # a rank that has all of a parameter would not notice
             refuse_unsharded((state for _, state in units_of(self.model)), "update the averages")
@@ -202,16 +202,16 @@ class EMA:
         with PublicCall("ema.swapped()"):
             self.check_ranks()
             with on_all_ranks(self._comm):
-                refuse_averaged((state.unit for _, state in units_of(self.model)), "enter it again")
+                refuse_replaced((state.unit for _, state in units_of(self.model)), "enter it again")
                 self.prepare("average")
                 live = _Live(self.model, list(self.params.values()), averages)
-            averaged.update(engines)
+            replaced.update(dict.fromkeys(engines, "ema.swapped()"))
             try:
                 live.swap(engines.values())
                 self._meet(engines.values())
             except BaseException:
                 live.restore(engines.values())
-                averaged.difference_update(engines)
+                _forget(engines)
                 raise
         known = (_core.PeerError, _core.DivergenceError)
         body: BaseException | None = None
@@ -228,7 +228,7 @@ class EMA:
                     if meets:
                         self._meet(engines.values())
                 finally:
-                    averaged.difference_update(engines)
+                    _forget(engines)
                     live.restore(engines.values())
                 if meets:
                     self._meet(engines.values())  # a backward may read peers' shards at once
@@ -300,6 +300,11 @@ class EMA:
             "an EMA cannot be copied or pickled: save it by zshard.save(path, model, ema=ema), and "
             "make another one for a copy of the model"
         )
+
+
+def _forget(engines: Iterable[int]) -> None:
+    for engine in engines:
+        replaced.pop(engine, None)
 
 
 class _Live:
