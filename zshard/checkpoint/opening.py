@@ -253,7 +253,7 @@ def _open_zshard(found: Checkpoint, with_optimizer: bool) -> None:
     manifest = read_manifest(found.path)
     spread: InParts | None = None
     if manifest.whole:
-        spread = of_argument("per_host").spread_in(found.path, manifest)
+        spread = of_argument("per_host").Spread(found.path, manifest, [found.path])
     _note_own(found, manifest, spread, with_optimizer)
 
 

@@ -11,6 +11,6 @@ The core imports it when it is needed, and finds here what it asks for.
 
 from zshard.extras.per_host.hosts import latest_of_hosts as latest_of_hosts
 from zshard.extras.per_host.hosts import opened_together as opened_together
-from zshard.extras.per_host.parts import spread_in as spread_in
+from zshard.extras.per_host.parts import Spread as Spread
 from zshard.extras.per_host.write_parts import parse as parse
 from zshard.extras.per_host.write_parts import writer as writer

@@ -302,11 +302,6 @@ class PartFile(OpenFile):
         return list(there)
 
 
-def spread_in(folder: str, manifest: Manifest) -> Spread:
-    """Return the checkpoint in a folder, with what this host has of it."""
-    return Spread(folder, manifest, [folder])
-
-
 def part_files_in(folder: str, parts: Mapping[str, PartRecord]) -> dict[str, str]:
     """Return the paths of those part files that a folder has, with the size of their runs."""
     found = {}

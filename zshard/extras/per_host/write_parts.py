@@ -120,23 +120,18 @@ def write_parts(plan: SavePlan, comm: _core.Comm, per_host: PerHost) -> None:
         with on_all_ranks(comm):
             if hosts.leads:
                 write_text(os.path.join(staging.path, MANIFEST), text)
-        _commit(comm, hosts, staging)
+        try:
+            with on_all_ranks(comm):
+                if hosts.leads:
+                    staging.commit()
+        except BaseException:  # one host cannot: all take it back
+            staging.withdraw()
+            raise
         staging.discard()
         clean_up(plan, comm, hosts.leads, names)
     finally:
         staging.discard()
         staging.close()
-
-
-def _commit(comm: _core.Comm, hosts: Hosts, staging: Staging) -> None:
-    """Rename the folders of all hosts into place. If one of them cannot, all take it back."""
-    try:
-        with on_all_ranks(comm):
-            if hosts.leads:
-                staging.commit()
-    except BaseException:
-        staging.withdraw()
-        raise
 
 
 def _refuse_shared_folder(comm: _core.Comm, hosts: Hosts, target: Target, id: str) -> None:
@@ -181,7 +176,15 @@ def _write_part(
     name = f"rank-{comm.rank:05}-of-{comm.world:05}{PART}"
     if part.size == 0:
         return None
-    with _create(os.path.join(folder, name), part.size) as file:
+    path = os.path.join(folder, name)
+    try:
+        created = _core.File.create(path, part.size)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"this rank cannot create '{path}', whose folder the first rank of its host just "
+            "created: all ranks of a host must save to the same folder"
+        ) from None
+    with created as file:
         writer = Writer(file, chunk_for(plan.pieces), plan.parameters)
         at = 0
         for _, what in (each for own in todo.values() for each in own):
@@ -194,16 +197,6 @@ def _write_part(
         strange += writer.strange
         file.sync()
     return _WrittenPart(name, part, record_of(name, part.size, rows))
-
-
-def _create(path: str, size: int) -> _core.File:
-    try:
-        return _core.File.create(path, size)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"this rank cannot create '{path}', whose folder the first rank of its host just "
-            "created: all ranks of a host must save to the same folder"
-        ) from None
 
 
 def _runs(plan: SavePlan, headers: bool, texts: bool) -> dict[str, list[tuple[int, Piece | bytes]]]:
@@ -254,11 +247,6 @@ def _copy_parts(
     served = RemoteParts(per_host.group, names, paths, writers, sorted(clients), hosts.names)
     with served as remote, on_all_ranks(comm):
         for each in mine:
-            _copy(remote, each, paths[each.name])
-
-
-def _copy(remote: RemoteParts, written: _WrittenPart, path: str) -> None:
-    """Copy a part file and sync it. Raise RuntimeError if its checksums are others."""
-    read = functools.partial(remote.read, written.name)
-    if copy_file(path, written.record.size, read) != written.record:
-        raise RuntimeError(f"'{path}' was changed on its way from another host")
+            read = functools.partial(remote.read, each.name)
+            if copy_file(paths[each.name], each.record.size, read) != each.record:
+                raise RuntimeError(f"'{paths[each.name]}' was changed on its way from another host")
