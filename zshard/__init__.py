@@ -17,10 +17,9 @@ from zshard import _build_check, wrap  # noqa: F401 - the check before the core 
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._errors import CheckpointError, KeeperError, NonFiniteError, ShardError
 from zshard._version import __version__ as __version__
-from zshard.averages import EMA
+from zshard.checkpoint.folder import latest_checkpoint
 from zshard.checkpoint.load import Loaded as Loaded
 from zshard.checkpoint.load import load
-from zshard.checkpoint.per_host.hosts import latest_checkpoint
 from zshard.checkpoint.save import SaveHandle as SaveHandle
 from zshard.checkpoint.save import save
 from zshard.checkpoint.script_state import rng_state, set_rng_state
@@ -123,6 +122,7 @@ _LATER = {
     **dict.fromkeys(("Adam8bit", "AdamW8bit", "SGD8bit"), "extras.optimizers.eight_bit"),
     **dict.fromkeys(("Export", "export"), "extras.weights.export"),
     "DataPosition": "extras.data_position",
+    "EMA": "extras.averages",
     "Exported": "extras.weights.delta",
     "Keep": "extras.recovery.keep",
     "MicroBatchSampler": "extras.any_world",
@@ -136,6 +136,7 @@ _LATER = {
 
 if _TYPE_CHECKING:
     from zshard.extras.any_world import MicroBatchSampler
+    from zshard.extras.averages import EMA
     from zshard.extras.data_position import DataPosition
     from zshard.extras.doctor import available_features
     from zshard.extras.keeping.agent import keep

@@ -31,7 +31,13 @@ _OF_OPTIMIZER = {  # by the names that predict_memory() takes
     "muon": "zshard.extras.optimizers.matrices",
 }
 OPTIMIZERS = tuple(_OF_OPTIMIZER)
-_OF_METHOD = {"join": "zshard.extras.join", "micro_batches": "zshard.extras.any_world"}
+_OF_CALL = {  # by a method of models, an argument of save() and load(), a kind of path
+    "join": "zshard.extras.join",
+    "micro_batches": "zshard.extras.any_world",
+    "ema": "zshard.extras.averages",
+    "per_host": "zshard.extras.per_host",
+    "readers": "zshard.extras.readers",  # of what is no checkpoint of zshard's own
+}
 
 
 def import_upper() -> None:
@@ -45,14 +51,9 @@ def import_upper() -> None:
 
 
 def module_for(name: str) -> ModuleType:
-    """Import the extra that does what a method of models is for, or that has bytes_by_name() of an
-    optimizer, and return it."""
-    return importlib.import_module({**_OF_METHOD, **_OF_OPTIMIZER}[name])
-
-
-def readers() -> ModuleType:
-    """Import what opens paths that are no checkpoints of zshard's own, and return it."""
-    return importlib.import_module("zshard.extras.readers")
+    """Import the extra that a call is for, or that has bytes_by_name() of an optimizer, and return
+    it."""
+    return importlib.import_module({**_OF_CALL, **_OF_OPTIMIZER}[name])
 
 
 def parse_extras(given: Mapping[str, object]) -> dict[str, Any]:

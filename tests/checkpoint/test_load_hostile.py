@@ -32,7 +32,7 @@ import zshard
 from zshard import CheckpointError, _core
 from zshard.checkpoint import manifest
 from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest
-from zshard.checkpoint.per_host.parts import Spread
+from zshard.extras.per_host.parts import Spread
 
 
 @pytest.fixture(scope="module")
@@ -535,12 +535,14 @@ _PARTS = {"a": {"host": "h", "rank": 0, "runs": {"b": "0+3 5+2", "c": "0+1"}}}
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"parts": {"a": {**_PARTS["a"], "host": 5}}}, "host must be a string"),
-        ({"parts": {"a": {**_PARTS["a"], "rank": -1}}}, "expected a non-negative integer"),
-        ({"parts": {"../a": _PARTS["a"]}}, "not the name of a file in the same folder"),
+        ({"parts": {"a": {**_PARTS["a"], "host": 5}}}, "expected a host and a rank, got 5"),
+        ({"parts": {"a": {**_PARTS["a"], "rank": 1.5}}}, "expected a host and a rank"),
+        ({"parts": [1]}, "not a valid manifest"),
+        ({"parts": {"../a": _PARTS["a"]}}, "'../a' does not have the size of its runs"),
         ({"parts": {"x": _PARTS["a"]}}, "'x' does not have the size of its runs"),
         ({"parts": {"a": {**_PARTS["a"], "runs": {"b": "0+3"}}}}, "'a' does not have the size"),
-        ({"parts": {"a": {**_PARTS["a"], "runs": {"b": "0+-3"}}}}, "non-negative"),
+        ({"parts": {"a": {**_PARTS["a"], "runs": {"b": "0+-3 0+9"}}}}, "'a' exceeds 'b'"),
+        ({"parts": {"a": {**_PARTS["a"], "runs": {"b": "-1+6"}}}}, "'a' exceeds 'b'"),
         ({"parts": {"a": {**_PARTS["a"], "runs": {"b": "x"}}}}, "not a valid manifest"),
         ({"whole": {"b": 6, "c": 1}}, "'a' exceeds 'b'"),
         ({"whole": {"c": 1}}, "not a valid manifest"),
@@ -553,9 +555,9 @@ def test_invalid_parts(changes, said):
     valid = {"version": 2, "files": {"a": record}, "parts": _PARTS, "whole": {"b": 7, "c": 1}}
     made = manifest.parse(signed({**body(), **valid}), "zshard.json")
     with pytest.raises(CheckpointError, match="do not contain byte 3 of 'b'"):
-        Spread("x", made, {})
+        Spread("x", made, ())
     with pytest.raises(CheckpointError, match=said):
-        manifest.parse(signed({**body(), **valid, **changes}), "zshard.json")
+        Spread("x", manifest.parse(signed({**body(), **valid, **changes}), "zshard.json"), ())
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ import zshard
 from zshard import FSDP, CheckpointError, __main__
 from zshard.checkpoint import folder
 from zshard.checkpoint.opening import read_manifest
-from zshard.checkpoint.per_host import remote
-from zshard.checkpoint.per_host import write_parts as save_parts
+from zshard.extras.per_host import remote
+from zshard.extras.per_host import write_parts as save_parts
 from zshard.ranks import meeting
 from zshard.wrap import ModuleWrapPolicy
 
@@ -421,7 +421,7 @@ def test_collect(on, root, command, over_the_wire):
     else:
         status, said, errors = command("collect", *disks, out)
         assert status == 0 and "wrote" in said, errors
-    assert read_manifest(out).parts == {}
+    assert read_manifest(out).more == {}
     status, _, errors = command("verify", out)
     assert status == 0, errors
     assert set(os.listdir(out)) == {

@@ -11,6 +11,7 @@ import json
 import re
 import traceback
 import warnings
+from pathlib import Path
 
 import pytest
 from nursery import forked_python
@@ -93,6 +94,27 @@ def test_dir_shows_the_public_names_only() -> None:
     assert kinds == ["module"] * 4, "submodules are attributes once imported"
     assert imported == [], "dir() imports nothing, and a name only its own package"
     assert is_function, "no submodule takes the place of zshard.fully_shard"
+
+
+SAVE = """
+import sys
+import zshard
+from torch import nn
+model = zshard.FSDP(nn.Linear(2, 2))
+optimizer = zshard.AdamW(model.parameters())
+zshard.save(sys.argv[1], model, optimizer, step=1, keep_last=1)
+zshard.load(sys.argv[1], model, optimizer)
+zshard.load(zshard.latest_checkpoint(sys.argv[1]), model)
+above = [n for n in sys.modules if n.startswith(("zshard.extras", "zshard.integrations"))]
+assert above == [], above
+zshard.save(sys.argv[1], model, step=2, ema=zshard.EMA(model, 0.9), per_host=True)
+assert {"zshard.extras.averages", "zshard.extras.per_host"} <= sys.modules.keys()
+"""
+
+
+def test_a_save_and_a_load_need_no_extra(tmp_path: Path) -> None:
+    done = forked_python("-c", SAVE, str(tmp_path / "run"), timeout=200)
+    assert done.returncode == 0, done.stderr
 
 
 def test_all_public_names_exist() -> None:

@@ -19,21 +19,22 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (14_019, 21_372),
-    "core: (modules)": (1_525, 2_467),
-    "core: checkpoint": (3_320, 4_802),
+    "core": (12_883, 19_775),
+    "core: (modules)": (1_273, 2_108),
+    "core: checkpoint": (2_434, 3_562),
     "core: guard": (1_090, 1_615),
     "core: memory": (744, 1_112),
     "core: model": (1_225, 2_098),
     "core: optim": (1_820, 2_688),
     "core: ranks": (1_207, 1_844),
     "core: state": (1_213, 1_829),
-    "core: units": (721, 1_207),
+    "core: units": (723, 1_209),
     "core: wrap": (1_154, 1_710),
-    "extras": (7_380, 10_666),
+    "extras": (8_543, 12_318),
     "extras: __main__": (52, 72),
     "extras: extras/__init__": (0, 3),
     "extras: extras/any_world": (222, 301),
+    "extras: extras/averages": (363, 517),
     "extras: extras/checkpoint_cli": (234, 287),
     "extras: extras/checks": (350, 499),
     "extras: extras/data_position": (172, 264),
@@ -41,6 +42,7 @@ LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
     "extras: extras/join": (334, 440),
     "extras: extras/keeping": (589, 860),
     "extras: extras/optimizers": (1_358, 2_059),
+    "extras: extras/per_host": (800, 1_135),
     "extras: extras/planner": (1_482, 2_165),
     "extras: extras/readers": (606, 833),
     "extras: extras/recovery": (742, 1_031),
@@ -69,18 +71,15 @@ COUNTS = {  # exactly
     "c_globals": 31,
     "globals": 16,
     "module_tables": 40,
-    "names_from_core": 210,
-    "text_lines": 3_545,
+    "names_from_core": 241,
+    "text_lines": 3_534,
     "weak_dictionaries": 23,
 }
 C_LINES = 44_537
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
-    "core": "67 lines: one table has what FSDP() parses and ranks compare",
-    "core: units": "18 lines: Extension.announce(), in place of the core's own join()",
-    "names_from_core": "110 to 206: folders of the core became extras, so their names count; 207 to 218: "
-    "readers of others' checkpoints too",
     "csrc": "12 lines: a failed backward shares its sums at once",
+    "names_from_core": "110: folders of the core became extras since, so their names count",
     "text_lines": "3,570 to 3,587: four check_...() of the core's questions to extensions",
 }
 

@@ -34,7 +34,7 @@ CORE = [
         "wrap",
         "options",
     ),
-    *("optim", "grad_scaler", "state", "memory", "model", "_patches", "averages", "checkpoint"),
+    *("optim", "grad_scaler", "state", "memory", "model", "_patches", "checkpoint"),
     "fsdp",
 ]
 FLOORS = ("integrations", "extras")
@@ -42,8 +42,10 @@ FLOORS = ("integrations", "extras")
 NAMES = ("compat", "lightning", "accelerate", "transformers", "deepspeed", "planner")
 ACROSS = {  # what an integration or extra imports of others
     "integrations/accelerate": "integrations/lightning",
+    "integrations/deepspeed": "extras/per_host",
     "integrations/peft": "integrations/transformers",
     "integrations/transformers": "integrations/accelerate",
+    "extras/checkpoint_cli": "extras/averages extras/per_host",
     "extras/doctor": "extras/keeping extras/run",
     "extras/planner": "extras/optimizers",
     "extras/recovery": "extras/keeping",

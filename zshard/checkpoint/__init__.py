@@ -10,7 +10,6 @@ manifest, written last, lists the files of the checkpoint with their checksums.
     folder.py       checkpoint directories, locks, temporary folders
 
     contents.py     what a model and an optimizer have to save, and which rank holds it
-    saved_averages.py   those of an EMA
     save_plan.py    the file and the offset of each tensor, and what this rank writes
     write.py        writing tensors to a file, in place or a chunk at a time, or in a thread
     save.py         saving: agree, stage, write, sync, commit
@@ -20,5 +19,4 @@ manifest, written last, lists the files of the checkpoint with their checksums.
     load.py         checking, verifying, reading, in this order on all ranks
     load_optimizer.py   what an optimizer's load_state_dict() has to do in it
 
-    per_host/       hosts that share no disk
 """

@@ -7,19 +7,21 @@ optimizer in several ways, which all become an OptimizerState.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
+from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint import script_state
-from zshard.checkpoint.manifest import Manifest, dict_of
-from zshard.checkpoint.per_host.parts import Spread
+from zshard.checkpoint.manifest import Block, Manifest, dict_of
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.ranks.agreement import bytes_of
+
+_File = TypeVar("_File", bound=OpenFile)
 
 
 class Readable(Protocol):
@@ -51,6 +53,22 @@ def read_whole(entry: Readable) -> torch.Tensor:
     return made
 
 
+class InParts(Protocol):
+    """The files of a checkpoint that no folder has as they are: an extra's."""
+
+    path: str
+    manifest: Manifest
+
+    def open(self, name: str, kind: type[_File]) -> _File:
+        """Open a file of the checkpoint as a `kind` of OpenFile."""
+
+    def own_blocks(self, comm: _core.Comm, wanted: Iterable[tuple[str, int, int]]) -> list[Block]:
+        """Return the blocks on disk that this rank verifies. Collective. wanted: (file, first byte,
+        byte after the last) of what this rank will read."""
+
+    def close(self) -> None: ...
+
+
 @dataclass
 class Checkpoint:
     """An open checkpoint; close() closes its files."""
@@ -62,12 +80,10 @@ class Checkpoint:
     others: Mapping[str, Any] = field(default_factory=dict)  # state dict entries without tensors
     versions: Mapping[str, int] | None = None  # versions other than 1 of modules, by prefix
     optimizer: OptimizerState | None = None
-    averages: Mapping[float, Mapping[str, Readable]] | None = None  # by decay
-    average_counts: tuple[int, int] = (0, 0)  # calls and updates of the EMA
     no_optimizer: str = ""  # why there is none, if that needs an explanation
     manifest: Manifest | None = None
     files: dict[str, OpenFile] = field(default_factory=dict)  # open files by name
-    spread: Spread | None = None  # where the files are, if they are in parts
+    spread: InParts | None = None  # where the files are, if they are in parts
     shared: Callable[[bool], dict[str, Any]] = lambda strict: {}  # every rank's extra
 
     def extra_of(self, rank: int, strict: bool = True) -> dict[str, Any]:

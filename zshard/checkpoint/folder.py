@@ -18,10 +18,15 @@ import socket
 import warnings
 from typing import NamedTuple
 
+from torch import nn
+
 from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint.manifest import NAME as MANIFEST
 from zshard.checkpoint.manifest import parse
+from zshard.upper import module_for
+
+PART = ".part"  # ends the names of part files, where hosts share no disk
 
 _STEP = r"step-[0-9]{8,}"
 _ID = r"[0-9a-f]{32}"
@@ -114,11 +119,24 @@ def step_of(name: str) -> int | None:
     return step if name_of(step) == name else None
 
 
-def newest_in(directory: str | os.PathLike[str]) -> str | None:
-    """Return the path of the finished checkpoint with the highest step that this host has in a
-    directory, or None. Raise NotADirectoryError if it is a file."""
-    found = finished(directory)
-    return os.path.join(os.fspath(directory), name_of(found[-1])) if found else None
+def latest_checkpoint(
+    directory: str | os.PathLike[str], model: nn.Module | None = None
+) -> str | None:
+    """Return the path of the finished checkpoint with the highest step in a checkpoint directory.
+
+    directory: the path that zshard.save() took together with `step`.
+    model: for checkpoints of `save(per_host=True)`: the model whose ranks ask. Then it is
+        collective, and returns the newest checkpoint that the hosts have together, as load() takes
+        it, on all ranks: also on a host that has nothing of it.
+
+    Returns None if it has no finished checkpoint, or does not exist. Raises NotADirectoryError if
+    it is a file; with `model`, CheckpointError if no host can read a manifest.
+    """
+    if model is not None:
+        found: str | None = module_for("per_host").latest_of_hosts(directory, model)
+        return found
+    steps = finished(directory)
+    return os.path.join(os.fspath(directory), name_of(steps[-1])) if steps else None
 
 
 def finished(directory: str | os.PathLike[str]) -> list[int]:
@@ -130,6 +148,20 @@ def finished(directory: str | os.PathLike[str]) -> list[int]:
     there = {name: step for name in names if (step := step_of(name)) is not None}
     is_finished = {n: os.path.isfile(os.path.join(directory, n, MANIFEST)) for n in there}
     return sorted(step for name, step in there.items() if is_finished[name])
+
+
+def names_at(path: str) -> list[str]:
+    """Return the names of the checkpoints at a path: [""] if it is one itself."""
+    if os.path.lexists(os.path.join(path, MANIFEST)):
+        return [""]
+    return [name_of(step) for step in (finished(path) if os.path.isdir(path) else [])]
+
+
+def has_parts(path: str) -> bool:
+    """Return whether `path` is a checkpoint in parts, or the newest one in this directory is."""
+    names = names_at(path)
+    inside = os.listdir(os.path.join(path, names[-1])) if names else []
+    return any(name.endswith(PART) for name in inside)
 
 
 # --- the stages of a save -------------------------------------------------------------------------
@@ -242,7 +274,7 @@ def retain(target: Target, keep_last: int, id: str) -> None:
 
 def warn_of_newer(target: Target) -> None:
     """Warn if latest_checkpoint() returns another checkpoint than `target`."""
-    newest = newest_in(target.parent) if target.is_numbered else None
+    newest = latest_checkpoint(target.parent) if target.is_numbered else None
     if newest is not None and newest != target.path:
         warnings.warn(
             f"'{newest}' has a later step than '{target.name}', which was just saved: "

@@ -14,7 +14,7 @@ import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard._errors import CheckpointError
-from zshard.averages import EMA
 from zshard.checkpoint import manifest as blocks
 from zshard.checkpoint.checkpoint import (
     Checkpoint,
@@ -31,21 +30,27 @@ from zshard.checkpoint.checkpoint import (
     read_whole,
 )
 from zshard.checkpoint.contents import ranks_of
+from zshard.checkpoint.folder import has_parts, path_of
 from zshard.checkpoint.load_optimizer import OptimizerLoad
-from zshard.checkpoint.opening import add_averages, older_than, opened
-from zshard.checkpoint.per_host.hosts import PartsOfHosts, opened_together
+from zshard.checkpoint.opening import older_than, opened
 from zshard.checkpoint.safetensors import SafetensorsFile, TensorEntry
-from zshard.checkpoint.saved_averages import AveragesLoad, check_ema
 from zshard.checkpoint.write import finish
 from zshard.guard import slices
 from zshard.ranks import meeting
-from zshard.ranks.agreement import Fact, PublicCall, bytes_of, check_agreement, on_all_ranks
+from zshard.ranks.agreement import (
+    Fact,
+    PublicCall,
+    bytes_of,
+    check_agreement,
+    on_all_ranks,
+    on_any_rank,
+)
 from zshard.state.load_state_dict import LoadPlan, carry_out, plan
-from zshard.state.source import ChunkMemory, chunks, flat_of
+from zshard.state.source import ChunkMemory, Source, chunks, flat_of
 from zshard.state.stand_ins import Pending
 from zshard.units.extensions import EXTENSIONS
 from zshard.units.units import bare, plain_name, wanted_by
-from zshard.upper import import_upper
+from zshard.upper import import_upper, module_for
 
 __all__ = ["Loaded", "Reader", "load"]
 
@@ -72,7 +77,7 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    ema: EMA | None = None,
+    ema: object = None,
     strict: bool = True,
     verify: bool = True,
 ) -> Loaded:
@@ -118,28 +123,26 @@ def load(
     import_upper()
     model = bare(model)
     comm = ranks_of(model)
+    beside: list[BesideLoad] = []
     with on_all_ranks(comm):
         finish()  # the running save may be the one to load
         _check_optimizer(optimizer)
         if ema is not None:
-            check_ema(model, ema)
+            beside.append(module_for("ema").AveragesLoad(ema, model))
     with contextlib.ExitStack() as stack:
         asked = [("optimizer", type(optimizer).__name__), ("strict", strict), ("verify", verify)]
         asked.append(("ema", type(ema).__name__))
         facts = [(f"load({name}=)", str(value)) for name, value in asked]
         check_agreement(comm, facts, "calls to zshard.load()")
-        path, parts = opened_together(stack, comm, path)
-        found = _open(stack, comm, path, (optimizer is not None, ema is not None), parts)
+        found = _open(stack, comm, path, optimizer is not None, beside)
         if found.manifest is not None:
-            _check_heads(comm, found, parts)
-        plans = _plan(comm, found, model, (optimizer, ema), strict)
+            _check_heads(comm, found)
+        plans = _plan(comm, found, model, optimizer, beside, strict)
         with slices.plain():
             pending = plans.model.pending()
-            if plans.optimizer is not None:
-                pending += plans.optimizer.pending()
-            if plans.averages is not None:
-                pending += plans.averages.pending()
-            _check(comm, found, pending, parts, verify)
+            for each in plans.beside:
+                pending += each.pending()
+            _check(comm, found, pending, verify)
         _carry_out(comm, plans, Reader())
     loaded = Loaded(plans.extra)
     loaded.path, loaded.step = found.path, found.step
@@ -162,16 +165,20 @@ def _open(
     stack: contextlib.ExitStack,
     comm: _core.Comm,
     path: str | os.PathLike[str],
-    beside: tuple[bool, bool],
-    parts: PartsOfHosts | None,
+    with_optimizer: bool,
+    beside: Sequence[BesideLoad],
 ) -> Checkpoint:
-    """beside: whether to open the optimizer's files, and those of averages."""
     made: list[Checkpoint] = []
+    in_parts, spread = False, None
     with on_all_ranks(comm):
-        spread = parts.spread if parts is not None else None
-        made.append(stack.enter_context(opened(path, beside[0], spread)))
-        if beside[1]:
-            add_averages(made[0])
+        path = path_of(path)
+        in_parts = has_parts(path)
+    if on_any_rank(comm, in_parts):
+        path, spread = module_for("per_host").opened_together(stack, comm, path)
+    with on_all_ranks(comm):
+        made.append(stack.enter_context(opened(path, with_optimizer, spread)))
+        for each in beside:
+            each.open(made[0])
     check_agreement(comm, _facts(made[0]), "checkpoints")
     return made[0]
 
@@ -197,10 +204,26 @@ def _checking_files(comm: _core.Comm, found: Checkpoint) -> Iterator[None]:
 # --- planning -------------------------------------------------------------------------------------
 
 
+class BesideLoad(Protocol):
+    """Loads what an extra has saved beside the model, in steps."""
+
+    def open(self, found: Checkpoint) -> None:
+        """Open its files."""
+
+    def plan(self) -> None:
+        """Raise RuntimeError, which lists what does not fit."""
+
+    def pending(self) -> list[Pending]:
+        """Return the tensors that this rank will read."""
+
+    def read(self, source: Source) -> None:
+        """Read the values into place."""
+
+
 class _Plans(NamedTuple):
     model: LoadPlan
     optimizer: OptimizerLoad | None
-    averages: AveragesLoad | None
+    beside: Sequence[OptimizerLoad | BesideLoad]  # this one, and those of extras
     extra: dict[str, Any]
 
 
@@ -208,24 +231,25 @@ def _plan(
     comm: _core.Comm,
     found: Checkpoint,
     model: nn.Module,
-    beside: tuple[Optimizer | None, EMA | None],
+    optimizer: Optimizer | None,
+    beside: Sequence[BesideLoad],
     strict: bool,
 ) -> _Plans:
-    """beside: the optimizer and the EMA to load."""
-    optimizer, ema = beside
     made: list[_Plans] = []
     with on_all_ranks(comm, lambda: made[0].model.fact()):
         _refuse_meta(model)
         if found.manifest is not None:
-            for each in EXTENSIONS:
-                each.check_recorded(model, found.manifest.model, found.path)
+            for extension in EXTENSIONS:
+                extension.check_recorded(model, found.manifest.model, found.path)
         for_model = plan(model, _state_of(found, model), strict)
         for_optimizer = (
             OptimizerLoad(model, optimizer, found, strict) if optimizer is not None else None
         )
-        for_ema = AveragesLoad(ema, found) if ema is not None else None
+        for each in beside:
+            each.plan()
         extra = found.extra_of(comm.rank, strict)
-        made.append(_Plans(for_model, for_optimizer, for_ema, extra))
+        own = [] if for_optimizer is None else [for_optimizer]
+        made.append(_Plans(for_model, for_optimizer, [*own, *beside], extra))
     return made[0]
 
 
@@ -275,16 +299,16 @@ def _refuse_meta(model: nn.Module) -> None:
         )
 
 
-def _check_heads(comm: _core.Comm, found: Checkpoint, parts: PartsOfHosts | None) -> None:
+def _check_heads(comm: _core.Comm, found: Checkpoint) -> None:
     """Verify what opening has read, apart from the manifest; each rank verifies its share."""
     assert found.manifest is not None, "the caller checks this"
-    if parts is None:
+    if found.spread is None:
         heads = blocks.head_blocks(found.files, found.manifest.files)
         mine = blocks.share(heads, comm.rank, comm.world)
     else:
         opened_files = found.files.items()
         headers = [(n, 0, f.data) for n, f in opened_files if isinstance(f, SafetensorsFile)]
-        mine = parts.own_blocks(comm, headers)
+        mine = found.spread.own_blocks(comm, headers)
     with _checking_files(comm, found):
         blocks.check_blocks(mine)
 
@@ -293,7 +317,6 @@ def _check(
     comm: _core.Comm,
     found: Checkpoint,
     pending: Sequence[Pending],
-    parts: PartsOfHosts | None,
     verify: bool,
 ) -> None:
     """Check what will be read; each rank checks its share. Check the archives around values, and
@@ -311,11 +334,13 @@ def _check(
         for value in pending
         if isinstance(value.origin, TensorEntry)
     ]
-    if parts is None:
+    if found.spread is None:
         mine = blocks.own_blocks(comm, files, found.manifest.files, wanted, meeting.host_id())
     else:
         names = {id(file): name for name, file in files.items()}
-        mine = parts.own_blocks(comm, [(names[id(f)], begin, end) for f, begin, end in wanted])
+        mine = found.spread.own_blocks(
+            comm, [(names[id(f)], begin, end) for f, begin, end in wanted]
+        )
     with _checking_files(comm, found):
         blocks.check_blocks(mine)
 
@@ -325,10 +350,8 @@ def _carry_out(comm: _core.Comm, plans: _Plans, reader: Reader) -> None:
         plans.optimizer.install(comm, reader)
     with on_all_ranks(comm):
         carry_out(plans.model, reader)
-        if plans.optimizer is not None:
-            plans.optimizer.read(reader)
-        if plans.averages is not None:
-            plans.averages.read(reader)
+        for each in plans.beside:
+            each.read(reader)
 
 
 # --- reading --------------------------------------------------------------------------------------

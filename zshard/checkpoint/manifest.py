@@ -5,8 +5,9 @@ folder with a valid manifest is finished, and a file that does not match it has 
 CRC-32C checksums of 4 MiB blocks cover every byte of every file, and one checksum covers the
 manifest itself.
 
-Hosts that share no disk have a manifest of version 2 each, all the same: `parts` says which bytes
-of the checkpoint's files each part file contains (parts.py), and `files` lists the part files.
+Hosts that share no disk have a manifest of version 2 each, all the same: `files` lists part files,
+`whole` the sizes of the checkpoint's files, and an extra's entry `parts` which bytes of them are
+where (extras/per_host/parts.py).
 
     {"crc32c": "89abcdef", "checkpoint": {"format": "zshard", "version": 1, "id": ..., ...}}
 
@@ -51,30 +52,6 @@ class FileRecord:
     checksums: tuple[int, ...]  # CRC-32C of each BLOCK; the last block may be shorter
 
 
-class PartRecord(NamedTuple):
-    """A part file: runs of bytes of the checkpoint's files, one after the other."""
-
-    host: str  # the name of the host that wrote it
-    rank: int  # that wrote it
-    # By file, in the order in which the part file has them: offset in the file, and length.
-    runs: Mapping[str, Sequence[tuple[int, int]]]
-
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-        return sum(length for runs in self.runs.values() for _, length in runs)
-
-    def files_in(self, begin: int, end: int) -> Iterator[tuple[str, int, int]]:
-        """Yield (file, first byte, byte after the last) of the runs in a range of its bytes."""
-        at = 0
-        for file, runs in self.runs.items():
-            for offset, length in runs:
-                first, last = max(begin, at), min(end, at + length)
-                if first < last:
-                    yield file, offset + first - at, offset + last - at
-                at += length
-
-
 @dataclass(frozen=True)
 class Manifest:
     """The content of zshard.json."""
@@ -86,12 +63,11 @@ class Manifest:
     tied: Mapping[str, str] = field(default_factory=dict)  # alias: name in a file
     model: Mapping[str, Any] = field(default_factory=dict)  # {"extra_state": {name: encoded value}}
     optimizer: Mapping[str, Any] | None = None  # {"class", "groups", "state"}: see contents.py
-    averages: Mapping[str, Any] | None = None  # an EMA: see saved_averages.py
     extra: Sequence[Any] = ()  # encoded, by rank; only one if all are equal
     software: Mapping[str, str] = field(default_factory=dict)  # names and versions
     finite: bool = True  # whether no parameter is NaN or infinite
     whole: Mapping[str, int] = field(default_factory=dict)  # with parts: bytes of each file
-    parts: Mapping[str, PartRecord] = field(default_factory=dict)  # by the name of the part file
+    more: Mapping[str, Any] = field(default_factory=dict)  # entries of extras, by name
 
     @property
     def names(self) -> Collection[str]:
@@ -105,6 +81,9 @@ class Manifest:
         return self.extra[rank if rank < len(self.extra) else 0]
 
 
+_OWN = {*(each.name for each in fields(Manifest)), "format", "version", "block"}  # no extra's
+
+
 def dump(manifest: Manifest) -> bytes:
     """Return the text of zshard.json."""
     files = {
@@ -113,20 +92,11 @@ def dump(manifest: Manifest) -> bytes:
     }
     body = {each.name: getattr(manifest, each.name) for each in fields(manifest)}
     body |= {"format": "zshard", "version": VERSION, "block": BLOCK, "files": files}
-    parts = {
-        name: {
-            **part._asdict(),
-            "runs": {  # as text, which is shorter than JSON: offset+length offset+length ...
-                file: " ".join(f"{at}+{n}" for at, n in runs) for file, runs in part.runs.items()
-            },
-        }
-        for name, part in manifest.parts.items()
-    }
-    if parts:
-        body |= {"version": VERSION_OF_PARTS, "parts": parts}
+    if manifest.whole:
+        body["version"] = VERSION_OF_PARTS
     else:
-        del body["parts"], body["whole"]
-    body["extra"] = list(manifest.extra)
+        del body["whole"]
+    body |= {"extra": list(manifest.extra), **body.pop("more")}
     whole = {"crc32c": _checksum(body), "checkpoint": body}
     return json.dumps(whole, indent=1, allow_nan=False).encode()
 
@@ -174,12 +144,11 @@ def _manifest_of(body: Mapping[str, Any]) -> Manifest:
         tied=_strings(body["tied"]),
         model=model,
         optimizer=None if body["optimizer"] is None else dict_of(body["optimizer"]),
-        averages=None if body.get("averages") is None else dict_of(body["averages"]),
         extra=tuple(body["extra"]),
         software=_strings(body["software"]),
         finite=body["finite"],
         whole={_plain(name): _count(size) for name, size in body.get("whole", {}).items()},
-        parts={_plain(name): _part_of(told) for name, told in body.get("parts", {}).items()},
+        more={name: told for name, told in body.items() if name not in _OWN and told is not None},
     )
     if type(made.finite) is not bool:
         raise TypeError(f"finite must be a boolean, got {made.finite!r:.40}")
@@ -187,34 +156,10 @@ def _manifest_of(body: Mapping[str, Any]) -> Manifest:
         raise ValueError(f"invalid id {made.id!r:.40}")
     if len(made.extra) not in (0, 1, made.world):
         raise ValueError(f"extra has {len(made.extra)} entries for {made.world} ranks")
-    _check_parts(made, body["version"])
-    return made
-
-
-def _check_parts(made: Manifest, version: int) -> None:
-    """Raise ValueError unless part files have the sizes of their runs, which lie within files."""
-    in_parts = version == VERSION_OF_PARTS
-    if bool(made.parts) != in_parts or bool(made.whole) != in_parts:
+    in_parts = body["version"] == VERSION_OF_PARTS
+    if bool(made.more.get("parts")) != in_parts or bool(made.whole) != in_parts:
         raise ValueError(f"version {VERSION_OF_PARTS} has parts, and other versions have none")
-    for name, part in made.parts.items():
-        if name not in made.files or made.files[name].size != part.size:
-            raise ValueError(f"the part file '{name:.80}' does not have the size of its runs")
-        for file, runs in part.runs.items():
-            if any(offset + length > made.whole[file] for offset, length in runs):
-                raise ValueError(f"the part file '{name:.80}' exceeds '{file:.80}'")
-
-
-def _part_of(facts: Mapping[str, Any]) -> PartRecord:
-    runs = {_plain(file): _runs_of(text) for file, text in facts["runs"].items()}
-    host = facts["host"]
-    if not isinstance(host, str):
-        raise TypeError(f"host must be a string, got {host!r:.40}")
-    return PartRecord(host, _count(facts["rank"]), runs)
-
-
-def _runs_of(text: str) -> tuple[tuple[int, int], ...]:
-    runs = (each.split("+") for each in text.split())
-    return tuple((_count(int(offset)), _count(int(length))) for offset, length in runs)
+    return made
 
 
 def _record_of(name: str, told: Mapping[str, Any]) -> FileRecord:

@@ -14,10 +14,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from zshard._errors import CheckpointError
-from zshard.checkpoint.checkpoint import Checkpoint, Readable, decode, optimizer_of_manifest
+from zshard.checkpoint.checkpoint import (
+    Checkpoint,
+    InParts,
+    Readable,
+    decode,
+    optimizer_of_manifest,
+)
 from zshard.checkpoint.folder import absolute, finished, name_of, path_of
 from zshard.checkpoint.manifest import LIMIT, NAME, Manifest, parse
-from zshard.checkpoint.per_host.parts import Spread, part_files_in
 from zshard.checkpoint.safetensors import (
     HEADER_LIMIT,
     OpenFile,
@@ -25,8 +30,7 @@ from zshard.checkpoint.safetensors import (
     check_homes,
     parse_index,
 )
-from zshard.checkpoint.saved_averages import parse_entry, stem_of
-from zshard.upper import readers
+from zshard.upper import module_for
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The prefixes of file names."""
@@ -37,7 +41,7 @@ _File = TypeVar("_File", bound=OpenFile)
 
 @contextlib.contextmanager
 def opened(
-    path: str | os.PathLike[str], with_optimizer: bool = False, spread: Spread | None = None
+    path: str | os.PathLike[str], with_optimizer: bool = False, spread: InParts | None = None
 ) -> Iterator[Checkpoint]:
     """Context manager in which the checkpoint at `path` is open.
 
@@ -55,7 +59,7 @@ def opened(
             _note_own(found, spread.manifest, spread, with_optimizer)
         elif os.path.isdir(found.path) and os.path.lexists(os.path.join(found.path, NAME)):
             _open_zshard(found, with_optimizer)
-        elif not readers().open_into(found, with_optimizer):
+        elif not module_for("readers").open_into(found, with_optimizer):
             _open_newest(found, with_optimizer)
         yield found
     finally:
@@ -73,7 +77,7 @@ def _open_newest(found: Checkpoint, with_optimizer: bool) -> None:
         _open_zshard(found, with_optimizer)
         return
     if not steps:
-        readers().refuse(found.path)
+        module_for("readers").refuse(found.path)
     found.path = os.path.join(directory, name_of(steps[-1]))
     try:
         _open_zshard(found, with_optimizer)
@@ -136,19 +140,18 @@ def files_of(
 
 def _open_zshard(found: Checkpoint, with_optimizer: bool) -> None:
     manifest = read_manifest(found.path)
-    spread = None
-    if manifest.parts:
-        here = part_files_in(found.path, manifest.parts)
-        spread = Spread(found.path, manifest, here)
+    spread: InParts | None = None
+    if manifest.whole:
+        spread = module_for("per_host").Spread(found.path, manifest, [found.path])
     _note_own(found, manifest, spread, with_optimizer)
 
 
 def _note_own(
-    found: Checkpoint, manifest: Manifest, spread: Spread | None, with_optimizer: bool
+    found: Checkpoint, manifest: Manifest, spread: InParts | None, with_optimizer: bool
 ) -> None:
     found.manifest, found.spread = manifest, spread
     found.step = manifest.step
-    found.model = _add_own(found, manifest, MODEL)
+    found.model = open_tensors(found, manifest, MODEL)
     found.tied = dict(manifest.tied)
     where = os.path.join(found.path, NAME)
     told = manifest.model
@@ -158,16 +161,8 @@ def _note_own(
     if not all(type(version) is int for version in found.versions.values()):
         raise CheckpointError(f"'{where}' has module versions that are not integers")
     if with_optimizer and manifest.optimizer is not None:
-        tensors = _add_own(found, manifest, OPTIMIZER)
+        tensors = open_tensors(found, manifest, OPTIMIZER)
         found.optimizer = optimizer_of_manifest(manifest.optimizer, tensors, where)
-
-
-def add_averages(found: Checkpoint) -> None:
-    """Open the files of averages, too, if the checkpoint has some."""
-    entry = None if found.manifest is None else found.manifest.averages
-    if found.manifest is not None and entry is not None:
-        decays, found.average_counts = parse_entry(entry, os.path.join(found.path, NAME))
-        found.averages = {d: _add_own(found, found.manifest, stem_of(d)) for d in decays}
 
 
 def read_manifest(path: str) -> Manifest:
@@ -177,9 +172,9 @@ def read_manifest(path: str) -> Manifest:
         return parse(bytes(file.bytes_of(min(file.size, LIMIT + 1))), where)
 
 
-def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Readable]:
-    """Open the files of the model or the optimizer that the manifest lists, and no others: other
-    files in the folder belong to another save or to none."""
+def open_tensors(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Readable]:
+    """Open the files of the model, the optimizer or an extra that the manifest lists, and no
+    others: other files in the folder belong to another save or to none."""
     for name in (f"{prefix}.safetensors", f"{prefix}.safetensors.index.json"):
         if name in manifest.names:
             files = files_of(found, name, functools.partial(open_own, found, manifest))

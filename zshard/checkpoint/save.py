@@ -11,11 +11,10 @@ hidden folder is deleted, and earlier checkpoints stay as they are.
 
 from __future__ import annotations
 
-import functools
 import operator
 import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -25,15 +24,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard.averages import EMA
 from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_of
 from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
 from zshard.checkpoint.manifest import NAME as MANIFEST
-from zshard.checkpoint.per_host.write_parts import PerHost, write_parts
 from zshard.checkpoint.safetensors import CODES
 from zshard.checkpoint.save_plan import (
     Kept,
-    OwnDisks,
     Piece,
     SavePlan,
     SaveRequest,
@@ -41,7 +37,6 @@ from zshard.checkpoint.save_plan import (
     plan_of,
     record_of,
 )
-from zshard.checkpoint.saved_averages import check_ema, entry_of, of_averages
 from zshard.checkpoint.script_state import encode
 from zshard.checkpoint.write import (
     SaveHandle,
@@ -58,7 +53,8 @@ from zshard.options import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
 from zshard.units.returned import look
-from zshard.units.units import bare, refuse_averaged, settle, units_of
+from zshard.units.units import bare, refuse_replaced, settle, units_of
+from zshard.upper import module_for
 
 __all__ = ["SaveHandle", "save"]
 
@@ -71,7 +67,7 @@ def save(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    ema: EMA | None = None,
+    ema: object = None,
     step: int | None = None,
     extra: Mapping[Any, Any] | None = None,
     asynchronous: bool = False,
@@ -141,28 +137,28 @@ def save(
         kept = Kept(_checked_step(step), keep_last, overwrite)
         limit = parse_size("max_shard_size", max_shard_size, base=1000)
         _check_arguments(kept, extra, dtype)
-        own_disks = _checked_disks(per_host, replicas, overwrite)
+        copied: int | None = None
+        if per_host or type(replicas) is not int or replicas:
+            copied = module_for("per_host").parse(per_host, replicas, overwrite)
         target = Target.of(path, kept.step)
         settle(model)
         if optimizer is not None or ema is not None:
             units = (state.unit for _, state in units_of(model))
-            refuse_averaged(units, "save an optimizer or an EMA")
+            refuse_replaced(units, "save an optimizer or an EMA")
         contents = [of_model(model, copies, dtype)]
         if optimizer is not None:
             contents.append(of_optimizer(model, optimizer, copies))
         own = encode(dict(extra or {}))
-        request = SaveRequest(target, kept, limit, contents, own, own_disks)
-        if ema is not None:
-            check_ema(model, ema)
-            more = of_averages(ema, copies)
-            request = request._replace(averages=more, told_averages=entry_of(ema))
-        made.append(request)
+        more = [] if ema is None else [module_for("ema").to_save(ema, model, copies)]
+        made.append(SaveRequest(target, kept, limit, contents, own, copied, more))
     check_agreement(comm, made[0].facts(), "checkpoints to save")
     _check_nested(comm, made[0].contents[-1].nested)
     _check_steps(model)
     plan = plan_of(comm, made[0], model)
     beside = comm_beside(comm)
-    write = _writing(comm, beside, made[0].own_disks)
+    write = _write
+    if copied is not None:
+        write = module_for("per_host").writer(comm, beside, copied)
     if not asynchronous:
         write(plan, beside)
         return SaveHandle(target.path)
@@ -171,29 +167,20 @@ def save(
     return start(SaveHandle(target.path, lambda: write(plan, beside)))
 
 
-def _writing(
-    comm: _core.Comm, beside: _core.Comm, own_disks: OwnDisks
-) -> Callable[[SavePlan, _core.Comm], None]:
-    """Return the function that carries out a plan. Collective."""
-    if not own_disks.per_host:
-        return _write
-    per_host = PerHost.of(comm, beside, own_disks.replicas)
-    return functools.partial(write_parts, per_host=per_host)
-
-
 # --- checks ---------------------------------------------------------------------------------------
 
 
 def _checked_step(step: object) -> int | None:
     if step is None:
         return None
-    number = _int_of("step", step)
+    number = int_of("step", step)
     if not 0 <= number < 2**63 or isinstance(step, bool):
         raise ValueError(f"step must be an integer from 0 to 2**63 - 1, got {step!r}")
     return number
 
 
-def _int_of(name: str, value: Any) -> int:
+def int_of(name: str, value: Any) -> int:
+    """Return an argument as an integer. Raise TypeError, which names it, if it is none."""
     try:
         return operator.index(value)
     except TypeError as error:
@@ -213,22 +200,8 @@ def _check_arguments(kept: Kept, extra: object, dtype: object) -> None:
     if kept.keep_last is not None:
         if kept.step is None:
             raise ValueError("keep_last needs numbered checkpoints: pass step as well")
-        if _int_of("keep_last", kept.keep_last) < 1:
+        if int_of("keep_last", kept.keep_last) < 1:
             raise ValueError(f"keep_last must be at least 1, got {kept.keep_last}")
-
-
-def _checked_disks(per_host: bool, replicas: int, overwrite: bool) -> OwnDisks:
-    count = _int_of("replicas", replicas)
-    if count < 0:
-        raise ValueError(f"replicas must be at least 0, got {count}")
-    if count and not per_host:
-        raise ValueError("replicas are copies on other hosts' disks: pass per_host=True as well")
-    if per_host and overwrite:
-        raise ValueError(
-            "overwrite=True is not available with per_host=True, since hosts cannot replace a "
-            "checkpoint at one moment: save to another path, or pass step= and keep_last="
-        )
-    return OwnDisks(bool(per_host), count)
 
 
 def _check_steps(model: nn.Module) -> None:
@@ -274,15 +247,25 @@ def _write(plan: SavePlan, comm: _core.Comm) -> None:
             if rank_0:
                 _finish(plan, staging, everyone, finite)
         staging.discard()
-        with on_all_ranks(comm):  # a script may have made warnings errors
-            if rank_0 and plan.kept.keep_last is not None:
-                retain(plan.target, plan.kept.keep_last, plan.id)
-            if rank_0:
-                plan.warn_of_values(strange)
-                warn_of_newer(plan.target)
+        clean_up(plan, comm, rank_0, strange)
     finally:
         staging.discard()
         staging.close()
+
+
+def clean_up(plan: SavePlan, comm: _core.Comm, leads: bool, strange: Collection[str]) -> None:
+    """After a save, delete older checkpoints, and warn of NaN and of newer ones. Collective.
+
+    leads: whether this rank does so for others that see its folder.
+    strange: the names of parameters with NaN or infinite values.
+    """
+    with on_all_ranks(comm):  # a script may have made warnings errors
+        if leads and plan.kept.keep_last is not None:
+            retain(plan.target, plan.kept.keep_last, plan.id)
+        if comm.rank == 0:
+            plan.warn_of_values(strange)
+        if leads:
+            warn_of_newer(plan.target)
 
 
 def _write_pieces(

@@ -28,7 +28,7 @@ from zshard import _core
 from zshard._version import __version__
 from zshard.checkpoint.contents import Contents, Item, facts_of
 from zshard.checkpoint.folder import Target
-from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, PartRecord, dump
+from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, dump
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
 from zshard.ranks.agreement import Fact, gather, on_all_ranks
 from zshard.units.extensions import EXTENSIONS
@@ -71,11 +71,12 @@ class Kept(NamedTuple):
     overwrite: bool
 
 
-class OwnDisks(NamedTuple):
-    """The arguments about hosts that share no disk."""
+class Beside(NamedTuple):
+    """What an extra saves beside the model and the optimizer."""
 
-    per_host: bool
-    replicas: int
+    name: str  # of its entry in the manifest
+    entry: Mapping[str, Any]
+    contents: Mapping[str, Contents]  # by the stem of their files
 
 
 class SaveRequest(NamedTuple):
@@ -86,14 +87,14 @@ class SaveRequest(NamedTuple):
     limit: int  # bytes in a file
     contents: list[Contents]  # of the model and, if given, the optimizer
     extra: object  # this rank's, encoded
-    own_disks: OwnDisks
-    averages: Mapping[str, Contents] = {}  # by the stem of their files
-    told_averages: Mapping[str, Any] | None = None
+    replicas: int | None  # on other hosts; None: all hosts share a disk
+    beside: Sequence[Beside]
 
     def facts(self) -> list[Fact]:
         facts = [(name, repr(value)) for name, value in self.kept._asdict().items()]
-        facts += [(name, repr(value)) for name, value in self.own_disks._asdict().items()]
-        target = self.target.name if self.own_disks.per_host else self.target.path
+        per_host = self.replicas is not None
+        facts += [("per_host", repr(per_host)), ("replicas", repr(self.replicas))]
+        target = self.target.name if per_host else self.target.path
         facts += [("path", repr(target)), ("max_shard_size", repr(self.limit))]
         for what, contents in zip(("tensor", "optimizer tensor"), self.contents, strict=False):
             facts += facts_of(contents, what)
@@ -101,15 +102,16 @@ class SaveRequest(NamedTuple):
             told = self.contents[1].told
             names = [group["params"] for group in told["groups"]]
             facts += [("the optimizer", told["class"]), ("param_groups", repr(names))]
-        for stem, contents in self.averages.items():
-            facts += facts_of(contents, f"tensor of {stem}")
-        if self.told_averages is not None:
-            facts.append(("the EMA", repr(self.told_averages)))
+        for each in self.beside:
+            for stem, contents in each.contents.items():
+                facts += facts_of(contents, f"tensor of {stem}")
+            facts.append((f"the {each.name}", repr(each.entry)))
         return facts
 
 
 MakeManifest = Callable[..., bytes]
-"""Returns its text: of the records of files, whether values are finite, and perhaps of parts."""
+"""Returns its text: of the records of files, whether values are finite, and the entry `parts` of
+those that are in parts."""
 
 
 @dataclass(frozen=True)
@@ -145,21 +147,21 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
         files = lay_out(own.items, "model", asked.limit, own.tied)
         texts = texts_of(model, files) if comm.rank == 0 else {}
         texts["model.safetensors.index.json"] = index_of(files)
-        if others and others[0].items:
-            more = lay_out(others[0].items, "optimizer", asked.limit)
-            texts["optimizer.safetensors.index.json"] = index_of(more)
-            files = files + more
-        for stem, contents in asked.averages.items():
-            more = lay_out(contents.items, stem, asked.limit)
-            texts[f"{stem}.safetensors.index.json"] = index_of(more)
-            files = files + more
+        more = {"optimizer": others[0]} if others and others[0].items else {}
+        for each in asked.beside:
+            more |= each.contents
+        for stem, contents in more.items():
+            own_files = lay_out(contents.items, stem, asked.limit)
+            texts[f"{stem}.safetensors.index.json"] = index_of(own_files)
+            files = files + own_files
 
+    entries = {each.name: each.entry for each in asked.beside}
     facts = {key: value for each in EXTENSIONS for key, value in each.recorded(model).items()}
 
     def manifest(
         records: Mapping[str, FileRecord],
         finite: bool,
-        parts: Mapping[str, PartRecord] | None = None,
+        parts: Mapping[str, Any] | None = None,
     ) -> bytes:
         sizes = {file.name: file.size for file in files}
         sizes |= {name: len(text) for name, text in texts.items()}  # on rank 0
@@ -172,12 +174,11 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
                 tied=own.tied,
                 model={**own.told, **facts},
                 optimizer=others[0].told if others else None,
-                averages=asked.told_averages,
                 extra=extras,
                 software=_software(),
                 finite=finite,
                 whole=sizes if parts else {},
-                parts=parts or {},
+                more={**entries, **({"parts": parts} if parts else {})},
             )
         )
 

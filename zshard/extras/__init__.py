@@ -1,3 +1,3 @@
-"""What stands on the core and a plain script does without: exports, kept runs, whole-matrix
-optimizers, readers of others' checkpoints, traces, the launcher and the planner. zshard/__init__.py
-lists their public names."""
+"""What stands on the core and a plain script does without: averages, exports, kept runs, readers of
+others' checkpoints, more optimizers, the launcher and the planner. zshard/__init__.py lists their
+public names."""

@@ -25,13 +25,13 @@ from zshard.checkpoint.contents import Item
 from zshard.checkpoint.folder import Staging, Target
 from zshard.checkpoint.load import Reader
 from zshard.checkpoint.manifest import BLOCK, NAME, check_blocks, data_blocks, head_blocks
-from zshard.checkpoint.opening import MODEL, add_averages, open_own, opened
-from zshard.checkpoint.per_host.collect import collect
-from zshard.checkpoint.per_host.parts import part_files_in
+from zshard.checkpoint.opening import MODEL, open_own, opened
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.checkpoint.save_plan import PlannedFile, index_of, lay_out
-from zshard.checkpoint.saved_averages import AVERAGE, stem_of
 from zshard.checkpoint.write import write_text
+from zshard.extras.averages.saved_averages import AVERAGE, SavedAverages, stem_of
+from zshard.extras.per_host.collect import collect
+from zshard.extras.per_host.parts import Spread
 from zshard.options import parse_size
 from zshard.ranks.agreement import bytes_of
 from zshard.state.source import chunks
@@ -113,7 +113,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _inspect(path: str, as_json: bool) -> int:
     with opened(path, with_optimizer=True) as found:
-        add_averages(found)
         facts = _facts(found)
     print(json.dumps(facts, indent=1, default=str) if as_json else _text(facts))
     return 0
@@ -124,15 +123,16 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
     if found.manifest is not None:
         manifest = found.manifest
         facts |= {"id": manifest.id, "world": manifest.world, "software": dict(manifest.software)}
-        if manifest.parts:
-            here = part_files_in(found.path, manifest.parts)
+        if isinstance(found.spread, Spread):
+            here = found.spread.here
             facts["parts"] = {
                 name: {"host": part.host, "bytes": part.size, "here": name in here}
-                for name, part in manifest.parts.items()
+                for name, part in found.spread.parts.items()
             }
     facts["model"] = {name: _of(entry) for name, entry in found.model.items()}
     facts["tied"] = dict(found.tied)
-    for decay, entries in (found.averages or {}).items():
+    averages = SavedAverages.of(found)
+    for decay, entries in averages.by_decay.items() if averages is not None else ():
         facts[stem_of(decay)] = {name: _of(entry) for name, entry in entries.items()}
     if found.optimizer is not None:
         told = found.optimizer
@@ -207,8 +207,8 @@ def _check_all(found: Checkpoint) -> int:
     """Check all files of the manifest and return their bytes. Raise CheckpointError for damage."""
     assert found.manifest is not None, "the caller checks this"
     records = found.manifest.files
-    if found.spread is not None:
-        check_blocks(found.spread.blocks({name: -1 for name in found.spread.here}))
+    if isinstance(found.spread, Spread):
+        check_blocks(found.spread.blocks())
         if not found.spread.is_complete():
             raise CheckpointError(f"'{found.path}' is incomplete: {found.spread.missing()}")
         return sum(records[name].size for name in found.spread.here)

@@ -26,10 +26,10 @@ from torch import nn
 from zshard._errors import did_you_mean
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.load import load
-from zshard.checkpoint.per_host.hosts import is_anywhere
 from zshard.checkpoint.save import save
 from zshard.fsdp import ARGUMENTS, FSDP
 from zshard.model.shard_model import broadcast_buffers
+from zshard.ranks.agreement import on_any_rank
 from zshard.units.units import bare
 
 __all__ = ["shard"]
@@ -202,7 +202,7 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
             for i, (model, optimizer) in enumerate(pairs):
                 if model not in models:  # a hook of the script has loaded it
                     continue
-                if is_anywhere(ranks_of(bare(model)), _folder(folder, i)):
+                if on_any_rank(ranks_of(bare(model)), os.path.isdir(_folder(folder, i))):
                     load(_folder(folder, i), model, optimizer)
                     _remove(self._optimizers, optimizer)
                 else:

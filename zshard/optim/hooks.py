@@ -34,7 +34,7 @@ from zshard.optim.step_digest import note_step, note_values
 from zshard.units import returned
 from zshard.units.extensions import EXTENSIONS, announce
 from zshard.units.shards import Stepped, part_of, stepped_by, units_stepped_by
-from zshard.units.units import refuse_averaged, refuse_unsharded, refuse_writes
+from zshard.units.units import refuse_replaced, refuse_unsharded, refuse_writes
 
 __all__ = [
     *("before_first_steps", "install", "install_steps", "is_older", "know", "know_again"),
@@ -170,7 +170,7 @@ def _before_step(
 def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     """Refuse invalid gradients, and notify the models that their parameters are about to be
     written."""
-    refuse_averaged(units_stepped_by(optimizer), "step")
+    refuse_replaced(units_stepped_by(optimizer), "step")
     if optimizer not in _inner:
         announce("step", optimizer, optimizer not in _checked)
     if _core.has_local_grads():

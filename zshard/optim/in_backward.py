@@ -30,7 +30,7 @@ from zshard.units.units import (
     State,
     hook_forward,
     known_hooks,
-    refuse_averaged,
+    refuse_replaced,
     refuse_writes,
     units_of,
 )
@@ -135,7 +135,7 @@ class OptimizerInBackward:
         """Called by C within backward: step the unit `index`, or handle _BEGIN or _OVER."""
         if index == _BEGIN:
             _refuse_scaled()
-            refuse_averaged(self._units, "step")
+            refuse_replaced(self._units, "step")
             self._begin()
         elif index == _OVER:
             for optimizer in self._optimizers:

@@ -29,7 +29,7 @@ from zshard.guard.slices import to_local
 from zshard.ranks.agreement import PublicCall, on_all_ranks
 from zshard.state.source import Copy, FromRank0, Source, pending, told_by_rank_0
 from zshard.state.stand_ins import Pending
-from zshard.units.units import refuse_averaged, units_of, writing
+from zshard.units.units import refuse_replaced, units_of, writing
 
 _SETTER, _HOOKS = "set_extra_state", "_load_state_dict_post_hooks"
 _SAMPLES = 16  # elements of a loaded tensor that identify it
@@ -264,7 +264,7 @@ class _Later(contextlib.AbstractContextManager["_Later"]):
 def note_loads(loads: Iterable[NotedLoad]) -> None:
     """Report to the models what has been loaded, since ranks that load alone are an error."""
     loads = list(loads)
-    refuse_averaged((unit for unit, _, _ in loads), "load")
+    refuse_replaced((unit for unit, _, _ in loads), "load")
     planned = planned_loads.get()
     if planned is not None:
         planned += loads

@@ -181,8 +181,9 @@ def unsharded(unit: _core.Unit) -> Iterator[None]:
 
 # --- what the parameters are at the moment --------------------------------------------------------
 
-averaged: set[int] = set()
-"""The engines of models whose parameters are averages for now: within ema.swapped()."""
+replaced: dict[int, str] = {}
+"""By the engines of models whose parameters have other values for now: the context that restores
+them, as a script writes it."""
 
 
 def is_elsewhere(state: State) -> bool:
@@ -193,8 +194,8 @@ def is_elsewhere(state: State) -> bool:
 
 def is_for_now(state: State) -> bool:
     """Return whether a context takes back at its end the values that the parameters have now."""
-    averages = state.unit.engine_id in averaged
-    return averages or any(not each.writeback for each in state.summons)
+    others = state.unit.engine_id in replaced
+    return others or any(not each.writeback for each in state.summons)
 
 
 def refuse_unsharded(states: Iterable[State], to: str) -> None:
@@ -210,13 +211,14 @@ def refuse_unsharded(states: Iterable[State], to: str) -> None:
             )
 
 
-def refuse_averaged(units: Iterable[_core.Unit], what: str) -> None:
-    """Raise RuntimeError if the parameters of one of the units' models are averages for now."""
-    if averaged and any(unit.engine_id in averaged for unit in units):
-        raise RuntimeError(
-            f"cannot {what} within ema.swapped(), which restores the parameters at its end: leave "
-            "the context first"
-        )
+def refuse_replaced(units: Iterable[_core.Unit], what: str) -> None:
+    """Raise RuntimeError if the parameters of one of the units' models are replaced for now."""
+    for unit in units if replaced else ():
+        if unit.engine_id in replaced:
+            raise RuntimeError(
+                f"cannot {what} within {replaced[unit.engine_id]}, which restores the parameters "
+                "at its end: leave the context first"
+            )
 
 
 class SoleWriter(Protocol):

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
+from zshard.checkpoint.folder import latest_checkpoint
 from zshard.checkpoint.load import load
-from zshard.checkpoint.per_host.hosts import latest_checkpoint
 from zshard.checkpoint.script_state import rng_state, set_rng_state
 from zshard.extras.keeping.client import Keeper, keeper_of_run
 from zshard.extras.recovery.checks import check, check_others

@@ -20,8 +20,8 @@ from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint.folder import path_of
 from zshard.checkpoint.load import Loaded, load
-from zshard.checkpoint.per_host.hosts import Hosts, is_anywhere
 from zshard.checkpoint.save import save
+from zshard.extras.per_host.hosts import Hosts
 from zshard.integrations.deepspeed.ds_config import Settings
 from zshard.ranks.agreement import PublicCall, gather, on_all_ranks, warn_on_rank_0
 from zshard.state import state_dict_form
@@ -145,7 +145,7 @@ class EngineCheckpoints:
             )
             return None, None
         path = os.path.join(folder, name)
-        is_there = is_anywhere(comm, path)
+        is_there = any(gather(comm, os.path.isdir(path)))
         with on_all_ranks(comm):
             _check_folder(folder, name, is_there)
         wants_optimizer = load_optimizer_states and not load_module_only

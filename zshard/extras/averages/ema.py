@@ -29,10 +29,10 @@ from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks
 from zshard.ranks.ends import may_stay_open
 from zshard.state.load_state_dict import comm_of
 from zshard.units.units import (
-    averaged,
     bare,
-    refuse_averaged,
+    refuse_replaced,
     refuse_unsharded,
+    replaced,
     session,
     settle,
     units_of,
@@ -123,7 +123,7 @@ class EMA:
         Raises RuntimeError within swapped(), in a forward or backward, and if a parameter's shape
         or dtype was changed; OSError if a disk with offloaded averages fails.
         """
-        refuse_averaged((state.unit for _, state in units_of(self.model)), "update()")
+        refuse_replaced((state.unit for _, state in units_of(self.model)), "update()")
         self._refuse_in_step("update the averages of")
         if _core.has_held_units():  # a rank that has all of a parameter would not notice
             refuse_unsharded((state for _, state in units_of(self.model)), "update the averages")
@@ -198,20 +198,17 @@ class EMA:
         load, update(), and zshard.save() with an optimizer or an EMA raise RuntimeError.
         """
         averages = self.averages[self._index_of(decay)]
-        engines = {s.unit.engine_id: s.unit.engine for _, s in units_of(self.model)}
         with PublicCall("ema.swapped()"):
             self.check_ranks()
             with on_all_ranks(self._comm):
-                refuse_averaged((state.unit for _, state in units_of(self.model)), "enter it again")
+                refuse_replaced((state.unit for _, state in units_of(self.model)), "enter it again")
                 self.prepare("average")
                 live = _Live(self.model, list(self.params.values()), averages)
-            averaged.update(engines)
             try:
-                live.swap(engines.values())
-                self._meet(engines.values())
+                live.swap()
+                self._meet(live)
             except BaseException:
-                live.restore(engines.values())
-                averaged.difference_update(engines)
+                live.restore()
                 raise
         known = (_core.PeerError, _core.DivergenceError)
         body: BaseException | None = None
@@ -226,12 +223,11 @@ class EMA:
             with PublicCall("ema.swapped()"), contextlib.suppress(*(known if body else ())):
                 try:
                     if meets:
-                        self._meet(engines.values())
+                        self._meet(live)
                 finally:
-                    averaged.difference_update(engines)
-                    live.restore(engines.values())
+                    live.restore()
                 if meets:
-                    self._meet(engines.values())  # a backward may read peers' shards at once
+                    self._meet(live)  # a backward may read peers' shards at once
                     self._gather_kept()
 
     def state_dict(self, decay: float | None = None) -> dict[str, Any]:
@@ -274,9 +270,9 @@ class EMA:
         facts.append(("the number of updates", str(self.updates)))
         check_agreement(self._comm, facts, "EMAs")
 
-    def _meet(self, engines: Any) -> None:
+    def _meet(self, live: _Live) -> None:
         """Wait for all ranks: none of them writes or reads before the others have come here."""
-        for engine in engines:
+        for engine in live.engines.values():
             engine.meet()
         self._comm.exchange(b"\0")
 
@@ -310,6 +306,7 @@ class _Live:
     ) -> None:
         self._params, self._averages = params, averages
         self._units = [state.unit for _, state in units_of(model)]
+        self.engines = {unit.engine_id: unit.engine for unit in self._units}
         with torch.no_grad(), plain():
             self._values = [param.detach().clone() for param in params]
             self._buffers = [
@@ -320,16 +317,19 @@ class _Live:
             ]
         self._versions = [param._version for param in params]
 
-    def swap(self, engines: Any) -> None:
+    def swap(self) -> None:
         """Write the average to the parameters."""
-        self._write(engines, self._averages)
+        replaced.update(dict.fromkeys(self.engines, "ema.swapped()"))
+        self._write(self._averages)
 
-    def restore(self, engines: Any) -> None:
+    def restore(self) -> None:
         """Undo it, whatever has happened. For autograd, nothing was written."""
+        for engine in self.engines:
+            replaced.pop(engine, None)
         try:
             for unit in self._units:
                 unit.unpin(True)  # a forward has kept it for a backward, or unshard()
-            self._write(engines, self._values)
+            self._write(self._values)
         finally:
             versions = torch._C._autograd._unsafe_set_version_counter
             versions(tuple(self._params), tuple(self._versions))
@@ -340,14 +340,14 @@ class _Live:
 
     @torch.no_grad()
     @plain()
-    def _write(self, engines: Any, values: list[Tensor]) -> None:
+    def _write(self, values: list[Tensor]) -> None:
         """Write while no peer reads; also if a peer is lost, which raises."""
         try:
-            for engine in engines:
+            for engine in self.engines.values():
                 engine.begin_write()
         finally:
             torch._foreach_copy_([param.detach() for param in self._params], values)
-            for engine in engines:
+            for engine in self.engines.values():
                 engine.end_write()
 
 

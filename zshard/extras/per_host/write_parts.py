@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from zshard import _core
-from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
+from zshard.checkpoint.folder import PART, Staging, Target
 from zshard.checkpoint.manifest import NAME as MANIFEST
-from zshard.checkpoint.manifest import FileRecord, PartRecord
-from zshard.checkpoint.per_host.hosts import SUFFIX, Hosts, look
-from zshard.checkpoint.per_host.remote import RemoteParts
+from zshard.checkpoint.manifest import FileRecord
+from zshard.checkpoint.save import clean_up, int_of
 from zshard.checkpoint.save_plan import Piece, SavePlan, joined, record_of
 from zshard.checkpoint.write import Writer, chunk_for, copy_file, names_of_all, write_text
+from zshard.extras.per_host.hosts import Hosts, look
+from zshard.extras.per_host.parts import PartRecord
+from zshard.extras.per_host.remote import RemoteParts
 from zshard.ranks.agreement import (
     PublicCall,
     gather,
@@ -42,22 +44,41 @@ class PerHost(NamedTuple):
     replicas: int  # copies of each part file on other hosts
     group: Group | None  # for copying
 
-    @staticmethod
-    def of(comm: _core.Comm, beside: _core.Comm, replicas: int) -> PerHost:
-        """Collective. With fewer hosts than copies, warn, and make as many as there can be.
 
-        beside: the transport of the thread that will write.
-        """
-        hosts = Hosts(comm)
-        possible = min(replicas, len(hosts.all) - 1)
-        if possible < replicas:
-            warn_on_rank_0(
-                comm,
-                f"replicas={replicas}, but there are only {len(hosts.all)} hosts: this checkpoint "
-                f"has {possible} copies",
-            )
-        group = group_beside(beside, torch.device("cpu")) if possible else None
-        return PerHost(hosts, possible, group)
+def parse(per_host: object, replicas: object, overwrite: bool) -> int | None:
+    """Return the number of copies; None for hosts that share a disk. Raise TypeError or ValueError
+    for invalid arguments of save()."""
+    count = int_of("replicas", replicas)
+    if count < 0:
+        raise ValueError(f"replicas must be at least 0, got {count}")
+    if count and not per_host:
+        raise ValueError("replicas are copies on other hosts' disks: pass per_host=True as well")
+    if per_host and overwrite:
+        raise ValueError(
+            "overwrite=True is not available with per_host=True, since hosts cannot replace a "
+            "checkpoint at one moment: save to another path, or pass step= and keep_last="
+        )
+    return count if per_host else None
+
+
+def writer(
+    comm: _core.Comm, beside: _core.Comm, replicas: int
+) -> Callable[[SavePlan, _core.Comm], None]:
+    """Return the function that carries out a plan. Collective. With fewer hosts than copies, warn,
+    and make as many as there can be.
+
+    beside: the transport of the thread that will write.
+    """
+    hosts = Hosts(comm)
+    possible = min(replicas, len(hosts.all) - 1)
+    if possible < replicas:
+        warn_on_rank_0(
+            comm,
+            f"replicas={replicas}, but there are only {len(hosts.all)} hosts: this checkpoint "
+            f"has {possible} copies",
+        )
+    group = group_beside(beside, torch.device("cpu")) if possible else None
+    return functools.partial(write_parts, per_host=PerHost(hosts, possible, group))
 
 
 class _WrittenPart(NamedTuple):
@@ -93,35 +114,24 @@ def write_parts(plan: SavePlan, comm: _core.Comm, per_host: PerHost) -> None:
             text = b""
             if comm.rank == 0:
                 records = {each.name: each.record for each in written}
-                parts = {each.name: each.part for each in written}
+                parts = {each.name: each.part.entry for each in written}
                 text = plan.manifest(records, not names, parts)
         text = gather_bytes(comm, text)[0]
         with on_all_ranks(comm):
             if hosts.leads:
                 write_text(os.path.join(staging.path, MANIFEST), text)
-        _commit(comm, hosts, staging)
+        try:
+            with on_all_ranks(comm):
+                if hosts.leads:
+                    staging.commit()
+        except BaseException:  # one host cannot: all take it back
+            staging.withdraw()
+            raise
         staging.discard()
-        with on_all_ranks(comm):  # a script may have made warnings errors
-            if hosts.leads and plan.kept.keep_last is not None:
-                retain(plan.target, plan.kept.keep_last, plan.id)
-            if comm.rank == 0:
-                plan.warn_of_values(names)
-            if hosts.leads:
-                warn_of_newer(plan.target)
+        clean_up(plan, comm, hosts.leads, names)
     finally:
         staging.discard()
         staging.close()
-
-
-def _commit(comm: _core.Comm, hosts: Hosts, staging: Staging) -> None:
-    """Rename the folders of all hosts into place. If one of them cannot, all take it back."""
-    try:
-        with on_all_ranks(comm):
-            if hosts.leads:
-                staging.commit()
-    except BaseException:
-        staging.withdraw()
-        raise
 
 
 def _refuse_shared_folder(comm: _core.Comm, hosts: Hosts, target: Target, id: str) -> None:
@@ -163,10 +173,18 @@ def _write_part(
         comm.rank,
         {file: tuple((offset, _size(what)) for offset, what in own) for file, own in todo.items()},
     )
-    name = f"rank-{comm.rank:05}-of-{comm.world:05}{SUFFIX}"
+    name = f"rank-{comm.rank:05}-of-{comm.world:05}{PART}"
     if part.size == 0:
         return None
-    with _create(os.path.join(folder, name), part.size) as file:
+    path = os.path.join(folder, name)
+    try:
+        created = _core.File.create(path, part.size)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"this rank cannot create '{path}', whose folder the first rank of its host just "
+            "created: all ranks of a host must save to the same folder"
+        ) from None
+    with created as file:
         writer = Writer(file, chunk_for(plan.pieces), plan.parameters)
         at = 0
         for _, what in (each for own in todo.values() for each in own):
@@ -179,16 +197,6 @@ def _write_part(
         strange += writer.strange
         file.sync()
     return _WrittenPart(name, part, record_of(name, part.size, rows))
-
-
-def _create(path: str, size: int) -> _core.File:
-    try:
-        return _core.File.create(path, size)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"this rank cannot create '{path}', whose folder the first rank of its host just "
-            "created: all ranks of a host must save to the same folder"
-        ) from None
 
 
 def _runs(plan: SavePlan, headers: bool, texts: bool) -> dict[str, list[tuple[int, Piece | bytes]]]:
@@ -210,14 +218,11 @@ def _size(what: Piece | bytes) -> int:
 
 def _gather(comm: _core.Comm, own: _WrittenPart | None) -> list[_WrittenPart]:
     """Return the part files of all ranks."""
-    mine = own and (own.name, own.part, (own.record.size, own.record.checksums))
-    found = []
-    for name, (host, rank, runs), (size, checksums) in filter(None, gather(comm, mine)):
-        part = PartRecord(
-            host, rank, {file: tuple(map(tuple, each)) for file, each in runs.items()}
-        )
-        found.append(_WrittenPart(name, part, FileRecord(size, tuple(checksums))))
-    return found
+    mine = own and (own.name, own.part.entry, own.record.size, own.record.checksums)
+    return [
+        _WrittenPart(name, PartRecord.of(part), FileRecord(size, tuple(checksums)))
+        for name, part, size, checksums in filter(None, gather(comm, mine))
+    ]
 
 
 # --- copies on other hosts ------------------------------------------------------------------------
@@ -242,11 +247,6 @@ def _copy_parts(
     served = RemoteParts(per_host.group, names, paths, writers, sorted(clients), hosts.names)
     with served as remote, on_all_ranks(comm):
         for each in mine:
-            _copy(remote, each, paths[each.name])
-
-
-def _copy(remote: RemoteParts, written: _WrittenPart, path: str) -> None:
-    """Copy a part file and sync it. Raise RuntimeError if its checksums are others."""
-    read = functools.partial(remote.read, written.name)
-    if copy_file(path, written.record.size, read) != written.record:
-        raise RuntimeError(f"'{path}' was changed on its way from another host")
+            read = functools.partial(remote.read, each.name)
+            if copy_file(paths[each.name], each.record.size, read) != each.record:
+                raise RuntimeError(f"'{paths[each.name]}' was changed on its way from another host")

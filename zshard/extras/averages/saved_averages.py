@@ -8,21 +8,26 @@ own dtype, so it loads into a plain model by itself. The manifest's entry (`aver
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from zshard._errors import CheckpointError
-from zshard.averages import EMA
 from zshard.checkpoint.checkpoint import Checkpoint, Readable
 from zshard.checkpoint.contents import Contents, Item, Replicas
+from zshard.checkpoint.manifest import NAME
+from zshard.checkpoint.opening import open_tensors
+from zshard.checkpoint.save_plan import Beside
+from zshard.extras.averages.ema import EMA
 from zshard.state.source import Copy, Source, shard_of
 from zshard.state.stand_ins import Pending
 from zshard.units.shards import part_of
 from zshard.units.units import bare, plain_name
 
 AVERAGE = "average-"
+_ENTRY = "averages"
 
 
 def stem_of(decay: float) -> str:
@@ -30,16 +35,10 @@ def stem_of(decay: float) -> str:
     return f"{AVERAGE}{decay!r}"
 
 
-def check_ema(model: nn.Module, ema: object) -> None:
-    """Raise TypeError for what is not an EMA, ValueError for one of another model."""
-    if not isinstance(ema, EMA):
-        raise TypeError(f"ema must be a zshard.EMA, got {type(ema).__name__}")
-    if ema.model is not bare(model):
-        raise ValueError("ema averages another model: pass the EMA of the model that you pass")
-
-
-def of_averages(ema: EMA, copies: Replicas) -> dict[str, Contents]:
-    """Return what to save, by the stem of the files. Raises what EMA.prepare() does."""
+def to_save(ema: object, model: nn.Module, copies: Replicas) -> Beside:
+    """Return what to save. Raises TypeError for what is not an EMA, ValueError for one of another
+    model, and what EMA.prepare() does."""
+    ema = _checked(ema, model)
     ema.prepare("save")
     found = {}
     for decay, averages in zip(ema.decays, ema.averages, strict=True):
@@ -50,47 +49,72 @@ def of_averages(ema: EMA, copies: Replicas) -> dict[str, Contents]:
             held = copies.from_rank_0(value) if part is None else copies.held(part, value)
             items.append(Item(plain_name(name), shape, value.dtype, held))
         found[stem_of(decay)] = Contents(items, {}, {}, [])
-    return found
+    entry = {"decays": list(ema.decays), "calls": ema.calls, "updates": ema.updates}
+    return Beside(_ENTRY, entry, found)
 
 
-def entry_of(ema: EMA) -> dict[str, Any]:
-    """Return the manifest's entry."""
-    return {"decays": list(ema.decays), "calls": ema.calls, "updates": ema.updates}
+def _checked(ema: object, model: nn.Module) -> EMA:
+    if not isinstance(ema, EMA):
+        raise TypeError(f"ema must be a zshard.EMA, got {type(ema).__name__}")
+    if ema.model is not bare(model):
+        raise ValueError("ema averages another model: pass the EMA of the model that you pass")
+    return ema
 
 
-def parse_entry(entry: Mapping[str, Any], where: str) -> tuple[list[float], tuple[int, int]]:
-    """Return the decays, and the calls and updates, of a manifest's entry. Raise CheckpointError if
-    it is invalid."""
-    decays, counts = entry.get("decays"), (entry.get("calls"), entry.get("updates"))
-    if not isinstance(decays, list) or not all(type(each) is float for each in decays):
-        raise CheckpointError(f"'{where}' has invalid decays of averages: {decays!r:.80}")
-    calls, updates = counts
-    if type(calls) is not int or type(updates) is not int or not 0 <= updates <= calls:
-        raise CheckpointError(f"'{where}' has invalid counts of averages: {counts!r:.80}")
-    return decays, (calls, updates)
+class SavedAverages(NamedTuple):
+    """The averages of an open checkpoint."""
+
+    by_decay: dict[float, dict[str, Readable]]
+    calls: int
+    updates: int
+
+    @staticmethod
+    def of(found: Checkpoint) -> SavedAverages | None:
+        """Open their files; None if it has none. Raise CheckpointError if its entry is invalid."""
+        entry = None if found.manifest is None else found.manifest.more.get(_ENTRY)
+        if found.manifest is None or entry is None:
+            return None
+        where = os.path.join(found.path, NAME)
+        told = entry if isinstance(entry, dict) else {}
+        decays, calls, updates = (told.get(name) for name in ("decays", "calls", "updates"))
+        if not isinstance(decays, list) or not all(type(each) is float for each in decays):
+            raise CheckpointError(f"'{where}' has invalid decays of averages: {decays!r:.80}")
+        if type(calls) is not int or type(updates) is not int or not 0 <= updates <= calls:
+            counts = (calls, updates)
+            raise CheckpointError(f"'{where}' has invalid counts of averages: {counts!r:.80}")
+        tensors = {each: open_tensors(found, found.manifest, stem_of(each)) for each in decays}
+        return SavedAverages(tensors, calls, updates)
 
 
 class AveragesLoad:
-    """Loads an EMA. Creating it changes nothing; it raises RuntimeError, which lists what does not
-    fit."""
+    """Loads an EMA, in steps. Only the last one, read(), changes it."""
 
-    def __init__(self, ema: EMA, found: Checkpoint) -> None:
-        if found.averages is None:
+    def __init__(self, ema: object, model: nn.Module) -> None:
+        """Raises TypeError for what is not an EMA, ValueError for one of another model."""
+        self._ema = _checked(ema, model)
+        self._copies: list[Copy] = []
+
+    def open(self, found: Checkpoint) -> None:
+        """Open its files."""
+        self._path, self._saved = found.path, SavedAverages.of(found)
+
+    def plan(self) -> None:
+        """Raise RuntimeError, which lists what does not fit."""
+        if self._saved is None:
             raise RuntimeError(
-                f"'{found.path}' has no averages: omit ema to load the rest; the EMA then begins "
+                f"'{self._path}' has no averages: omit ema to load the rest; the EMA then begins "
                 "with its next update()"
             )
-        self._ema, self._counts = ema, found.average_counts
-        self._copies: list[Copy] = []
         problems = []
-        ours, theirs = sorted(ema.decays), sorted(found.averages)
+        ema, by_decay, *self._counts = self._ema, *self._saved
+        ours, theirs = sorted(ema.decays), sorted(by_decay)
         if ours != theirs:
             problems.append(f"its decays are {theirs}, but the EMA's are {ours}")
         for decay, averages in zip(ema.decays, ema.averages, strict=True):
-            if decay in found.averages:
-                problems += self._plan(found.averages[decay], averages, stem_of(decay))
+            if decay in by_decay:
+                problems += self._plan(by_decay[decay], averages, stem_of(decay))
         if problems:
-            head = f"Error(s) in loading the averages of '{found.path}':"
+            head = f"Error(s) in loading the averages of '{self._path}':"
             raise RuntimeError("\n\t".join([head, *problems]))
 
     def _plan(

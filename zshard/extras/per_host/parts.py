@@ -1,7 +1,7 @@
 """The files of a checkpoint whose hosts share no disk: each lies in pieces in part files.
 
 Each rank has written what it holds into a part file of its own, one run of bytes after the other;
-the manifest (`Manifest.parts`) says which run is where. A Spread puts the files together again:
+the manifest's entry `parts` says which run is where. A Spread puts the files together again:
 readers of safetensors files see whole files, whose bytes come from part files here or, over the
 wire, on other hosts. Several ranks may have written the same run; the nearest one is read.
 """
@@ -12,11 +12,12 @@ import bisect
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+from zshard import _core
 from zshard._errors import CheckpointError
-from zshard.checkpoint.manifest import NAME, Block, Manifest, PartRecord
+from zshard.checkpoint.manifest import NAME, Block, Manifest
 from zshard.checkpoint.safetensors import OpenFile, SafetensorsFile
 
 _HERE, _ELSEWHERE, _LOST = range(3)  # nearest first
@@ -25,6 +26,67 @@ _File = TypeVar("_File", bound=OpenFile)
 
 Read = Callable[[str, memoryview, int], None]
 """Reads a part file of another host: name, memory to fill, first byte."""
+
+
+class PartRecord(NamedTuple):
+    """A part file: runs of bytes of the checkpoint's files, one after the other."""
+
+    host: str  # the name of the host that wrote it
+    rank: int  # that wrote it
+    # By file, in the order in which the part file has them: offset in the file, and length.
+    runs: Mapping[str, Sequence[tuple[int, int]]]
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return sum(length for runs in self.runs.values() for _, length in runs)
+
+    def files_in(self, begin: int, end: int) -> Iterator[tuple[str, int, int]]:
+        """Yield (file, first byte, byte after the last) of the runs in a range of its bytes."""
+        at = 0
+        for file, runs in self.runs.items():
+            for offset, length in runs:
+                first, last = max(begin, at), min(end, at + length)
+                if first < last:
+                    yield file, offset + first - at, offset + last - at
+                at += length
+
+    @staticmethod
+    def of(entry: Mapping[str, Any]) -> PartRecord:
+        """Return what `entry` describes. Raise TypeError, KeyError, AttributeError or ValueError
+        if it is invalid."""
+        host, rank = entry["host"], entry["rank"]
+        if not isinstance(host, str) or type(rank) is not int:
+            raise TypeError(f"expected a host and a rank, got {host!r:.40} and {rank!r:.40}")
+        runs = {
+            file: [(int(at), int(n)) for at, n in (each.split("+") for each in text.split())]
+            for file, text in entry["runs"].items()
+        }
+        return PartRecord(host, rank, runs)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What a manifest has of it. Runs are text, which is shorter than JSON:
+        "offset+length offset+length ..."."""
+        runs = {file: " ".join(f"{at}+{n}" for at, n in own) for file, own in self.runs.items()}
+        return {**self._asdict(), "runs": runs}
+
+
+def parts_of(manifest: Manifest, path: str) -> dict[str, PartRecord]:
+    """Return the part files that a manifest lists, by name. Raise CheckpointError, which names the
+    checkpoint at `path`, unless they have the sizes of their runs, which lie within files."""
+    try:
+        found = {name: PartRecord.of(told) for name, told in manifest.more.get("parts", {}).items()}
+        for name, part in found.items():
+            if name not in manifest.files or manifest.files[name].size != part.size:
+                raise ValueError(f"the part file '{name:.80}' does not have the size of its runs")
+            for file, runs in part.runs.items():
+                if any(min(run) < 0 or sum(run) > manifest.whole[file] for run in runs):
+                    raise ValueError(f"the part file '{name:.80}' exceeds '{file:.80}'")
+        return found
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        where = os.path.join(path, NAME)
+        raise CheckpointError(f"'{where}' is not a valid manifest: {error!r}") from None
 
 
 class RunPlace(NamedTuple):
@@ -44,18 +106,20 @@ class Spread:
         self,
         path: str,
         manifest: Manifest,
-        here: Mapping[str, str],
-        elsewhere: Iterable[str] = (),
-        read: Read | None = None,
+        folders: Iterable[str],
+        elsewhere: Collection[str] = (),
     ) -> None:
         """path: names the checkpoint in messages.
-        here: the paths of part files on this host, by name; elsewhere: the names of those that
-        `read` can read. Raises CheckpointError unless runs fill the files without overlaps.
+        folders: where this host has part files; elsewhere: the names of those that read_remote(),
+        to be set, can read. Raises CheckpointError unless runs fill the files without overlaps.
         """
         self.path, self.manifest = path, manifest
-        self.here = dict(here)
-        self._elsewhere = frozenset(elsewhere) - self.here.keys()
-        self._read = read
+        self.parts = parts_of(manifest, path)
+        self.here: dict[str, str] = {}  # paths of part files on this host
+        for folder in folders:
+            self.here = part_files_in(folder, self.parts) | self.here
+        self.read_remote: Read | None = None
+        self._elsewhere = elsewhere
         self._opened: dict[str, PartFile] = {}
         self._places = self._all_places()
 
@@ -70,15 +134,24 @@ class Spread:
             self._opened[name] = PartFile(self, name)
         return self._opened[name]
 
-    def blocks(self, masks: Mapping[str, int]) -> list[Block]:
-        """Return blocks of part files here: of each one, those whose bits its mask has."""
+    def blocks(self, masks: Mapping[str, int] | None = None) -> list[Block]:
+        """Return blocks of part files here: of each one, those whose bits its mask has; or all."""
         records = self.manifest.files
+        masks = dict.fromkeys(self.here, -1) if masks is None else masks
         return [
             Block(self.part(name), records[name], number)
             for name, mask in sorted(masks.items())
             for number in range(len(records[name].checksums))
             if mask >> number & 1
         ]
+
+    def own_blocks(self, comm: _core.Comm, wanted: Iterable[tuple[str, int, int]]) -> list[Block]:
+        """Return the blocks of part files that this rank verifies. Collective. Here, where a
+        process has opened it alone: all that it has.
+
+        wanted: (file, first byte, byte after the last) of what this rank will read.
+        """
+        return self.blocks()
 
     def close(self) -> None:
         for file in self._opened.values():
@@ -102,8 +175,8 @@ class Spread:
         """Fill `memory` with the bytes of a place."""
         if place.nearness == _HERE:
             self.part(place.part).read_into(memory, place.at)
-        elif place.nearness == _ELSEWHERE and self._read is not None:
-            self._read(place.part, memory, place.at)
+        elif place.nearness == _ELSEWHERE and self.read_remote is not None:
+            self.read_remote(place.part, memory, place.at)
         else:
             raise CheckpointError(f"'{self.path}' is incomplete: {self.missing()}")
 
@@ -123,7 +196,7 @@ class Spread:
         ]
         hosts: dict[str, list[int]] = {}
         for name in dict.fromkeys(place.part for _, place in lost):
-            part = self.manifest.parts[name]
+            part = self.parts[name]
             hosts.setdefault(part.host, []).append(part.rank)
         missing = "; ".join(
             f"the part files of host '{host}' ({_ranks(ranks)}) are missing"
@@ -157,7 +230,7 @@ class Spread:
     def _all_places(self) -> dict[str, list[RunPlace]]:
         """Return where each file's bytes are, in order; of equal runs, the nearest."""
         found: dict[str, list[RunPlace]] = {file: [] for file in self.manifest.whole}
-        for name, part in self.manifest.parts.items():
+        for name, part in self.parts.items():
             at = 0
             for file, runs in part.runs.items():
                 for begin, length in runs:
@@ -216,7 +289,7 @@ class PartFile(OpenFile):
 
     def __init__(self, spread: Spread, name: str) -> None:
         super().__init__(spread.here[name], follow=False)
-        self._spread, self._part = spread, spread.manifest.parts[name]
+        self._spread, self._part = spread, spread.parts[name]
 
     def in_range(self, begin: int, end: int) -> list[str]:
         """Return the tensors in these bytes, as SafetensorsFile.in_range() does for the file."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -19,10 +19,10 @@ from zshard._errors import CheckpointError
 from zshard.checkpoint.folder import Staging, Target
 from zshard.checkpoint.manifest import NAME as MANIFEST
 from zshard.checkpoint.manifest import FileRecord, check_blocks, dump
-from zshard.checkpoint.per_host.hosts import PartsOfHosts, folders_together, opened_together
-from zshard.checkpoint.per_host.parts import Spread
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.checkpoint.write import copy_file, write_text
+from zshard.extras.per_host.hosts import folders_together, opened_together
+from zshard.extras.per_host.parts import Spread
 from zshard.ranks.agreement import PublicCall, on_all_ranks
 from zshard.ranks.groups import resolve_groups
 from zshard.ranks.transports import comm_for
@@ -42,7 +42,7 @@ def collect(folders: Sequence[str], out: str) -> str | None:
         return _collect_from_hosts(folders, out)
     spread = folders_together(folders)
     try:
-        check_blocks(spread.blocks({name: -1 for name in spread.here}))
+        check_blocks(spread.blocks())
         return _write(spread, out)
     finally:
         spread.close()
@@ -63,22 +63,18 @@ def _collect_from_hosts(folders: Sequence[str], out: str) -> str | None:
 
 def _collected(comm: _core.Comm, folder: str, out: str) -> str | None:
     with ExitStack() as stack:
-        path, parts = opened_together(stack, comm, folder)
-        if parts is None:
+        path, spread = opened_together(stack, comm, folder)
+        if spread is None:
             raise CheckpointError(f"'{path}' is not in parts: it needs no collecting")
-        mine = parts.own_blocks(comm, _everything(parts) if comm.rank == 0 else ())
+        everything = [(name, 0, size) for name, size in spread.manifest.whole.items()]
+        mine = spread.own_blocks(comm, everything if comm.rank == 0 else ())
         line = None
         with on_all_ranks(comm):
             check_blocks(mine)
         with on_all_ranks(comm):
             if comm.rank == 0:
-                line = _write(parts.spread, out)
+                line = _write(spread, out)
         return line
-
-
-def _everything(parts: PartsOfHosts) -> Iterator[tuple[str, int, int]]:
-    for name, size in parts.spread.manifest.whole.items():
-        yield name, 0, size
 
 
 def _write(spread: Spread, out: str) -> str:
@@ -90,7 +86,8 @@ def _write(spread: Spread, out: str) -> str:
         for name, size in spread.manifest.whole.items():
             source = spread.open(name, OpenFile)
             records[name] = copy_file(os.path.join(staging.path, name), size, source.read_into)
-        manifest = replace(spread.manifest, files=records, whole={}, parts={})
+        more = {name: told for name, told in spread.manifest.more.items() if name != "parts"}
+        manifest = replace(spread.manifest, files=records, whole={}, more=more)
         write_text(os.path.join(staging.path, MANIFEST), dump(manifest))
         staging.commit()
     finally:

@@ -19,18 +19,17 @@ from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint import manifest as manifests
 from zshard.checkpoint.contents import ranks_of
-from zshard.checkpoint.folder import finished, name_of, newest_in, path_of
+from zshard.checkpoint.folder import finished, names_at, path_of
 from zshard.checkpoint.manifest import BLOCK, Block, Manifest
 from zshard.checkpoint.opening import read_manifest
-from zshard.checkpoint.per_host.parts import Spread, part_files_in
-from zshard.checkpoint.per_host.remote import RemoteParts
 from zshard.checkpoint.safetensors import OpenFile
+from zshard.extras.per_host.parts import Spread, part_files_in, parts_of
+from zshard.extras.per_host.remote import RemoteParts
 from zshard.ranks import meeting
 from zshard.ranks.agreement import gather, gather_bytes, on_all_ranks, on_any_rank, warn_on_rank_0
 from zshard.ranks.transports import group_beside
 from zshard.units.units import bare
 
-SUFFIX = ".part"
 _CPU = torch.device("cpu")
 
 
@@ -69,12 +68,6 @@ class Hosts:
         return [each.partition("/")[0] or each for each in self.of]
 
 
-def is_anywhere(comm: _core.Comm, folder: str | os.PathLike[str]) -> bool:
-    """Return whether some rank sees the folder: a new host's own disk does not have it.
-    Collective."""
-    return on_any_rank(comm, os.path.isdir(folder))
-
-
 # --- which checkpoint -----------------------------------------------------------------------------
 
 
@@ -93,24 +86,6 @@ class Found(NamedTuple):
     id: str
     holders: dict[str, list[str]]  # the hosts that have a part file, by its name
     is_complete: bool
-
-    def first(self, reports: Sequence[HostReport]) -> int:
-        """Return the first rank that has its manifest."""
-        return next(rank for rank, each in enumerate(reports) if each.id == self.id)
-
-
-def has_parts(path: str) -> bool:
-    """Return whether `path` is a checkpoint in parts, or the newest one in this directory is."""
-    names = names_at(path)
-    inside = os.listdir(os.path.join(path, names[-1])) if names else []
-    return any(name.endswith(SUFFIX) for name in inside)
-
-
-def names_at(path: str) -> list[str]:
-    """Return the names of the checkpoints at a path: [""] if it is one itself."""
-    if os.path.lexists(os.path.join(path, manifests.NAME)):
-        return [""]
-    return [name_of(step) for step in (finished(path) if os.path.isdir(path) else [])]
 
 
 def by_age(names: Iterable[str]) -> list[str]:
@@ -151,10 +126,10 @@ def report_of(folder: str) -> HostReport:
         return HostReport()
     try:
         manifest = read_manifest(folder)
+        parts = parts_of(manifest, folder)
     except (OSError, CheckpointError) as error:
         return HostReport(problem=str(error))
-    here = part_files_in(folder, manifest.parts)
-    return HostReport(manifest.id, list(here), len(manifest.parts))
+    return HostReport(manifest.id, list(part_files_in(folder, parts)), len(parts))
 
 
 class Chosen(NamedTuple):
@@ -205,21 +180,8 @@ def choose(comm: _core.Comm, hosts: Hosts, path: str) -> Chosen:
     return chosen
 
 
-def latest_checkpoint(
-    directory: str | os.PathLike[str], model: nn.Module | None = None
-) -> str | None:
-    """Return the path of the finished checkpoint with the highest step in a checkpoint directory.
-
-    directory: the path that zshard.save() took together with `step`.
-    model: for checkpoints of `save(per_host=True)`: the model whose ranks ask. Then it is
-        collective, and returns the newest checkpoint that the hosts have together, as load() takes
-        it, on all ranks: also on a host that has nothing of it.
-
-    Returns None if it has no finished checkpoint, or does not exist. Raises NotADirectoryError if
-    it is a file; with `model`, CheckpointError if no host can read a manifest.
-    """
-    if model is None:
-        return newest_in(directory)
+def latest_of_hosts(directory: str | os.PathLike[str], model: nn.Module) -> str | None:
+    """Carry out zshard.latest_checkpoint(directory, model)."""
     comm = ranks_of(bare(model))
     path = path_of(directory)
     own: list[str] = []
@@ -249,12 +211,9 @@ def folders_together(paths: Sequence[str]) -> Spread:
         if reports.id == chosen.found.id
     ]
     manifest = read_manifest(ours[0])
-    if not manifest.parts:
+    if not manifest.whole:
         raise CheckpointError(f"'{ours[0]}' is not in parts: it needs no collecting")
-    here: dict[str, str] = {}
-    for folder in reversed(ours):
-        here |= part_files_in(folder, manifest.parts)
-    spread = Spread(ours[0], manifest, here)
+    spread = Spread(ours[0], manifest, ours)
     if not spread.is_complete():
         raise CheckpointError(f"'{ours[0]}' is incomplete: {spread.missing()}")
     return spread
@@ -263,25 +222,24 @@ def folders_together(paths: Sequence[str]) -> Spread:
 # --- opening --------------------------------------------------------------------------------------
 
 
-class PartsOfHosts(NamedTuple):
+class HostsSpread(Spread):
     """A checkpoint in parts, open on all ranks."""
 
-    spread: Spread
-    remote: RemoteParts | None
-    hosts: Hosts
-    servers: Sequence[
-        Mapping[str, int]
-    ]  # for each rank, whom it reads other hosts' part files from
+    def __init__(
+        self, path: str, manifest: Manifest, hosts: Hosts, found: Found, is_here: bool
+    ) -> None:
+        """is_here: whether this host has it, as far as it does."""
+        self._hosts = hosts
+        # For each rank, whom it reads other hosts' part files from.
+        self.servers = [_servers(hosts, found.holders, rank) for rank in range(len(hosts.of))]
+        super().__init__(path, manifest, [path] * is_here, self.servers[hosts.rank])
 
     def own_blocks(self, comm: _core.Comm, wanted: Iterable[tuple[str, int, int]]) -> list[Block]:
-        """Return the blocks of part files that this rank verifies, of all blocks that ranks will
-        read: those that its host has, or that it sends to other hosts. Collective.
-
-        wanted: (file, first byte, byte after the last) of what this rank will read.
-        """
+        """Return those that its host has, or that it sends to other hosts, of all blocks that ranks
+        will read."""
         marks: dict[str, int] = {}
         for file, begin, end in wanted:
-            for place in self.spread.places(file, begin, end):
+            for place in self.places(file, begin, end):
                 first, last = place.at // BLOCK, -(-(place.at + place.length) // BLOCK)
                 marks[place.part] = marks.get(place.part, 0) | (1 << last) - (1 << first)
         ours: dict[str, int] = {}
@@ -289,59 +247,46 @@ class PartsOfHosts(NamedTuple):
         for rank, reported in enumerate(gather(comm, reports)):
             for name, mask in reported.items():
                 source = self.servers[rank].get(name, rank)
-                if self.hosts.of[source] == self.hosts.of[comm.rank]:
+                if self._hosts.of[source] == self._hosts.of[comm.rank]:
                     ours[name] = ours.get(name, 0) | int(mask, 16)
-        near = self.hosts.near
-        return list(manifests.share(self.spread.blocks(ours), near.index(comm.rank), len(near)))
+        near = self._hosts.near
+        return list(manifests.share(self.blocks(ours), near.index(comm.rank), len(near)))
 
 
 def opened_together(
-    stack: ExitStack, comm: _core.Comm, asked: str | os.PathLike[str]
-) -> tuple[str, PartsOfHosts | None]:
+    stack: ExitStack, comm: _core.Comm, path: str
+) -> tuple[str, HostsSpread | None]:
     """Open the checkpoint in parts that the hosts have at a path, which `stack` closes. None if
     what is there is not in parts. Collective. Also return the path of the checkpoint.
 
     Raises CheckpointError, which names the lost hosts, if hosts do not have all part files.
     """
-    path, in_parts = "", False
-    with on_all_ranks(comm):
-        path = path_of(asked)
-        in_parts = has_parts(path)
-    if not on_any_rank(comm, in_parts):
-        return path, None
     hosts = Hosts(comm)
     name, found, reports, _ = choose(comm, hosts, path)
     folder = os.path.join(path, name) if name else path
-    manifest = _from_first(comm, found.first(reports), folder)
-    if not manifest.parts:
+    first = next(rank for rank, each in enumerate(reports) if each.id == found.id)
+    text, where = b"", os.path.join(folder, manifests.NAME)
+    with on_all_ranks(comm):
+        if comm.rank == first:
+            with OpenFile(where, follow=False) as file:
+                text = bytes(file.bytes_of(file.size))
+    manifest = manifests.parse(gather_bytes(comm, text)[first], where)
+    if not manifest.whole:
         return folder, None
-    here = part_files_in(folder, manifest.parts) if reports[comm.rank].id == found.id else {}
-    servers = [_servers(hosts, found.holders, rank) for rank in range(comm.world)]
-    remote = None
+    spread = HostsSpread(folder, manifest, hosts, found, reports[comm.rank].id == found.id)
+    servers = spread.servers
     if any(servers):
         clients = [rank for rank, own in enumerate(servers) if comm.rank in own.values()]
         group = group_beside(comm, _CPU)
-        names = list(manifest.parts)
-        remote = stack.enter_context(
-            RemoteParts(group, names, here, servers[comm.rank], clients, hosts.names)
+        remote = RemoteParts(
+            group, list(spread.parts), spread.here, servers[comm.rank], clients, hosts.names
         )
-    spread = Spread(folder, manifest, here, servers[comm.rank], remote.read if remote else None)
+        spread.read_remote = stack.enter_context(remote).read
     stack.callback(spread.close)
     with on_all_ranks(comm):
         if not spread.is_complete():
             raise CheckpointError(f"'{folder}' is incomplete: {spread.missing()}")
-    return folder, PartsOfHosts(spread, remote, hosts, servers)
-
-
-def _from_first(comm: _core.Comm, rank: int, folder: str) -> Manifest:
-    """Return the manifest that `rank` has. Collective."""
-    text = b""
-    where = os.path.join(folder, manifests.NAME)
-    with on_all_ranks(comm):
-        if comm.rank == rank:
-            with OpenFile(where, follow=False) as file:
-                text = bytes(file.bytes_of(file.size))
-    return manifests.parse(gather_bytes(comm, text)[rank], where)
+    return folder, spread
 
 
 def _servers(hosts: Hosts, holders: Mapping[str, list[str]], rank: int) -> dict[str, int]:
