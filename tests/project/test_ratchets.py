@@ -19,9 +19,9 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (12_883, 19_775),
+    "core": (12_890, 19_786),
     "core: (modules)": (1_273, 2_108),
-    "core: checkpoint": (2_434, 3_562),
+    "core: checkpoint": (2_441, 3_573),
     "core: guard": (1_090, 1_615),
     "core: memory": (744, 1_112),
     "core: model": (1_225, 2_098),

@@ -59,7 +59,9 @@ def opened(
             _note_own(found, spread.manifest, spread, with_optimizer)
         elif os.path.isdir(found.path) and os.path.lexists(os.path.join(found.path, NAME)):
             _open_zshard(found, with_optimizer)
-        elif not module_for("readers").open_into(found, with_optimizer):
+        elif _has_folders_alone(found.path) or not module_for("readers").open_into(
+            found, with_optimizer
+        ):
             _open_newest(found, with_optimizer)
         yield found
     finally:
@@ -67,6 +69,15 @@ def opened(
 
 
 # --- checkpoint directories, and errors -----------------------------------------------------------
+
+
+def _has_folders_alone(path: str) -> bool:
+    """Return whether a directory has no files that another library's checkpoint could consist
+    of."""
+    if not os.path.isdir(path):
+        return False
+    with os.scandir(path) as entries:
+        return all(entry.is_dir() or entry.name == "latest" for entry in entries)
 
 
 def _open_newest(found: Checkpoint, with_optimizer: bool) -> None:
