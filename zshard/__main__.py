@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 
-from zshard._version import __version__
+from zshard.api import __version__
 from zshard.extras import checkpoint_cli as cli
 from zshard.extras import trace
 from zshard.extras.doctor import report

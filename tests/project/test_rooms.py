@@ -1,8 +1,8 @@
 """The package's folders stand on each other in one order, on three floors: no import runs upwards.
 
 The core has an order: each folder, and each module beside them, has a place in CORE; what it imports
-stands before it, or in the same folder. An integration or extra imports the core and its own folder;
-what else it imports is listed. Imports within functions and for type checkers count as well.
+stands before it, or in the same folder. An integration or extra imports zshard.api and its own
+folder; what else it imports is listed. Imports within functions and for type checkers count as well.
 
 The core imports no third party but torch, names no library that an integration is for, and names
 what is above it in upper.py alone; an integration has a module of its own name.
@@ -35,13 +35,14 @@ CORE = [
         "options",
     ),
     *("optim", "grad_scaler", "state", "memory", "model", "_patches", "checkpoint"),
-    "fsdp",
+    *("fsdp", "api"),
 ]
 FLOORS = ("integrations", "extras")
 # The public names of what is on them.
 NAMES = ("compat", "lightning", "accelerate", "transformers", "deepspeed", "planner")
 ACROSS = {  # what an integration or extra imports of others
     "integrations/accelerate": "integrations/lightning",
+    "integrations/compat": "model",  # whose torch_classes has the names of torch's classes
     "integrations/deepspeed": "extras/per_host",
     "integrations/peft": "integrations/transformers",
     "integrations/transformers": "integrations/accelerate",
@@ -103,7 +104,7 @@ def wrong_imports(parts: Sequence[str], text: str) -> list[str]:
         path = name.split(".")[1:]
         if path[0] not in FLOORS and path[0] not in CORE:
             found.append(name)  # a public name of an upper floor, or what zshard/__init__ passes on
-        elif path[0] in FLOORS:
+        elif (parts[0] in FLOORS and path[0] != "api") or path[0] in FLOORS:
             found += [name] if room_of(path) not in allowed else []
         elif parts[0] in CORE and CORE.index(path[0]) > CORE.index(parts[0]):
             found.append(name)
@@ -114,10 +115,28 @@ def test_no_import_runs_upwards():
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        of_floor = parts[0] in FLOORS and len(parts) == 2 and parts[1] == "__init__"
-        if parts[0] in (*CORE, *FLOORS) and not of_floor:  # that passes its floor's names on
+        if parts[0] in (*CORE, *FLOORS):
             found["/".join(parts)] = wrong_imports(parts, path.read_text())
     assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_the_interface_has_what_is_used():
+    api = {
+        each.asname or each.name
+        for node in ast.parse((PACKAGE / "api.py").read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+    }
+    above = [path.read_text() for floor in FLOORS for path in (PACKAGE / floor).rglob("*.py")]
+    used = {
+        node.attr
+        for text in above
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "api"
+    }
+    names = {name for text in above for name in imported_by(ast.parse(text))}
+    used |= {name.removeprefix("zshard.api.") for name in names if name.startswith("zshard.api.")}
+    assert api == used - {"__file__"}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +148,11 @@ def test_no_import_runs_upwards():
         ("precision", "from zshard.integrations.compat import ddp", True),
         ("fsdp", "def f():\n    from zshard.extras.trace import profile", True),
         ("model/methods", "if TYPE_CHECKING:\n    from zshard.fsdp import FSDP", True),
-        ("integrations/compat/fsdp2", "from zshard.fsdp import FSDP", False),
+        ("integrations/compat/fsdp2", "from zshard.api import FSDP", False),
+        ("integrations/compat/fsdp2", "from zshard import api", False),
+        ("integrations/compat/fsdp2", "from zshard.fsdp import FSDP", True),
+        ("extras/trace/profile", "from zshard import _core", True),
+        ("fsdp", "from zshard import api", True),
         ("integrations/compat/fsdp2", "from zshard.integrations.compat import ddp", False),
         ("integrations/compat/fsdp2", "from zshard.integrations.peft import x", True),
         ("integrations/peft", "from zshard.integrations.transformers import x", False),

@@ -22,11 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
-from zshard import _core
-from zshard.optim.clip import larger, norm_over_ranks, power_sum
-from zshard.ranks.agreement import PublicCall, checksum
-from zshard.units.extensions import EXTENSIONS, Extension
-from zshard.units.units import Options, is_unit, known_hooks, state_of
+from zshard import api
+from zshard.api import (
+    EXTENSIONS,
+    Extension,
+    Options,
+    PublicCall,
+    checksum,
+    is_unit,
+    known_hooks,
+    larger,
+    norm_over_ranks,
+    power_sum,
+    state_of,
+)
 
 NAME = "any-world"
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -71,7 +80,7 @@ class _AnyWorld(Extension):
             _check_options(options, device)
             _check_params(module, held)
 
-    def check_transport(self, options: Options, comm: _core.Comm, asked: object) -> None:
+    def check_transport(self, options: Options, comm: api.Comm, asked: object) -> None:
         """Refuse a transport that adds gradients within hosts first."""
         if options.micro_batches and comm.transport not in _SUPPORTED:
             raise NotImplementedError(
@@ -99,7 +108,7 @@ class _AnyWorld(Extension):
     @PublicCall("clip_grad_norm_()")
     def norm(
         self,
-        sharded: Mapping[_core.Engine, Sequence[Tensor]],
+        sharded: Mapping[api.Engine, Sequence[Tensor]],
         whole: Sequence[Tensor],
         norm_type: float,
     ) -> float:
@@ -108,11 +117,11 @@ class _AnyWorld(Extension):
         if math.isinf(norm_type):
             shares = [norm_over_ranks(engine, grads, math.inf) for engine, grads in sharded.items()]
             return functools.reduce(larger, shares, power_sum(whole, math.inf))
-        total = _core.squares([grad.contiguous() for grad in whole])
+        total = api.squares([grad.contiguous() for grad in whole])
         for engine, grads in sharded.items():
-            share = engine.sum_over_ranks(_core.squares([grad.contiguous() for grad in grads]))
+            share = engine.sum_over_ranks(api.squares([grad.contiguous() for grad in grads]))
             total = [a + b for a, b in zip(total, share, strict=True)]
-        return math.sqrt(_core.squares_value(total))
+        return math.sqrt(api.squares_value(total))
 
     def recorded(self, model: nn.Module) -> dict[str, Any]:
         count = state_of(model).options.micro_batches if is_unit(model) else 0

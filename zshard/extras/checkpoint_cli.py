@@ -18,23 +18,35 @@ from typing import Any
 
 import torch
 
-from zshard import _core
-from zshard._errors import CheckpointError
-from zshard.checkpoint.checkpoint import Checkpoint, Readable
-from zshard.checkpoint.contents import Item
-from zshard.checkpoint.folder import Staging, Target
-from zshard.checkpoint.load import Reader
-from zshard.checkpoint.manifest import BLOCK, NAME, check_blocks, data_blocks, head_blocks
-from zshard.checkpoint.opening import MODEL, open_own, opened
-from zshard.checkpoint.safetensors import OpenFile
-from zshard.checkpoint.save_plan import PlannedFile, index_of, lay_out
-from zshard.checkpoint.write import write_text
+from zshard import api
+from zshard.api import (
+    BLOCK,
+    MODEL,
+    NAME,
+    Checkpoint,
+    CheckpointError,
+    Item,
+    OpenFile,
+    PlannedFile,
+    Readable,
+    Reader,
+    Staging,
+    Target,
+    bytes_of,
+    check_blocks,
+    chunks,
+    data_blocks,
+    head_blocks,
+    index_of,
+    lay_out,
+    open_own,
+    opened,
+    parse_size,
+    write_text,
+)
 from zshard.extras.averages.saved_averages import AVERAGE, SavedAverages, stem_of
 from zshard.extras.per_host.collect import collect
 from zshard.extras.per_host.parts import Spread
-from zshard.options import parse_size
-from zshard.ranks.agreement import bytes_of
-from zshard.state.source import chunks
 
 _DTYPES = {
     name: dtype
@@ -256,7 +268,7 @@ def _item(name: str, entry: Readable, dtype: torch.dtype | None) -> Item:
 
 def _write_all(folder: str, files: list[PlannedFile], found: Checkpoint) -> None:
     for file in files:
-        with _core.File.create(os.path.join(folder, file.name), file.size) as opened_file:
+        with api.File.create(os.path.join(folder, file.name), file.size) as opened_file:
             opened_file.write([(0, file.header)], BLOCK)
             for item, offset in file.places:
                 _write(opened_file, item, offset, found.model[item.name])
@@ -277,7 +289,7 @@ def _small_file(found: Checkpoint, name: str) -> OpenFile:
     return OpenFile(os.path.join(found.path, name))
 
 
-def _write(file: _core.File, item: Item, offset: int, entry: Readable) -> None:
+def _write(file: api.File, item: Item, offset: int, entry: Readable) -> None:
     """Write one tensor, a chunk at a time."""
     reader, size = Reader(), item.dtype.itemsize
     larger = max(item.dtype, entry.dtype, key=lambda dtype: dtype.itemsize)

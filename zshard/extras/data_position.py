@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from zshard._core import DivergenceError
-from zshard.ranks.agreement import gather_objects
+from zshard.api import DivergenceError, gather_objects
 
 _ORDER = ("n_samples", "shuffle", "seed")  # what decides the order, and must not change
 

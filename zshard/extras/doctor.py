@@ -14,12 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zshard import _core
-from zshard._version import __version__
+from zshard import api
+from zshard.api import __version__, read_text
 from zshard.extras.keeping.client import KeeperStatus, keepers
 from zshard.extras.run.cores import Host, as_list, read_host
-from zshard.memory.host_limits import read_text
-from zshard.ranks import nccl as _nccl
 
 OLDEST_GPU = (8, 0)  # compute capability of the PTX
 _BF16 = ("amx_bf16", "avx512_bf16", "svebf16", "bf16")  # flags in /proc/cpuinfo, best first
@@ -51,7 +49,7 @@ def available_features() -> dict[str, Any]:
     Raises:
         CudaError: the CUDA driver was initialized, but a query of its GPUs failed.
     """
-    machine = _core.machine()
+    machine = api.machine()
     missing: dict[str, str] = {}
     found: dict[str, Any] = {
         "torch": torch.__version__,
@@ -85,7 +83,7 @@ def _version(number: int) -> str | None:
 
 def _nccl_version(missing: dict[str, str]) -> str | None:
     try:
-        return _nccl.library()[0]
+        return api.nccl_library()[0]
     except (NotImplementedError, OSError, ValueError) as error:
         missing["nccl"] = f"{error}. Without NCCL, ranks on several GPUs use torch's process group"
         return None
@@ -95,7 +93,7 @@ def _shm(missing: dict[str, str]) -> bool:
     """Return whether this process can create what shm needs: memory files, a pidfd, an abstract
     socket."""
     try:
-        _core.Comm.shm(0, 1, 1.0)
+        api.Comm.shm(0, 1, 1.0)
     except Exception as error:
         text = (isinstance(error, OSError) and error.strerror) or str(error)
         missing["shm"] = (
@@ -150,7 +148,7 @@ def report() -> tuple[str, int]:
     kernels = f"{' '.join(found['kernels'])} (nvcc {found['kernels_cuda']})"
     gpus = [f"{gpu['name']} ({'.'.join(map(str, gpu['capability']))})" for gpu in found["gpus"]]
     facts = [
-        ("zshard", f"{__version__} in {Path(_core.__file__).parent}"),
+        ("zshard", f"{__version__} in {Path(api.__file__).parent}"),
         ("torch", found["torch"]),
         ("CPUs", describe(read_host())),
         ("bf16", bf16(read_text(Path("/proc/cpuinfo")) or "")),

@@ -19,15 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zshard import _core
-from zshard.grad_scaler import GradScaler
-from zshard.guard.slices import grads_of
-from zshard.optim.in_backward import is_stepped_in_backward
-from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks, take_from
-from zshard.ranks.ends import may_stay_open
-from zshard.units.extensions import EXTENSIONS, Extension
-from zshard.units.shards import part_of, units_stepped_by
-from zshard.units.units import is_apart, is_unit, state_of, units_of
+from zshard import api
+from zshard.api import (
+    EXTENSIONS,
+    Extension,
+    GradScaler,
+    PublicCall,
+    check_agreement,
+    grads_of,
+    is_apart,
+    is_stepped_in_backward,
+    is_unit,
+    may_stay_open,
+    on_all_ranks,
+    part_of,
+    state_of,
+    take_from,
+    units_of,
+    units_stepped_by,
+)
 
 _LONGEST = 200  # characters of an exception that the other ranks get
 
@@ -66,7 +76,7 @@ def join(model: nn.Module, objects: Sequence[Any], by_all: bool, throws: bool) -
             yield
             with PublicCall("join()"):
                 joined.follow()
-        except (_core.PeerError, _core.PeerTimeoutError):
+        except (api.PeerError, api.PeerTimeoutError):
             raise  # no rank can receive it
         except BaseException as error:
             if not joined.is_over:
@@ -236,7 +246,7 @@ class _Joined:
         if number is not None:
             self._say("zero", number)
 
-    def say_norm(self, engine: _core.Engine, grads: list[Tensor], norm_type: float) -> None:
+    def say_norm(self, engine: api.Engine, grads: list[Tensor], norm_type: float) -> None:
         """All ranks are about to exchange their shares of a norm of these gradients."""
         if engine != self.engine:
             return
@@ -259,7 +269,7 @@ class _Joined:
         self,
         scaler: torch.amp.GradScaler,
         optimizer: torch.optim.Optimizer,
-        owners: Sequence[_core.Engine],
+        owners: Sequence[api.Engine],
         inv_scale: Tensor,
         allow_fp16: bool,
     ) -> None:
@@ -397,7 +407,7 @@ class _Joined:
             other.load_state_dict(state)
 
 
-_live: dict[_core.Engine, _Joined] = {}
+_live: dict[api.Engine, _Joined] = {}
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -23,14 +23,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from zshard._errors import did_you_mean
-from zshard.checkpoint.contents import ranks_of
-from zshard.checkpoint.load import load
-from zshard.checkpoint.save import save
-from zshard.fsdp import ARGUMENTS, FSDP
-from zshard.model.shard_model import broadcast_buffers
-from zshard.ranks.agreement import on_any_rank
-from zshard.units.units import bare
+from zshard.api import (
+    ARGUMENTS,
+    FSDP,
+    bare,
+    broadcast_buffers,
+    did_you_mean,
+    load,
+    on_any_rank,
+    ranks_of,
+    save,
+)
 
 __all__ = ["shard"]
 

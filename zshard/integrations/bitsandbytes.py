@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zshard.ranks.agreement import Fact, tensor_fact, value_fact
-from zshard.units.extensions import EXTENSIONS, Extension, ParamRef
+from zshard.api import EXTENSIONS, Extension, Fact, ParamRef, tensor_fact, value_fact
 
 # A flag of bitsandbytes' modules: on CPUs with AVX-512 BF16, their first evaluation repacks
 # weights.

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zshard.guard.whole_values import full_tensor
+from zshard.api import EXTENSIONS, Extension, copy_plain, full_tensor
 from zshard.integrations.transformers import count_full_in
-from zshard.model.copy import copy_plain
-from zshard.units.extensions import EXTENSIONS, Extension
 
 _COUNT = "get_nb_trainable_parameters"  # PEFT's models have it, and forward missing attributes
 _MERGE = ("merge_and_unload", "unload")

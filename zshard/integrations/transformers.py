@@ -28,11 +28,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zshard.api import (
+    EXTENSIONS,
+    Extension,
+    bare,
+    full_named_parameters,
+    is_unit,
+    num_parameters,
+    state_dict_form,
+    state_of,
+    units_of,
+)
 from zshard.integrations import accelerate
-from zshard.memory.report import full_named_parameters, num_parameters
-from zshard.state import state_dict_form
-from zshard.units.extensions import EXTENSIONS, Extension
-from zshard.units.units import bare, is_unit, state_of, units_of
 
 __all__ = ["shard"]
 

@@ -22,20 +22,22 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from zshard import _core
-from zshard.guard.slices import plain
-from zshard.optim.sharded_state import zeros_side_by_side
-from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks
-from zshard.ranks.ends import may_stay_open
-from zshard.state.load_state_dict import comm_of
-from zshard.units.units import (
+from zshard import api
+from zshard.api import (
+    PublicCall,
     bare,
+    check_agreement,
+    comm_of,
+    may_stay_open,
+    on_all_ranks,
+    plain,
     refuse_replaced,
     refuse_unsharded,
     replaced,
     session,
     settle,
     units_of,
+    zeros_side_by_side,
 )
 
 __all__ = ["EMA"]
@@ -86,7 +88,7 @@ class EMA:
                 f"EMA() expects a model with FSDP modules, got {type(model).__name__}: make it "
                 "after FSDP(...), or use torch.optim.swa_utils.AveragedModel for a plain model"
             )
-        if _core.keeps_memory():
+        if api.keeps_memory():
             raise NotImplementedError(
                 "a kept run cannot restore averages: use zshard.save(..., ema=) in a run that is "
                 "not kept"
@@ -125,7 +127,7 @@ class EMA:
         """
         refuse_replaced((state.unit for _, state in units_of(self.model)), "update()")
         self._refuse_in_step("update the averages of")
-        if _core.has_held_units():  # a rank that has all of a parameter would not notice
+        if api.has_held_units():  # a rank that has all of a parameter would not notice
             refuse_unsharded((state for _, state in units_of(self.model)), "update the averages")
         if (self.calls + 1) % self._every == 0:
             if self.updates == 0:
@@ -159,10 +161,10 @@ class EMA:
         if not self._in_c:
             self._move_by_torch(params, weights)
             return
-        if _core.average(params, self.averages, weights):
+        if api.average(params, self.averages, weights):
             return
         settle(self.model, "update the averages of")  # a forward has left some unsharded
-        if not _core.average(params, self.averages, weights):
+        if not api.average(params, self.averages, weights):
             raise RuntimeError(
                 "EMA.update() found a parameter whose shape, strides, dtype or device was changed "
                 "since EMA(...): make the EMA after such changes"
@@ -210,7 +212,7 @@ class EMA:
             except BaseException:
                 live.restore()
                 raise
-        known = (_core.PeerError, _core.DivergenceError)
+        known = (api.PeerError, api.DivergenceError)
         body: BaseException | None = None
         try:
             yield

@@ -14,17 +14,25 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from zshard._errors import CheckpointError
-from zshard.checkpoint.checkpoint import Checkpoint, Readable
-from zshard.checkpoint.contents import Contents, Item, Replicas
-from zshard.checkpoint.manifest import NAME
-from zshard.checkpoint.opening import open_tensors
-from zshard.checkpoint.save_plan import Beside
+from zshard.api import (
+    NAME,
+    Beside,
+    Checkpoint,
+    CheckpointError,
+    Contents,
+    Copy,
+    Item,
+    Pending,
+    Readable,
+    Replicas,
+    Source,
+    bare,
+    open_tensors,
+    part_of,
+    plain_name,
+    shard_of,
+)
 from zshard.extras.averages.ema import EMA
-from zshard.state.source import Copy, Source, shard_of
-from zshard.state.stand_ins import Pending
-from zshard.units.shards import part_of
-from zshard.units.units import bare, plain_name
 
 AVERAGE = "average-"
 _ENTRY = "averages"

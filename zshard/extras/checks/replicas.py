@@ -18,10 +18,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from zshard import _core
-from zshard.guard.slices import plain
-from zshard.ranks.agreement import checksum, gather
-from zshard.units.units import State, is_apart, state_of, units_of
+from zshard import api
+from zshard.api import State, checksum, gather, is_apart, plain, state_of, units_of
 
 __all__ = ["ReplicaCheck", "has_replicas"]
 
@@ -57,7 +55,7 @@ class ReplicaCheck:
             return
         difference = _difference([Sums(*each) for each in gather(comm, mine)])
         if difference:
-            raise _core.DivergenceError(
+            raise api.DivergenceError(
                 f"replicas differ: {difference}. Up to {self._every} steps ago, one rank's memory "
                 "changed otherwise than the others': resume all ranks from a checkpoint"
             )

@@ -18,15 +18,23 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zshard import _core
-from zshard._errors import NonFiniteError, warn
+from zshard import api
+from zshard.api import (
+    EXTENSIONS,
+    Extension,
+    NonFiniteError,
+    PublicCall,
+    gather,
+    grads_of,
+    params_of,
+    plain,
+    state_of,
+    units_of,
+    units_stepped_by,
+    warn,
+    warn_on_rank_0,
+)
 from zshard.extras.checks.replicas import ReplicaCheck, has_replicas
-from zshard.guard.slices import grads_of, plain
-from zshard.optim.sharded_state import params_of
-from zshard.ranks.agreement import PublicCall, gather, warn_on_rank_0
-from zshard.units.extensions import EXTENSIONS, Extension
-from zshard.units.shards import units_stepped_by
-from zshard.units.units import state_of, units_of
 
 __all__ = ["StepGuard", "parse"]
 
@@ -74,7 +82,7 @@ class StepGuard:
         self.skipped = 0  # steps
         self._module = weakref.ref(module)
         self._units = [state.unit for _, state in units_of(module)]
-        _core.expect_norms(self._units)  # so that the first backward takes them, too
+        api.expect_norms(self._units)  # so that the first backward takes them, too
         self._replicas = ReplicaCheck(module, checks.every) if checks.every else None
         _guards[state_of(module).unit.engine_id] = self
 
@@ -96,7 +104,7 @@ class StepGuard:
     def _skips_nonfinite(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, in_closure: bool
     ) -> bool:
-        _core.expect_norms(self._units)
+        api.expect_norms(self._units)
         finite = _are_finite(grads_of(params_of(optimizer)))
         if state_of(module).unit.engine.max_over_ranks([float(not finite)])[0] == 0:
             return False
@@ -144,7 +152,7 @@ def _guard_steps(module: nn.Module, checks: StepChecks) -> StepGuard:
     return StepGuard(module, checks)
 
 
-def _guard_of(unit: _core.Unit) -> StepGuard | None:
+def _guard_of(unit: api.Unit) -> StepGuard | None:
     """Return what checks the steps of the unit's model, if anything does."""
     return _guards.get(unit.engine_id) if _guards else None
 
@@ -169,10 +177,10 @@ class _Checks(Extension):
         counts = guard is not None and guard.checks.nonfinite == "skip"
         return {"steps/skipped": float(guard.skipped)} if guard is not None and counts else {}
 
-    def meets_before_step(self, units: Sequence[_core.Unit]) -> bool:
+    def meets_before_step(self, units: Sequence[api.Unit]) -> bool:
         return any(map(_guard_of, units))
 
-    def check_in_backward(self, unit: _core.Unit) -> None:
+    def check_in_backward(self, unit: api.Unit) -> None:
         """A step in backward begins before all gradients are known."""
         guard = _guard_of(unit)
         if guard is not None:
@@ -240,7 +248,7 @@ class _Withheld:
 
 
 def _refuse_mixtures(
-    optimizer: torch.optim.Optimizer, units: list[_core.Unit], guards: list[StepGuard]
+    optimizer: torch.optim.Optimizer, units: list[api.Unit], guards: list[StepGuard]
 ) -> None:
     """Raise NotImplementedError where all ranks could not skip one step together."""
     name = type(optimizer).__name__
@@ -276,7 +284,7 @@ def _are_finite(grads: Iterable[Tensor | None]) -> bool:
             if grad is not None:
                 is_dense = grad.layout == torch.strided and grad.is_contiguous()
                 (dense if is_dense and grad.is_floating_point() else others).append(grad)
-    return _core.finite(dense) and all(map(_is_finite, others))
+    return api.finite(dense) and all(map(_is_finite, others))
 
 
 def _is_finite(grad: Tensor) -> bool:
@@ -301,7 +309,7 @@ def _first_of_all(
     return f"the gradient of '{first.name}' is not finite{_blame(comm, same)}"
 
 
-def _blame(comm: _core.Comm, bitmaps: list[int]) -> str:
+def _blame(comm: api.Comm, bitmaps: list[int]) -> str:
     if -1 in bitmaps:
         return " (it is not known on which rank it began)"
     bits = 0

@@ -28,17 +28,17 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_map_only
 
-from zshard.extras.optimizers import codes
-from zshard.guard.whole_values import full_numel
-from zshard.optim.sharded_state import (
+from zshard.api import (
     Hidden,
+    InOneCall,
     SizeOf,
+    full_numel,
     hidden,
     params_of,
+    part_of,
     zeros_side_by_side,
 )
-from zshard.optim.step import InOneCall
-from zshard.units.shards import part_of
+from zshard.extras.optimizers import codes
 
 __all__ = ["Adam8bit", "AdamW8bit", "EightBit", "SGD8bit", "hide_codes"]
 

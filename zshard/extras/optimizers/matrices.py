@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zshard.optim.sharded_state import SizeOf, one_tensor
-from zshard.units.units import plain_name
+from zshard.api import SizeOf, one_tensor, plain_name
 
 __all__ = ["bytes_by_name", "groups_of", "hidden_matrices"]
 

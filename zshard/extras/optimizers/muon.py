@@ -21,14 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from zshard import api
+from zshard.api import AdamW, check_state, keep_options, part_of, state_problem, zeros_side_by_side
 from zshard.extras.optimizers.eight_bit import AdamW8bit, hide_codes
 from zshard.extras.optimizers.matrices import groups_of
 from zshard.extras.optimizers.newton_schulz import cost_of, orthogonalized
 from zshard.extras.optimizers.whole_steps import Stepping, WholeSteps, full_shape, refuse_copy
-from zshard.optim import AdamW
-from zshard.optim.sharded_state import SizeOf, one_tensor, zeros_side_by_side
-from zshard.optim.step import check_state, keep_options, state_problem
-from zshard.units.shards import part_of
 
 __all__ = ["Muon"]
 
@@ -125,8 +123,8 @@ class Muon(torch.optim.Optimizer):
     def state_layout(self, group: Mapping[str, Any]) -> Mapping[str, int] | None:
         return None if group["use_muon"] else self._adamw.state_layout(group)
 
-    def state_bytes(self, group: Mapping[str, Any]) -> SizeOf | None:
-        return one_tensor if group["use_muon"] else self._adamw.state_bytes(group)
+    def state_bytes(self, group: Mapping[str, Any]) -> api.SizeOf | None:
+        return api.one_tensor if group["use_muon"] else self._adamw.state_bytes(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch.optim.

@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zshard import _core
+from zshard import api
+from zshard.api import group_beside, on_all_ranks
 from zshard.extras.optimizers.owners import ALIGN, Portion, StepPlan, room_of
-from zshard.ranks.agreement import on_all_ranks
-from zshard.ranks.transports import group_beside
 
 __all__ = ["Job", "Mail", "carry_out", "mail_for"]
 
@@ -63,7 +62,7 @@ class Mail(Protocol):
         """Return the bytes of a piece that this rank has received."""
 
 
-def carry_out(plan: StepPlan, job: Job, comm: _core.Comm | None, mail: Mail | None) -> None:
+def carry_out(plan: StepPlan, job: Job, comm: api.Comm | None, mail: Mail | None) -> None:
     """Run the plan; see the head of owners.py. comm, mail: None if nothing leaves its rank.
 
     Collective. Raises on all ranks if the job raises on any.
@@ -154,7 +153,7 @@ class _Run:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def mail_for(plan: StepPlan, comm: _core.Comm, device: torch.device, before: Mail | None) -> Mail:
+def mail_for(plan: StepPlan, comm: api.Comm, device: torch.device, before: Mail | None) -> Mail:
     """Return memory for the plan's transfers, which may be that of an earlier plan. Collective."""
     if comm.transport != "shm":
         return _Sent(comm, device)
@@ -176,12 +175,12 @@ class _Rows:
     """Memory that all ranks map, in two halves: while peers may read one, the next transfer fills
     the other."""
 
-    def __init__(self, comm: _core.Comm, size: int) -> None:
+    def __init__(self, comm: api.Comm, size: int) -> None:
         self._comm, self._size, self._half = comm, size, 0
-        self._rows = _core.shared_rows(comm, 2 * size, torch.empty(0, dtype=torch.uint8))
+        self._rows = api.shared_rows(comm, 2 * size, torch.empty(0, dtype=torch.uint8))
         self._places: dict[Portion, int] = {}
 
-    def fits(self, comm: _core.Comm, size: int) -> bool:
+    def fits(self, comm: api.Comm, size: int) -> bool:
         return comm is self._comm and size <= self._size
 
     def restart(self) -> None:
@@ -216,7 +215,7 @@ class _Rows:
 class _Sent:
     """Memory of this rank, and an all-to-all of a process group."""
 
-    def __init__(self, comm: _core.Comm, device: torch.device) -> None:
+    def __init__(self, comm: api.Comm, device: torch.device) -> None:
         self._comm = comm
         self._group = group_beside(comm, device)
         on_host = dist.get_backend(self._group) == "gloo"
@@ -271,7 +270,7 @@ class _Sent:
         try:
             yield
         except RuntimeError as error:
-            raise _core.PeerError(
+            raise api.PeerError(
                 f"an optimizer's transfer of matrices failed: {error}. A rank may have exited; its "
                 "output says why"
             ) from None

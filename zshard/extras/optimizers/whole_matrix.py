@@ -19,7 +19,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from zshard import _core
+from zshard import api
+from zshard.api import (
+    PublicCall,
+    copied,
+    full_tensor,
+    gather_bytes,
+    ids_of,
+    other_state,
+    params_of,
+    part_of,
+    plain,
+)
 from zshard.extras.optimizers.whole_steps import (
     Stepping,
     WholeSteps,
@@ -27,11 +38,6 @@ from zshard.extras.optimizers.whole_steps import (
     full_shape,
     refuse_copy,
 )
-from zshard.guard.slices import plain
-from zshard.guard.whole_values import full_tensor
-from zshard.optim.sharded_state import copied, other_state, params_of
-from zshard.ranks.agreement import PublicCall, gather_bytes
-from zshard.units.shards import ids_of, part_of
 
 __all__ = ["WholeMatrix"]
 
@@ -229,7 +235,7 @@ class WholeMatrix(Optimizer):
         own: StateByNumber = self._inner.state_dict()["state"]
         is_owner = self._steps.is_owner(self._stepped())
         found: StateByNumber = {}
-        comms: dict[_core.Comm | None, set[int]] = {}
+        comms: dict[api.Comm | None, set[int]] = {}
         for number, param in enumerate(params_of(self)):
             part = part_of(param)
             comms.setdefault(None if part is None else part.comm, set()).add(number)
@@ -260,7 +266,7 @@ def _proxy(param: Tensor, is_own: bool) -> nn.Parameter:
     value = _nothing(full_shape(param), param)
     part = part_of(param)
     # Where shards are in shared memory, the owner reads alone.
-    if is_own or (part is not None and not _core.shares_state(part.shards)):
+    if is_own or (part is not None and not api.shares_state(part.shards)):
         whole = full_tensor(param.detach())
         value = whole if is_own else value
     return nn.Parameter(value, param.requires_grad)

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from zshard import _core
+from zshard import api
+from zshard.api import Fact, Part, PublicCall, check_agreement, gather, part_of, plain
 from zshard.extras.optimizers.owners import Matrix, StepPlan, assigned
 from zshard.extras.optimizers.transfers import Job, Mail, carry_out, mail_for
-from zshard.guard.slices import plain
-from zshard.ranks.agreement import Fact, PublicCall, check_agreement, gather
-from zshard.units.shards import Part, part_of
 
 __all__ = ["Stepping", "WholeSteps", "comm_of", "full_shape", "refuse_copy"]
 
@@ -29,7 +27,7 @@ def full_shape(param: Tensor) -> tuple[int, ...]:
     return tuple(param.shape) if part is None else part.shape
 
 
-def comm_of(param: Tensor) -> _core.Comm | None:
+def comm_of(param: Tensor) -> api.Comm | None:
     """Return the transport of the ranks that step a parameter together; None: this rank alone."""
     part = part_of(param)
     return None if part is None or part.comm.world == 1 else part.comm
@@ -80,8 +78,8 @@ class WholeSteps:
 
     def __init__(self, name: str, n_inputs: int, limit: int) -> None:
         self._name, self._n_inputs, self._limit = name, n_inputs, limit
-        self._members: dict[_core.Comm | None, _Members] = {}
-        self._mails: dict[_core.Comm, Mail] = {}  # shared memory, which is kept
+        self._members: dict[api.Comm | None, _Members] = {}
+        self._mails: dict[api.Comm, Mail] = {}  # shared memory, which is kept
 
     def is_owner(self, stepped: Sequence[Stepping]) -> list[bool]:
         """Return for each parameter whether this rank is its owner. Not collective."""
@@ -120,7 +118,7 @@ class WholeSteps:
 
     def _run(
         self,
-        comm: _core.Comm | None,
+        comm: api.Comm | None,
         stepped: Sequence[Stepping],
         which: tuple[list[int], list[int]],
         job: Job,
@@ -136,7 +134,7 @@ class WholeSteps:
 
     def _plan(
         self,
-        comm: _core.Comm | None,
+        comm: api.Comm | None,
         stepped: Sequence[Stepping],
         members: list[int],
         active: list[int],
@@ -161,7 +159,7 @@ class WholeSteps:
         dtype = each.param.dtype if each.dtype is None else each.dtype
         return Matrix(numel, dtype, self._n_inputs, each.cost, ranges)
 
-    def _members_of(self, comm: _core.Comm | None, params: list[Tensor]) -> _Members:
+    def _members_of(self, comm: api.Comm | None, params: list[Tensor]) -> _Members:
         known = self._members.get(comm)
         if known is None or not known.are(params):
             own = [_range(part_of(param), param) for param in params]
@@ -180,16 +178,16 @@ def _range(part: Part | None, param: Tensor) -> tuple[int, int]:
     return part.begin, part.numel
 
 
-def _by_comm(stepped: Sequence[Stepping]) -> dict[_core.Comm | None, list[int]]:
+def _by_comm(stepped: Sequence[Stepping]) -> dict[api.Comm | None, list[int]]:
     """Return the parameters of each model's ranks; None: of this rank alone."""
-    found: dict[_core.Comm | None, list[int]] = {}
+    found: dict[api.Comm | None, list[int]] = {}
     for i, each in enumerate(stepped):
         found.setdefault(comm_of(each.param), []).append(i)
     return found
 
 
 def _owners(
-    comm: _core.Comm | None, stepped: Sequence[Stepping], members: list[int]
+    comm: api.Comm | None, stepped: Sequence[Stepping], members: list[int]
 ) -> dict[int, int]:
     """Return the owner of each member, whether it has a gradient or not: owners keep state."""
     costs, turns = [stepped[i].cost for i in members], [stepped[i].turn for i in members]

@@ -14,19 +14,26 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from zshard import _core
-from zshard._errors import CheckpointError
-from zshard.checkpoint.folder import Staging, Target
-from zshard.checkpoint.manifest import NAME as MANIFEST
-from zshard.checkpoint.manifest import FileRecord, check_blocks, dump
-from zshard.checkpoint.safetensors import OpenFile
-from zshard.checkpoint.write import copy_file, write_text
+from zshard import api
+from zshard.api import NAME as MANIFEST
+from zshard.api import (
+    CheckpointError,
+    FileRecord,
+    OpenFile,
+    PublicCall,
+    ShardingStrategy,
+    Staging,
+    Target,
+    check_blocks,
+    comm_for,
+    copy_file,
+    dump,
+    on_all_ranks,
+    resolve_groups,
+    write_text,
+)
 from zshard.extras.per_host.hosts import folders_together, opened_together
 from zshard.extras.per_host.parts import Spread
-from zshard.ranks.agreement import PublicCall, on_all_ranks
-from zshard.ranks.groups import resolve_groups
-from zshard.ranks.transports import comm_for
-from zshard.strategy import ShardingStrategy
 
 
 def collect(folders: Sequence[str], out: str) -> str | None:
@@ -61,7 +68,7 @@ def _collect_from_hosts(folders: Sequence[str], out: str) -> str | None:
             dist.destroy_process_group()
 
 
-def _collected(comm: _core.Comm, folder: str, out: str) -> str | None:
+def _collected(comm: api.Comm, folder: str, out: str) -> str | None:
     with ExitStack() as stack:
         path, spread = opened_together(stack, comm, folder)
         if spread is None:

@@ -15,20 +15,28 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zshard import _core
-from zshard._errors import CheckpointError
-from zshard.checkpoint import manifest as manifests
-from zshard.checkpoint.contents import ranks_of
-from zshard.checkpoint.folder import finished, names_at, path_of
-from zshard.checkpoint.manifest import BLOCK, Block, Manifest
-from zshard.checkpoint.opening import read_manifest
-from zshard.checkpoint.safetensors import OpenFile
+from zshard import api
+from zshard.api import (
+    BLOCK,
+    Block,
+    CheckpointError,
+    Manifest,
+    OpenFile,
+    bare,
+    finished,
+    gather,
+    gather_bytes,
+    group_beside,
+    names_at,
+    on_all_ranks,
+    on_any_rank,
+    path_of,
+    ranks_of,
+    read_manifest,
+    warn_on_rank_0,
+)
 from zshard.extras.per_host.parts import Spread, part_files_in, parts_of
 from zshard.extras.per_host.remote import RemoteParts
-from zshard.ranks import meeting
-from zshard.ranks.agreement import gather, gather_bytes, on_all_ranks, on_any_rank, warn_on_rank_0
-from zshard.ranks.transports import group_beside
-from zshard.units.units import bare
 
 _CPU = torch.device("cpu")
 
@@ -36,9 +44,9 @@ _CPU = torch.device("cpu")
 class Hosts:
     """The hosts of a transport's ranks."""
 
-    def __init__(self, comm: _core.Comm) -> None:
+    def __init__(self, comm: api.Comm) -> None:
         """Collective."""
-        self.of: list[str] = gather(comm, meeting.host_id())  # by rank
+        self.of: list[str] = gather(comm, api.host_id())  # by rank
         self.rank = comm.rank
         self.all = list(dict.fromkeys(self.of))
         self.near = self.ranks(self.of[comm.rank])
@@ -94,7 +102,7 @@ def by_age(names: Iterable[str]) -> list[str]:
     return [""] if "" in found else sorted(found, key=lambda n: (len(n), n), reverse=True)
 
 
-def look(comm: _core.Comm, hosts: Hosts, folder: str) -> tuple[Found | None, list[HostReport]]:
+def look(comm: api.Comm, hosts: Hosts, folder: str) -> tuple[Found | None, list[HostReport]]:
     """Return the checkpoint that the hosts have together in a folder, preferring a complete one,
     and what each rank reports. Collective."""
     reports = [HostReport(*each) for each in gather(comm, report_of(folder))]
@@ -121,7 +129,7 @@ def together(hosts: Sequence[str], reports: Sequence[HostReport]) -> Found | Non
 
 
 def report_of(folder: str) -> HostReport:
-    where = os.path.join(folder, manifests.NAME)
+    where = os.path.join(folder, api.NAME)
     if not os.path.lexists(where):
         return HostReport()
     try:
@@ -164,7 +172,7 @@ def newest(
     return others[0]
 
 
-def choose(comm: _core.Comm, hosts: Hosts, path: str) -> Chosen:
+def choose(comm: api.Comm, hosts: Hosts, path: str) -> Chosen:
     """Return the newest checkpoint at `path` that the hosts have together. Collective. Warn of
     newer ones that are incomplete."""
     names = by_age(name for each in gather(comm, names_at(path)) for name in each)
@@ -234,7 +242,7 @@ class HostsSpread(Spread):
         self.servers = [_servers(hosts, found.holders, rank) for rank in range(len(hosts.of))]
         super().__init__(path, manifest, [path] * is_here, self.servers[hosts.rank])
 
-    def own_blocks(self, comm: _core.Comm, wanted: Iterable[tuple[str, int, int]]) -> list[Block]:
+    def own_blocks(self, comm: api.Comm, wanted: Iterable[tuple[str, int, int]]) -> list[Block]:
         """Return those that its host has, or that it sends to other hosts, of all blocks that ranks
         will read."""
         marks: dict[str, int] = {}
@@ -250,12 +258,10 @@ class HostsSpread(Spread):
                 if self._hosts.of[source] == self._hosts.of[comm.rank]:
                     ours[name] = ours.get(name, 0) | int(mask, 16)
         near = self._hosts.near
-        return list(manifests.share(self.blocks(ours), near.index(comm.rank), len(near)))
+        return list(api.share_blocks(self.blocks(ours), near.index(comm.rank), len(near)))
 
 
-def opened_together(
-    stack: ExitStack, comm: _core.Comm, path: str
-) -> tuple[str, HostsSpread | None]:
+def opened_together(stack: ExitStack, comm: api.Comm, path: str) -> tuple[str, HostsSpread | None]:
     """Open the checkpoint in parts that the hosts have at a path, which `stack` closes. None if
     what is there is not in parts. Collective. Also return the path of the checkpoint.
 
@@ -265,12 +271,12 @@ def opened_together(
     name, found, reports, _ = choose(comm, hosts, path)
     folder = os.path.join(path, name) if name else path
     first = next(rank for rank, each in enumerate(reports) if each.id == found.id)
-    text, where = b"", os.path.join(folder, manifests.NAME)
+    text, where = b"", os.path.join(folder, api.NAME)
     with on_all_ranks(comm):
         if comm.rank == first:
             with OpenFile(where, follow=False) as file:
                 text = bytes(file.bytes_of(file.size))
-    manifest = manifests.parse(gather_bytes(comm, text)[first], where)
+    manifest = api.parse_manifest(gather_bytes(comm, text)[first], where)
     if not manifest.whole:
         return folder, None
     spread = HostsSpread(folder, manifest, hosts, found, reports[comm.rank].id == found.id)

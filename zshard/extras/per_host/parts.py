@@ -15,10 +15,8 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from zshard import _core
-from zshard._errors import CheckpointError
-from zshard.checkpoint.manifest import NAME, Block, Manifest
-from zshard.checkpoint.safetensors import OpenFile, SafetensorsFile
+from zshard import api
+from zshard.api import NAME, Block, CheckpointError, Manifest, OpenFile, SafetensorsFile
 
 _HERE, _ELSEWHERE, _LOST = range(3)  # nearest first
 
@@ -145,7 +143,7 @@ class Spread:
             if mask >> number & 1
         ]
 
-    def own_blocks(self, comm: _core.Comm, wanted: Iterable[tuple[str, int, int]]) -> list[Block]:
+    def own_blocks(self, comm: api.Comm, wanted: Iterable[tuple[str, int, int]]) -> list[Block]:
         """Return the blocks of part files that this rank verifies. Collective. Here, where a
         process has opened it alone: all that it has.
 

@@ -17,11 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zshard import _core
-from zshard._errors import CheckpointError
-from zshard.checkpoint.safetensors import OpenFile
-from zshard.ranks.agreement import bytes_of
-from zshard.ranks.groups import Group
+from zshard import api
+from zshard.api import CheckpointError, Group, OpenFile, bytes_of
 
 _REQUEST, _ANSWER = 1, 2  # tags
 _CHUNK = 2**22  # bytes
@@ -67,7 +64,7 @@ class RemoteParts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if isinstance(error, _core.PeerError):
+        if isinstance(error, api.PeerError):
             return  # the connection of the rank that exited is closed, which ends its server
         for rank in sorted(set(self._servers.values())):
             with contextlib.suppress(RuntimeError):

@@ -16,25 +16,35 @@ from typing import NamedTuple
 
 import torch
 
-from zshard import _core
-from zshard.checkpoint.folder import PART, Staging, Target
-from zshard.checkpoint.manifest import NAME as MANIFEST
-from zshard.checkpoint.manifest import FileRecord
-from zshard.checkpoint.save import clean_up, int_of
-from zshard.checkpoint.save_plan import Piece, SavePlan, joined, record_of
-from zshard.checkpoint.write import Writer, chunk_for, copy_file, names_of_all, write_text
+from zshard import api
+from zshard.api import NAME as MANIFEST
+from zshard.api import (
+    PART,
+    FileRecord,
+    Group,
+    Piece,
+    PublicCall,
+    SavePlan,
+    Staging,
+    Target,
+    Writer,
+    chunk_for,
+    clean_up,
+    copy_file,
+    gather,
+    gather_bytes,
+    group_beside,
+    int_of,
+    joined,
+    names_of_all,
+    on_all_ranks,
+    record_of,
+    warn_on_rank_0,
+    write_text,
+)
 from zshard.extras.per_host.hosts import Hosts, look
 from zshard.extras.per_host.parts import PartRecord
 from zshard.extras.per_host.remote import RemoteParts
-from zshard.ranks.agreement import (
-    PublicCall,
-    gather,
-    gather_bytes,
-    on_all_ranks,
-    warn_on_rank_0,
-)
-from zshard.ranks.groups import Group
-from zshard.ranks.transports import group_beside
 
 
 class PerHost(NamedTuple):
@@ -61,9 +71,7 @@ def parse(per_host: object, replicas: object, overwrite: bool) -> int | None:
     return count if per_host else None
 
 
-def writer(
-    comm: _core.Comm, beside: _core.Comm, replicas: int
-) -> Callable[[SavePlan, _core.Comm], None]:
+def writer(comm: api.Comm, beside: api.Comm, replicas: int) -> Callable[[SavePlan, api.Comm], None]:
     """Return the function that carries out a plan. Collective. With fewer hosts than copies, warn,
     and make as many as there can be.
 
@@ -90,7 +98,7 @@ class _WrittenPart(NamedTuple):
 
 
 @PublicCall("save()")
-def write_parts(plan: SavePlan, comm: _core.Comm, per_host: PerHost) -> None:
+def write_parts(plan: SavePlan, comm: api.Comm, per_host: PerHost) -> None:
     """Execute the plan. Collective; `comm` belongs to this thread."""
     hosts = per_host.hosts
     _refuse_shared_folder(comm, hosts, plan.target, plan.id)
@@ -134,7 +142,7 @@ def write_parts(plan: SavePlan, comm: _core.Comm, per_host: PerHost) -> None:
         staging.close()
 
 
-def _refuse_shared_folder(comm: _core.Comm, hosts: Hosts, target: Target, id: str) -> None:
+def _refuse_shared_folder(comm: api.Comm, hosts: Hosts, target: Target, id: str) -> None:
     """Raise ValueError if several hosts see one folder. Collective."""
     places = [f"{target.hidden(id)}.{i}" for i in range(len(hosts.all))]
     own = hosts.all.index(hosts.of[comm.rank])
@@ -143,7 +151,7 @@ def _refuse_shared_folder(comm: _core.Comm, hosts: Hosts, target: Target, id: st
         with on_all_ranks(comm):
             if hosts.leads:
                 target.make_parent()
-                _core.make_folder(places[own])
+                api.make_folder(places[own])
                 made = True
         with on_all_ranks(comm):
             others = (i for i in range(len(places)) if i != own and os.path.lexists(places[i]))
@@ -157,14 +165,14 @@ def _refuse_shared_folder(comm: _core.Comm, hosts: Hosts, target: Target, id: st
                 )
     finally:
         if made:
-            _core.remove_folder(places[own])
+            api.remove_folder(places[own])
 
 
 # --- the part file of a rank ----------------------------------------------------------------------
 
 
 def _write_part(
-    plan: SavePlan, folder: str, comm: _core.Comm, hosts: Hosts, strange: list[str]
+    plan: SavePlan, folder: str, comm: api.Comm, hosts: Hosts, strange: list[str]
 ) -> _WrittenPart | None:
     """Write this rank's part file and sync it. None if this rank has nothing to write."""
     todo = _runs(plan, headers=hosts.leads, texts=comm.rank == 0)
@@ -178,7 +186,7 @@ def _write_part(
         return None
     path = os.path.join(folder, name)
     try:
-        created = _core.File.create(path, part.size)
+        created = api.File.create(path, part.size)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"this rank cannot create '{path}', whose folder the first rank of its host just "
@@ -216,7 +224,7 @@ def _size(what: Piece | bytes) -> int:
     return what.size if isinstance(what, Piece) else len(what)
 
 
-def _gather(comm: _core.Comm, own: _WrittenPart | None) -> list[_WrittenPart]:
+def _gather(comm: api.Comm, own: _WrittenPart | None) -> list[_WrittenPart]:
     """Return the part files of all ranks."""
     mine = own and (own.name, own.part.entry, own.record.size, own.record.checksums)
     return [
@@ -229,7 +237,7 @@ def _gather(comm: _core.Comm, own: _WrittenPart | None) -> list[_WrittenPart]:
 
 
 def _copy_parts(
-    comm: _core.Comm, per_host: PerHost, folder: str, written: Sequence[_WrittenPart]
+    comm: api.Comm, per_host: PerHost, folder: str, written: Sequence[_WrittenPart]
 ) -> None:
     """Copy the part files of the hosts before this one. Collective."""
     hosts = per_host.hosts

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from zshard.api import Offload
 from zshard.extras.planner.decoder import Dims
 from zshard.extras.planner.gpus import DEVICES
 from zshard.extras.planner.search import plan
 from zshard.extras.planner.ways import PRECISIONS
-from zshard.offload import Offload
 
 HELP = "predict memory and speed of training a model on GPUs"
 

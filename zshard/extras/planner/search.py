@@ -8,14 +8,20 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from zshard._removed import removal
+from zshard.api import (
+    Offload,
+    OffloadLike,
+    Wire,
+    check_wire,
+    offload_of,
+    offload_on,
+    removal,
+    spelled,
+)
 from zshard.extras.planner.gpus import GIB, Network, cluster_network, device_of
 from zshard.extras.planner.prediction import Prediction, predict
 from zshard.extras.planner.ways import PRECISIONS, Cluster, Way
 from zshard.extras.planner.workloads import TrainStep, Workload, workload_of
-from zshard.offload import Offload, offload_of, offload_on
-from zshard.options import OffloadLike
-from zshard.ranks.wire import Wire, check_wire, spelled
 
 GAP = 1.08
 """What torch's allocator reserves, beside what is allocated at the peak."""

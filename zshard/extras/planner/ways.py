@@ -6,13 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from zshard.api import MixedPrecision, Offload, Options, Wire, World, parse_options
 from zshard.extras.planner.gpus import Device, Network
-from zshard.memory.dry_run import World
-from zshard.offload import Offload
-from zshard.options import parse_options
-from zshard.precision import MixedPrecision
-from zshard.ranks.wire import Wire
-from zshard.units.units import Options
 
 PRECISIONS = ("bf16", "fp32", "fp8")
 

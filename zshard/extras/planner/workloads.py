@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from zshard.api import is_unit
 from zshard.extras.planner.decoder import Decoder, Dims, decoder_of
 from zshard.extras.planner.kernels import Traced, trace
-from zshard.units.units import is_unit
 
 STRETCHED = 3
 """Periods of a decoder's blocks that are traced; the middle one stands for all others. A period is

@@ -6,15 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from zshard import _core
+from zshard import api
+from zshard.api import ShardingStrategy, UnitSpec, dry_run_of, size_of_state
 from zshard.extras.planner.kernels import Segment, Traced
 from zshard.extras.planner.traffic import CODE_BYTES
 from zshard.extras.planner.update import Held, matrices_of
 from zshard.extras.planner.ways import Cluster, Way, options_of
 from zshard.extras.planner.workloads import Workload
-from zshard.memory.report import dry_run_of, size_of_state
-from zshard.strategy import ShardingStrategy
-from zshard.wrap.tree import UnitSpec
 
 COMPILED = 0.8
 """Part of the activations that is left with torch.compile, which computes some of them again."""
@@ -79,7 +77,7 @@ class Wrapped:
         self.sizes = [self._size_of(unit, spec) for unit, spec in found]
         self.parts = [self._part_of(unit, spec) for unit, spec in found]
 
-    def _size_of(self, unit: _core.Unit, spec: UnitSpec) -> Size:
+    def _size_of(self, unit: api.Unit, spec: UnitSpec) -> Size:
         params = [ref.param for ref in spec.params]
         trained = [param for param in params if param.requires_grad]
         numel, of_trained = (sum(param.numel() for param in some) for some in (params, trained))
@@ -90,7 +88,7 @@ class Wrapped:
         own = sum(param.numel() * param.itemsize for param in params)
         return Size(numel, of_trained, full, grads, own)
 
-    def _part_of(self, unit: _core.Unit, spec: UnitSpec) -> Held:
+    def _part_of(self, unit: api.Unit, spec: UnitSpec) -> Held:
         trained = cast = copy = 0
         for i, ref in enumerate(spec.params):
             numel, itemsize = unit.param(i)["numel"], ref.param.itemsize
@@ -113,9 +111,9 @@ class Wrapped:
         self.run.engine.set_calls(calls)
         return self.run.engine.predict_events(), marks
 
-    def _calls(self, traced: Traced) -> tuple[list[tuple[_core.Unit, int]], dict[int, int]]:
+    def _calls(self, traced: Traced) -> tuple[list[tuple[api.Unit, int]], dict[int, int]]:
         """Return the calls of the forward that was traced, and the marks by the index of a call."""
-        calls: list[tuple[_core.Unit, int]] = []
+        calls: list[tuple[api.Unit, int]] = []
         marks: dict[int, int] = {}
         entered: set[int] = set()
         for mark, (at, begins) in enumerate(traced.marks):

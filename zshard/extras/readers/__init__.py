@@ -13,12 +13,15 @@ import os
 import re
 from typing import NoReturn, TypeVar
 
-from zshard._errors import CheckpointError
-from zshard.checkpoint.checkpoint import Checkpoint
-from zshard.checkpoint.folder import absolute
-from zshard.checkpoint.manifest import NAME
-from zshard.checkpoint.opening import files_of
-from zshard.checkpoint.safetensors import OpenFile, SafetensorsFile
+from zshard.api import (
+    NAME,
+    Checkpoint,
+    CheckpointError,
+    OpenFile,
+    SafetensorsFile,
+    absolute,
+    files_of,
+)
 from zshard.extras.readers import chunked, dcp
 
 _FIRST = ("model.safetensors", "model.safetensors.index.json")

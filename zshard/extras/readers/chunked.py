@@ -16,9 +16,16 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from zshard._errors import CheckpointError
-from zshard.checkpoint.checkpoint import Checkpoint, Readable, read_whole
-from zshard.checkpoint.safetensors import HEADER_LIMIT, SafetensorsFile, are_counts, object_of
+from zshard.api import (
+    HEADER_LIMIT,
+    Checkpoint,
+    CheckpointError,
+    Readable,
+    SafetensorsFile,
+    are_counts,
+    object_of,
+    read_whole,
+)
 
 Index = tuple[int, ...]
 

@@ -15,10 +15,7 @@ from typing import Any
 
 import torch
 
-from zshard._errors import CheckpointError
-from zshard.checkpoint.checkpoint import Checkpoint, is_extra_state
-from zshard.checkpoint.manifest import LIMIT
-from zshard.checkpoint.safetensors import CODES, OpenFile
+from zshard.api import CODES, LIMIT, Checkpoint, CheckpointError, OpenFile, is_extra_state
 from zshard.extras.readers.chunked import Chunked
 from zshard.extras.readers.other_states import KeyPath, optimizer_of_paths
 from zshard.extras.readers.torch_file import (

@@ -8,9 +8,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zshard.checkpoint.checkpoint import OptimizerState, Readable, read_whole
-from zshard.optim.sharded_state import params_of, without_parameters
-from zshard.units.units import plain_name
+from zshard.api import (
+    OptimizerState,
+    Readable,
+    params_of,
+    plain_name,
+    read_whole,
+    without_parameters,
+)
 
 KeyPath = tuple[Any, ...]  # keys of nested dicts and lists
 

@@ -20,9 +20,7 @@ from typing import IO, Any, ClassVar, cast
 
 import torch
 
-from zshard._errors import CheckpointError
-from zshard.checkpoint.safetensors import OpenFile
-from zshard.ranks.agreement import bytes_of
+from zshard.api import CheckpointError, OpenFile, bytes_of
 
 
 class NoDataError(CheckpointError):

@@ -8,12 +8,16 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from zshard.api import (
+    InOneCall,
+    is_stepped_in_backward,
+    is_unit,
+    params_of,
+    part_of,
+    state_of,
+    units_of,
+)
 from zshard.extras.recovery.layout import named_shards, names_of
-from zshard.optim.in_backward import is_stepped_in_backward
-from zshard.optim.sharded_state import params_of
-from zshard.optim.step import InOneCall
-from zshard.units.shards import part_of
-from zshard.units.units import is_unit, state_of, units_of
 
 
 def check(model: nn.Module, optimizer: Optimizer) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zshard import _core
+from zshard import api
 from zshard.extras.recovery.layout import Counters
 from zshard.extras.recovery.recover import Mark
 
@@ -30,8 +30,8 @@ class Files:
         else:
             self._head, self.header, self._slots = before._head, before.header, before._slots
         threads = torch.get_num_threads()
-        self._area, self.area = _file("zshard-kept-step", _core.kept_bytes(runs, threads))
-        _core.kept_format(self.area, runs, threads)
+        self._area, self.area = _file("zshard-kept-step", api.kept_bytes(runs, threads))
+        api.kept_format(self.area, runs, threads)
 
     @property
     def fds(self) -> list[int]:
@@ -64,7 +64,7 @@ class Files:
             at += os.pwrite(fd, view[at:], at)
 
     def mark(self, what: Mark, number: int) -> None:
-        _core.kept_mark(self.header, int(what), number)
+        api.kept_mark(self.header, int(what), number)
 
 
 def _file(name: str, size: int) -> tuple[int, mmap.mmap]:

@@ -29,10 +29,23 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zshard import _core
-from zshard.checkpoint.folder import latest_checkpoint
-from zshard.checkpoint.load import load
-from zshard.checkpoint.script_state import rng_state, set_rng_state
+from zshard import api
+from zshard.api import (
+    Prepared,
+    PublicCall,
+    bytes_of,
+    grads_of,
+    latest_checkpoint,
+    load,
+    other_state,
+    params_of,
+    rng_state,
+    set_rng_state,
+    state_of,
+    units_of,
+    units_stepped_by,
+    writers,
+)
 from zshard.extras.keeping.client import Keeper, keeper_of_run
 from zshard.extras.recovery.checks import check, check_others
 from zshard.extras.recovery.files import Files
@@ -55,12 +68,6 @@ from zshard.extras.recovery.recover import (
     say,
     states_of,
 )
-from zshard.guard.slices import grads_of
-from zshard.optim.sharded_state import other_state, params_of
-from zshard.optim.step import Prepared
-from zshard.ranks.agreement import PublicCall, bytes_of
-from zshard.units.shards import units_stepped_by
-from zshard.units.units import state_of, units_of, writers
 
 __all__ = ["Keep"]
 
@@ -131,7 +138,7 @@ class Keep:
         name: str = "",
     ) -> None:
         keeper = keeper_of_run()
-        if keeper is None or not _core.keeps_memory():
+        if keeper is None or not api.keeps_memory():
             raise RuntimeError(
                 "this run has no keeper: start it with `python -m zshard run --keep script.py`, or "
                 "call zshard.keep() before FSDP(...)"
@@ -264,7 +271,7 @@ class Keep:
         self._phase, optimizer.prepared = Phase.BLOCK, prepared
         try:
             yield
-            _core.kept_look_again(prepared.plans)
+            api.kept_look_again(prepared.plans)
             self._complete(script, prepared.plans)
         except BaseException:
             for group, count in zip(optimizer.param_groups, before, strict=False):
@@ -309,14 +316,14 @@ class Keep:
         self._keeper.drop(str(name))
         _held.pop(str(name), None)
 
-    def _complete(self, script: bytes, plans: list[_core.OptimPlan]) -> None:
+    def _complete(self, script: bytes, plans: list[api.OptimPlan]) -> None:
         number = self._step + 1
         files = self._files_for(plans)
         state = self._snapshot(script, bool(plans))
         if plans:
-            _core.kept_write(files.area, number, plans)
+            api.kept_write(files.area, number, plans)
         self._phase = Phase.CUT_OFF
-        _core.kept_count(plans)
+        api.kept_count(plans)
         files.write(number, pickle.dumps(values_of(files.counters)) + state)
         grads = grads_of(params_of(self._optimizer))
         _held["in hand"] = [each for each in grads if each is not None]  # others may finish it
@@ -325,7 +332,7 @@ class Keep:
             self._comm.exchange(number.to_bytes(8, "little"))
         self._forget_older()
         if plans:
-            _core.kept_finish(files.area, number)
+            api.kept_finish(files.area, number)
         files.mark(Mark.DONE, number)
         del _held["in hand"]
         self._step, self._script, self._phase = number, script, Phase.BETWEEN
@@ -351,11 +358,11 @@ class Keep:
         }
         return _pickled("Keep()", state)
 
-    def _files_for(self, plans: list[_core.OptimPlan]) -> Files:
+    def _files_for(self, plans: list[api.OptimPlan]) -> Files:
         """Return the files to write to; new ones if the optimizer's state or its runs changed, or
         if gradients lie in files that the keeper does not have."""
         optimizer, before = self._optimizer, self._files
-        runs, with_grads = _core.kept_runs(plans), _core.kept_files(plans)
+        runs, with_grads = api.kept_runs(plans), api.kept_files(plans)
         if before is not None and before.fit(runs, optimizer.state_changes, with_grads):
             return before
         layout = layout_of(self._model, optimizer, self._comm)

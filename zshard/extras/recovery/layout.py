@@ -14,11 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zshard import _core
-from zshard.guard.slices import plain
-from zshard.optim.sharded_state import move_together, params_of
-from zshard.units.shards import known_parts, part_of
-from zshard.units.units import units_of
+from zshard import api
+from zshard.api import known_parts, move_together, params_of, part_of, plain, units_of
 
 KeptPlace = tuple[str, int, int]
 """A tensor's name, and where its bytes lie: a descriptor of the process that has it, and an
@@ -75,7 +72,7 @@ def state_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
                 yield f"{names[id(param)]} {key}", value
 
 
-def model_facts(model: nn.Module, comm: _core.Comm) -> list[str]:
+def model_facts(model: nn.Module, comm: api.Comm) -> list[str]:
     """Return what must be the same for shards to fit: a line for each parameter, and the ranks."""
     facts = [f"{comm.world} ranks, this is rank {comm.rank}"]
     of_model = {id(param) for _, param in named_shards(model)}
@@ -95,7 +92,7 @@ def optimizer_facts(optimizer: Optimizer) -> str:
 
 
 @plain()
-def layout_of(model: nn.Module, optimizer: Optimizer, comm: _core.Comm) -> KeptLayout:
+def layout_of(model: nn.Module, optimizer: Optimizer, comm: api.Comm) -> KeptLayout:
     """Return where all of it lies now."""
     layout = KeptLayout(model=model_facts(model, comm), optimizer=optimizer_facts(optimizer))
     layout.params = list(_places(named_shards(model)))
@@ -106,7 +103,7 @@ def layout_of(model: nn.Module, optimizer: Optimizer, comm: _core.Comm) -> KeptL
 
 def _places(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[KeptPlace]:
     for name, tensor in tensors:
-        place = _core.kept_place(tensor.detach())
+        place = api.kept_place(tensor.detach())
         if place is not None:
             yield name, *place
         elif tensor.numel() > 0:
@@ -120,7 +117,7 @@ def _places(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[KeptPlace]:
 def own_state(optimizer: Optimizer) -> None:
     """Move state that the optimizer has loaded into kept memory."""
     values = [value for _, value in state_tensors(optimizer) if value.numel() > 0]
-    loose = [value for value in values if _core.kept_place(value.detach()) is None]
+    loose = [value for value in values if api.kept_place(value.detach()) is None]
     if loose:
         move_together(loose, None)
 

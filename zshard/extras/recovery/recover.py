@@ -23,8 +23,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zshard import _core
-from zshard.checkpoint.script_state import set_rng_state
+from zshard import api
+from zshard.api import (
+    bytes_of,
+    gather,
+    know,
+    on_all_ranks,
+    params_of,
+    plain,
+    set_rng_state,
+    units_of,
+    writing,
+)
 from zshard.extras.keeping.client import Keeper
 from zshard.extras.recovery.layout import (
     KeptLayout,
@@ -34,11 +44,6 @@ from zshard.extras.recovery.layout import (
     optimizer_facts,
     state_tensors,
 )
-from zshard.guard.slices import plain
-from zshard.optim.hooks import know
-from zshard.optim.sharded_state import params_of
-from zshard.ranks.agreement import bytes_of, gather, on_all_ranks
-from zshard.units.units import units_of, writing
 
 HEAD, SLOTS, AREA, REST = 0, (1, 2), 3, 4
 """The order of a rank's descriptors at the keeper; the layout's files follow."""
@@ -83,7 +88,7 @@ class Generations(NamedTuple):
     own: KeptName
 
 
-def generations(keeper: Keeper, comm: _core.Comm, own: KeptName) -> Generations:
+def generations(keeper: Keeper, comm: api.Comm, own: KeptName) -> Generations:
     """Return what the ranks' keepers hold of this rank and its peers. Collective."""
     known = [name for name in names_at(keeper) if name.keep == own.keep]
     steps: dict[str, int] = {}
@@ -113,7 +118,7 @@ def _ready(fds: Sequence[int]) -> int:
 class Old:
     """The memory of earlier processes, which `keeper` holds."""
 
-    def __init__(self, keeper: Keeper, comm: _core.Comm, found: Generations) -> None:
+    def __init__(self, keeper: Keeper, comm: api.Comm, found: Generations) -> None:
         self.keeper, self.comm, self.found = keeper, comm, found
 
     @contextlib.contextmanager
@@ -153,13 +158,13 @@ def recovered(
     return number, script
 
 
-def say(comm: _core.Comm, words: str) -> None:
+def say(comm: api.Comm, words: str) -> None:
     """Print a line, on rank 0."""
     if comm.rank == 0:
         print(f"zshard: {words}", file=sys.stderr, flush=True)
 
 
-def _check(layout: KeptLayout, model: nn.Module, optimizer: Optimizer, comm: _core.Comm) -> None:
+def _check(layout: KeptLayout, model: nn.Module, optimizer: Optimizer, comm: api.Comm) -> None:
     now = model_facts(model, comm)
     if now != layout.model:
         missing = [line for line in layout.model if line not in now] + ["nothing"]
@@ -235,9 +240,9 @@ def _finish(layout: KeptLayout, fds: Sequence[int], number: int) -> None:
             (name, opened.enter_context(_mapped(fd)))
             for name, fd in zip(layout.files, fds[REST:], strict=True)
         ]
-        _core.kept_finish(area, number, files)
+        api.kept_finish(area, number, files)
         with _mapped(fds[HEAD]) as head:
-            _core.kept_mark(head, int(Mark.DONE), number)
+            api.kept_mark(head, int(Mark.DONE), number)
 
 
 def _mapped(fd: int) -> mmap.mmap:

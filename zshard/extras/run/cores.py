@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from zshard.memory.host_limits import ROOT, groups, read_text
+from zshard.api import ROOT, groups, read_text
 
 BINDINGS = ("core", "numa", "none")
 _CPUS, _NODES = "sys/devices/system/cpu", "sys/devices/system/node"

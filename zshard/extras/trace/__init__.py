@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from zshard import _core
-from zshard._errors import warn
+from zshard import api
+from zshard.api import host_id, warn
 from zshard.extras.trace.records import RankTrace, apart, read_ranks, write_ranks
 from zshard.extras.trace.times import arrivals_of, parts_of, summary_of, text_of
-from zshard.ranks.meeting import host_id
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -115,7 +114,7 @@ class profile(Trace):
 
 
 def _start() -> int:
-    if not _core.trace_start():
+    if not api.trace_start():
         raise RuntimeError(
             "zshard.profile(): a trace runs already, of ZSHARD_TRACE or another zshard.profile(): "
             "leave that context first, or unset ZSHARD_TRACE"
@@ -124,7 +123,7 @@ def _start() -> int:
 
 
 def _stop(begun: int) -> RankTrace:
-    recorded, lost = _core.trace_stop()
+    recorded, lost = api.trace_stop()
     now = time.monotonic_ns()
     if lost:
         warn(f"zshard.profile(): the trace is full and lacks {lost} ranges: trace fewer steps")
@@ -198,7 +197,7 @@ def _said(store: Any, prefix: str, rank: int) -> list[str]:
     try:
         text: str = store.get(prefix + str(rank)).decode()
     except dist.DistStoreError:
-        raise _core.PeerTimeoutError(
+        raise api.PeerTimeoutError(
             f"zshard.profile(): rank {rank} has not come to the end of its profile(): enter it on "
             "all ranks, or pass merge=False to trace this rank alone"
         ) from None

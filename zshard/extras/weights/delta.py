@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zshard import _core
-from zshard.guard.slices import plain, to_local
-from zshard.ranks.agreement import PublicCall, bytes_of, gather
-from zshard.state.source import chunks
+from zshard import api
+from zshard.api import PublicCall, bytes_of, chunks, gather, plain, to_local
 
 if TYPE_CHECKING:
     from zshard.extras.weights.export import ExportEntry
@@ -48,7 +46,7 @@ class Exported:
 
     @contextlib.contextmanager
     def news(
-        self, entries: Sequence[ExportEntry], comm: _core.Comm | None
+        self, entries: Sequence[ExportEntry], comm: api.Comm | None
     ) -> Iterator[list[ExportEntry]]:
         """Context manager around an export, with the entries that have changed on any rank.
         Collective."""

@@ -23,16 +23,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zshard import _core
-from zshard._removed import removal
-from zshard.checkpoint.contents import tensors_of
+from zshard import api
+from zshard.api import (
+    PublicCall,
+    bare,
+    check_agreement,
+    comm_of,
+    may_stay_open,
+    on_all_ranks,
+    parse_size,
+    plain,
+    removal,
+    session,
+    settle,
+    tensors_of,
+    units_of,
+    unsharded,
+)
 from zshard.extras.weights.delta import Exported
-from zshard.guard.slices import plain
-from zshard.options import parse_size
-from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks
-from zshard.ranks.ends import may_stay_open
-from zshard.state.load_state_dict import comm_of
-from zshard.units.units import bare, session, settle, units_of, unsharded
 
 if TYPE_CHECKING:
     import os
@@ -48,7 +56,7 @@ class ExportEntry(NamedTuple):
 
     name: str
     source: Tensor  # a parameter, or what is in the state dict
-    unit: _core.Unit | None  # which must be unsharded to read the source
+    unit: api.Unit | None  # which must be unsharded to read the source
     shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype  # that it is given in
     version: int  # of a source without a unit, at the start
@@ -78,7 +86,7 @@ class Rounds:
     """An export under way on one rank: fill() each of the batches, in order, on all ranks."""
 
     model: nn.Module
-    comm: _core.Comm | None  # its ranks; None: this one, which needs no other
+    comm: api.Comm | None  # its ranks; None: this one, which needs no other
     takes: bool  # this rank wants the tensors
     # All entries, also those that have not changed; and the batches to send.
     entries: list[ExportEntry] = field(default_factory=list)
@@ -325,7 +333,7 @@ def _checked_ranks(ranks: Any) -> frozenset[int] | None:
     return found
 
 
-def _rank_in(comm: _core.Comm | None, ranks: frozenset[int] | None) -> int:
+def _rank_in(comm: api.Comm | None, ranks: frozenset[int] | None) -> int:
     """Return this process's rank. Raises ValueError for ranks that do not exist."""
     rank, world = (0, 1) if comm is None else (comm.rank, comm.world)
     if comm is None and dist.is_available() and dist.is_initialized():

@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zshard import _core
-from zshard.checkpoint.contents import Item
-from zshard.checkpoint.folder import Staging, Target
-from zshard.checkpoint.manifest import BLOCK
-from zshard.checkpoint.save_plan import index_of, lay_out, texts_of
-from zshard.checkpoint.write import write_text
-from zshard.ranks.agreement import bytes_of
+from zshard import api
+from zshard.api import (
+    BLOCK,
+    Item,
+    Staging,
+    Target,
+    bytes_of,
+    index_of,
+    lay_out,
+    texts_of,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from zshard.extras.weights.export import Export, ExportEntry, Rounds
@@ -55,8 +60,8 @@ class _Folder:
     def __init__(self, target: Target, limit: int) -> None:
         self._staging = Staging(target, secrets.token_hex(16), overwrite=None)
         self._limit = limit
-        self._files: list[_core.File] = []
-        self._places: dict[str, tuple[_core.File, int]] = {}
+        self._files: list[api.File] = []
+        self._places: dict[str, tuple[api.File, int]] = {}
         self._texts: dict[str, bytes] = {}
 
     def open(self, rounds: Rounds) -> None:
@@ -68,7 +73,7 @@ class _Folder:
             self._texts["model.safetensors.index.json"] = index_of(planned)
         self._staging.open()
         for each in planned:
-            file = _core.File.create(os.path.join(self._staging.path, each.name), each.size)
+            file = api.File.create(os.path.join(self._staging.path, each.name), each.size)
             self._files.append(file)
             file.write([(0, each.header)], BLOCK)
             self._places.update((item.name, (file, offset)) for item, offset in each.places)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from zshard.checkpoint.safetensors import CODES, DTYPES
+from zshard.api import CODES, DTYPES
 from zshard.extras.weights.export import Bucket, flat_for, views_of
 
 if TYPE_CHECKING:

@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard.fsdp import ARGUMENTS, FSDP
-from zshard.options import DeviceLike, ProcessGroupLike, StrategyLike, checks_names, either
-from zshard.units.units import is_unit
+from zshard.api import (
+    ARGUMENTS,
+    FSDP,
+    DeviceLike,
+    ProcessGroupLike,
+    StrategyLike,
+    checks_names,
+    either,
+    is_unit,
+)
 
 if TYPE_CHECKING:
-    from zshard.fsdp import Wrapped
+    from zshard.api import Wrapped
 
 __all__ = ["DistributedDataParallel"]
 

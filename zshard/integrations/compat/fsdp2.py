@@ -21,24 +21,29 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard.fsdp import FSDP
-from zshard.model.methods import (
+from zshard.api import (
+    FSDP,
     GradientReductionHandle,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    OffloadPolicyLike,
+    PrecisionLike,
+    ShardingStrategy,
     UnshardHandle,
+    Wire,
+    block_of,
+    checks_names,
+    column_of,
+    has_forward,
+    offload_of,
     register_forward_method,
+    reset_or_leave,
+    resolve_groups,
+    state_of,
 )
-from zshard.offload import OffloadPolicy, offload_of
-from zshard.options import OffloadPolicyLike, PrecisionLike, checks_names
-from zshard.precision import MixedPrecisionPolicy
-from zshard.ranks.groups import block_of, column_of, resolve_groups
-from zshard.ranks.wire import Wire
-from zshard.strategy import ShardingStrategy
-from zshard.units.units import state_of
-from zshard.wrap.meta import reset_or_leave
-from zshard.wrap.tree import has_forward
 
 if TYPE_CHECKING:
-    from zshard.fsdp import Wrapped
+    from zshard.api import Wrapped
 
 __all__ = [
     "FSDPModule",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from zshard.grad_scaler import GradScaler
+from zshard.api import GradScaler
 
 __all__ = ["ShardedGradScaler"]
 

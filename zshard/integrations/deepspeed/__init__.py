@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from zshard._removed import removal
+from zshard.api import removal
 from zshard.integrations.deepspeed import zero
 from zshard.integrations.deepspeed.build_engine import init_distributed, initialize
 from zshard.integrations.deepspeed.engine import DeepSpeedEngine

@@ -21,7 +21,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from zshard.fsdp import FSDP
+from zshard.api import (
+    FSDP,
+    PublicCall,
+    check_agreement,
+    is_unit,
+    make_default_group,
+    name_of,
+    reset_or_leave,
+    start_alone,
+    state_of,
+)
 from zshard.integrations.deepspeed.ds_config import (
     ACCUMULATED,
     Settings,
@@ -33,11 +43,6 @@ from zshard.integrations.deepspeed.engine import DeepSpeedEngine, check_dataset
 from zshard.integrations.deepspeed.optimizers import optimizer_of
 from zshard.integrations.deepspeed.schedules import schedule_of
 from zshard.integrations.deepspeed.zero import describe
-from zshard.precision import name_of
-from zshard.ranks.agreement import PublicCall, check_agreement
-from zshard.ranks.groups import make_default_group, start_alone
-from zshard.units.units import is_unit, state_of
-from zshard.wrap.meta import reset_or_leave
 
 _HALF = (torch.float16, torch.bfloat16)
 _NEEDS_OPTIMIZER = (

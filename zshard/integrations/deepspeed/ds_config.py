@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zshard._errors import warn
+from zshard.api import MixedPrecision, Offload, ShardingStrategy, warn
 from zshard.integrations.deepspeed.keys import (
     MICRO,
     STEPS,
@@ -26,9 +26,6 @@ from zshard.integrations.deepspeed.keys import (
     must_be,
 )
 from zshard.integrations.deepspeed.optimizers import LossScale
-from zshard.offload import Offload
-from zshard.precision import MixedPrecision
-from zshard.strategy import ShardingStrategy
 
 ACCUMULATED = "data_types.grad_accum_dtype"
 _COMMENT = r"//[^\n]*|#[^\n]*|/\*.*?\*/"

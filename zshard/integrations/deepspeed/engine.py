@@ -21,13 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from zshard.fsdp import FSDP
-from zshard.grad_scaler import GradScaler
+from zshard.api import FSDP, GradScaler, ShardingStrategy, clip_grad_norm, state_of
 from zshard.integrations.deepspeed.ds_config import BatchSizes, Settings
 from zshard.integrations.deepspeed.engine_checkpoints import EngineCheckpoints
-from zshard.optim.clip import clip_grad_norm
-from zshard.strategy import ShardingStrategy
-from zshard.units.units import state_of
 
 _ACCUMULATES = (ShardingStrategy.NO_SHARD, ShardingStrategy.ZERO1)
 """Where gradients of a round stay full until its last backward, as in DeepSpeed: stages 0 and 1."""

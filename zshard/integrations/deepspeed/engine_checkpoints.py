@@ -16,16 +16,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zshard import _core
-from zshard._errors import CheckpointError
-from zshard.checkpoint.folder import path_of
-from zshard.checkpoint.load import Loaded, load
-from zshard.checkpoint.save import save
+from zshard import api
+from zshard.api import (
+    CheckpointError,
+    Loaded,
+    PublicCall,
+    gather,
+    load,
+    on_all_ranks,
+    path_of,
+    save,
+    state_dict_form,
+    state_of,
+    warn_on_rank_0,
+)
 from zshard.extras.per_host.hosts import Hosts
 from zshard.integrations.deepspeed.ds_config import Settings
-from zshard.ranks.agreement import PublicCall, gather, on_all_ranks, warn_on_rank_0
-from zshard.state import state_dict_form
-from zshard.units.units import state_of
 
 _LATEST = "latest"
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -188,7 +194,7 @@ class EngineCheckpoints:
                 torch.save(state, os.path.join(path_of(save_dir), save_filename))
         return True
 
-    def _comm(self) -> _core.Comm:
+    def _comm(self) -> api.Comm:
         return state_of(self.module).comms.all
 
     def _own_state(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from zshard._errors import did_you_mean
+from zshard.api import did_you_mean
 
 AUTO = "auto"
 Check = Callable[[str, object], None]  # raises for an invalid value of the key

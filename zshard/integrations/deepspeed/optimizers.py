@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zshard import optim
+from zshard import api
 from zshard.integrations.deepspeed.keys import check_params
 
 _TORCHS = ("Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
@@ -51,7 +51,7 @@ def _class_of(name: str, params: dict[str, Any]) -> type[Any]:
     if key in ("adam", "adamw"):
         return _adam(key == "adamw", params)
     if key == "sgd":
-        return optim.SGD
+        return api.SGD
     for each in _TORCHS:
         if key == each.lower():
             found: type[Any] = getattr(torch.optim, each)
@@ -76,7 +76,7 @@ def _adam(is_adamw: bool, params: dict[str, Any]) -> type[Any]:
             )
     if not is_torchs:
         params.setdefault("weight_decay", 0.0)
-    return optim.AdamW if decouples else optim.Adam
+    return api.AdamW if decouples else api.Adam
 
 
 # --- the loss scale -------------------------------------------------------------------------------

@@ -16,13 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zshard import _core
-from zshard._errors import warn
-from zshard.guard.slices import ShardParameter, WholeParameter, to_local
-from zshard.model.summon import full_params
-from zshard.ranks.agreement import PublicCall, take_from
-from zshard.ranks.ends import may_stay_open
-from zshard.units.shards import part_of
+from zshard import api
+from zshard.api import (
+    PublicCall,
+    ShardParameter,
+    WholeParameter,
+    full_params,
+    may_stay_open,
+    part_of,
+    take_from,
+    to_local,
+    warn,
+)
 
 __all__ = [
     *("GatheredParameters", "Init", "ZeroParamStatus"),
@@ -56,7 +61,7 @@ class _OfEngine:
 
 
 def _is_cut_now(param: Tensor) -> bool:
-    return _core.slice_part(param) is not None
+    return api.slice_part(param) is not None
 
 
 _ids = itertools.count()

@@ -20,17 +20,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zshard._errors import did_you_mean
-from zshard.checkpoint.contents import ranks_of
-from zshard.checkpoint.folder import absolute
-from zshard.checkpoint.load import load
-from zshard.checkpoint.save import save
-from zshard.fsdp import ARGUMENTS, FSDP
-from zshard.model.shard_model import broadcast_buffers
-from zshard.ranks.agreement import on_all_ranks
-from zshard.state import state_dict_form
-from zshard.state.optimizer import gather_state
-from zshard.units.units import class_of, is_unit, units_of
+from zshard.api import (
+    ARGUMENTS,
+    FSDP,
+    absolute,
+    broadcast_buffers,
+    class_of,
+    did_you_mean,
+    gather_state,
+    is_unit,
+    load,
+    on_all_ranks,
+    ranks_of,
+    save,
+    state_dict_form,
+    units_of,
+)
 
 __all__ = [
     "RecomputePolicy",

@@ -17,18 +17,13 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from zshard.checkpoint.load import load
-from zshard.fsdp import FSDP
-from zshard.guard.whole_values import full_numel
+from zshard.api import FSDP, broadcast_buffers, call_as_forward, class_of, full_numel, is_unit, load
 from zshard.integrations.lightning.fabric import (
     Sharding,
     on_rank_0,
     optimizer_on_rank_0,
     trainer_package,
 )
-from zshard.model.methods import call_as_forward
-from zshard.model.shard_model import broadcast_buffers
-from zshard.units.units import class_of, is_unit
 
 __all__ = ["ZShardStrategy"]
 
