@@ -17,12 +17,6 @@ from zshard import _build_check, wrap  # noqa: F401 - the check before the core 
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._errors import CheckpointError, KeeperError, NonFiniteError, ShardError
 from zshard._version import __version__ as __version__
-from zshard.checkpoint.folder import latest_checkpoint
-from zshard.checkpoint.load import Loaded as Loaded
-from zshard.checkpoint.load import load
-from zshard.checkpoint.save import SaveHandle as SaveHandle
-from zshard.checkpoint.save import save
-from zshard.checkpoint.script_state import rng_state, set_rng_state
 from zshard.fsdp import FSDP, shard_info
 from zshard.grad_scaler import GradScaler
 from zshard.guard.slices import ShardParameter as ShardParameter
@@ -98,7 +92,7 @@ __all__ = [
     "wrap",
 ]
 
-# Names of what stands on the core, imported when a script first uses one. The tests of dir()
+# Names of what stands on the core, and of checkpoints, imported when a script first uses one. The tests of dir()
 # compare each list with its package's.
 _LATER = {
     **dict.fromkeys(
@@ -119,6 +113,10 @@ _LATER = {
         "deepspeed",
     ),
     **dict.fromkeys(("Dims", "Plan", "plan"), "planner"),
+    **dict.fromkeys(("Loaded", "load"), "checkpoint.load"),
+    **dict.fromkeys(("SaveHandle", "save"), "checkpoint.save"),
+    **dict.fromkeys(("rng_state", "set_rng_state"), "checkpoint.script_state"),
+    "latest_checkpoint": "checkpoint.folder",
     **dict.fromkeys(("Adam8bit", "AdamW8bit", "SGD8bit"), "extras.optimizers.eight_bit"),
     **dict.fromkeys(("Export", "export"), "extras.weights.export"),
     "DataPosition": "extras.data_position",
@@ -135,6 +133,12 @@ _LATER = {
 }
 
 if _TYPE_CHECKING:
+    from zshard.checkpoint.folder import latest_checkpoint
+    from zshard.checkpoint.load import Loaded as Loaded
+    from zshard.checkpoint.load import load
+    from zshard.checkpoint.save import SaveHandle as SaveHandle
+    from zshard.checkpoint.save import save
+    from zshard.checkpoint.script_state import rng_state, set_rng_state
     from zshard.extras.any_world import MicroBatchSampler
     from zshard.extras.averages import EMA
     from zshard.extras.data_position import DataPosition
@@ -176,5 +180,5 @@ else:
 
 def __dir__() -> list[str]:
     """List only the public names: not the submodules, which also become attributes on import."""
-    later = _LATER.keys() - {"Export"}  # a type for annotations
+    later = _LATER.keys() - {"Export", "Loaded", "SaveHandle"}  # types for annotations
     return sorted({*__all__, *later, *(name for name in globals() if name.startswith("__"))})
