@@ -92,8 +92,8 @@ __all__ = [
     "wrap",
 ]
 
-# Names of what stands on the core, and of checkpoints, imported when a script first uses one. The tests of dir()
-# compare each list with its package's.
+# Names of what stands on the core, and of checkpoints: imported when a script first uses one. The
+# tests of dir() compare each list with its package's.
 _LATER = {
     **dict.fromkeys(
         (
