@@ -368,14 +368,14 @@ def each_call(root: Path) -> None:
 
 
 def test_nothing_grows(tmp_path: Path) -> None:
-    """Objects and heap bytes do not grow over fifty calls and failures of each kind."""
+    """Objects and heap bytes do not grow over 100 calls and failures of each kind."""
     for _ in range(10):
         each_call(tmp_path)
     gc.collect()  # earlier tests' garbage may hold files
     open_before, blocks, heap = descriptors(), sys.getallocatedblocks(), heap_bytes()
-    for _ in range(50):
+    for _ in range(100):
         each_call(tmp_path)
     gc.collect()
     assert descriptors() <= open_before
-    assert sys.getallocatedblocks() - blocks < 50
-    assert heap_bytes() - heap < 50 * 16
+    assert sys.getallocatedblocks() - blocks < 50  # one lost by each call would be 100
+    assert heap_bytes() - heap < 100 * 8
