@@ -19,7 +19,7 @@ from models import CASES, loss_of, make, train
 from torch.distributed.device_mesh import DeviceMesh
 
 import zshard
-from zshard import FSDP
+from zshard import FSDP, api
 from zshard.ranks import meeting, transports
 from zshard.ranks.groups import resolve_groups
 
@@ -94,12 +94,12 @@ def on_hosts(per_host: int, name: str = "host") -> Iterator[None]:
     # Without a process group, a command of zshard makes one, and destroys it at its end.
     resolve_groups(None, None, zshard.ShardingStrategy.FULL_SHARD)
     host, known = meeting.host_id, dict(transports._entries)
-    meeting.host_id = lambda: f"{name}{dist.get_rank() // per_host}"
+    meeting.host_id = api.host_id = lambda: f"{name}{dist.get_rank() // per_host}"
     transports._entries.clear()
     try:
         yield
     finally:
-        meeting.host_id = host
+        meeting.host_id = api.host_id = host
         within = dict(transports._entries)  # these sum in the order of hosts
         transports._entries.clear()
         transports._entries.update(known)

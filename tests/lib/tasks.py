@@ -84,7 +84,7 @@ def find_modules_beside(file: str) -> None:
     name functions of a module other than the task's."""
     for folder in [str(Path(file).parent), *(str(path) for path in TESTS.iterdir())]:
         if folder not in sys.path and Path(folder).is_dir():
-            sys.path.insert(0, folder)
+            sys.path.append(folder)  # benchmarks have modules of the same name as tests/lib
 
 
 def import_module_of(task: bytes) -> None:
