@@ -170,7 +170,7 @@ def parse_size(name: str, size: int | str, others: str = "", base: int = 1024) -
 
 # --- the table ------------------------------------------------------------------------------------
 
-# Arguments of FSDP(), by name; "device": where the model trains. What lacks has its default.
+# Arguments of FSDP(), by name; "device": where the model trains. What is missing has its default.
 _Passed = Mapping[str, Any]
 
 
@@ -187,14 +187,15 @@ class Option(NamedTuple):
 
 
 def _strategy(given: _Passed) -> ShardingStrategy:
-    names = ("strategy", "sharding_strategy")
-    chosen = either(**{name: given.get(name) for name in names})
+    strategy, older = given.get("strategy"), given.get("sharding_strategy")
+    chosen = either(strategy=strategy, sharding_strategy=older)
     return strategy_of("full_shard" if chosen is None else chosen)
 
 
 def _offload(given: _Passed) -> Offload | None:
-    names = ("offload", "cpu_offload")
-    chosen = either(**{name: offload_of(given.get(name), name) for name in names})
+    offload = offload_of(given.get("offload"))
+    cpu_offload = offload_of(given.get("cpu_offload"), "cpu_offload")
+    chosen = either(offload=offload, cpu_offload=cpu_offload)
     return offload_on(chosen, given.get("device", CPU))
 
 

@@ -31,7 +31,7 @@ _OF_OPTIMIZER = {  # by the names that predict_memory() takes
     "muon": "zshard.extras.optimizers.matrices",
 }
 OPTIMIZERS = tuple(_OF_OPTIMIZER)
-_OF_CALL = {  # by a method of models, an argument of save() and load(), a kind of path
+_OF_CALL = {  # methods of models, arguments of save() and load()
     "join": "zshard.extras.join",
     "micro_batches": "zshard.extras.any_world",
     "ema": "zshard.extras.averages",
@@ -51,8 +51,7 @@ def import_upper() -> None:
 
 
 def module_for(name: str) -> ModuleType:
-    """Import the extra that a call is for, or that has bytes_by_name() of an optimizer, and return
-    it."""
+    """Import the extra that serves a call, an argument or an optimizer of this name; return it."""
     return importlib.import_module({**_OF_CALL, **_OF_OPTIMIZER}[name])
 
 

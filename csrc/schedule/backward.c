@@ -217,10 +217,11 @@ bool zs_schedule_all_arrived(const zs_schedule *schedule)
 
 void zs_schedule_fail(zs_schedule *schedule)
 {
+    bool before = schedule->gave_up;
     schedule->stage = ZS_FAILED;
     schedule->gave_up = true;
     zs_rounds_share_now(schedule); /* a peer that ends rounds in another order has yet to find what this rank found */
-    schedule->gave_up = false;
+    schedule->gave_up = before;
     (void)zs_reshard_all(schedule, true);
     (void)zs_unshard_end_pass(schedule, ZS_PHASE_BACKWARD);
     for (size_t i = 0; i < schedule->n; i++) {

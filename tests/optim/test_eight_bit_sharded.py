@@ -11,7 +11,7 @@ from compare import differences
 from models import COMBINATIONS, TRANSPORTS, Mlp, loss_of, make
 from nursery import fork_ranks
 from optim_cases import give_grads, make_params
-from spawn import RankFailure, ranks
+from spawn import RankFailure, on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -244,6 +244,32 @@ def test_float32_state_converts_to_the_same_codes_when_sharded(pool2):
 def test_state_of_eight_bits_is_refused_by_a_32_bit_optimizer(pool2):
     for message in pool2.run(load_into_adamw):
         assert "AdamW8bit.to_fp32" in message
+
+
+class Passes(torch.optim.Optimizer):
+    """A wrapper as libraries have them, which passes on another optimizer's groups and state."""
+
+    def __init__(self, optimizer):
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.defaults, self.state_dict = optimizer.defaults, optimizer.state_dict
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS[:4], ids=str)
+@on_ranks(2)
+def test_a_wrapper_is_saved_as_the_optimizer_in_it(combination, tmp_path):
+    strategy, transport = combination
+    model = FSDP(make(Mlp), strategy=strategy, transport=transport)
+    optimizer = new_optimizer("AdamW8bit", model.parameters())
+    steps_of(model, optimizer, 0, 2)
+    zshard.save(tmp_path / "run", model, Passes(optimizer))
+    other = new_optimizer("AdamW8bit", model.parameters())
+    zshard.load(tmp_path / "run", model, other, strict=False)  # the class differs
+    ours, loaded = (zshard.optim_state_dict(model, each) for each in (optimizer, other))
+    assert differences(ours["state"], loaded["state"]) == []
+    plain = zshard.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="8-bit moments") as caught:
+        plain.load_state_dict(optimizer.state_dict())
+    assert str(caught.value).count("\n") == 1  # a heading, and the remedy
 
 
 def load_into_adamw():

@@ -19,15 +19,15 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (12_977, 19_879),
-    "core: (modules)": (1_360, 2_201),
-    "core: checkpoint": (2_441, 3_573),
+    "core": (12_991, 19_898),
+    "core: (modules)": (1_365, 2_205),
+    "core: checkpoint": (2_447, 3_583),
     "core: guard": (1_090, 1_615),
     "core: memory": (744, 1_112),
     "core: model": (1_225, 2_098),
-    "core: optim": (1_820, 2_688),
+    "core: optim": (1_821, 2_691),
     "core: ranks": (1_207, 1_844),
-    "core: state": (1_213, 1_829),
+    "core: state": (1_215, 1_831),
     "core: units": (723, 1_209),
     "core: wrap": (1_154, 1_710),
     "extras": (8_635, 12_410),
@@ -75,7 +75,7 @@ COUNTS = {  # exactly
     "text_lines": 3_534,
     "weak_dictionaries": 23,
 }
-C_LINES = 44_537
+C_LINES = 44_538
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
     "csrc": "12 lines: a failed backward shares its sums at once",

@@ -8,6 +8,7 @@ optimizer in several ways, which all become an OptimizerState.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +23,13 @@ from zshard.checkpoint.safetensors import OpenFile
 from zshard.ranks.agreement import bytes_of
 
 _File = TypeVar("_File", bound=OpenFile)
+
+
+class Averages(Protocol):
+    """zshard.EMA, which stands above this."""
+
+    def update(self) -> None: ...
+    def swapped(self, decay: float | None = None) -> AbstractContextManager[None]: ...
 
 
 class Readable(Protocol):

@@ -24,6 +24,7 @@ from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint import manifest as blocks
 from zshard.checkpoint.checkpoint import (
+    Averages,
     Checkpoint,
     Readable,
     is_extra_state,
@@ -77,7 +78,7 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    ema: object = None,
+    ema: Averages | None = None,
     strict: bool = True,
     verify: bool = True,
 ) -> Loaded:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zshard import _core
+from zshard.checkpoint.checkpoint import Averages
 from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_of
 from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
 from zshard.checkpoint.manifest import NAME as MANIFEST
@@ -67,7 +68,7 @@ def save(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    ema: object = None,
+    ema: Averages | None = None,
     step: int | None = None,
     extra: Mapping[Any, Any] | None = None,
     asynchronous: bool = False,

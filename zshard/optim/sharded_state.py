@@ -44,6 +44,9 @@ _ALIGN = 32
 
 _LINE = 64  # bytes: moved tensors begin at multiples of it
 
+_SCALES = dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale", "momentum_buffer_scale"), 32)
+"""Of 8-bit moments: state with one element for so many of a parameter's."""
+
 
 def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
@@ -57,8 +60,9 @@ def _layouts(optimizer: Optimizer) -> list[tuple[dict[str, Any], Mapping[str, in
 
 
 def layout_of(optimizer: Optimizer) -> dict[str, int]:
-    """Return which state tensors have one element for so many of a parameter's, by name."""
-    return {name: size for _, each in _layouts(optimizer) for name, size in each.items()}
+    """Return which state tensors have one element for so many of a parameter's, by name. Scales are
+    known also where a wrapper passes on another optimizer's state, but not what it declares."""
+    return _SCALES | {name: size for _, each in _layouts(optimizer) for name, size in each.items()}
 
 
 def with_own_dtypes(optimizer: Optimizer) -> set[int]:
@@ -68,8 +72,7 @@ def with_own_dtypes(optimizer: Optimizer) -> set[int]:
 
 def problem_with_codes(optimizer: Optimizer, state: Mapping[Any, Any]) -> str | None:
     """Return what to do with the 8-bit moments in `state` that the optimizer does not step."""
-    scales = {f"{name}_scale" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
-    scales -= layout_of(optimizer).keys()
+    scales = _SCALES.keys() - {name for _, each in _layouts(optimizer) for name in each}
     own = (entries for entries in state.values() if isinstance(entries, Mapping))
     if all(scales.isdisjoint(entries) for entries in own):
         return None

@@ -260,10 +260,12 @@ def problems_with(
     """
     if takes_full_state(optimizer):  # which may have state of any shape
         return []
+    wrong = problem_with_codes(optimizer, state)
+    if wrong is not None:
+        return [wrong]
+    problems: list[str] = []
     wrong_dtypes: list[str] = []
     own_dtypes, layout = with_own_dtypes(optimizer), layout_of(optimizer)
-    wrong = problem_with_codes(optimizer, state)
-    problems = [] if wrong is None else [wrong]
     for number, entries in state.items():
         part = part_of(params[number])
         for key, value in entries.items():

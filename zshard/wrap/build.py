@@ -87,8 +87,8 @@ def calls_of(
 ) -> list[Call]:
     """Return the calls of a model with these units, for Engine.set_calls.
 
-    planned: new units. inner: units of earlier calls, each with its dry-run counterpart. Neither
-    includes units over other ranks.
+    planned: new units. inner: units of earlier calls, each with the one that stands for it here.
+    Neither includes units over other ranks.
     """
     hooked = {at: inner[unit] for at, unit in _hooked(model).items() if unit in inner}
     used = {
