@@ -88,8 +88,9 @@ def ways(folder: str, transport: str) -> dict[str, Way]:
         within(f"{step} clip", lambda: model.clip_grad_norm_(1.0))
         within(f"{step} step", optimizer.step)
         optimizer.zero_grad()
-    within("save", lambda: zshard.save(folder, model, optimizer))
-    within("load", lambda: zshard.load(folder, model, optimizer))
+    save, load = zshard.save, zshard.load  # this imports them
+    within("save", lambda: save(folder, model, optimizer))
+    within("load", lambda: load(folder, model, optimizer))
     within("model.state_dict()", model.state_dict)
     within("optimizer.state_dict()", optimizer.state_dict)
     return found
