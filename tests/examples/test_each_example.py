@@ -76,7 +76,7 @@ def of_ddp(known: dict[str, Numbers], pool2: RankPool, tmp_path: Path) -> Callab
     return run
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "strategy"), [*product(NAMES, STRATEGIES), *product([ENGINE], STAGES)]
 )

@@ -84,7 +84,7 @@ def fails_and_catches(token: str, folder: str, transport: str) -> None:
     raise SystemExit(1)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", FAILURES)
 def test_the_next_processes_continue(keeper: Keeper, tmp_path: Path, what: str) -> None:
     expected = undisturbed({})

@@ -16,6 +16,7 @@ from benchmarks.soak import LEAST, LIMITS, grown, main  # noqa: E402
 from benchmarks.soak_rank import Round  # noqa: E402
 
 
+@pytest.mark.thorough
 def test_faults_change_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "soak.json"
     words = ["--quick", "--minutes=9", "--rounds=6", "--life=3", "--seed=0", f"--out={out}"]

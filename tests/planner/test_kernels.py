@@ -109,12 +109,14 @@ def traced(dims, kind):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["", "selective", "full"])
 def test_a_stretched_trace_is_that_of_all_layers(kind):
     whole, few = (traced(GPT._replace(layers=layers), kind) for layers in (5, 3))
     assert few.stretched(2, 1, 3) == whole
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "layers"), [("", 5), ("selective", 5), ("full", 5), ("alternate", 8), ("alternate", 9)]
 )

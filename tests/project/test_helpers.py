@@ -45,6 +45,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", SHOWN)
 @pytest.mark.parametrize("start", [run_ranks, fork_ranks])
 def test_failing_assert_on_a_rank_shows_the_values(start, what):

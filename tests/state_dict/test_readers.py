@@ -342,7 +342,7 @@ def cells(state, combination, folder):
     return refused, wrong
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
 def test_each_reader_is_right_or_says_when_to_call(pool2, tmp_path, state, combination):
