@@ -169,7 +169,6 @@ def _open(
     with_optimizer: bool,
     beside: Sequence[BesideLoad],
 ) -> Checkpoint:
-    made: list[Checkpoint] = []
     in_parts, spread = False, None
     with on_all_ranks(comm):
         path = path_of(path)
@@ -177,11 +176,11 @@ def _open(
     if on_any_rank(comm, in_parts):
         path, spread = module_for("per_host").opened_together(stack, comm, path)
     with on_all_ranks(comm):
-        made.append(stack.enter_context(opened(path, with_optimizer, spread)))
+        found = stack.enter_context(opened(path, with_optimizer, spread))
         for each in beside:
-            each.open(made[0])
-    check_agreement(comm, _facts(made[0]), "checkpoints")
-    return made[0]
+            each.open(found)
+    check_agreement(comm, _facts(found), "checkpoints")
+    return found
 
 
 def _facts(found: Checkpoint) -> list[Fact]:
@@ -236,8 +235,7 @@ def _plan(
     beside: Sequence[BesideLoad],
     strict: bool,
 ) -> _Plans:
-    made: list[_Plans] = []
-    with on_all_ranks(comm, lambda: made[0].model.fact()):
+    with on_all_ranks(comm, lambda: for_model.fact()):
         _refuse_meta(model)
         if found.manifest is not None:
             for extension in EXTENSIONS:
@@ -250,8 +248,7 @@ def _plan(
             each.plan()
         extra = found.extra_of(comm.rank, strict)
         own = [] if for_optimizer is None else [for_optimizer]
-        made.append(_Plans(for_model, for_optimizer, [*own, *beside], extra))
-    return made[0]
+    return _Plans(for_model, for_optimizer, [*own, *beside], extra)
 
 
 def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:

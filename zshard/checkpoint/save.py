@@ -132,7 +132,6 @@ def save(
     model = bare(model)
     comm = ranks_of(model)
     copies = Replicas(model, comm)
-    made: list[SaveRequest] = []
     with on_all_ranks(comm), torch.no_grad():
         finish()
         kept = Kept(_checked_step(step), keep_last, overwrite)
@@ -151,11 +150,11 @@ def save(
             contents.append(of_optimizer(model, optimizer, copies))
         own = encode(dict(extra or {}))
         more = [] if ema is None else [module_for("ema").to_save(ema, model, copies)]
-        made.append(SaveRequest(target, kept, limit, contents, own, copied, more))
-    check_agreement(comm, made[0].facts(), "checkpoints to save")
-    _check_nested(comm, made[0].contents[-1].nested)
+        request = SaveRequest(target, kept, limit, contents, own, copied, more)
+    check_agreement(comm, request.facts(), "checkpoints to save")
+    _check_nested(comm, request.contents[-1].nested)
     _check_steps(model)
-    plan = plan_of(comm, made[0], model)
+    plan = plan_of(comm, request, model)
     beside = comm_beside(comm)
     write = _write
     if copied is not None:
@@ -237,10 +236,9 @@ def _write(plan: SavePlan, comm: _core.Comm) -> None:
                 staging.open()
                 for file in plan.files:
                     _core.File.create(os.path.join(staging.path, file.name), file.size).close()
-        rows: list[tuple[int, Written]] = []
         found: list[str] = []
         with on_all_ranks(comm), torch.no_grad():
-            rows += _write_pieces(plan, staging.path, rank_0, found)
+            rows = list(_write_pieces(plan, staging.path, rank_0, found))
         everyone = _gather(comm, rows)
         strange = names_of_all(comm, found)
         finite = not strange

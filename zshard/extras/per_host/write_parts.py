@@ -110,11 +110,10 @@ def write_parts(plan: SavePlan, comm: api.Comm, per_host: PerHost) -> None:
         with on_all_ranks(comm):
             if hosts.leads:
                 staging.open()
-        own: list[_WrittenPart | None] = []
         strange: list[str] = []
         with on_all_ranks(comm), torch.no_grad():
-            own.append(_write_part(plan, staging.path, comm, hosts, strange))
-        written = _gather(comm, own[0])
+            own = _write_part(plan, staging.path, comm, hosts, strange)
+        written = _gather(comm, own)
         names = names_of_all(comm, strange)
         if per_host.group is not None:
             _copy_parts(comm, per_host, staging.path, written)
