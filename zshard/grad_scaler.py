@@ -59,8 +59,10 @@ def _update(self: torch.amp.GradScaler, new_scale: float | torch.Tensor | None =
     before = self.get_scale() if engines else 0.0
     _torchs_update(self, new_scale)
     after = self.get_scale() if engines else 0.0
+    factor = after / before if before else 0.0
     for engine in engines if after != before else ():  # what wire=... carries over is scaled, too
-        engine.rescale(after / before if before else 0.0)
+        announce("rescale", engine, factor)
+        engine.rescale(factor)
 
 
 @PublicCall("scaler.unscale_()")

@@ -47,6 +47,7 @@ _ACTS = {  # what is announced, and how: a rank without data gets the place in t
     "norm": "computing a norm of gradients",
     "clip": "clipping gradients",
     "unscale": "unscaling gradients",
+    "rescale": "changing the scale of losses",
 }
 
 _STEP_ATTRIBUTES = ("grad_scale", "found_inf")
@@ -287,6 +288,11 @@ class _Joined:
         meetings = int(self.engine in owners)
         self._say("unscale", number, inv_scale.detach(), allow_fp16, meetings=meetings)
 
+    def say_rescale(self, engine: api.Engine, factor: float) -> None:
+        """A scaler has changed the scale of the losses, and so of what wire= carries over."""
+        if engine == self.engine:
+            self._say("rescale", 0, factor)
+
     # --- a rank without data does the same --------------------------------------------------------
 
     def follow(self) -> None:
@@ -298,6 +304,7 @@ class _Joined:
             "norm": self._norm,
             "clip": self._clip,
             "unscale": self._unscale,
+            "rescale": lambda number, held, factor: self.engine.rescale(factor),
         }
         self.follows = True
         while self.engine.join_follow():

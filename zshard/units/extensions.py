@@ -112,6 +112,7 @@ class Extension:
         - "clip", params, max_norm, norm: scale gradients down to a norm.
         - "unscale", scaler, optimizer, engines, inv_scale, allow_fp16: unscale gradients, with one
           exchange for each of these engines.
+        - "rescale", engine, factor: losses are scaled by so much more, and what wire= carries over.
         """
 
     # --- norms ------------------------------------------------------------------------------------
