@@ -13,7 +13,7 @@ import contextlib
 import functools
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -298,18 +298,10 @@ class _Joined:
     def follow(self) -> None:
         """Do as the ranks with data do, until none has any; then all ranks are in the same
         state."""
-        acts: dict[str, Callable[..., None]] = {
-            "step": self._step,
-            "zero": self._zero,
-            "norm": self._norm,
-            "clip": self._clip,
-            "unscale": self._unscale,
-            "rescale": lambda number, held, factor: self.engine.rescale(factor),
-        }
         self.follows = True
         while self.engine.join_follow():
             act, values = self._share(None)
-            acts[act](*values)
+            getattr(self, f"_{act}")(*values)
         self.is_over = True
         self._take_final_state()
 
@@ -385,6 +377,9 @@ class _Joined:
         found = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
         optimizer = self._without_others(number)
         GradScaler._unscale_grads_(scaler, optimizer, inv_scale, found, allow_fp16)
+
+    def _rescale(self, number: int, held: list[bool], factor: float) -> None:
+        self.engine.rescale(factor)
 
     # --- the end ----------------------------------------------------------------------------------
 
