@@ -68,7 +68,11 @@ def join(model: nn.Module, objects: Sequence[Any], by_all: bool, throws: bool) -
         with on_all_ranks(comm):
             optimizers, others = _sorted(model, objects)
             _check_model(model)
-        check_agreement(comm, _facts(optimizers, others, by_all, throws), "arguments of join()")
+        kinds = [", ".join(type(x).__name__ for x in xs) or "none" for xs in (optimizers, others)]
+        facts = [("the list of optimizers", kinds[0]), ("the list of other objects", kinds[1])]
+        facts += [("divide_by_initial_world_size", str(by_all))]
+        facts += [("throw_on_early_termination", str(throws))]
+        check_agreement(comm, facts, "arguments of join()")
     joined = _Joined(model, optimizers, others)
     joined.engine.join_begin(by_all, throws)
     joined.begin()
@@ -146,17 +150,6 @@ def _check_model(model: nn.Module) -> None:
         raise RuntimeError(
             "join() is already active on this model: leave it before you enter another"
         )
-
-
-def _facts(
-    optimizers: Sequence[Any], others: Sequence[Any], by_all: bool, throws: bool
-) -> list[tuple[str, str]]:
-    return [
-        ("the list of optimizers", ", ".join(type(each).__name__ for each in optimizers) or "none"),
-        ("the list of other objects", ", ".join(type(each).__name__ for each in others) or "none"),
-        ("divide_by_initial_world_size", str(by_all)),
-        ("throw_on_early_termination", str(throws)),
-    ]
 
 
 # --- a model within join() ------------------------------------------------------------------------
