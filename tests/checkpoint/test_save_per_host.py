@@ -353,7 +353,7 @@ def failing_on_node1(where, name):
     return mock.patch.object(where, name, side_effect=error) if node() == 1 else nullcontext()
 
 
-@pytest.mark.parametrize("where", ["_write_part", "_copy", "write_text"])
+@pytest.mark.parametrize("where", ["_write_part", "copy_file", "write_text"])
 def test_a_failure_on_one_host_leaves_nothing_on_any(on, root, where):
     wanted = on(2, 1, fail_in_the_middle, root, where)[0]
     assert {each[0] for each in on(2, 1, load, root)} == {wanted}
