@@ -59,10 +59,14 @@ def parse_extras(given: Mapping[str, object]) -> dict[str, Any]:
     """Return what extras make of their arguments of FSDP(), by name; those that are not used stay
     away. Raises TypeError or ValueError for an invalid argument."""
     found: dict[str, Any] = {}
-    values = {name: given.get(name, default) for name, (default, _) in _OF_ARGUMENT.items()}
+    used: dict[str, None] = {}
     for name, (default, module) in _OF_ARGUMENT.items():
-        is_default = type(values[name]) is type(default) and values[name] == default
-        if not is_default and name not in found:
-            own = {each: values[each] for each in values if _OF_ARGUMENT[each][1] == module}
-            found |= own | importlib.import_module(module).parse(**own)
+        value = given.get(name, default)
+        if type(value) is not type(default) or value != default:  # False is not 0 steps
+            used[module] = None
+    for module in used:
+        own = {
+            n: given.get(n, default) for n, (default, of) in _OF_ARGUMENT.items() if of == module
+        }
+        found |= importlib.import_module(module).parse(**own)
     return found

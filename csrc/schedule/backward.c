@@ -220,7 +220,7 @@ void zs_schedule_fail(zs_schedule *schedule)
     bool before = schedule->gave_up;
     schedule->stage = ZS_FAILED;
     schedule->gave_up = true;
-    zs_rounds_share_now(schedule); /* a peer that ends rounds in another order has yet to find what this rank found */
+    zs_rounds_share_now(schedule); /* a peer with another order of rounds waits for these sums, then fails as well */
     schedule->gave_up = before;
     (void)zs_reshard_all(schedule, true);
     (void)zs_unshard_end_pass(schedule, ZS_PHASE_BACKWARD);

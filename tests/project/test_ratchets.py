@@ -19,8 +19,8 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (12_988, 19_896),
-    "core: (modules)": (1_367, 2_207),
+    "core": (12_992, 19_900),
+    "core: (modules)": (1_371, 2_211),
     "core: checkpoint": (2_442, 3_578),
     "core: guard": (1_090, 1_615),
     "core: memory": (744, 1_112),

@@ -45,7 +45,7 @@ _ALIGN = 32
 _LINE = 64  # bytes: moved tensors begin at multiples of it
 
 _SCALES = dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale", "momentum_buffer_scale"), 32)
-"""Of 8-bit moments: state with one element for so many of a parameter's."""
+"""The scales of 8-bit moments, each with one element for so many of the parameter's."""
 
 
 def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
@@ -60,8 +60,8 @@ def _layouts(optimizer: Optimizer) -> list[tuple[dict[str, Any], Mapping[str, in
 
 
 def layout_of(optimizer: Optimizer) -> dict[str, int]:
-    """Return which state tensors have one element for so many of a parameter's, by name. Scales are
-    known also where a wrapper passes on another optimizer's state, but not what it declares."""
+    """Return which state tensors have one element for so many of a parameter's, by name. Scales
+    need no declaration: a wrapper has the state of another optimizer, but not its methods."""
     return _SCALES | {name: size for _, each in _layouts(optimizer) for name, size in each.items()}
 
 

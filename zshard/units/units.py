@@ -182,8 +182,8 @@ def unsharded(unit: _core.Unit) -> Iterator[None]:
 # --- what the parameters are at the moment --------------------------------------------------------
 
 replaced: dict[int, str] = {}
-"""By the engines of models whose parameters have other values for now: the context that restores
-them, as a script writes it."""
+"""By engine: the context in which a model's parameters have other values, and which restores them,
+as a script writes it."""
 
 
 def is_elsewhere(state: State) -> bool:

@@ -1,7 +1,7 @@
 """Make the engine of a model and its units, real ones or dry ones: these have no memory.
 
-The engine plans a step from the order of the units and the calls of a forward. Before
-the first forward, the order of registration is the best guess.
+The engine plans a step from the order of the units and the calls of a forward. Before the first
+forward, the order of registration is the best guess.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def plan_forward(
     made: Sequence[tuple[UnitSpec, _core.Unit]],
     inner: Sequence[tuple[nn.Module, _core.Unit, _core.Unit]],
 ) -> list[_core.Unit]:
-    """Report to the engine in which order modules have its units, and the calls of a forward.
+    """Give the engine the order of its units, and the calls of a forward.
 
     made: new units. inner: modules of earlier calls, each with its unit and the one that stands for
     it here. Neither includes units over other ranks. Returns the units in order, parents first.
