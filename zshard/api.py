@@ -17,7 +17,7 @@ from zshard._version import __version__
 from zshard.checkpoint.checkpoint import (
     Checkpoint, OptimizerState, Readable, is_extra_state, read_whole,
 )
-from zshard.checkpoint.contents import Contents, Item, Replicas, ranks_of, tensors_of
+from zshard.checkpoint.contents import Contents, inventory, ranks_of
 from zshard.checkpoint.folder import (
     PART, Staging, Target, absolute, finished, latest_checkpoint, names_at, path_of,
 )
@@ -40,7 +40,7 @@ from zshard.checkpoint.write import Writer, chunk_for, copy_file, names_of_all, 
 from zshard.fsdp import ARGUMENTS, FSDP, Wrapped
 from zshard.grad_scaler import GradScaler
 from zshard.guard.slices import ShardParameter, WholeParameter, grads_of, plain, to_local
-from zshard.guard.whole_values import full_numel, full_tensor
+from zshard.guard.whole_values import full_numel, full_tensor, read_full
 from zshard.memory.dry_run import World
 from zshard.memory.host_limits import ROOT, groups, read_text
 from zshard.memory.report import dry_run_of, full_named_parameters, num_parameters, size_of_state
@@ -84,7 +84,7 @@ from zshard.state.source import Copy, Source, chunks, shard_of
 from zshard.state.stand_ins import Pending
 from zshard.strategy import ShardingStrategy
 from zshard.units.extensions import EXTENSIONS, Extension, ParamRef
-from zshard.units.shards import Part, ids_of, known_parts, part_of, units_stepped_by
+from zshard.units.shards import Entry, Part, ids_of, known_parts, part_of, units_stepped_by
 from zshard.units.units import (
     Options, State, bare, class_of, is_apart, is_unit, known_hooks, plain_name, refuse_replaced,
     refuse_unsharded, replaced, session, settle, state_of, units_of, unsharded, writers, writing,

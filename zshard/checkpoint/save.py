@@ -145,16 +145,16 @@ def save(
         if optimizer is not None or ema is not None:
             units = (state.unit for _, state in units_of(model))
             refuse_replaced(units, "save an optimizer or an EMA")
-        contents = [of_model(model, copies, dtype)]
+        contents = [of_model(model, dtype)]
         if optimizer is not None:
-            contents.append(of_optimizer(model, optimizer, copies))
+            contents.append(of_optimizer(model, optimizer))
         own = encode(dict(extra or {}))
-        more = [] if ema is None else [module_for("ema").to_save(ema, model, copies)]
+        more = [] if ema is None else [module_for("ema").to_save(ema, model)]
         request = SaveRequest(target, kept, limit, contents, own, copied, more)
     check_agreement(comm, request.facts(), "checkpoints to save")
     _check_nested(comm, request.contents[-1].nested)
     _check_steps(model)
-    plan = plan_of(comm, request, model)
+    plan = plan_of(comm, request, model, copies)
     beside = comm_beside(comm)
     write = _write
     if copied is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import warnings
 from collections import Counter
@@ -26,12 +25,13 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._version import __version__
-from zshard.checkpoint.contents import Contents, Item, facts_of
+from zshard.checkpoint.contents import Contents, Replicas, facts_of
 from zshard.checkpoint.folder import Target
 from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, dump
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
 from zshard.ranks.agreement import Fact, gather, on_all_ranks
 from zshard.units.extensions import EXTENSIONS
+from zshard.units.shards import Entry
 from zshard.units.units import class_of, plain_name
 
 ALIGN = 4096  # bytes
@@ -43,7 +43,7 @@ class PlannedFile(NamedTuple):
     name: str
     header: bytes  # with its length, padded
     size: int
-    places: list[tuple[Item, int]]  # tensors and their first bytes in the file
+    places: list[tuple[Entry, int]]  # tensors and their first bytes in the file
 
 
 class Piece(NamedTuple):
@@ -138,20 +138,20 @@ class SavePlan:
             )
 
 
-def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
+def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module, copies: Replicas) -> SavePlan:
     """Collective. The ranks agree on `asked`."""
     own, *others = asked.contents
     extras = _from_all(comm, asked.extra)
     id = comm.exchange(os.urandom(16))[0].hex()
     with on_all_ranks(comm):
-        files = lay_out(own.items, "model", asked.limit, own.tied)
+        files = lay_out(own.entries, "model", asked.limit, own.tied)
         texts = texts_of(model, files) if comm.rank == 0 else {}
         texts["model.safetensors.index.json"] = index_of(files)
-        more = {"optimizer": others[0]} if others and others[0].items else {}
+        more = {"optimizer": others[0]} if others and others[0].entries else {}
         for each in asked.beside:
             more |= each.contents
         for stem, contents in more.items():
-            own_files = lay_out(contents.items, stem, asked.limit)
+            own_files = lay_out(contents.entries, stem, asked.limit)
             texts[f"{stem}.safetensors.index.json"] = index_of(own_files)
             files = files + own_files
 
@@ -183,7 +183,9 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
         )
 
     names = frozenset(plain_name(n) for n, _ in model.named_parameters(remove_duplicate=False))
-    return SavePlan(asked.target, asked.kept, files, pieces_of(files), texts, manifest, id, names)
+    return SavePlan(
+        asked.target, asked.kept, files, pieces_of(files, copies), texts, manifest, id, names
+    )
 
 
 def _from_all(comm: _core.Comm, mine: object) -> list[object]:
@@ -227,17 +229,17 @@ def _has_adapters(model: nn.Module) -> bool:
 
 
 def lay_out(
-    items: Sequence[Item], stem: str, limit: int, tied: Mapping[str, str] | None = None
+    items: Sequence[Entry], stem: str, limit: int, tied: Mapping[str, str] | None = None
 ) -> list[PlannedFile]:
     """Return the files for `items`, each with at most `limit` bytes of tensors, or one tensor.
 
     stem: files are named `<stem>.safetensors`, or `<stem>-00001-of-00002.safetensors` and so on.
     tied: aliases of tensors, which the header of the tensor's file lists as metadata.
     """
-    groups: list[list[Item]] = [[]]
+    groups: list[list[Entry]] = [[]]
     filled = 0
     for item in items:
-        size = _size_of(item)
+        size = item.size
         if groups[-1] and filled + size > limit:
             groups.append([])
             filled = 0
@@ -253,33 +255,34 @@ def lay_out(
 def index_of(files: Sequence[PlannedFile]) -> bytes:
     """Return the text of `<stem>.safetensors.index.json`."""
     homes = {item.name: file.name for file in files for item, _ in file.places}
-    total = sum(_size_of(item) for file in files for item, _ in file.places)
+    total = sum(item.size for file in files for item, _ in file.places)
     whole = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
     return json.dumps(whole, indent=2).encode()
 
 
-def pieces_of(files: Sequence[PlannedFile]) -> list[Piece]:
+def pieces_of(files: Sequence[PlannedFile], copies: Replicas) -> list[Piece]:
     """Return what this rank writes, in order. Ranks that hold the same bytes write an equal share
     of them each."""
-    places = [(number, *place) for number, file in enumerate(files) for place in file.places]
+    shares = [
+        (number, entry, offset, share)
+        for number, file in enumerate(files)
+        for entry, offset in file.places
+        if (share := copies.share(entry)) is not None
+    ]
     totals: Counter[int] = Counter()  # bytes, by group
-    for _, item, _ in places:
-        if item.held is not None:
-            totals[item.held.group] += item.held.values.numel() * item.dtype.itemsize
+    for _, entry, _, (*_, group) in shares:
+        totals[group] += entry.value.numel() * entry.dtype.itemsize
     done: Counter[int] = Counter()
     pieces = []
-    for number, item, offset in places:
-        if item.held is None:
-            continue
-        values, first, copies, copy, group = item.held
-        size = item.dtype.itemsize
+    for number, entry, offset, (first, count, copy, group) in shares:
+        size, numel = entry.dtype.itemsize, entry.value.numel()
         # Both neighbors round in the same way, so there is no gap between what they write.
-        cuts = (totals[group] * i // copies - done[group] for i in (copy, copy + 1))
-        begin, end = (min(max(0, cut // size), values.numel()) for cut in cuts)
+        cuts = (totals[group] * i // count - done[group] for i in (copy, copy + 1))
+        begin, end = (min(max(0, cut // size), numel) for cut in cuts)
         if begin < end:
             start = offset + (first + begin) * size
-            pieces.append(Piece(number, start, values, begin, end, item.dtype, item.name))
-        done[group] += values.numel() * size
+            pieces.append(Piece(number, start, entry.value, begin, end, entry.dtype, entry.name))
+        done[group] += numel * size
     return pieces
 
 
@@ -315,7 +318,7 @@ def joined(written: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]
     return made
 
 
-def _file(name: str, items: list[Item], tied: Mapping[str, str]) -> PlannedFile:
+def _file(name: str, items: list[Entry], tied: Mapping[str, str]) -> PlannedFile:
     ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # a stable sort
     inside = {item.name for item in ordered}
     notes = {other: home for other, home in tied.items() if home in inside}
@@ -323,7 +326,7 @@ def _file(name: str, items: list[Item], tied: Mapping[str, str]) -> PlannedFile:
     at = 0
     starts = []
     for item in ordered:
-        size = _size_of(item)
+        size = item.size
         shape, offsets = list(item.shape), [at, at + size]
         header[item.name] = {"dtype": CODES[item.dtype], "shape": shape, "data_offsets": offsets}
         starts.append(at)
@@ -338,7 +341,3 @@ def _file(name: str, items: list[Item], tied: Mapping[str, str]) -> PlannedFile:
     begin = 8 + len(text)
     places = [(item, begin + start) for item, start in zip(ordered, starts, strict=True)]
     return PlannedFile(name, len(text).to_bytes(8, "little") + text, begin + at, places)
-
-
-def _size_of(item: Item) -> int:
-    return math.prod(item.shape) * item.dtype.itemsize

@@ -25,7 +25,7 @@ from zshard.api import (
     NAME,
     Checkpoint,
     CheckpointError,
-    Item,
+    Entry,
     OpenFile,
     PlannedFile,
     Readable,
@@ -261,9 +261,9 @@ def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
     return 0
 
 
-def _item(name: str, entry: Readable, dtype: torch.dtype | None) -> Item:
+def _item(name: str, entry: Readable, dtype: torch.dtype | None) -> Entry:
     cast = dtype is not None and entry.dtype.is_floating_point
-    return Item(name, entry.shape, dtype if cast and dtype is not None else entry.dtype, None)
+    return Entry(name, entry.shape, dtype if cast and dtype is not None else entry.dtype)
 
 
 def _write_all(folder: str, files: list[PlannedFile], found: Checkpoint) -> None:
@@ -289,7 +289,7 @@ def _small_file(found: Checkpoint, name: str) -> OpenFile:
     return OpenFile(os.path.join(found.path, name))
 
 
-def _write(file: api.File, item: Item, offset: int, entry: Readable) -> None:
+def _write(file: api.File, item: Entry, offset: int, entry: Readable) -> None:
     """Write one tensor, a chunk at a time."""
     reader, size = Reader(), item.dtype.itemsize
     larger = max(item.dtype, entry.dtype, key=lambda dtype: dtype.itemsize)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zshard import _core
 from zshard.guard.slices import guard_like, plain
 from zshard.ranks.agreement import Fact
-from zshard.units.shards import Part, part_of
+from zshard.units.shards import Entry, Part, part_of
 
 __all__ = [
     *("SCALARS", "HeldState", "Hidden", "SizeOf", "class_of_state", "copied", "entries_of"),
-    *("fact_of", "facts_of_other", "full_state_of", "held_by", "held_in", "hidden", "layout_of"),
+    *("facts_of_other", "full_state_of", "held_by", "held_in", "hidden", "layout_of"),
     *("move_together", "one_tensor", "other_state", "params_of", "part_of_state"),
     *("problem_with_codes", "scalar_keys", "shard_state_of", "takes_full_state"),
     *("with_own_dtypes", "without_parameters", "zeros_side_by_side"),
@@ -108,20 +108,19 @@ def scalar_keys(states: Iterable[tuple[tuple[int, ...], Mapping[Any, Any]]]) -> 
     return found
 
 
-@dataclass(frozen=True)
-class HeldState:
-    """A sharded parameter with its state on this rank, sorted: name, value, and which part of the
-    full state tensor it is; None: it is not sharded."""
+class HeldState(NamedTuple):
+    """A sharded parameter with its state on this rank, sorted by name."""
 
     param: Tensor
     part: Part
-    entries: list[tuple[Any, Any, Part | None]]
+    state: Mapping[Any, Any]
+    shards: Mapping[Any, Entry]  # the tensors in `state` that are sharded
 
     @property
     def nested(self) -> str | None:
         """Return the first entry with sharded tensors inside a list or dict; None if there is
         none."""
-        for key, value, _ in self.entries:
+        for key, value in self.state.items():
             leaves = [] if isinstance(value, Tensor) else tree_leaves(value)
             if self.part.shape != () and any(_is_cut(leaf, self.part) for leaf in leaves):
                 return f"'{key}' (a {type(value).__name__})"
@@ -136,6 +135,13 @@ class HeldState:
                 "tensors, which state_dict() cannot gather: store each tensor directly under its "
                 "own key"
             )
+
+    @property
+    def fact(self) -> Fact:
+        """What must agree between ranks."""
+        words = [f"{key} {_described(v, key in self.shards)}" for key, v in self.state.items()]
+        about = f"the state of '{self.part.name}' (shape {self.part.shape})"
+        return about, ", ".join(words) or "none"
 
 
 def held_by(optimizer: Optimizer) -> list[HeldState]:
@@ -152,13 +158,13 @@ def held_in(params: Iterable[Tensor], optimizer: Optimizer) -> list[HeldState]:
     scalars = scalar_keys((part.shape, entries) for _, part, entries in states)
     held = []
     for param, part, entries in states:
-        may_be_cut = {key for key in entries if part.shape != () or key not in scalars}
-        rows: list[tuple[Any, Any, Part | None]] = []
-        for key in sorted(entries, key=str):
+        shards: dict[Any, Entry] = {}
+        for key, value in entries.items():
             own = part_of_state(part, key, layout)
-            is_cut = key in may_be_cut and _is_cut(entries[key], own)
-            rows.append((key, entries[key], own if is_cut else None))
-        held.append(HeldState(param, part, rows))
+            if _is_cut(value, own) and (part.shape != () or key not in scalars):
+                shards[key] = Entry(f"{part.name}.{key}", own.shape, value.dtype, value, own)
+        ordered = {key: entries[key] for key in sorted(entries, key=str)}
+        held.append(HeldState(param, part, ordered, shards))
     return held
 
 
@@ -175,12 +181,6 @@ def entries_of(state: Mapping[Any, Any], param: Tensor) -> Mapping[Any, Any]:
 
 def _is_cut(value: object, part: Part) -> bool:
     return isinstance(value, Tensor) and tuple(value.shape) == part.local_shape
-
-
-def fact_of(each: HeldState) -> Fact:
-    told = [f"{key} {_described(value, own is not None)}" for key, value, own in each.entries]
-    about = f"the state of '{each.part.name}' (shape {each.part.shape})"
-    return about, ", ".join(told) or "none"
 
 
 def _described(value: object, is_cut: bool) -> str:

@@ -17,7 +17,8 @@ Optimizers without parameters of a wrapped model keep torch's behavior.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,14 +27,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zshard import _core
 from zshard.guard.slices import plain
-from zshard.guard.whole_values import join
+from zshard.guard.whole_values import new_full, read_full
 from zshard.optim.hooks import is_older, know, post
 from zshard.optim.sharded_state import (
-    HeldState,
     copied,
-    fact_of,
     facts_of_other,
     full_state_of,
     held_by,
@@ -48,7 +46,7 @@ from zshard.optim.sharded_state import (
     with_own_dtypes,
     zeros_side_by_side,
 )
-from zshard.optim.shared_state import FullState, read_full
+from zshard.optim.shared_state import FullState, read_peers
 from zshard.ranks.agreement import PublicCall, check_agreement, gather
 from zshard.state.source import Copy, Source, filled, shard_of
 from zshard.state.stand_ins import Pending
@@ -60,6 +58,8 @@ __all__ = ["OptimizerPlan", "gather_state", "install", "problems_with", "taken"]
 
 Numbered = Mapping[Any, Mapping[Any, Any]]
 """State by the parameters' numbers in a state dict: {0: {"exp_avg": tensor, "step": ...}, ...}."""
+
+_CPU = torch.device("cpu")
 
 _torchs_save = Optimizer.state_dict
 _torchs_load = Optimizer.load_state_dict
@@ -164,28 +164,31 @@ def gather_state(optimizer: Optimizer, keep: bool = True) -> FullState:
         optimizer.full_state()  # type: ignore[attr-defined]
         return []
     other = facts_of_other(other_state(optimizer.state))
-    full = _still_full(optimizer)
-    if full is not None:
-        return full if keep else [(param, {}) for param, _ in full]
+    older = _still_full(optimizer)
+    if older is not None:
+        return older if keep else [(param, {}) for param, _ in older]
     know(optimizer)
-    held, layout = held_by(optimizer), layout_of(optimizer)
+    held = held_by(optimizer)
     result: FullState = []
     for model in dict.fromkeys(each.part.peers for each in held):
         mine = [each for each in held if each.part.peers is model]
         if model is not None and keep:
-            result += read_full(optimizer, model, mine)
+            result += read_peers(optimizer, model, mine)
         elif model is not None:
             result += [(each.param, {}) for each in mine]
-    for comm in {id(e.part.comm): e.part.comm for e in held if e.part.peers is None}.values():
+    for comm in dict.fromkeys(each.part.comm for each in held if each.part.peers is None):
         mine = [e for e in held if e.part.peers is None and e.part.comm is comm]
-        check_agreement(comm, [*map(fact_of, mine), *other], "optimizers")
-        for each, ranges in zip(mine, _ranges(comm, mine), strict=True):
-            cut = [(key, value, own) for key, value, own in each.entries if own is not None]
-            whole = {
-                key: join(own, value, _of_groups(ranges, layout.get(key, 1)), keep)
-                for key, value, own in cut
-            }
-            result.append((each.param, whole if keep else {}))
+        check_agreement(comm, [*(each.fact for each in mine), *other], "optimizers")
+        nested = zip(*gather(comm, [each.nested is not None for each in mine]), strict=True)
+        for each in itertools.compress(mine, map(all, nested)):
+            each.refuse_nested()
+        entries = [entry for each in mine for entry in each.shards.values()]
+        full = [new_full(entry, _CPU) for entry in entries if keep]
+        read_full(entries, full if keep else [None for _ in entries])
+        values = iter(full)
+        for each in mine:
+            whole = {key: next(values) for key in each.shards if keep}
+            result.append((each.param, whole))
     return result
 
 
@@ -197,30 +200,14 @@ def _still_full(optimizer: Optimizer) -> FullState | None:
     if not is_older(optimizer) or any(each.part.peers is None for each in held):
         return None
     full = {(id(p), key) for key, own in full_state_of(optimizer).items() for p, _ in own}
-    cut = {(id(e.param), key) for e in held for key, _, own in e.entries if own is not None}
+    cut = {(id(each.param), key) for each in held for key in each.shards}
     if not full or not cut <= full:
         return None
     post(optimizer)
     return [
-        (e.param, {k: filled(v, None) for k, v, _ in e.entries if (id(e.param), k) in full})
+        (e.param, {k: filled(v, None) for k, v in e.state.items() if (id(e.param), k) in full})
         for e in held
     ]
-
-
-def _ranges(comm: _core.Comm, held: Sequence[HeldState]) -> list[list[tuple[int, int]]]:
-    """Return each parameter's (begin, numel) on all ranks. Raises RuntimeError on all of them if
-    sharded tensors are within a list or dict."""
-    mine = [(each.part.begin, each.part.numel, each.nested is not None) for each in held]
-    found = []
-    for each, rows in zip(held, zip(*gather(comm, mine), strict=True), strict=True):
-        if all(nested for _, _, nested in rows):
-            each.refuse_nested()
-        found.append([(begin, numel) for begin, numel, _ in rows])
-    return found
-
-
-def _of_groups(ranges: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    return [(begin // size, -(-numel // size)) for begin, numel in ranges]
 
 
 # --- loading --------------------------------------------------------------------------------------

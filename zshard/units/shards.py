@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from zshard import _core
 from zshard.units.units import State, refuse_unsharded, refuse_writes, writers
 
 __all__ = [
-    *("Part", "Stepped", "asked_for_size", "known_parts", "part_of", "remember_parts"),
-    *("replicas_of", "sizes_for_torch", "stepped_by", "units_stepped_by"),
+    *("Entry", "Part", "Stepped", "asked_for_size", "entry_of", "known_parts", "part_of"),
+    *("remember_parts", "replicas_of", "sizes_for_torch", "stepped_by", "units_stepped_by"),
 ]
 
 
@@ -220,6 +220,22 @@ class Part:
                 state.unit.unpin()
 
 
+class Entry(NamedTuple):
+    """A tensor of a model, an optimizer, an average or a file, and what this rank has of it."""
+
+    name: str
+    shape: tuple[int, ...]  # of the full tensor
+    dtype: torch.dtype  # in which it is saved or given
+    value: Any = None  # a Tensor; None: this rank has nothing of it
+    part: Part | None = None  # which elements `value` has; None: all, and they are this rank's own
+    unit: _core.Unit | None = None  # whose parameter it is, if it is sharded
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the full tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 asked_for_size: weakref.WeakSet[Part] = weakref.WeakSet()
 """Parts of full parameters of which a script has asked for this rank's size."""
 
@@ -290,9 +306,15 @@ def _forget(
 
 
 def part_of(param: Tensor) -> Part | None:
-    """Return the entry of a parameter that FSDP has wrapped, sharded or not; None for others."""
-    entry = _parts.get(id(param))
-    return entry[1] if entry is not None and entry[0]() is param else None
+    """Return the Part of a parameter that FSDP has wrapped, sharded or not; None for others."""
+    known = _parts.get(id(param))
+    return known[1] if known is not None and known[0]() is param else None
+
+
+def entry_of(param: Tensor, unit: _core.Unit) -> Entry:
+    """Return the entry of a sharded parameter of a unit, as it is now."""
+    part = _parts[id(param)][1]
+    return Entry(part.name, part.shape, param.dtype, param, part, unit)
 
 
 @dataclass(eq=False)
