@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._version import __version__
-from zshard.checkpoint.contents import Contents, Replicas, facts_of
+from zshard.checkpoint.contents import Contents, Replicas, Share, facts_of
 from zshard.checkpoint.folder import Target
 from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, dump
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
@@ -184,7 +184,7 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module, copies: Repl
 
     names = frozenset(plain_name(n) for n, _ in model.named_parameters(remove_duplicate=False))
     return SavePlan(
-        asked.target, asked.kept, files, pieces_of(files, copies), texts, manifest, id, names
+        asked.target, asked.kept, files, pieces_of(files, copies.share), texts, manifest, id, names
     )
 
 
@@ -260,14 +260,16 @@ def index_of(files: Sequence[PlannedFile]) -> bytes:
     return json.dumps(whole, indent=2).encode()
 
 
-def pieces_of(files: Sequence[PlannedFile], copies: Replicas) -> list[Piece]:
+def pieces_of(
+    files: Sequence[PlannedFile], share_of: Callable[[Entry], Share | None]
+) -> list[Piece]:
     """Return what this rank writes, in order. Ranks that hold the same bytes write an equal share
     of them each."""
     shares = [
         (number, entry, offset, share)
         for number, file in enumerate(files)
         for entry, offset in file.places
-        if (share := copies.share(entry)) is not None
+        if (share := share_of(entry)) is not None
     ]
     totals: Counter[int] = Counter()  # bytes, by group
     for _, entry, _, (*_, group) in shares:
