@@ -117,7 +117,7 @@ def test_files_are_valid_and_not_too_large(case):
         for item, offset in file.places:
             assert offset % item.dtype.itemsize == 0
         names += sizes
-    assert sorted(names) == sorted(item.name for item in world[0])
+    assert sorted(names) == sorted(item.name for item in world[0][0])
     told = json.loads(save_plan.index_of(files))
     assert told["weight_map"] == {i.name: file.name for file in files for i, _ in file.places}
     assert told["metadata"]["total_size"] == sum(f.size - len(f.header) for f in files)
