@@ -37,7 +37,7 @@ from zshard.guard.outside import call_at_barriers
 from zshard.guard.slices import plain
 from zshard.guard.whole_values import new_full
 from zshard.optim.sharded_state import HeldState, held_in, move_together, params_of
-from zshard.ranks.agreement import Fact, first_difference
+from zshard.ranks.agreement import first_difference
 from zshard.units.units import State, session, units_of
 
 __all__ = ["FullState", "ModelRecord", "meet", "read_peers"]
@@ -49,18 +49,17 @@ _AGAIN = 0.05  # seconds between two looks
 FullState = list[tuple[Tensor, dict[Any, Tensor]]]
 """Parameters, each with the full tensors of its sharded state."""
 
-PostedTensor = tuple[int, str, int, int, int]
-"""A posted tensor: the index of its parameter, its name, its first element in the full tensor, its
-number of elements, and where it lies."""
-
 
 @dataclass(eq=False)
 class OptimizerRecord:
-    """This rank's share of one optimizer and one model, as posted."""
+    """This rank's share of one optimizer and one model.
 
-    facts: list[Fact] = field(default_factory=list)
-    nested: list[bool] = field(default_factory=list)
-    rows: list[PostedTensor] = field(default_factory=list)
+    posted: "facts": what must agree between ranks; "nested": per parameter, whether shards lie in a
+    list or dict; "rows": per tensor the index of its parameter, its name, its first element in the
+    full tensor, its number of elements, and where it lies.
+    """
+
+    posted: dict[str, Any] = field(default_factory=dict)
     tensors: list[tuple[weakref.ref[Tensor], Any, Tensor]] = field(default_factory=list)
     """Parameter, name and value of each row. Values stay alive as long as they are posted."""
     entries: int = -1  # in the optimizer's state when it was posted
@@ -140,14 +139,14 @@ class ModelRecord:
         held = held_in(params, optimizer)
         cut = [(i, key, entry) for i, each in enumerate(held) for key, entry in each.shards.items()]
         places = self.board.places([entry.value for _, _, entry in cut])
-        record.rows = [
+        rows = [
             (index, str(key), entry.part.begin, entry.part.numel, place)
             for (index, key, entry), place in zip(cut, places, strict=True)
             if entry.part is not None
         ]
         record.tensors = [(weakref.ref(held[i].param), key, e.value) for i, key, e in cut]
-        record.facts = [each.fact for each in held]
-        record.nested = [each.nested is not None for each in held]
+        facts, nested = [each.fact for each in held], [each.nested is not None for each in held]
+        record.posted = {"facts": facts, "nested": nested, "rows": rows}
         record.entries = _entries_in(optimizer.state)
         record.stamp = getattr(optimizer, "state_changes", None)
 
@@ -190,11 +189,11 @@ class Board:
                 self._lock.release()
 
     def _text(self) -> dict[str, Any]:
-        states: dict[str, Any] = {}
-        for token, model in list(self.models.items()):
-            for key, record in list(model.optimizers.items()):
-                text = {"facts": record.facts, "nested": record.nested, "rows": record.rows}
-                states[f"{token} {key}"] = text
+        states = {
+            f"{token} {key}": record.posted
+            for token, model in list(self.models.items())
+            for key, record in list(model.optimizers.items())
+        }
         return {"states": states, "dropped": sorted(self._dropped)}
 
     def read(self, rank: int) -> dict[str, Any]:
