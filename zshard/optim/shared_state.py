@@ -279,7 +279,7 @@ def read_peers(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldStat
     Raises DivergenceError if another rank's state differs in parameters, names, shapes or dtypes;
     RuntimeError for shards within a list or dict; what a forward on one rank alone raises.
     """
-    key, board = model.note(optimizer), model.board
+    name, board = model.note(optimizer), model.board
     entries = {(i, str(key)): e for i, each in enumerate(held) for key, e in each.shards.items()}
     full = {at: new_full(entry) for at, entry in entries.items()}
     missing = {at: entry.part.whole_numel for at, entry in entries.items() if entry.part}
@@ -287,9 +287,9 @@ def read_peers(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldStat
     with session(unit for each in held if (unit := each.part.unit)), plain():
         for rank in range(board.comm.world):
             if rank == board.comm.rank:
-                posted = model.optimizers[key].posted
+                posted = model.optimizers[name].posted
             else:
-                posted = _posted_by(board, rank, f"{model.token} {key}", late)
+                posted = _posted_by(board, rank, f"{model.token} {name}", late)
                 _check(held, posted, board.comm.rank, rank)
             places, targets = [], []
             for index, key, begin, numel, place in posted["rows"]:
