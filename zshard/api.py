@@ -5,11 +5,10 @@ described where it is defined; tests/project/test_ratchets.py counts them.
 # ruff: isort: skip_file
 # fmt: off
 from zshard._core import (
-    Comm, DivergenceError, Engine, File, OptimPlan, PeerError, PeerTimeoutError, Unit, average,
-    expect_norms, finite, has_held_units, keeps_memory, kept_bytes, kept_count, kept_files,
-    kept_finish, kept_format, kept_look_again, kept_mark, kept_place, kept_runs, kept_write,
-    machine, make_folder, remove_folder, shared_rows, shares_state, slice_part, squares,
-    squares_value, trace_start, trace_stop,
+    Comm, DivergenceError, Engine, File, KeptStep, OptimPlan, PeerError, PeerTimeoutError, Unit,
+    average, expect_norms, finite, has_held_units, keeps_memory, kept_place, machine,
+    make_folder, remove_folder, shared_rows, shares_state, slice_part, squares, squares_value,
+    trace_start, trace_stop,
 )
 from zshard._errors import CheckpointError, KeeperError, NonFiniteError, did_you_mean, warn
 from zshard._removed import removal
