@@ -45,9 +45,7 @@ from zshard.units.units import (
     Options,
     State,
     hook_forward,
-    is_apart,
     is_unit,
-    known_hooks,
     state_of,
     units_of,
 )
@@ -136,12 +134,12 @@ class ShardingPlan:
     @property
     def joined(self) -> list[tuple[nn.Module, State]]:
         """The inner units that become part of the model: those over the same ranks."""
-        return [(each, state) for each, state in self.inner if not is_apart(state, self.comms)]
+        return [(each, state) for each, state in self.inner if not state.is_apart(self.comms)]
 
     @property
     def modules_apart(self) -> set[nn.Module]:
         """The modules of the other inner units."""
-        apart = [each for each, state in self.inner if is_apart(state, self.comms)]
+        apart = [each for each, state in self.inner if state.is_apart(self.comms)]
         return {part for each in apart for part in each.modules()}
 
     # --- agree ------------------------------------------------------------------------------------
@@ -258,7 +256,7 @@ class ShardingPlan:
         state = State(unit, self.comms, options, self.group_given, self.is_alone)
         remember_parts(state)
         if unit.is_hooked:
-            state.hooks += known_hooks(module, hook_forward(module, unit))
+            state.note_hooks(module, hook_forward(module, unit))
             if unit.replicated:
                 attach_replicated(spec)
             else:
@@ -267,11 +265,11 @@ class ShardingPlan:
         module.__class__ = class_for(self.base, type(module))
         refuse_wrappers_around(module)
         casts = install_casts(module, options.precision, module is self.module)
-        state.hooks += known_hooks(module, casts)
+        state.note_hooks(module, casts)
         install_kept({owner for ref in spec.params for owner, _ in ref.owners}, options.precision)
         if unit.is_hooked and not unit.replicated:
             for part in parts_to_guard(spec, self.module if len(self.planned) > 1 else None):
-                state.hooks += known_hooks(part, hook_forward(part, unit))
+                state.note_hooks(part, hook_forward(part, unit))
         if not unit.replicated:
             unit.guard()
         return unit
@@ -381,12 +379,12 @@ def sync_buffers(module: nn.Module, when: BufferSync) -> None:
     def set_buffers() -> None:
         model = root()
         if model is not None:
-            inner = [unit for unit, each in units_of(model) if is_apart(each, comms)]
+            inner = [unit for unit, each in units_of(model) if each.is_apart(comms)]
             apart = {id(buffer) for unit in inner for buffer in unit.buffers()}
             engine.sync_buffers([b for b in model.buffers() if id(b) not in apart], in_training)
 
     for _, each in units_of(module):
-        if not is_apart(each, comms):
+        if not each.is_apart(comms):
             each.unit.buffers = set_buffers
     set_buffers()  # a rank without data takes part in join() before a forward of its own
 

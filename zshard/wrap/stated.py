@@ -1,4 +1,4 @@
-"""Blocks that a model states itself.
+"""FileBlocks that a model states itself.
 
 A class may say what to shard by two attributes, which models of several libraries have:
 

@@ -272,7 +272,7 @@ class Keep:
             yield
             for plan in prepared.plans:
                 plan.look_again()
-            self._complete(script, prepared.plans)
+            self._complete(script, prepared)
         except BaseException:
             for group, count in zip(optimizer.param_groups, before, strict=False):
                 if count is not None:
@@ -316,9 +316,10 @@ class Keep:
         self._keeper.drop(str(name))
         _held.pop(str(name), None)
 
-    def _complete(self, script: bytes, plans: list[api.OptimPlan]) -> None:
+    def _complete(self, script: bytes, prepared: Prepared) -> None:
+        plans = prepared.plans
         number = self._step + 1
-        files = self._files_for(plans)
+        files = self._files_for(prepared)
         state = self._snapshot(script, bool(plans))
         if plans:
             files.step.write(number, plans)
@@ -359,11 +360,11 @@ class Keep:
         }
         return _pickled("Keep()", state)
 
-    def _files_for(self, plans: list[api.OptimPlan]) -> Files:
+    def _files_for(self, prepared: Prepared) -> Files:
         """Return the files to write to; new ones if the optimizer's state or its runs changed, or
         if gradients lie in files that the keeper does not have."""
         optimizer, before = self._optimizer, self._files
-        files_of_runs = [fd for plan in plans for fd in plan.grad_files()]
+        files_of_runs = [fd for plan in prepared.plans for fd in plan.grad_files()]
         runs, with_grads = len(files_of_runs), sorted({*files_of_runs} - {-1})
         if before is not None and before.fit(runs, optimizer.state_changes, with_grads):
             return before
