@@ -20,10 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
 from zshard.guard.outside import refuse_wrappers_around, tell_of_barriers
-from zshard.memory.dry_run import Planned
-from zshard.memory.fits import check_fits
-from zshard.memory.host_limits import Sharing
-from zshard.memory.spare import Spare, keep_between, watch_first_steps
 from zshard.model.own_names import properties_in_place
 from zshard.optim.hooks import know_again
 from zshard.optim.shared_state import meet
@@ -89,9 +85,17 @@ class FsdpSettings(NamedTuple):
         return pair[0] if isinstance(pair, tuple) else pair
 
 
+def crosses_hosts(comm: _core.Comm) -> bool:
+    """Return whether the ranks that gather from each other are on several (equal) hosts."""
+    return comm.per_host > 0
+
+
 @PublicCall("FSDP()")
 def shard_model(
-    base: type[nn.Module], module: nn.Module, planned: list[Planned], settings: FsdpSettings
+    base: type[nn.Module],
+    module: nn.Module,
+    planned: list[tuple[UnitSpec, Options]],
+    settings: FsdpSettings,
 ) -> None:
     """Shard a model in place. Collective.
 
@@ -114,13 +118,13 @@ class ShardingPlan:
 
     base: type[nn.Module]
     module: nn.Module
-    planned: list[Planned]
+    planned: list[tuple[UnitSpec, Options]]
     names: dict[nn.Module, str] = field(init=False)
     inner: list[tuple[nn.Module, State]] = field(init=False)
     comms: Comms = field(init=False)
     group_given: dist.ProcessGroup | None = None
     is_alone: bool = False
-    sharing: Sharing = field(default=Sharing())
+    sharing: Any = None  # host_limits.Sharing, with a limit
 
     def __post_init__(self) -> None:
         self.names = {each: name for name, each in self.module.named_modules()}
@@ -170,7 +174,9 @@ class ShardingPlan:
             for spec in specs:  # these have their own error
                 check_unit(spec)
                 class_for(self.base, type(spec.module))
-        keep = keep_between(self.options.keep, self.comms.shard_group)
+        keep = self.options.keep
+        if keep is None and not crosses_hosts(self.comms.shard_group):
+            keep = 0  # within one host, a gather is cheap
         self.planned = [(spec, each._replace(keep=keep)) for spec, each in self.planned]
         self.group_given = settings.group_given
         by_default = settings.process_group is None and settings.device_mesh is None
@@ -218,6 +224,8 @@ class ShardingPlan:
                 each.settle(ref)
         limit = self.options.limit
         if limit is not None:
+            from zshard.memory.fits import check_fits
+
             self.sharing = check_fits(
                 self.module, self.planned, self.comms, self.joined, limit, settings.device
             )
@@ -305,9 +313,12 @@ class ShardingPlan:
             sync_buffers(module, settings.buffers_in_forward)
         for each in EXTENSIONS:
             each.finish(module)
-        watch_first_steps(module, limit, self.sharing, settings.device)
-        if self.options.keep is None:
-            state_of(module).spare = Spare(module, limit, self.sharing)
+        if limit is not None or self.options.keep is None:
+            from zshard.memory.spare import Spare, watch_first_steps
+
+            watch_first_steps(module, limit, self.sharing, settings.device)
+            if self.options.keep is None:
+                state_of(module).spare = Spare(module, limit, self.sharing)
         introduce(module)
         engine = state_of(module).unit.engine
         engine.begin_write()  # the values are complete
