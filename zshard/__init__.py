@@ -23,7 +23,6 @@ from zshard.guard.slices import ShardParameter as ShardParameter
 from zshard.guard.slices import ShardTensor as ShardTensor
 from zshard.guard.slices import to_local
 from zshard.guard.whole_values import full_tensor, named_norms, whole_named_parameters
-from zshard.memory.report import num_parameters, predict_memory
 from zshard.model.methods import register_forward_method
 from zshard.offload import Offload
 from zshard.optim import SGD, Adam, AdamW
@@ -31,7 +30,6 @@ from zshard.precision import MixedPrecision
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire
 from zshard.state.load_state_dict import load_state_dict
-from zshard.state.optimizer_names import load_optim_state_dict, optim_state_dict
 from zshard.strategy import ShardingStrategy
 from zshard.wrap.meta import uninitialized
 
@@ -117,6 +115,8 @@ _LATER = {
     **dict.fromkeys(("SaveHandle", "save"), "checkpoint.save"),
     **dict.fromkeys(("rng_state", "set_rng_state"), "checkpoint.script_state"),
     "latest_checkpoint": "checkpoint.folder",
+    **dict.fromkeys(("num_parameters", "predict_memory"), "memory.report"),
+    **dict.fromkeys(("load_optim_state_dict", "optim_state_dict"), "state.optimizer_names"),
     **dict.fromkeys(("Adam8bit", "AdamW8bit", "SGD8bit"), "extras.optimizers.eight_bit"),
     **dict.fromkeys(("Export", "export"), "extras.weights.export"),
     "DataPosition": "extras.data_position",
@@ -156,6 +156,8 @@ if _TYPE_CHECKING:
     from zshard.extras.weights.send import receive_export
     from zshard.integrations.compat import *  # noqa: F403
     from zshard.integrations.deepspeed import *  # noqa: F403
+    from zshard.memory.report import num_parameters, predict_memory
+    from zshard.state.optimizer_names import load_optim_state_dict, optim_state_dict
 else:
 
     def __getattr__(name: str) -> object:

@@ -21,9 +21,10 @@ from safetensors import deserialize
 
 from zshard import _core
 from zshard.checkpoint import save_plan
-from zshard.checkpoint.manifest import BLOCK
+from zshard.checkpoint.manifest import BLOCK, FileRecord
 from zshard.checkpoint.safetensors import CODES
 from zshard.checkpoint.script_state import decode, encode, rng_state, set_rng_state
+from zshard.checkpoint.write import joined
 from zshard.options import parse_size
 from zshard.units.shards import Entry
 
@@ -181,13 +182,11 @@ def test_checksums_of_pieces_are_joined(cuts, random):
     rows = cut(DATA, cuts)
     random.shuffle(rows)
     whole = [_core.crc32c(DATA[i : i + BLOCK]) for i in range(0, len(DATA), BLOCK)]
-    assert save_plan.record_of("x", len(DATA), rows) == (
-        save_plan.FileRecord(len(DATA), tuple(whole))
-    )
-    one, other = save_plan.joined(rows[::2]), save_plan.joined(rows[1::2])
+    assert FileRecord.of("x", len(DATA), rows) == (FileRecord(len(DATA), tuple(whole)))
+    one, other = joined(rows[::2]), joined(rows[1::2])
     assert len(one) <= len(rows[::2])
-    assert save_plan.record_of("x", len(DATA), one + other).checksums == tuple(whole)
-    assert len(save_plan.joined(rows)) == len(whole)
+    assert FileRecord.of("x", len(DATA), one + other).checksums == tuple(whole)
+    assert len(joined(rows)) == len(whole)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +197,7 @@ def test_bytes_not_written_exactly_once_are_an_error(change):
     with pytest.raises(
         RuntimeError, match=r"'x' \(\d+ bytes\) was not written exactly once at byte"
     ):
-        save_plan.record_of("x", len(DATA), change(rows))
+        FileRecord.of("x", len(DATA), change(rows))
 
 
 # --- extra ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from zshard import _core
 from zshard._version import __version__
 from zshard.checkpoint.contents import Contents, Replicas, Share, facts_of
-from zshard.checkpoint.folder import Target
-from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, dump
+from zshard.checkpoint.folder import Target, retain, warn_of_newer
+from zshard.checkpoint.manifest import FileRecord, Manifest
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
 from zshard.ranks.agreement import Fact, gather, on_all_ranks
 from zshard.units.extensions import EXTENSIONS
@@ -61,6 +61,10 @@ class Piece(NamedTuple):
     def size(self) -> int:
         """Its bytes in the file."""
         return (self.end - self.begin) * self.dtype.itemsize
+
+
+WrittenRun = tuple[int, int, Piece | bytes]
+"""A run of bytes that this rank writes to a file: where it begins there, its length, what it is."""
 
 
 class Kept(NamedTuple):
@@ -127,15 +131,37 @@ class SavePlan:
     id: str
     parameters: frozenset[str]  # names
 
-    def warn_of_values(self, names: Collection[str]) -> None:
-        """Warn of parameters with NaN or infinite values, if there are any."""
-        if names:
-            listed = ", ".join(f"'{name}'" for name in sorted(names))
-            warnings.warn(
-                f"the checkpoint '{self.target.path}' has NaN or infinite values in {listed}; "
-                "keep_last also keeps the newest checkpoint without such values",
-                stacklevel=3,
-            )
+    def runs(self, headers: bool, texts: bool) -> dict[str, list[WrittenRun]]:
+        """Return what this rank writes, by file; the headers of all files, and further files, if it
+        is the rank for these."""
+        found: dict[str, list[WrittenRun]] = {}
+        for file in self.files if headers else ():
+            found[file.name] = [(0, len(file.header), file.header)]
+        for piece in self.pieces:
+            run = (piece.offset, piece.size, piece)
+            found.setdefault(self.files[piece.file].name, []).append(run)
+        for name, text in self.texts.items() if texts else ():
+            found[name] = [(0, len(text), text)]
+        return found
+
+    def clean_up(self, comm: _core.Comm, leads: bool, strange: Collection[str]) -> None:
+        """After the save, delete older checkpoints, and warn of NaN and of newer ones. Collective.
+
+        leads: whether this rank does so for others that see its folder.
+        strange: the names of parameters with NaN or infinite values.
+        """
+        with on_all_ranks(comm):  # a script may have made warnings errors
+            if leads and self.kept.keep_last is not None:
+                retain(self.target, self.kept.keep_last, self.id)
+            if comm.rank == 0 and strange:
+                listed = ", ".join(f"'{name}'" for name in sorted(strange))
+                warnings.warn(
+                    f"the checkpoint '{self.target.path}' has NaN or infinite values in {listed}; "
+                    "keep_last also keeps the newest checkpoint without such values",
+                    stacklevel=2,
+                )
+            if leads:
+                warn_of_newer(self.target)
 
 
 def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module, copies: Replicas) -> SavePlan:
@@ -165,22 +191,20 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module, copies: Repl
     ) -> bytes:
         sizes = {file.name: file.size for file in files}
         sizes |= {name: len(text) for name, text in texts.items()}  # on rank 0
-        return dump(
-            Manifest(
-                id=id,
-                step=asked.kept.step,
-                world=comm.world,
-                files=records,
-                tied=own.tied,
-                model={**own.told, **facts},
-                optimizer=others[0].told if others else None,
-                extra=extras,
-                software=_software(),
-                finite=finite,
-                whole=sizes if parts else {},
-                more={**entries, **({"parts": parts} if parts else {})},
-            )
-        )
+        return Manifest(
+            id=id,
+            step=asked.kept.step,
+            world=comm.world,
+            files=records,
+            tied=own.tied,
+            model={**own.told, **facts},
+            optimizer=others[0].told if others else None,
+            extra=extras,
+            software={"zshard": __version__, "torch": torch.__version__},
+            finite=finite,
+            whole=sizes if parts else {},
+            more={**entries, **({"parts": parts} if parts else {})},
+        ).dump()
 
     names = frozenset(plain_name(n) for n, _ in model.named_parameters(remove_duplicate=False))
     return SavePlan(
@@ -192,10 +216,6 @@ def _from_all(comm: _core.Comm, mine: object) -> list[object]:
     """Return the JSON values of all ranks, or only one if all are equal."""
     digest = hashlib.sha256(json.dumps(mine).encode()).digest()
     return [mine] if len(set(comm.exchange(digest))) == 1 else gather(comm, mine)
-
-
-def _software() -> dict[str, str]:
-    return {"zshard": __version__, "torch": torch.__version__}
 
 
 def texts_of(model: nn.Module, files: Sequence[PlannedFile]) -> dict[str, bytes]:
@@ -286,38 +306,6 @@ def pieces_of(
             pieces.append(Piece(number, start, entry.value, begin, end, entry.dtype, entry.name))
         done[group] += numel * size
     return pieces
-
-
-def record_of(file: str, size: int, written: Iterable[tuple[int, int, int]]) -> FileRecord:
-    """Return the checksums of a file, from (offset, length, CRC-32C) of each write of all ranks.
-    Raise RuntimeError unless they wrote each byte exactly once."""
-    sums: list[int] = []
-    end = 0
-    for offset, length, crc in sorted(written):
-        if offset != end or offset // BLOCK != (offset + length - 1) // BLOCK:
-            break
-        if offset % BLOCK == 0:
-            sums.append(crc)
-        else:
-            sums[-1] = _core.crc32c_join(sums[-1], crc, length)
-        end += length
-    if end != size:
-        raise RuntimeError(
-            f"'{file}' ({size} bytes) was not written exactly once at byte {end}: please report it"
-        )
-    return FileRecord(size, tuple(sums))
-
-
-def joined(written: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Merge the checksums of adjacent bytes of one block."""
-    made: list[tuple[int, int, int]] = []
-    for offset, length, crc in sorted(written):
-        if made and offset % BLOCK != 0 and sum(made[-1][:2]) == offset:
-            first, before, other = made.pop()
-            made.append((first, before + length, _core.crc32c_join(other, crc, length)))
-        else:
-            made.append((offset, length, crc))
-    return made
 
 
 def _file(name: str, items: list[Entry], tied: Mapping[str, str]) -> PlannedFile:

@@ -27,7 +27,6 @@ from zshard.api import (
     PublicCall,
     check_agreement,
     grads_of,
-    is_apart,
     is_stepped_in_backward,
     is_unit,
     may_stay_open,
@@ -131,7 +130,7 @@ def _check_model(model: nn.Module) -> None:
             f"join() was called on unit '{state.unit.name}': call it on the outermost sharded "
             "module"
         )
-    if any(is_apart(each, state.comms) for _, each in units_of(model)):
+    if any(each.is_apart(state.comms) for _, each in units_of(model)):
         raise NotImplementedError(
             "join() does not support units with process groups of other ranks than the model's: "
             "give all ranks the same number of batches"

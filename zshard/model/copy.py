@@ -26,7 +26,6 @@ from zshard.units.units import (
     ATTRIBUTE,
     Hook,
     class_of,
-    is_apart,
     refuse_unsharded,
     state_of,
     units_of,
@@ -71,7 +70,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return _copy_module(model, memo)
     units, own = list(units_of(model)), state_of(model)
     for _, state in units:
-        if is_apart(state, own.comms):
+        if state.is_apart(own.comms):
             raise NotImplementedError(
                 f"cannot copy a model whose unit '{state.unit.name}' has a process group of other "
                 "ranks: build and wrap a second model, and load model.state_dict() into it on each "

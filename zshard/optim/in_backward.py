@@ -29,7 +29,6 @@ from zshard.units.units import (
     Hook,
     State,
     hook_forward,
-    known_hooks,
     refuse_replaced,
     refuse_writes,
     units_of,
@@ -127,8 +126,7 @@ class OptimizerInBackward:
         self._ids.update(id(unit.params[i]) for i in known)
         if not unit.is_hooked:  # on a single rank, forward needs nothing else
             made = hook_forward(module, unit)
-            hooks = known_hooks(module, made)
-            state.hooks += hooks
+            hooks = state.note_hooks(module, made)
             self._hooks += [(state, *pair) for pair in zip(hooks, made, strict=True)]
 
     def _step(self, index: int) -> None:

@@ -134,6 +134,22 @@ class State:
         """Let the ranks of the unit's model read each other's optimizer state."""
         self.peers, self.peers_seen[:] = peers, [weakref.ref(peers)]
 
+    def is_apart(self, comms: Comms) -> bool:
+        """Return whether a nested unit was sharded over other ranks than the model around it, such
+        as an expert that each rank has for itself. It remains a separate model."""
+        return ranks_of(self.comms.all) != ranks_of(comms.all)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several ranks have the same values of the unit."""
+        return self.unit.replicated or self.comms.all.world > self.comms.shards.world
+
+    def note_hooks(self, module: nn.Module, handles: Iterable[RemovableHandle]) -> list[Hook]:
+        """Add hooks on a module, which copies of the model do not get; return them."""
+        hooks: list[Hook] = [(weakref.ref(module), handle.id) for handle in handles]
+        self.hooks += hooks
+        return hooks
+
     def rename(self, name: str) -> None:
         """Rename the unit and its parameters, which outlive it in Parts."""
         if self.unit.name == name:
@@ -291,12 +307,6 @@ def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, State]]:
             yield each, state_of(each)
 
 
-def is_apart(state: State, comms: Comms) -> bool:
-    """Return whether a nested unit was sharded over other ranks than the model around it, such as
-    an expert that each rank has for itself. It remains a separate model."""
-    return ranks_of(state.comms.all) != ranks_of(comms.all)
-
-
 def without_memory(
     param: nn.Parameter, shape: tuple[int, ...], device: torch.device | str
 ) -> nn.Parameter:
@@ -324,11 +334,6 @@ def hook_forward(module: nn.Module, unit: _core.Unit) -> list[RemovableHandle]:
         module.register_forward_pre_hook(unit.pre_forward, prepend=True),
         module.register_forward_hook(unit.post_forward, always_call=True),
     ]
-
-
-def known_hooks(module: nn.Module, handles: Iterable[RemovableHandle]) -> list[Hook]:
-    """Return hooks on `module` in the form of State.hooks."""
-    return [(weakref.ref(module), handle.id) for handle in handles]
 
 
 def modules_of(kind: type[_M], module: nn.Module, root_only: bool) -> list[_M]:

@@ -26,7 +26,6 @@ from zshard.api import (
     Readable,
     Source,
     bare,
-    open_tensors,
     part_of,
     plain_name,
     shard_of,
@@ -89,7 +88,7 @@ class SavedAverages(NamedTuple):
         if type(calls) is not int or type(updates) is not int or not 0 <= updates <= calls:
             counts = (calls, updates)
             raise CheckpointError(f"'{where}' has invalid counts of averages: {counts!r:.80}")
-        tensors = {each: open_tensors(found, found.manifest, stem_of(each)) for each in decays}
+        tensors = {each: found.tensors(stem_of(each)) for each in decays}
         return SavedAverages(tensors, calls, updates)
 
 

@@ -20,7 +20,6 @@ from zshard.api import (
     OpenFile,
     SafetensorsFile,
     absolute,
-    files_of,
 )
 from zshard.extras.readers import chunked, dcp
 
@@ -67,7 +66,7 @@ def _open_huggingface(found: Checkpoint, first: str) -> None:
             )
         return kind(path)
 
-    _note(found, files_of(found, first, opened_file))
+    _note(found, found.open_listed(first, opened_file))
 
 
 def _note(found: Checkpoint, files: dict[str, SafetensorsFile]) -> None:
