@@ -56,7 +56,7 @@ _RANK_0, _EVERYONE = -2, -1  # groups; the other groups are those of units
 _KINDS = (Tensor, nn.Parameter, nn.Buffer)  # subclasses may hold anything
 
 
-Share = tuple[int, int, int, int]
+SaveShare = tuple[int, int, int, int]
 """What a rank has of a tensor to save: its first element, how many ranks have the same elements,
 which of them it is, and a number of these ranks."""
 
@@ -97,7 +97,7 @@ class Replicas:
             row = (1, 0) if each is comm else (len(same), same.index(comm.rank))
             self._known[key] = (*row, i)
 
-    def share(self, entry: Entry) -> Share | None:
+    def share(self, entry: Entry) -> SaveShare | None:
         """Return this rank's share of a tensor to save; None: rank 0 saves it."""
         part, rank = entry.part, self._comm.rank
         if part is None:

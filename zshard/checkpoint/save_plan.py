@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._version import __version__
-from zshard.checkpoint.contents import Contents, Replicas, Share, facts_of
+from zshard.checkpoint.contents import Contents, Replicas, SaveShare, facts_of
 from zshard.checkpoint.folder import Target, retain, warn_of_newer
 from zshard.checkpoint.manifest import FileRecord, Manifest
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
@@ -281,7 +281,7 @@ def index_of(files: Sequence[PlannedFile]) -> bytes:
 
 
 def pieces_of(
-    files: Sequence[PlannedFile], share_of: Callable[[Entry], Share | None]
+    files: Sequence[PlannedFile], share_of: Callable[[Entry], SaveShare | None]
 ) -> list[Piece]:
     """Return what this rank writes, in order. Ranks that hold the same bytes write an equal share
     of them each."""
