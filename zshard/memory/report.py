@@ -17,7 +17,7 @@ from torch import nn
 from zshard import _core, upper
 from zshard.memory.dry_run import DryRun, World, dry_comms, trained_bytes
 from zshard.optim.hooks import seen_optimizers
-from zshard.optim.sharded_state import SizeOf, entries_of, one_tensor
+from zshard.optim.sharded_state import SCALARS, SizeOf, bytes_declared, entries_of, one_tensor
 from zshard.options import (
     OffloadLike,
     PrecisionLike,
@@ -217,9 +217,12 @@ def size_of_state(optimizer: str | int | None, module: nn.Module) -> SizeOf:
 def size_in_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> SizeOf | None:
     """Return the function for the bytes of state that a step creates for parameters of this group;
     None if it creates none, or is not known."""
-    if hasattr(optimizer, "state_bytes"):  # zshard's
-        found: SizeOf | None = optimizer.state_bytes(group)
-        return found
+    declare = getattr(optimizer, "state_layout", None)
+    if declare is not None:  # zshard's
+        names = {name for param in group["params"] for name in declare(group, param)}
+        if not names - SCALARS:
+            return None
+        return lambda param, numel: bytes_declared(declare(group, param), param, numel)
     count = STATE_TENSORS.get(type(optimizer).__name__.lower())
     if count is None:
         return None

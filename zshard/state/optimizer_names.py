@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
+from zshard.guard.slices import plain
 from zshard.optim.sharded_state import params_of, without_parameters
 from zshard.ranks.agreement import PublicCall, gather, on_all_ranks
 from zshard.ranks.transports import comm_for
-from zshard.state.optimizer import OptimizerPlan, gather_state, problems_with, taken
-from zshard.state.source import FromRank0, pending, told_by_rank_0
+from zshard.state.optimizer import gather_state
+from zshard.state.optimizer_load import entries_to_load, places_for, problems_with
+from zshard.state.source import Copy, FromRank0, pending, told_by_rank_0
+from zshard.state.stand_ins import Pending
 from zshard.units.returned import note_used, tensors_in
 from zshard.units.shards import part_of
 from zshard.units.units import plain_name, units_of
@@ -35,7 +38,6 @@ __all__ = [
     "by_number",
     "load_optim_state_dict",
     "names_of",
-    "of_params",
     "optim_state_dict",
     "outermost_comm",
     "refuse_clash",
@@ -210,15 +212,21 @@ def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) ->
     told = told_by_rank_0(comm, {**made, "state": outline})
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in told["param_groups"]]
-    params = dict(enumerate(params_of(optimizer)))
     if sizes == theirs:
-        problems = problems_with(optimizer, params, of_params(told["state"]))
+        problems = problems_with(optimizer, told)
     else:
         problems = [f"its param groups have {theirs} parameters, but this rank's have {sizes}"]
     _raise_together(comm, problems)
-    plan, source = OptimizerPlan(optimizer, params, told["state"]), FromRank0(comm)
-    state = taken(optimizer, plan.take(source))
-    plan.read(source)
+    state, source = (
+        {n: {**own} for n, own in told["state"].items() if type(n) is int},
+        FromRank0(comm),
+    )
+    with plain(), torch.no_grad():
+        entries = [e for e in entries_to_load(optimizer, told) if isinstance(e.full, Pending)]
+        for each, place in zip(entries, places_for(entries, {}), strict=True):
+            Copy(place, each.own).carry_out(source)
+            shard = Pending.of(str(each.key), place, tuple(each.full.shape))
+            state[each.number][each.key] = place if each.part is None else shard
     return {**told, "state": {**told["state"], **state}}
 
 
@@ -260,17 +268,12 @@ def by_number(
     state = dict(found)
     if len(state) < len(found):
         problems.append("it has state for a tied parameter twice, under two of its names")
-    problems += problems_with(optimizer, params, state, same_dtypes=True)
     groups = [
         {**_options_of(other), "params": [numbers[id(p)] for p in own["params"]]}
         for own, other in zip(ours, theirs, strict=True)
     ]
-    return problems, {"state": {**state, **other}, "param_groups": groups}
-
-
-def of_params(state: Mapping[Any, Any]) -> dict[int, Any]:
-    """Return the state of parameters in the result of by_number(), which has their numbers."""
-    return {number: own for number, own in state.items() if type(number) is int}
+    numbered = {"state": {**state, **other}, "param_groups": groups}
+    return problems + problems_with(optimizer, numbered, same_dtypes=True), numbered
 
 
 def _plain(name: object) -> Any:
