@@ -80,7 +80,7 @@ from zshard.ranks.wire import Wire, check_wire, spelled
 from zshard.state import state_dict_form
 from zshard.state.load_state_dict import comm_of
 from zshard.state.optimizer import gather_state
-from zshard.state.optimizer_load import run_post_hooks
+from zshard.state.optimizer_load import load as load_state_of_optimizer, run_post_hooks
 from zshard.state.source import Copy, Source, chunks, shard_of
 from zshard.state.stand_ins import Pending
 from zshard.strategy import ShardingStrategy

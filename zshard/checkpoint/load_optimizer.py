@@ -15,6 +15,7 @@ from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState, read_whole
 from zshard.guard import slices
 from zshard.optim.sharded_state import class_of_state
 from zshard.ranks.agreement import on_all_ranks
+from zshard.state.optimizer import install
 from zshard.state.optimizer_load import LaterReads, entries_to_load, planned_reads
 from zshard.state.optimizer_names import by_number, names_of
 from zshard.state.source import Source
@@ -69,6 +70,7 @@ class OptimizerLoad:
         the optimizer unchanged."""
         optimizer, later = self._optimizer, LaterReads(reader)
         before = optimizer.state, optimizer.param_groups
+        install()  # a plain model's optimizer may be torch's
         token = planned_reads.set(later)
         try:
             with on_all_ranks(comm):
@@ -92,10 +94,8 @@ class OptimizerLoad:
 def _pending_state(model: nn.Module, contents: Checkpoint, told: OptimizerState) -> dict[str, Any]:
     """Return the state dict by name, with tensors that have no values yet. They keep their dtypes
     where their parameter was saved in the dtype that it has here."""
-    dtypes: dict[str, Any] = {
-        plain_name(name): entry.dtype for name, entry in contents.model.items()
-    }
-    dtypes |= {plain_name(a): dtypes.get(plain_name(n)) for a, n in contents.tied.items()}
+    saved = {**contents.model, **{a: contents.model[n] for a, n in contents.tied.items()}}
+    dtypes = {plain_name(name): entry.dtype for name, entry in saved.items()}
     here = model.named_parameters(remove_duplicate=False)
     same = {name for full, p in here if dtypes.get(name := plain_name(full)) == p.dtype}
     state: dict[str, dict[str, Any]] = {name: {} for name in [*told.tensors, *told.values]}

@@ -49,7 +49,7 @@ class InOneCall(torch.optim.Optimizer):
     _counts_steps = False  # whether its state has a "step" per parameter
     _begins_as_grad: str | None = None  # the state tensor whose first value is the gradient
     multiplies_gradients = True  # by what is pending for them (csrc/device/pending.h), in its step
-    _group_size = 1  # elements that share state; numbers of parameters begin at multiples of it
+    scale_group = 1  # elements that share a scale; numbers of parameters begin at multiples of it
 
     _plans: dict[Any, _core.OptimPlan]  # by group index; for a part, also its unit
     prepared: Prepared | None = None  # not None: step() only prepares
@@ -221,7 +221,7 @@ class InOneCall(torch.optim.Optimizer):
             for param in group["params"]:
                 info = _core.shard_info(param)
                 begins[param] = start + (info["begin"] if info else 0)
-                start += -(-full_numel(param) // self._group_size) * self._group_size
+                start += -(-full_numel(param) // self.scale_group) * self.scale_group
         return [begins[param] for param in params]
 
     def _step_with_new_plan(

@@ -39,6 +39,7 @@ from zshard.optim.sharded_state import (
     takes_full_state,
     zeros_side_by_side,
 )
+from zshard.optim.step import InOneCall
 from zshard.state.source import Copy, Source, shard_of
 from zshard.state.stand_ins import Pending
 from zshard.units import returned
@@ -75,7 +76,11 @@ def load(self: Optimizer, state_dict: dict[str, Any]) -> None:
         self.__setstate__({"state": _state_to_load(self, given), "param_groups": groups})
         run_post_hooks(self)
         if has_parts(self):
-            know(self)
+            know(self, is_loaded=True)
+
+
+# Those of plain models, too, even where torch is unchanged: their state has dtypes of its own.
+InOneCall.load_state_dict = load  # type: ignore[method-assign]
 
 
 def has_parts(optimizer: Optimizer) -> bool:
@@ -112,7 +117,7 @@ class _Param(NamedTuple):
         return param.dtype if is_cast else value.dtype, param.device
 
     def cast(self, path: Sequence[Any], value: object) -> object:
-        """Return a copy of a tensor within a list or dict; those directly in the state are entries."""
+        """Return a copy of a tensor in a list or dict; those directly in the state are entries."""
         key = getattr(path[-1], "key", None) if path else None
         if not isinstance(value, Tensor) or (len(path) == 1 and key is not None):
             return value
@@ -319,8 +324,8 @@ def problems_with(
     if takes_full_state(optimizer):  # which may have state of any shape
         return []
     states = _states_in(optimizer, given)
-    scales = SCALES.keys() - {key for param, _ in states for key in param.layout}
-    if not all(scales.isdisjoint(own) for _, own in states):
+    takes_codes = getattr(optimizer, "scale_group", 1) > 1
+    if not takes_codes and any(SCALES.keys() & own for _, own in states):
         return [
             f"it has 8-bit moments, which this {type(optimizer).__name__} does not step: load it "
             "into an optimizer with the options of the one that saved it, or convert it with "
@@ -337,16 +342,14 @@ def problems_with(
 
 def _missing(param: _Param, own: Mapping[Any, Any]) -> Iterator[tuple[Any, str]]:
     """Yield what a step would not find in a parameter's state. A script may have put numbers."""
-    has_tensors = any(isinstance(value, Tensor) for value in own.values())
-    for key in param.layout if has_tensors or (own and "step" in param.layout) else ():
-        is_needed = key not in OF_CODES
-        if key in SCALES:
-            moment = own.get(key.removesuffix("_scale"))
-            is_needed = isinstance(moment, Tensor) and not moment.is_floating_point()
-            if key in own and not is_needed:
-                yield key, "is there, but not the 8-bit codes that it scales"
-        if is_needed and own.get(key) is None:
-            yield key, "is missing"
+    if own and ("step" in param.layout or any(isinstance(v, Tensor) for v in own.values())):
+        needed = (key for key in param.layout if key not in OF_CODES)
+        yield from ((key, "is missing") for key in needed if own.get(key) is None)
+    for key in SCALES:
+        name = key.removesuffix("_scale")
+        is_coded = isinstance(own.get(name), Tensor) and not own[name].is_floating_point()
+        if name in param.layout and is_coded is (own.get(key) is None):
+            yield key, "is missing" if is_coded else f"is there, but '{name}' has no 8-bit codes"
 
 
 def _misfit(param: _Param, key: Any, value: object, same_dtypes: bool) -> str:
@@ -360,8 +363,10 @@ def _misfit(param: _Param, key: Any, value: object, same_dtypes: bool) -> str:
     if shape != expected and (is_declared or shape != ()):
         return f"has shape {shape}, expected {expected}{'' if is_declared else ' or ()'}"
     dtype = param.layout.get(key)
-    if dtype is not None:  # other floating-point moments are converted
-        is_right = value.dtype == dtype or (value.is_floating_point() and key not in OF_CODES)
+    if key in OF_CODES:
+        is_right = dtype in (None, value.dtype)
+    elif dtype is not None:  # the optimizer converts moments
+        is_right = value.is_floating_point() or value.dtype == torch.uint8
     else:
         dtype = None if part is None or shape == () or param.keeps_dtype(value) else part.dtype
         is_right = not same_dtypes or dtype in (None, value.dtype)

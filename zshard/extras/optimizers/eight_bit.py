@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from zshard.api import InOneCall, SizeOf, bytes_declared, full_numel
+from zshard.api import InOneCall, SizeOf, bytes_declared, full_numel, plain
 from zshard.extras.optimizers import codes
 
 __all__ = ["Adam8bit", "AdamW8bit", "EightBit", "SGD8bit"]
@@ -36,7 +36,7 @@ __all__ = ["Adam8bit", "AdamW8bit", "EightBit", "SGD8bit"]
 class EightBit(InOneCall):
     """What the three have in common: their options, their state, and its conversions."""
 
-    _group_size = codes.GROUP
+    scale_group = codes.GROUP
     _forms: dict[object, tuple[object, ...]]  # by the keys of _plans: _FORM's options in its state
 
     def _set_eight_bit(self, master: str | None, min_8bit_size: int) -> None:
@@ -105,6 +105,7 @@ class EightBit(InOneCall):
                 self._convert(group, param)
 
     @torch.no_grad()
+    @plain()
     def _convert(self, group: Mapping[str, Any], param: Tensor) -> None:
         """Give a parameter's loaded state the form that the step expects."""
         own = self.state.get(param, {})

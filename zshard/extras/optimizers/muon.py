@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from zshard.api import AdamW, keep_options, part_of, zeros_side_by_side
+from zshard.api import AdamW, keep_options, load_state_of_optimizer, part_of, zeros_side_by_side
 from zshard.extras.optimizers.eight_bit import AdamW8bit
 from zshard.extras.optimizers.matrices import groups_of
 from zshard.extras.optimizers.newton_schulz import cost_of, orthogonalized
@@ -105,6 +105,7 @@ class Muon(torch.optim.Optimizer):
         }
         _check_options(self._of_muon)
         self._adamw = _adamw_of({} if adamw is None else adamw)
+        self.scale_group = self._adamw.scale_group
         self._of_adamw = {**self._adamw.defaults, "use_muon": False}
         self._whole = WholeSteps("Muon", 1, _BATCH)
         if isinstance(params, nn.Module):
@@ -163,6 +164,7 @@ class Muon(torch.optim.Optimizer):
             )
         self._adamw._take_group(group)
 
+    load_state_dict = load_state_of_optimizer  # type: ignore[assignment]
     __getstate__ = refuse_copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
