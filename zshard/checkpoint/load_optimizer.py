@@ -87,8 +87,6 @@ class OptimizerLoad:
         """Read the shards into the state that install() created, then run the post hooks."""
         assert self._later is not None, "install() comes first"
         self._later.carry_out()
-        for hook in self._later.hooks:
-            hook()
 
 
 def _pending_state(model: nn.Module, contents: Checkpoint, told: OptimizerState) -> dict[str, Any]:

@@ -8,7 +8,7 @@ and into the unsharded model's optimizer.
 
 Saving is collective; ranks agree first on what to gather. Over shm, however, the saving rank reads
 the others' memory (optim/shared_state.py), unless the state is offloaded. Loading is not
-collective: each rank has all it needs.
+collective: each rank has all it needs, or zshard.load() reads shards from files.
 
 Optimizers without parameters of a wrapped model keep torch's behavior.
 """

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard.guard.slices import plain
 from zshard.optim.sharded_state import params_of, without_parameters
 from zshard.ranks.agreement import PublicCall, gather, on_all_ranks
 from zshard.ranks.transports import comm_for
 from zshard.state.optimizer import gather_state
-from zshard.state.optimizer_load import entries_to_load, places_for, problems_with
-from zshard.state.source import Copy, FromRank0, pending, told_by_rank_0
+from zshard.state.optimizer_load import entries_to_load, problems_with, read_entries
+from zshard.state.source import FromRank0, pending, told_by_rank_0
 from zshard.state.stand_ins import Pending
 from zshard.units.returned import note_used, tensors_in
 from zshard.units.shards import part_of
@@ -217,16 +216,12 @@ def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) ->
     else:
         problems = [f"its param groups have {theirs} parameters, but this rank's have {sizes}"]
     _raise_together(comm, problems)
-    state, source = (
-        {n: {**own} for n, own in told["state"].items() if type(n) is int},
-        FromRank0(comm),
-    )
-    with plain(), torch.no_grad():
-        entries = [e for e in entries_to_load(optimizer, told) if isinstance(e.full, Pending)]
-        for each, place in zip(entries, places_for(entries, {}), strict=True):
-            Copy(place, each.own).carry_out(source)
-            shard = Pending.of(str(each.key), place, tuple(each.full.shape))
-            state[each.number][each.key] = place if each.part is None else shard
+    state = {n: dict(own) for n, own in told["state"].items() if type(n) is int}
+    entries = [e for e in entries_to_load(optimizer, told) if isinstance(e.full, Pending)]
+    for each, value in read_entries(optimizer, entries, FromRank0(comm)):
+        whole = tuple(each.full.shape)  # which hooks see
+        shown = value if each.part is None else Pending.of(str(each.key), value, whole)
+        state[each.param.number][each.key] = shown
     return {**told, "state": {**told["state"], **state}}
 
 
