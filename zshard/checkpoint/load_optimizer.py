@@ -69,7 +69,8 @@ class OptimizerLoad:
         Collective: if its load_state_dict() raises on any rank, this raises on all ranks and leaves
         the optimizer unchanged."""
         optimizer, later = self._optimizer, LaterReads(reader)
-        before = optimizer.state, optimizer.param_groups
+        before, groups = optimizer.state, optimizer.param_groups
+        entries = dict(before)
         install()  # a plain model's optimizer may be torch's
         token = planned_reads.set(later)
         try:
@@ -77,7 +78,9 @@ class OptimizerLoad:
                 optimizer.load_state_dict(self._numbered)
                 later.check(optimizer)
         except BaseException:
-            optimizer.state, optimizer.param_groups = before
+            before.clear()
+            before.update(entries)
+            optimizer.state, optimizer.param_groups = before, groups
             raise
         finally:
             planned_reads.reset(token)

@@ -205,7 +205,7 @@ def read_entries(
     """Return each with what this rank loads, in memory of its own. That of shards is adjacent for
     each key, so that a step updates it as one run.
 
-    later: gets the shards and this memory, which is the optimizer's state where all of it fits.
+    later: gets shards that have memory only: the optimizer's state, where that of all fits.
     """
     found: dict[int, Tensor] = {}
     alike: dict[Any, list[int]] = {}
@@ -226,7 +226,7 @@ def read_entries(
             if later is None or any(entries[at].param.layout.values()):  # which may convert it
                 Copy(place, entries[at].own).carry_out(source)
             else:
-                later.shards.append((optimizer, entries[at], place))
+                later.shards.append((optimizer, entries[at]))
     return [(each, found[at]) for at, each in enumerate(entries)]
 
 
@@ -261,28 +261,26 @@ class LaterReads:
     """Shards to read, and hooks to call, when the optimizer has accepted memory for them."""
 
     source: Source  # of all that is read at once
-    shards: list[tuple[Optimizer, Entry, Tensor]] = field(default_factory=list)
-    """With the optimizer that loads each, and its place."""
+    shards: list[tuple[Optimizer, Entry]] = field(default_factory=list)
     hooks: list[Callable[[], object]] = field(default_factory=list)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise RuntimeError if a shard has no place in an optimizer's state."""
-        lost = [
-            e.key
-            for own, e, place in self.shards
-            if own.state[e.param.tensor].get(e.key) is not place
-        ]
+        states = ((own.state.get(each.param.tensor, {}), each) for own, each in self.shards)
+        lost = [each.key for state, each in states if not each.fits(state.get(each.key))]
         lost += [v.label for v in returned.tensors_in(optimizer.state) if isinstance(v, Pending)]
         if lost:
             raise RuntimeError(
                 f"zshard.load() cannot read '{lost[0]}' in place: load_state_dict() of "
-                f"{type(optimizer).__name__} or one of its hooks replaced it"
+                f"{type(optimizer).__name__} or one of its hooks replaced it; replace state in a "
+                "hook after it, register_load_state_dict_post_hook()"
             )
 
     def carry_out(self) -> None:
         with plain(), torch.no_grad():
-            for _, entry, place in self.shards:
-                Copy(place, entry.own).carry_out(self.source)
+            for own, each in self.shards:
+                place = own.state[each.param.tensor][each.key]
+                Copy(place, each.own).carry_out(self.source)
         for hook in self.hooks:
             hook()
 
