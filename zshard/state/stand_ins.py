@@ -121,7 +121,7 @@ class Pending(_Valueless, Tensor):
 
     origin: Any
     begin: int
-    keeps_dtype = False  # in an optimizer's state: saved beside a parameter of the one's dtype here
+    keeps_dtype = False  # of optimizer state, whose parameter was saved in the dtype it has here
 
     @staticmethod
     def of(name: str, origin: Any, shape: tuple[int, ...] | None = None, begin: int = 0) -> Pending:
