@@ -39,10 +39,10 @@ from zshard.optim import SGD, Adam, AdamW
 from zshard.optim.hooks import know
 from zshard.optim.in_backward import is_stepped_in_backward
 from zshard.optim.sharded_state import (
-    Hidden, SizeOf, copied, hidden, move_together, one_tensor, other_state, params_of,
+    SizeOf, bytes_declared, copied, move_together, one_tensor, other_state, params_of,
     without_parameters, zeros_side_by_side,
 )
-from zshard.optim.step import InOneCall, Prepared, check_state, keep_options, state_problem
+from zshard.optim.step import InOneCall, Prepared, keep_options
 from zshard.options import checks_names, either, parse_size
 from zshard.precision import MixedPrecision
 from zshard.ranks.agreement import (
@@ -58,6 +58,8 @@ from zshard.ranks.wire import Wire
 from zshard.state import state_dict_form
 from zshard.state.load_state_dict import comm_of
 from zshard.state.optimizer import gather_state
+from zshard.state.optimizer_load import run_post_hooks
+from zshard.state.optimizer_load import load as load_state_of_optimizer
 from zshard.state.source import Copy, Source, chunks, shard_of
 from zshard.state.stand_ins import Pending
 from zshard.strategy import ShardingStrategy

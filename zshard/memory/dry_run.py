@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zshard import _core, upper
-from zshard.optim.sharded_state import SizeOf, one_tensor
+from zshard.optim.sharded_state import SCALARS, SizeOf, bytes_declared, one_tensor
 from zshard.ranks.transports import Comms
 from zshard.strategy import ShardingStrategy
 from zshard.units.extensions import ParamRef
@@ -200,9 +200,12 @@ def _size_of_state(optimizer: str | int | None, module: nn.Module) -> SizeOf:
 def size_in_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> SizeOf | None:
     """Return the function for the bytes of state that a step creates for parameters of this group;
     None if it creates none, or is not known."""
-    if hasattr(optimizer, "state_bytes"):  # zshard's
-        found: SizeOf | None = optimizer.state_bytes(group)
-        return found
+    declare = getattr(optimizer, "state_layout", None)
+    if declare is not None:  # zshard's
+        names = {name for param in group["params"] for name in declare(group, param)}
+        if not names - SCALARS:
+            return None
+        return lambda param, numel: bytes_declared(declare(group, param), param, numel)
     count = STATE_TENSORS.get(type(optimizer).__name__.lower())
     if count is None:
         return None

@@ -91,15 +91,15 @@ def _check_first_step(optimizer: Optimizer) -> None:
     _checked.add(optimizer)
 
 
-def know(optimizer: Optimizer, in_step: bool = False) -> None:
+def know(optimizer: Optimizer, in_step: bool = False, is_loaded: bool = False) -> None:
     """Count an optimizer as seen even if its step() is never called. If it is older than one of its
     sharded models, it may have full state; then this rank keeps its shard of that: call this only
     where all ranks do. Peers that share memory can read its state from now on. in_step: around a
-    step, when nothing else has changed it."""
+    step, when nothing else has changed it. is_loaded: all of its state has just been loaded."""
     models, older = stepped_by(optimizer), False
     if _seen.get(optimizer) is not models:
         older = is_older(optimizer)
-        if older:
+        if older and not is_loaded:
             shard_state_of(optimizer)
         _seen[optimizer] = models
     post(optimizer, in_step, older)

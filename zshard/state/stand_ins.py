@@ -64,6 +64,8 @@ class _Valueless:
                 return func(*args, **(kwargs or {}))
         if func is Tensor.__getitem__ and isinstance(args[0], Pending) and args[1] == 0:
             return args[0].only()
+        if func is Tensor.__deepcopy__ and isinstance(args[0], Pending):
+            return args[0]
         used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Valueless))
         raise RuntimeError(f"cannot call {getattr(func, '__name__', func)}() on {used.complaint()}")
 
@@ -119,7 +121,7 @@ class Pending(_Valueless, Tensor):
 
     origin: Any
     begin: int
-    keeps_dtype = False  # in an optimizer's state, even if the parameter's dtype differs
+    keeps_dtype = False  # of optimizer state, whose parameter was saved in the dtype it has here
 
     @staticmethod
     def of(name: str, origin: Any, shape: tuple[int, ...] | None = None, begin: int = 0) -> Pending:
@@ -144,7 +146,7 @@ class Pending(_Valueless, Tensor):
     def complaint(self) -> str:
         return (
             f"'{self.label}', whose values are read only after all checks: load hooks may rename, "
-            "drop or replace it. If a hook needs values, use model.load_state_dict() with full "
+            "drop or replace it. If a hook needs values, use load_state_dict() with full "
             "tensors"
         )
 
