@@ -207,7 +207,7 @@ MAY = {
     "after_a_failure": WRITES,
 }
 """The same, but for some combinations and ranks only."""
-SAY_WHEN = re.compile(r"cannot .*|.*(before|outside|after).*")
+SAY_WHEN = re.compile(r"cannot .*|.*(before|outside|after|leave).*")
 
 # --- cells --------------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ def outcome(case, reader, state):
     def act():
         try:
             got = case.reader(case)
-            found[0] = {n: t.clone() for n, t in got.items()} if case.is_plain else got
+            found[0] = None if got is None else {n: t.clone() for n, t in got.items()}
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
 

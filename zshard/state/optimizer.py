@@ -53,8 +53,9 @@ from zshard.ranks.agreement import PublicCall, check_agreement, gather
 from zshard.state.source import Copy, Source, filled, shard_of
 from zshard.state.stand_ins import Pending
 from zshard.units import returned
+from zshard.units.moment import refuse_writes
 from zshard.units.shards import Part, part_of, units_stepped_by
-from zshard.units.units import State, refuse_writes, writing
+from zshard.units.units import State, writing
 
 __all__ = ["OptimizerPlan", "gather_state", "install", "problems_with", "taken"]
 
@@ -108,6 +109,7 @@ def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
         return
     refuse_writes(units_stepped_by(self), "the optimizer's load_state_dict()")
     with (
+        torch.inference_mode(False),  # later steps write to the state
         self.register_load_state_dict_pre_hook(_take_parts),
         writing(units_stepped_by(self)),  # a rank that reads gets all of it, or nothing
     ):

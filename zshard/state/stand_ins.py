@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zshard import _core
+from zshard.units.moment import ELSEWHERE, is_now, refuse
 from zshard.units.shards import part_of
-from zshard.units.units import State, is_elsewhere, unsharded, without_memory
+from zshard.units.units import State, unsharded, without_memory
 
 # Allowed queries: facts, and other tensors of its shape and dtype.
 _FACTS = {
@@ -238,8 +239,10 @@ class FullCopies:
         part = part_of(place.param)
         state = None if part is None else part.state
         if key not in self._made:
-            if state is not None and is_elsewhere(state):
-                return self._elsewhere(place)
+            if state is not None and is_now(state, ELSEWHERE):
+                if self._keep:
+                    refuse([state], f"read the full '{place.name}'", ELSEWHERE)
+                return without_memory(place.param, place.shape, place.param.device)
             if not (place.unit.is_pinned or self._has_begun):
                 self._has_begun = True
                 self._begin()
@@ -248,14 +251,6 @@ class FullCopies:
         if self._keep and state is not None and copy.numel() > 0:
             self.owners[copy.untyped_storage()._cdata] = state
         return copy
-
-    def _elsewhere(self, place: Place) -> nn.Parameter:
-        if self._keep:
-            raise RuntimeError(
-                f"state_dict() needs the full '{place.name}', which is on rank 0 alone within "
-                "summon_full_params(rank0_only=True): call it there, or omit rank0_only"
-            )
-        return without_memory(place.param, place.shape, place.param.device)
 
 
 current_copies: ContextVar[FullCopies | None] = ContextVar("zshard_state_dict", default=None)
