@@ -64,10 +64,10 @@ from zshard.state.source import Copy, Source, chunks, shard_of
 from zshard.state.stand_ins import Pending
 from zshard.strategy import ShardingStrategy
 from zshard.units.extensions import EXTENSIONS, Extension, ParamRef
+from zshard.units.moment import PASS, REPLACED, UNSHARDED, refuse, replaced, settle, writers
 from zshard.units.shards import Entry, Part, ids_of, known_parts, part_of, units_stepped_by
 from zshard.units.units import (
-    bare, class_of, is_unit, plain_name, refuse_replaced, refuse_unsharded, replaced, session,
-    settle, state_of, units_of, writers, writing,
+    bare, class_of, is_unit, plain_name, session, state_of, units_of, writing,
 )
 from zshard.wrap.meta import reset_or_leave
 from zshard.wrap.tree import has_forward

@@ -351,7 +351,7 @@ def within_a_forward():
     module = Exporting()
     model = FSDP(module)
     module.owner = [model]
-    with pytest.raises(RuntimeError, match="cannot export a model during a step"):
+    with pytest.raises(RuntimeError, match="cannot export during a step"):
         model(torch.ones(2, 3))
 
 

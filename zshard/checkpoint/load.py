@@ -131,6 +131,7 @@ def load(
         if ema is not None:
             beside.append(module_for("ema").AveragesLoad(ema, model))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))  # later steps write to what it makes
         asked = [("optimizer", type(optimizer).__name__), ("strict", strict), ("verify", verify)]
         asked.append(("ema", type(ema).__name__))
         facts = [(f"load({name}=)", str(value)) for name, value in asked]

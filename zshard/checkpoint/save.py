@@ -36,8 +36,9 @@ from zshard.checkpoint.write import SaveHandle, Writer, finish, snapshot, start,
 from zshard.options import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
+from zshard.units.moment import REPLACED, refuse, settle
 from zshard.units.returned import look
-from zshard.units.units import bare, refuse_replaced, settle, units_of
+from zshard.units.units import bare, units_of
 from zshard.upper import module_for
 
 __all__ = ["SaveHandle", "save"]
@@ -126,10 +127,10 @@ def save(
                 per_host, _int_of("replicas", replicas), overwrite
             )
         target = Target.of(path, kept.step)
-        settle(model)
+        settle(model, "save")
         if optimizer is not None or ema is not None:
-            units = (state.unit for _, state in units_of(model))
-            refuse_replaced(units, "save an optimizer or an EMA")
+            states = (state for _, state in units_of(model))
+            refuse(states, "save an optimizer or an EMA", REPLACED)
         contents = [of_model(model, dtype)]
         if optimizer is not None:
             contents.append(of_optimizer(model, optimizer))

@@ -23,6 +23,7 @@ from zshard.guard.plain import plain, to_local
 from zshard.guard.words import no_history
 from zshard.ranks.agreement import PublicCall, check_agreement, gather, gather_bytes
 from zshard.units.extensions import EXTENSIONS
+from zshard.units.moment import ELSEWHERE, refuse
 from zshard.units.open_forwards import is_forward_open
 from zshard.units.shards import Entry, Part, part_of
 from zshard.units.units import unsharded
@@ -70,6 +71,9 @@ def _part_of(tensor: Tensor, param: Tensor | None = None) -> Part | None:
     """Return the Part of a shard, also of a parameter whose class is not torch's, which is not
     guarded. param: the parameter whose gradient `tensor` is."""
     part: Part | None = _core.slice_part(tensor)
+    state = None if part is None else part.state
+    if part is not None and state is not None and part.is_own(state.unit, to_local(tensor)):
+        refuse([state], f"read the full '{part.name}'", ELSEWHERE)
     own = part_of(tensor if param is None else param) if part is None else None
     if own is None or not own.is_cut or own.shards.world == 1 or own.is_whole_now():
         return part
@@ -213,6 +217,8 @@ def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -
         each.check_norm(norm_type)
     values = {name: param.grad if grads else param for name, param in model.named_parameters()}
     held = {name: value for name, value in values.items() if value is not None}
+    for value in held.values() if grads else ():
+        _core.grad_owner(value)  # raises for gradients that are not reduced
     own = {name: to_local(value).detach() for name, value in held.items()}
     once = norm_type == 2 and all(_is_plain(value) for value in own.values())
     sums = {name: _sum_of(value, norm_type, once) for name, value in own.items()}

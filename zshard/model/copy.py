@@ -22,11 +22,11 @@ from zshard.guard.slices import plain
 from zshard.model.shard_model import ShardingPlan, introduce, sync_buffers
 from zshard.ranks.agreement import PublicCall
 from zshard.units.extensions import EXTENSIONS
+from zshard.units.moment import PASS, UNSHARDED, refuse
 from zshard.units.units import (
     ATTRIBUTE,
     Hook,
     class_of,
-    refuse_unsharded,
     state_of,
     units_of,
     without_memory,
@@ -76,9 +76,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 "ranks: build and wrap a second model, and load model.state_dict() into it on each "
                 "rank"
             )
-    refuse_unsharded((state for _, state in units), "copy a model")
-    if own.unit.in_forward and not own.unit.replicated:
-        raise RuntimeError("cannot copy a model during a step: copy it before its forward")
+    cut = (state for _, state in units if not state.unit.replicated)
+    refuse(cut, "copy a model", UNSHARDED, PASS)
     own.unit.engine.open()  # reshard what a forward has left unsharded in the compute dtype
     own.unit.engine.close()
     copied = copy_plain(model, memo)

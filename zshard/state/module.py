@@ -37,14 +37,12 @@ from zshard.state.stand_ins import (
     StandIns,
     current_copies,
 )
+from zshard.units.moment import REPLACED, UNSHARDED, is_for_now, refuse, refuse_writes
 from zshard.units.returned import note_returned, note_used
 from zshard.units.shards import Entry, entry_of, part_of
 from zshard.units.units import (
     State,
-    is_for_now,
     is_unit,
-    refuse_unsharded,
-    refuse_writes,
     session,
     units_of,
     writing,
@@ -86,6 +84,7 @@ def _before_replicated(
     """A pre-hook of nn.Module's loading."""
     note_used(state.get(prefix + name) for name in module._parameters)
     _refuse_assignment(metadata)
+    _refuse_load(module)
 
 
 def _copy_replicated(module: nn.Module, state: Any, prefix: str, _metadata: object) -> None:
@@ -105,6 +104,16 @@ def _refuse_assignment(metadata: dict[str, Any]) -> None:
             "load_state_dict(assign=True) is not supported: it would replace the parameters that "
             "zshard trains; omit assign to copy values into them"
         )
+
+
+def _refuse_load(module: nn.Module) -> None:
+    """Raise RuntimeError where parameters of the module, or below a unit, may not be loaded now."""
+    parts = (part_of(param) for param in module._parameters.values() if param is not None)
+    states = [part.state for part in parts if part is not None and part.state is not None]
+    states += [state for _, state in units_of(module)] if is_unit(module) else []
+    refuse(states, "load", REPLACED)
+    refuse((each for each in states if each.summons), "load", UNSHARDED)
+    refuse_writes((each.unit for each in states), "load_state_dict()")
 
 
 def _note_replicated(module: nn.Module, _keys: object) -> None:
@@ -152,13 +161,9 @@ def _settle_replicas(module: nn.Module) -> None:
     for its backward, which then makes another one. Raises RuntimeError within that forward."""
     for _, state in units_of(module):
         unit = state.unit
-        if unit.replicated and any(_is_cast(param) for param in unit.params):
+        parts = ((param, part_of(param)) for param in unit.params if unit.replicated)
+        if any(part is not None and param.dtype != part.dtype for param, part in parts):
             unit.unpin()
-
-
-def _is_cast(param: nn.Parameter) -> bool:
-    part = part_of(param)
-    return part is not None and param.dtype != part.dtype
 
 
 def _refuse_shards(state: object) -> None:
@@ -266,13 +271,9 @@ class _LoadMethod(_OwnersMethod):
     ) -> None:
         _refuse_assignment(local_metadata)
         used = self.in_use()
-        states = [state for _, state in units_of(self.module)] if is_unit(self.module) else []
-        owners = (entry.part.state for entry in used.values() if entry.part is not None)
-        states += [state for state in owners if state is not None]
-        refuse_unsharded((each for each in states if each.summons), "load")
-        note_used(state_dict.get(prefix + name) for name in used)
         units = {entry.unit: None for entry in used.values() if entry.unit is not None}
-        refuse_writes(units, "load_state_dict()")
+        _refuse_load(self.module)
+        note_used(state_dict.get(prefix + name) for name in used)
         loads: list[NotedLoad] = []
         with writing(units if planned_loads.get() is None else ()):
             for unit in units:

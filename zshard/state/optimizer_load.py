@@ -30,8 +30,9 @@ from zshard.optim.step import InOneCall
 from zshard.state.source import Copy, Source, filled, shard_of
 from zshard.state.stand_ins import Pending
 from zshard.units import returned
+from zshard.units.moment import refuse_writes
 from zshard.units.shards import Part, part_of, units_stepped_by
-from zshard.units.units import refuse_writes, writing
+from zshard.units.units import writing
 
 __all__ = [
     *("LaterReads", "entries_to_load", "has_parts", "load", "planned_reads", "problems_with"),

@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from zshard import _core
 from zshard.guard.whole_values import new_full, read_full
+from zshard.units.moment import ELSEWHERE, is_now, refuse
 from zshard.units.shards import Entry, entry_of
-from zshard.units.units import State, is_elsewhere, without_memory
+from zshard.units.units import State, without_memory
 
 # Allowed queries: facts, and other tensors of its shape and dtype.
 _FACTS = {
@@ -200,8 +201,10 @@ class FullCopies:
         RuntimeError if another rank has been given all of it."""
         param, state = entry.value, entry.part.state if entry.part is not None else None
         if id(param) not in self._copies:
-            if state is not None and is_elsewhere(state):
-                return self._elsewhere(entry)
+            if state is not None and is_now(state, ELSEWHERE):
+                if self._keep:
+                    refuse([state], f"read the full '{entry.name}'", ELSEWHERE)
+                return without_memory(param, entry.shape, param.device)
             if entry.unit is not None:
                 self._gather(entry.unit, self._below | {id(param)})
         copy = self._copies[id(param)]
@@ -225,14 +228,6 @@ class FullCopies:
                     copy = nn.Parameter(value, requires_grad=param.requires_grad)
                 vars(copy).update(vars(param))
             self._copies[id(param)] = copy
-
-    def _elsewhere(self, entry: Entry) -> nn.Parameter:
-        if self._keep:
-            raise RuntimeError(
-                f"state_dict() needs the full '{entry.name}', which is on rank 0 alone within "
-                "summon_full_params(rank0_only=True): call it there, or omit rank0_only"
-            )
-        return without_memory(entry.value, entry.shape, entry.value.device)
 
 
 current_copies: ContextVar[FullCopies | None] = ContextVar("zshard_state_dict", default=None)

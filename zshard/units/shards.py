@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from zshard import _core
-from zshard.units.units import State, refuse_unsharded, refuse_writes, writers
+from zshard.units.moment import UNSHARDED, refuse, refuse_writes, writers
+from zshard.units.units import State
 
 __all__ = [
     *("Entry", "Part", "Stepped", "asked_for_size", "entry_of", "known_parts", "part_of"),
@@ -119,7 +120,7 @@ class Part:
         return self._peers[0]() if self._peers else None
 
     def is_whole_now(self) -> bool:
-        """Return whether the parameter's unit is unsharded."""
+        """Return whether the parameter's unit is unsharded. Called by C."""
         unit = self.unit
         return unit is not None and unit.is_full
 
@@ -151,10 +152,11 @@ class Part:
         return bool((values == values[0]).all())
 
     def watch_data(self) -> None:
-        """Note that a script is about to get the full parameter's `.data`; see Unit.watch()."""
-        unit = self.unit
-        if unit is not None:
-            unit.watch(self.index)
+        """Note that a script is about to get the full parameter's `.data`; see Unit.watch(). Not
+        within summon_full_params(), which keeps or discards what is written."""
+        state = self.state
+        if state is not None and not state.summons:
+            state.unit.watch(self.index)
 
     def begin_write(self, tensor: Tensor) -> bool:
         """Note that a script is about to write to a shard of these elements in place. Waits until
@@ -198,24 +200,25 @@ class Part:
         """Note that a script has drawn random numbers for these elements in place. drawn: the same
         number on ranks that drew the same. No-op for a copy."""
         unit = self.unit
-        if unit is not None and self._is_own(unit, tensor):
+        if unit is not None and self.is_own(unit, tensor):
             unit.note_draw(self.index, drawn)
 
     def _refuse_write(self, unit: _core.Unit, tensor: Tensor) -> None:
-        if writers and self._is_own(unit, tensor):
+        if writers and self.is_own(unit, tensor):
             refuse_writes([unit], f"a write to '{self.name}' in place")
 
-    def _is_own(self, unit: _core.Unit, tensor: Tensor) -> bool:
+    def is_own(self, unit: _core.Unit, tensor: Tensor) -> bool:
         """Return whether a tensor lies where the parameter does, also after p.data = t."""
         own = unit.params[self.index].untyped_storage()
         return bool(own._cdata == tensor.untyped_storage()._cdata)
 
     def settle(self) -> None:
         """Reshard a parameter that a forward has kept, so that it has its between-steps shape and
-        dtype. Raises RuntimeError as refuse_unsharded() does, and during a forward or backward."""
+        dtype. Raises RuntimeError while it is unsharded by hand, and during a forward or backward.
+        """
         state = self.state
         if state is not None:
-            refuse_unsharded([state], "load an optimizer's state")
+            refuse([state], "load an optimizer's state", UNSHARDED)
             if state.unit.is_full:
                 state.unit.unpin()
 
