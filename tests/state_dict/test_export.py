@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 
 import pytest
 import torch
@@ -188,6 +189,24 @@ def alone_while_others_train():
 @ranks(2)
 def test_one_rank_alone_has_one_step_while_others_train_on(pool):
     pool.run(alone_while_others_train)
+
+
+def saved_by_one_rank_then_written(folder):
+    """One rank takes an export; then all write, and that rank comes last."""
+    model = built()
+    for i in range(2):
+        zshard.export(model, ranks=i).save(f"{folder}/{i}")
+        if dist.get_rank() == i:
+            time.sleep(0.05)
+        with FSDP.summon_full_params(model):
+            for param in model.parameters():
+                param.detach().add_(1)
+    return full(model)
+
+
+def test_ranks_that_take_nothing_wait_with_their_writes(pool2, tmp_path):
+    first, second = pool2.run(saved_by_one_rank_then_written, str(tmp_path))
+    same(first, second)
 
 
 def names_and_plain_modules():

@@ -61,7 +61,12 @@ def load(self: Optimizer, state_dict: dict[str, Any]) -> None:
         problems = problems_with(self, given)
         if problems:
             raise ValueError("\n".join(["the state dict does not match the optimizer:", *problems]))
-        self.__setstate__({"state": _state_to_load(self, given, later), "param_groups": groups})
+        before, state = (self.state, self.param_groups), _state_to_load(self, given, later)
+        try:
+            self.__setstate__({"state": state, "param_groups": groups})
+        except BaseException:  # torch's asks for a step, which another optimizer's state lacks
+            self.state, self.param_groups = before
+            raise
         run_post_hooks(self)
         if is_sharded:
             know(self, is_loaded=True)
