@@ -178,8 +178,6 @@ def alone_while_others_train():
         found = []
         for bucket in zshard.export(model, bucket=500):
             found.append(bucket)
-            import time
-
             time.sleep(0.01)
         same(joined(found), expected)
     step(model, optimizer)
@@ -193,7 +191,7 @@ def test_one_rank_alone_has_one_step_while_others_train_on(pool):
 
 def saved_by_one_rank_then_written(folder):
     """One rank takes an export; then all write, and that rank comes last."""
-    model = built()
+    model, _ = built()
     for i in range(2):
         zshard.export(model, ranks=i).save(f"{folder}/{i}")
         if dist.get_rank() == i:
