@@ -27,7 +27,6 @@ from zshard.api import (
     Item,
     OpenFile,
     Readable,
-    Reader,
     Staging,
     Target,
     bytes_of,
@@ -282,9 +281,10 @@ def _small_file(found: Checkpoint, name: str) -> OpenFile:
 
 def _write(file: api.File, item: Item, offset: int, entry: Readable) -> None:
     """Write one tensor, a chunk at a time."""
-    reader, size = Reader(), item.dtype.itemsize
+    size = entry.dtype.itemsize
     larger = max(item.dtype, entry.dtype, key=lambda dtype: dtype.itemsize)
     for begin, end in chunks(math.prod(item.shape), larger):
-        values = torch.empty(end - begin, dtype=item.dtype)
-        reader.read(entry, begin, values)
-        file.write([(offset + begin * size, bytes_of(values))], BLOCK)
+        values = torch.empty(end - begin, dtype=entry.dtype)
+        entry.read_into(bytes_of(values), begin * size)
+        place = offset + begin * item.dtype.itemsize
+        file.write([(place, bytes_of(values.to(item.dtype)))], BLOCK)
