@@ -211,7 +211,7 @@ def _check_all(found: Checkpoint) -> int:
     """Check all files of the manifest and return their bytes. Raise CheckpointError for damage."""
     spread = found.spread
     if not isinstance(spread, Spread):
-        return found.check_files()
+        return found.verify()
     spread.blocks().check()
     if not spread.is_complete():
         raise CheckpointError(f"'{found.path}' is incomplete: {spread.missing()}")
