@@ -287,4 +287,5 @@ def _write(file: api.File, item: Item, offset: int, entry: Readable) -> None:
         values = torch.empty(end - begin, dtype=entry.dtype)
         entry.read_into(bytes_of(values), begin * size)
         place = offset + begin * item.dtype.itemsize
-        file.write([(place, bytes_of(values.to(item.dtype)))], BLOCK)
+        cast = values.to(item.dtype)  # outlives its bytes
+        file.write([(place, bytes_of(cast))], BLOCK)
