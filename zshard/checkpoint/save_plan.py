@@ -122,7 +122,7 @@ class SavePlan:
     files: list[PlannedFile]
     pieces: list[Piece]  # this rank's, by file
     texts: Mapping[str, bytes]  # (rank 0) further files
-    draft: Manifest  # without what writing will tell
+    draft: Manifest  # without what is known once all is written
     parameters: frozenset[str]  # names
 
     @property
