@@ -15,7 +15,7 @@ import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
 from zshard import _build_check, wrap  # noqa: F401 - the check before the core is loaded
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
-from zshard._errors import CheckpointError, KeeperError, NonFiniteError, ShardError
+from zshard._errors import CheckpointError, ShardError
 from zshard._version import __version__ as __version__
 from zshard.fsdp import FSDP, shard_info
 from zshard.grad_scaler import GradScaler
@@ -123,8 +123,10 @@ _LATER = {
     "EMA": "extras.averages",
     "Exported": "extras.weights.delta",
     "Keep": "extras.recovery.keep",
+    "KeeperError": "extras.keeping",
     "MicroBatchSampler": "extras.any_world",
     "Muon": "extras.optimizers.muon",
+    "NonFiniteError": "extras.checks",
     "WholeMatrix": "extras.optimizers.whole_matrix",
     "available_features": "extras.doctor",
     "keep": "extras.keeping.agent",
@@ -141,8 +143,10 @@ if _TYPE_CHECKING:
     from zshard.checkpoint.script_state import rng_state, set_rng_state
     from zshard.extras.any_world import MicroBatchSampler
     from zshard.extras.averages import EMA
+    from zshard.extras.checks import NonFiniteError
     from zshard.extras.data_position import DataPosition
     from zshard.extras.doctor import available_features
+    from zshard.extras.keeping import KeeperError
     from zshard.extras.keeping.agent import keep
     from zshard.extras.optimizers.eight_bit import Adam8bit, AdamW8bit, SGD8bit
     from zshard.extras.optimizers.muon import Muon

@@ -5,21 +5,19 @@ described where it is defined; tests/project/test_ratchets.py counts them.
 # ruff: isort: skip_file
 # fmt: off
 from zshard._core import (
-    Comm, DivergenceError, Engine, File, KeptStep, PeerError, PeerTimeoutError, Unit, average,
-    expect_norms, finite, has_held_units, keeps_memory, kept_place, machine, shared_rows,
-    shares_state, slice_part, trace_start, trace_stop,
+    Comm, DivergenceError, File, KeptStep, PeerError, PeerTimeoutError, Unit, average, expect_norms,
+    finite, has_held_units, keeps_memory, kept_place, machine, shared_rows, shares_state,
+    trace_start, trace_stop,
 )
-from zshard._errors import CheckpointError, KeeperError, NonFiniteError, did_you_mean, warn
+from zshard._errors import CheckpointError, did_you_mean, warn
 from zshard._removed import removal
 from zshard._version import __version__
 from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState, Readable
 from zshard.checkpoint.contents import Contents, inventory, ranks_of
-from zshard.checkpoint.folder import (
-    PART, Staging, Target, absolute, latest_checkpoint, names_at, path_of,
-)
-from zshard.checkpoint.load import Reader, load
+from zshard.checkpoint.folder import PART, Staging, Target, latest_checkpoint, names_at, path_of
+from zshard.checkpoint.load import load
 from zshard.checkpoint.manifest import BLOCK, NAME, FileBlocks, FileRecord, Manifest
-from zshard.checkpoint.safetensors import CODES, DTYPES, OpenFile, SafetensorsFile, object_of
+from zshard.checkpoint.safetensors import CODES, DTYPES, OpenFile, SafetensorsFile
 from zshard.checkpoint.save import save
 from zshard.checkpoint.save_plan import Beside, SavePlan, index_of, lay_out, texts_of
 from zshard.checkpoint.script_state import rng_state, set_rng_state
@@ -42,12 +40,12 @@ from zshard.optim.sharded_state import (
     SizeOf, bytes_declared, copied, move_together, one_tensor, other_state, params_of,
     without_parameters, zeros_side_by_side,
 )
-from zshard.optim.step import InOneCall, Prepared, keep_options
-from zshard.options import checks_names, either, parse_size
+from zshard.optim.step import InOneCall, keep_options
+from zshard.options import checks_names, parse_size
 from zshard.precision import MixedPrecision
 from zshard.ranks.agreement import (
     Fact, PublicCall, bytes_of, check_agreement, checksum, gather, gather_bytes, gather_objects,
-    on_all_ranks, on_any_rank, take_from, tensor_fact, value_fact, warn_on_rank_0,
+    on_all_ranks, take_from, tensor_facts, warn_on_rank_0,
 )
 from zshard.ranks.ends import may_stay_open
 from zshard.ranks.groups import make_default_group, resolve_groups
@@ -63,11 +61,10 @@ from zshard.state.optimizer_load import load as load_state_of_optimizer
 from zshard.state.source import Copy, Source, chunks, shard_of
 from zshard.state.stand_ins import Pending
 from zshard.strategy import ShardingStrategy
-from zshard.units.extensions import EXTENSIONS, Extension, ParamRef
+from zshard.units.extensions import EXTENSIONS, Extension
 from zshard.units.moment import PASS, REPLACED, UNSHARDED, refuse, replaced, settle, writers
 from zshard.units.shards import Entry, Part, ids_of, known_parts, part_of, units_stepped_by
 from zshard.units.units import (
     bare, class_of, is_unit, plain_name, session, state_of, units_of, writing,
 )
 from zshard.wrap.meta import reset_or_leave
-from zshard.wrap.tree import has_forward

@@ -205,7 +205,7 @@ class Checkpoint:
             )
         return kind(path, follow=False)
 
-    def check_files(self) -> int:
+    def verify(self) -> int:
         """Verify all blocks of the files that the manifest lists; return their bytes. Raise
         CheckpointError for damage."""
         assert self.manifest is not None, "the caller checks this"

@@ -196,6 +196,11 @@ class SafetensorsFile(OpenFile):
             self.close()
             raise
 
+    def note(self, name: str) -> dict[str, Any]:
+        """Return a JSON object that is in the notes; {} if it is not there."""
+        text = self.notes.get(name, "{}").encode(errors="surrogatepass")
+        return object_of(text, f"the header of '{self.path}'")
+
     def in_range(self, begin: int, end: int) -> list[str]:
         there = ["the header"] if begin < self.data else []
         for name, entry in self.entries.items():

@@ -17,7 +17,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -113,11 +113,6 @@ class SaveRequest(NamedTuple):
         return facts
 
 
-MakeManifest = Callable[..., bytes]
-"""Returns its text: of the records of files, whether values are finite, and the entry `parts` of
-those that are in parts."""
-
-
 @dataclass(frozen=True)
 class SavePlan:
     """Everything that writing needs. The values of `pieces` are read when they are written."""
@@ -127,9 +122,25 @@ class SavePlan:
     files: list[PlannedFile]
     pieces: list[Piece]  # this rank's, by file
     texts: Mapping[str, bytes]  # (rank 0) further files
-    manifest: MakeManifest
-    id: str
+    draft: Manifest  # without what is known once all is written
     parameters: frozenset[str]  # names
+
+    @property
+    def id(self) -> str:
+        """Of the checkpoint."""
+        return self.draft.id
+
+    def manifest(
+        self, files: Mapping[str, FileRecord], finite: bool, parts: Mapping[str, Any] | None = None
+    ) -> bytes:
+        """Return the manifest's text. finite: whether all parameters are. parts: the entry of that
+        name, where hosts share no disk."""
+        if not parts:
+            return replace(self.draft, files=files, finite=finite).dump()
+        whole = {file.name: file.size for file in self.files}
+        whole |= {name: len(text) for name, text in self.texts.items()}  # on rank 0
+        more = {**self.draft.more, "parts": parts}
+        return replace(self.draft, files=files, finite=finite, whole=whole, more=more).dump()
 
     def runs(self, headers: bool, texts: bool) -> dict[str, list[WrittenRun]]:
         """Return what this rank writes, by file; the headers of all files, and further files, if it
@@ -168,7 +179,6 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module, copies: Repl
     """Collective. The ranks agree on `asked`."""
     own, *others = asked.contents
     extras = _from_all(comm, asked.extra)
-    id = comm.exchange(os.urandom(16))[0].hex()
     with on_all_ranks(comm):
         files = lay_out(own.entries, "model", asked.limit, own.tied)
         texts = texts_of(model, files) if comm.rank == 0 else {}
@@ -181,35 +191,22 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module, copies: Repl
             texts[f"{stem}.safetensors.index.json"] = index_of(own_files)
             files = files + own_files
 
-    entries = {each.name: each.entry for each in asked.beside}
     facts = {key: value for each in EXTENSIONS for key, value in each.recorded(model).items()}
-
-    def manifest(
-        records: Mapping[str, FileRecord],
-        finite: bool,
-        parts: Mapping[str, Any] | None = None,
-    ) -> bytes:
-        sizes = {file.name: file.size for file in files}
-        sizes |= {name: len(text) for name, text in texts.items()}  # on rank 0
-        return Manifest(
-            id=id,
-            step=asked.kept.step,
-            world=comm.world,
-            files=records,
-            tied=own.tied,
-            model={**own.told, **facts},
-            optimizer=others[0].told if others else None,
-            extra=extras,
-            software={"zshard": __version__, "torch": torch.__version__},
-            finite=finite,
-            whole=sizes if parts else {},
-            more={**entries, **({"parts": parts} if parts else {})},
-        ).dump()
-
-    names = frozenset(plain_name(n) for n, _ in model.named_parameters(remove_duplicate=False))
-    return SavePlan(
-        asked.target, asked.kept, files, pieces_of(files, copies.share), texts, manifest, id, names
+    draft = Manifest(
+        id=comm.exchange(os.urandom(16))[0].hex(),
+        step=asked.kept.step,
+        world=comm.world,
+        files={},
+        tied=own.tied,
+        model={**own.told, **facts},
+        optimizer=others[0].told if others else None,
+        extra=extras,
+        software={"zshard": __version__, "torch": torch.__version__},
+        more={each.name: each.entry for each in asked.beside},
     )
+    names = frozenset(plain_name(n) for n, _ in model.named_parameters(remove_duplicate=False))
+    pieces = pieces_of(files, copies.share)
+    return SavePlan(asked.target, asked.kept, files, pieces, texts, draft, names)
 
 
 def _from_all(comm: _core.Comm, mine: object) -> list[object]:

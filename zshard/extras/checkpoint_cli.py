@@ -27,7 +27,6 @@ from zshard.api import (
     Entry,
     OpenFile,
     Readable,
-    Reader,
     Staging,
     Target,
     bytes_of,
@@ -212,7 +211,7 @@ def _check_all(found: Checkpoint) -> int:
     """Check all files of the manifest and return their bytes. Raise CheckpointError for damage."""
     spread = found.spread
     if not isinstance(spread, Spread):
-        return found.check_files()
+        return found.verify()
     spread.blocks().check()
     if not spread.is_complete():
         raise CheckpointError(f"'{found.path}' is incomplete: {spread.missing()}")
@@ -282,9 +281,11 @@ def _small_file(found: Checkpoint, name: str) -> OpenFile:
 
 def _write(file: api.File, item: Entry, offset: int, entry: Readable) -> None:
     """Write one tensor, a chunk at a time."""
-    reader, size = Reader(), item.dtype.itemsize
+    size = entry.dtype.itemsize
     larger = max(item.dtype, entry.dtype, key=lambda dtype: dtype.itemsize)
     for begin, end in chunks(math.prod(item.shape), larger):
-        values = torch.empty(end - begin, dtype=item.dtype)
-        reader.read(entry, begin, values)
-        file.write([(offset + begin * size, bytes_of(values))], BLOCK)
+        values = torch.empty(end - begin, dtype=entry.dtype)
+        entry.read_into(bytes_of(values), begin * size)
+        place = offset + begin * item.dtype.itemsize
+        cast = values.to(item.dtype)  # outlives its bytes
+        file.write([(place, bytes_of(cast))], BLOCK)

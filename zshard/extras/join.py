@@ -239,7 +239,7 @@ class _Joined:
         if number is not None:
             self._say("zero", number)
 
-    def say_norm(self, engine: api.Engine, grads: list[Tensor], norm_type: float) -> None:
+    def say_norm(self, engine: Any, grads: list[Tensor], norm_type: float) -> None:
         """All ranks are about to exchange their shares of a norm of these gradients."""
         if engine != self.engine:
             return
@@ -262,7 +262,7 @@ class _Joined:
         self,
         scaler: torch.amp.GradScaler,
         optimizer: torch.optim.Optimizer,
-        owners: Sequence[api.Engine],
+        owners: Sequence[Any],
         inv_scale: Tensor,
         allow_fp16: bool,
     ) -> None:
@@ -280,7 +280,7 @@ class _Joined:
         meetings = int(self.engine in owners)
         self._say("unscale", number, inv_scale.detach(), allow_fp16, meetings=meetings)
 
-    def say_rescale(self, engine: api.Engine, factor: float) -> None:
+    def say_rescale(self, engine: Any, factor: float) -> None:
         """A scaler has changed the scale of the losses, and so of what wire= carries over."""
         if engine == self.engine:
             self._say("rescale", 0, factor)
@@ -401,7 +401,7 @@ class _Joined:
             other.load_state_dict(state)
 
 
-_live: dict[api.Engine, _Joined] = {}
+_live: dict[Any, _Joined] = {}
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -76,8 +76,7 @@ def dry_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Comms:
 class DryRun:
     """A dry run of wrapping `module` with these units over these ranks.
 
-    inner: units of earlier calls below `module`, included in the estimate. dtype: assume that all
-        floating-point parameters have it.
+    inner: units of earlier calls below `module`, included in the estimate.
     """
 
     def __init__(
@@ -86,13 +85,12 @@ class DryRun:
         planned: Sequence[Planned],
         comms: Comms,
         inner: Sequence[tuple[nn.Module, State]] = (),
-        dtype: torch.dtype | None = None,
     ) -> None:
-        self._module, self._dtype = module, dtype
+        self._module = module
         self.engine = make_engine(module, comms, planned[-1][1], dry=True)
         self.units = []
         for spec, options in planned:
-            params = [self._as_dtype(ref.param) for ref in spec.params]
+            params = [ref.param for ref in spec.params]
             self.units.append(make_unit(self.engine, spec, options, params))
         pairs = list(zip((spec for spec, _ in planned), self.units, strict=True))
         earlier = [self._make_again(each, state) for each, state in inner]
@@ -117,12 +115,6 @@ class DryRun:
         params = [without_memory(param, fact["shape"], "meta") for param, fact in facts]
         return spec, make_unit(self.engine, spec, state.options, params)
 
-    def _as_dtype(self, param: nn.Parameter) -> nn.Parameter:
-        if self._dtype is None or not param.is_floating_point():
-            return param
-        made = torch.empty(param.shape, dtype=self._dtype, device="meta")
-        return nn.Parameter(made, requires_grad=param.requires_grad)
-
     @property
     def in_order(self) -> list[tuple[_core.Unit, UnitSpec]]:
         """The units and their specs, in the order of Engine.predict_events()."""
@@ -141,10 +133,7 @@ class DryRun:
     def trained_bytes(self, offloaded: bool = False, size_of: SizeOf | None = None) -> int:
         """See the function of this name."""
         return trained_bytes(
-            (
-                (unit, [self._as_dtype(ref.param) for ref in spec.params])
-                for unit, spec in self._specs.items()
-            ),
+            ((unit, [ref.param for ref in spec.params]) for unit, spec in self._specs.items()),
             offloaded,
             size_of or one_tensor,
         )

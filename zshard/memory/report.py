@@ -248,8 +248,10 @@ def full_named_parameters(
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def summary_of(states: Sequence[State], comms: Comms, wire: Wire) -> str:
-    """Return the table of units: one line per unit, then totals. wire: of the model."""
+def summary_of(module: nn.Module) -> str:
+    """See FSDP.summary(): a line per unit, totals, and the table of memory."""
+    own, states = state_of(module), [state for _, state in units_of(module)]
+    comms, wire = own.comms, own.options.wire
     rows = [("unit", "parameters", "unsharded", "per rank", "strategy")]
     numel = whole = local = 0
     for state in states:
@@ -263,7 +265,9 @@ def summary_of(states: Sequence[State], comms: Comms, wire: Wire) -> str:
         read = "" if unit.read_by is None else f", read by {unit.read_by or '(root)'}"
         rows.append((unit.name or "(root)", *cells, unit.strategy + ranks + stays + read))
     rows.append((f"{len(states)} units", f"{numel:,}", _words_of(whole), _words_of(local), ""))
-    return f"{_head_of(states, comms, wire)}\n{_table(rows, left=(0, 4))}"
+    return (
+        f"{_head_of(states, comms, wire)}\n{_table(rows, left=(0, 4))}\n\n{_memory_table(module)}"
+    )
 
 
 def _head_of(states: Sequence[State], comms: Comms, wire: Wire) -> str:
@@ -287,7 +291,7 @@ def _head_of(states: Sequence[State], comms: Comms, wire: Wire) -> str:
     return "; ".join([*parts, words] if words else parts)
 
 
-def memory_table(module: nn.Module) -> str:
+def _memory_table(module: nn.Module) -> str:
     """Return the table of memory in MiB, one line per part that is not 0 in all columns."""
     kinds = {kind: memory_of(module, kind) for kind in ("predicted", "now", "peak")}
     rows = [("memory, MiB", *kinds)]

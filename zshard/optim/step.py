@@ -55,6 +55,11 @@ class InOneCall(torch.optim.Optimizer):
     prepared: Prepared | None = None  # not None: step() only prepares
     state_changes = 0  # how often tensors of its state were made or replaced
 
+    def prepare_only(self) -> Prepared:
+        """Make step() only prepare, until `prepared` is None again; return what it prepares."""
+        self.prepared = Prepared()
+        return self.prepared
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 

@@ -22,7 +22,6 @@ from zshard import api
 from zshard.api import (
     EXTENSIONS,
     Extension,
-    NonFiniteError,
     PublicCall,
     gather,
     grads_of,
@@ -34,6 +33,7 @@ from zshard.api import (
     warn,
     warn_on_rank_0,
 )
+from zshard.extras.checks import NonFiniteError
 from zshard.extras.checks.replicas import ReplicaCheck
 
 __all__ = ["StepGuard", "parse"]

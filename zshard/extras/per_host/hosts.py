@@ -28,7 +28,6 @@ from zshard.api import (
     group_beside,
     names_at,
     on_all_ranks,
-    on_any_rank,
     path_of,
     ranks_of,
     warn_on_rank_0,
@@ -195,7 +194,7 @@ def latest_of_hosts(directory: str | os.PathLike[str], model: nn.Module) -> str 
         with suppress(FileNotFoundError):
             os.listdir(path)  # for its other errors
         own += names_at(path)
-    if not on_any_rank(comm, bool(own)):
+    if not any(gather(comm, bool(own))):
         return None
     return os.path.join(path, choose(comm, Hosts(comm), path).name)
 

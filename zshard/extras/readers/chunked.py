@@ -23,7 +23,6 @@ from zshard.api import (
     Readable,
     SafetensorsFile,
     bytes_of,
-    object_of,
 )
 
 Index = tuple[int, ...]
@@ -125,8 +124,7 @@ def open_shards_into(found: Checkpoint, names: Sequence[str]) -> None:
     for file_name in names:
         found.files[file_name] = file = SafetensorsFile(os.path.join(found.path, file_name))
         where = f"the header of '{file.path}'"
-        note = file.notes.get("DCP_SHARDING_INFO", "{}").encode(errors="surrogatepass")
-        told = object_of(note, where)
+        told = file.note("DCP_SHARDING_INFO")
         for name, entry in file.entries.items():
             facts = told.get(name)
             begin = facts.get("saved_offsets") if isinstance(facts, dict) else None

@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 
 from zshard import api
 from zshard.api import (
-    Prepared,
     PublicCall,
     bytes_of,
     grads_of,
@@ -265,9 +264,9 @@ class Keep:
         self._phase, optimizer = Phase.BETWEEN, self._optimizer
         if self._files is None or self._files.changes != optimizer.state_changes:
             own_state(optimizer)
-        prepared = Prepared()
         before = [group.get("rounding_step") for group in optimizer.param_groups]
-        self._phase, optimizer.prepared = Phase.BLOCK, prepared
+        prepared = optimizer.prepare_only()
+        self._phase = Phase.BLOCK
         try:
             yield
             for plan in prepared.plans:
@@ -316,7 +315,7 @@ class Keep:
         self._keeper.drop(str(name))
         _held.pop(str(name), None)
 
-    def _complete(self, script: bytes, prepared: Prepared) -> None:
+    def _complete(self, script: bytes, prepared: Any) -> None:
         plans = prepared.plans
         number = self._step + 1
         files = self._files_for(prepared)
@@ -360,7 +359,7 @@ class Keep:
         }
         return _pickled("Keep()", state)
 
-    def _files_for(self, prepared: Prepared) -> Files:
+    def _files_for(self, prepared: Any) -> Files:
         """Return the files to write to; new ones if the optimizer's state or its runs changed, or
         if gradients lie in files that the keeper does not have."""
         optimizer, before = self._optimizer, self._files

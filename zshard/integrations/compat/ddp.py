@@ -19,7 +19,6 @@ from zshard.api import (
     FSDP,
     ShardingStrategy,
     checks_names,
-    either,
     is_unit,
 )
 
@@ -130,9 +129,9 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
                 f"the module's {_IGNORED} is not supported: delete it, and pass the parameters as "
                 "ignored_states="
             )
-        sync = either(
-            broadcast_buffers=broadcast_buffers, forward_sync_buffers=forward_sync_buffers
-        )
+        if broadcast_buffers is not None and forward_sync_buffers is not None:
+            raise ValueError("pass either broadcast_buffers or forward_sync_buffers, not both")
+        sync = forward_sync_buffers if broadcast_buffers is None else broadcast_buffers
         return FSDP(
             module,
             process_group,

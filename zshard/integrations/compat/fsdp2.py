@@ -27,7 +27,6 @@ from zshard.api import (
     ShardingStrategy,
     Wire,
     checks_names,
-    has_forward,
     register_forward_method,
     reset_or_leave,
     resolve_groups,
@@ -194,7 +193,7 @@ def fully_shard(
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard expects an nn.Module, got {type(module).__name__}")
-    if not has_forward(module):
+    if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
         raise ValueError(
             f"{type(module).__name__} has no forward, so its parameters could not be unsharded in "
             "time: call fully_shard on each module in it"

@@ -203,9 +203,10 @@ def _check_sums(module: nn.Module, settings: Settings) -> None:
         dtype = torch.float32 if settings.dtype and param.dtype in _HALF else param.dtype
         if asked is None or not param.requires_grad or dtype is asked:
             continue
+        wanted, actual = (str(each).removeprefix("torch.") for each in (asked, dtype))
         raise NotImplementedError(
-            f"'{ACCUMULATED}' in the DeepSpeed config is {asked}, but parameter '{name}' "
-            f"is {dtype}, and zshard sums micro-batches in the parameters' dtype: remove "
+            f"'{ACCUMULATED}' in the DeepSpeed config is {wanted}, but parameter '{name}' "
+            f"is {actual}, and zshard sums micro-batches in the parameters' dtype: remove "
             "the key, or for float32 sums enable 'bf16', which keeps float32 parameters"
         )
 
