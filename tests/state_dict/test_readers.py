@@ -19,13 +19,23 @@ from readers import (
     WRITERS,
     Case,
     after_more_steps,
+    export,
     forward,
+    full_tensor,
     gradients,
     named_gradients,
+    named_values,
     norms_of_gradients,
+    optimizer_state,
+    optimizer_state_by_name,
+    part_state_dict,
+    state_dict,
     step,
     summon,
     summon_with_gradients,
+    torch_save,
+    typed_state_dict,
+    unit_state_dict,
     update_averages,
 )
 from scenarios import floats
@@ -304,3 +314,44 @@ def test_each_reader_is_right_or_says_when_to_call(pool2, tmp_path, state, combi
             assert refused <= {**TABLE, **MAY}.get(name, set())
         else:
             assert refused == TABLE.get(name, set())
+
+
+# --- one rank alone -----------------------------------------------------------------------------------
+
+ALONE = [
+    *(state_dict, unit_state_dict, part_state_dict, typed_state_dict, torch_save, export),
+    *(full_tensor, named_values, forward, optimizer_state, optimizer_state_by_name),
+]
+MOMENTS = [at_rest, kept_for_backward, within_no_sync, after_a_failure, swapped]
+
+
+def alone_cells(state, combination, folder, rank):
+    """Return the readers that are wrong: one rank alone calls each of them."""
+    wrong, later = {}, after_more_steps(combination, folder)
+    case = Case(combination, folder, later)
+    plain = Case(None, folder, later, case.averages)
+    for reader in ALONE:
+        own = reader if dist.get_rank() == rank else nothing
+        got, left, said = outcome(case, own, state)
+        want, expected, _ = outcome(plain, reader, state)
+        bad = said or differences(left, expected)
+        bad += [] if got is None else differences(got, want)
+        if bad:
+            wrong[reader.__name__] = bad
+        for each in (case, plain):
+            each.optimizer.zero_grad()
+            each.learn()
+            each.model(floats(1)).sum().backward()
+    return wrong
+
+
+def nothing(case):
+    return None
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[1] == "shm"])
+@pytest.mark.parametrize("state", MOMENTS, ids=lambda state: state.__name__)
+def test_one_rank_alone_reads_what_a_plain_model_has(pool2, tmp_path, state, combination, rank):
+    assert pool2.run(alone_cells, state, combination, str(tmp_path), rank) == [{}, {}]
