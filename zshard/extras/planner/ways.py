@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,6 +59,6 @@ class Way(NamedTuple):
 def options_of(way: Way) -> Options:
     """Return the options of FSDP(...) that a way stands for."""
     low = None if way.precision == "fp32" else MixedPrecision(param_dtype=torch.bfloat16)
-    given = {"strategy": way.strategy, "mixed_precision": low, "wire": way.wire}
-    more = {"device": "cuda", "offload": way.offload, "keep_gathered": False}
-    return parse_options(given | more)
+    options: dict[str, Any] = {"strategy": way.strategy, "mixed_precision": low, "wire": way.wire}
+    options |= {"device": "cuda", "offload": way.offload, "keep_gathered": False}
+    return parse_options(options)
