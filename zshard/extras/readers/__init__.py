@@ -26,6 +26,7 @@ from zshard.extras.readers import chunked, dcp
 
 _FIRST = ("model.safetensors", "model.safetensors.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_DEEPSPEED = r"(bf16_)?zero_pp_rank_|mp_rank_\d+_model_states"
 _File = TypeVar("_File", bound=OpenFile)
 
 
@@ -36,7 +37,7 @@ def open_into(found: Checkpoint, with_optimizer: bool) -> bool:
     if not os.path.isdir(path):
         _refuse_pickles(path)
         found.files[os.path.basename(path)] = file = SafetensorsFile(path)
-        _note(found, {"": file})
+        _add_tensors(found, {"": file})
         return True
     first = next((name for name in _FIRST if os.path.exists(os.path.join(path, name))), None)
     if first is not None:
@@ -67,10 +68,10 @@ def _open_huggingface(found: Checkpoint, first: str) -> None:
             )
         return kind(path)
 
-    _note(found, files_of(found, first, opened_file))
+    _add_tensors(found, files_of(found, first, opened_file))
 
 
-def _note(found: Checkpoint, files: dict[str, SafetensorsFile]) -> None:
+def _add_tensors(found: Checkpoint, files: dict[str, SafetensorsFile]) -> None:
     found.model = {name: entry for f in files.values() for name, entry in f.entries.items()}
     found.tied = {a: n for f in files.values() for a, n in f.notes.items() if n in found.model}
 
@@ -92,14 +93,12 @@ def refuse(path: str) -> NoReturn:
         )
     _refuse_pickles(path)
     raise FileNotFoundError(
-        f"no finished checkpoint in '{path}': it has no {NAME}, model.safetensors, "
-        "model.safetensors.index.json or numbered checkpoints; pass the path that "
-        "zshard.save() got"
+        f"no finished checkpoint in '{path}': it has no {NAME}, {', '.join(_FIRST)} or numbered "
+        "checkpoints; pass the path that zshard.save() got"
     )
 
 
 def _refuse_pickles(path: str) -> None:
-    """Raise CheckpointError for pickles."""
     if not os.path.isdir(path):
         if path.endswith(_PICKLES):
             raise CheckpointError(
@@ -111,9 +110,7 @@ def _refuse_pickles(path: str) -> None:
     inner = next((name for name in names if name.startswith("global_step")), "")
     below = os.path.join(path, inner)
     names_below = os.listdir(below) if inner and os.path.isdir(below) else []
-    if any(
-        re.match(r"(bf16_)?zero_pp_rank_|mp_rank_\d+_model_states", n) for n in names + names_below
-    ):
+    if any(map(re.compile(_DEEPSPEED).match, names + names_below)):
         raise CheckpointError(
             f"'{path}' is a DeepSpeed checkpoint, which consists of pickles that can execute "
             "arbitrary code: if you trust it, convert it with DeepSpeed's zero_to_fp32.py "

@@ -34,11 +34,7 @@ class Chunked:
     """A tensor in chunks: boxes, given with the index of their first element."""
 
     def __init__(
-        self,
-        what: str,
-        shape: Index,
-        dtype: torch.dtype,
-        chunks: Sequence[tuple[Index, Readable]],
+        self, what: str, shape: Index, dtype: torch.dtype, chunks: Sequence[tuple[Index, Readable]]
     ) -> None:
         """what: names it in the CheckpointError if the chunks do not cover each element once."""
         self.dtype, self.shape, self._chunks = dtype, shape, chunks
@@ -50,16 +46,13 @@ class Chunked:
 
     @property
     def files(self) -> list[str]:
-        """The names of the files that contain it."""
         return sorted({name for _, chunk in self._chunks for name in chunk.files})
 
     def check(self) -> None:
-        """Check what is around the values of all chunks."""
         for _, chunk in self._chunks:
             chunk.check()
 
     def value(self) -> torch.Tensor:
-        """Read the full tensor."""
         return read_whole(self)
 
     def read_into(self, memory: memoryview, offset: int) -> None:
@@ -120,21 +113,21 @@ def open_shards_into(found: Checkpoint, names: Sequence[str]) -> None:
         found.files[file_name] = file = SafetensorsFile(os.path.join(found.path, file_name))
         where = f"the header of '{file.path}'"
         note = file.notes.get("DCP_SHARDING_INFO", "{}").encode(errors="surrogatepass")
-        told = object_of(note, where, HEADER_LIMIT)
+        info = object_of(note, where, HEADER_LIMIT)
         for name, entry in file.entries.items():
-            facts = told.get(name)
+            facts = info.get(name)
             begin = facts.get("saved_offsets") if isinstance(facts, dict) else None
             if not are_counts(begin) or len(begin) != len(entry.shape):
                 raise CheckpointError(f"{where} has no valid saved_offsets for '{name}'")
             parts.setdefault(name, []).append((tuple(begin), entry))
     model = {}
-    for name, own in parts.items():
-        if len({(len(begin), entry.dtype) for begin, entry in own}) > 1:
+    for name, chunks in parts.items():
+        if len({(len(begin), entry.dtype) for begin, entry in chunks}) > 1:
             raise CheckpointError(
                 f"the files in '{found.path}' disagree on the dtype or number of dimensions of "
                 f"'{name}'"
             )
-        ends = [[b + n for b, n in zip(begin, e.shape, strict=True)] for begin, e in own]
+        ends = [[b + n for b, n in zip(begin, e.shape, strict=True)] for begin, e in chunks]
         shape = tuple(max(each) for each in zip(*ends, strict=True))
-        model[name] = Chunked(f"'{name}' in '{found.path}'", shape, own[0][1].dtype, own)
+        model[name] = Chunked(f"'{name}' in '{found.path}'", shape, chunks[0][1].dtype, chunks)
     found.model = model

@@ -52,22 +52,22 @@ def open_into(found: Checkpoint, with_optimizer: bool) -> None:
     with OpenFile(where) as file, reading(f"'{where}'"):
         entries = _entries(found, where, parse(bytes(file.bytes_of(min(file.size, LIMIT + 1)))))
     roots = _root(_MODELS, entries), _root(_OPTIMIZERS, entries)
-    own, theirs = (
+    model, optimizer = (
         {path[len(root) :]: each for path, each in entries.items() if path[: len(root)] == root}
         for root in roots
     )
     rest = {p: e for p, e in entries.items() if not any(p[: len(r)] == r for r in roots)}
-    if not own:
+    if not model:
         tensors = [path for path, entry in rest.items() if isinstance(entry, Chunked)]
         paths = [path for path in tensors if len(path) == 1] or tensors
         paths += [p for p in rest if is_extra_state(str(p[-1])) and p not in tensors]
-        own = {path: rest.pop(path) for path in paths}
-    found.model = {_dotted(p): e for p, e in own.items() if isinstance(e, Chunked)}
-    found.others = {_dotted(p): e.value() for p, e in own.items() if isinstance(e, Stored)}
+        model = {path: rest.pop(path) for path in paths}
+    found.model = {_dotted(p): e for p, e in model.items() if isinstance(e, Chunked)}
+    found.others = {_dotted(p): e.value() for p, e in model.items() if isinstance(e, Stored)}
     found.shared = functools.partial(_values, {_dotted(p): e.value for p, e in rest.items()})
-    if theirs and with_optimizer:
-        states = {p: e for p, e in theirs.items() if isinstance(e, Chunked)}
-        values = {p: e.value() for p, e in theirs.items() if isinstance(e, Stored)}
+    if optimizer and with_optimizer:
+        states = {p: e for p, e in optimizer.items() if isinstance(e, Chunked)}
+        values = {p: e.value() for p, e in optimizer.items() if isinstance(e, Stored)}
         try:
             found.optimizer = optimizer_of_paths(states, values, list(found.model))
         except (KeyError, TypeError):
@@ -75,24 +75,24 @@ def open_into(found: Checkpoint, with_optimizer: bool) -> None:
 
 
 def _values(entries: Mapping[str, Callable[[], Any]], strict: bool) -> dict[str, Any]:
-    found = {}
+    values = {}
     for name, read in entries.items():
         try:
-            found[name] = read()
+            values[name] = read()
         except NoDataError as error:
             if strict:
                 raise NoDataError(f"{error}; pass strict=False to skip it") from None
             warnings.warn(f"{error}; skipped", stacklevel=2)
-    return found
+    return values
 
 
 def _root(names: Sequence[str], paths: Iterable[KeyPath]) -> KeyPath:
     """Return the shortest path of keys that ends with one of the names and has keys below it, or a
     path that nothing is below."""
-    found = {
+    roots = {
         path[: i + 1] for path in paths for i in range(min(2, len(path) - 1)) if path[i] in names
     }
-    return min(found, key=lambda path: (len(path), names.index(path[-1])), default=(None,))
+    return min(roots, key=lambda path: (len(path), names.index(path[-1])), default=(None,))
 
 
 def _dotted(path: KeyPath) -> str:
