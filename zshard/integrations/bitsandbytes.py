@@ -41,8 +41,8 @@ class _Quantized(Extension):
             return
         state = getattr(param, "quant_state", None)
         words = ("quant_type", "blocksize", "dtype", "shape")
-        said = ", ".join(f"{word} {getattr(state, word, None)}" for word in words)
-        yield f"the quantization of '{name}'", f"of class {type(param).__name__}, {said}"
+        values_of = ", ".join(f"{word} {getattr(state, word, None)}" for word in words)
+        yield f"the quantization of '{name}'", f"of class {type(param).__name__}, {values_of}"
         for part, tensor in _tensors_of(state):
             yield tensor_fact("the quantization state of", f"{name}.{part}", tensor)
             if values:
@@ -94,10 +94,8 @@ def _is_quantized(param: Tensor) -> bool:
 
 def _kind_of(param: Tensor) -> str | None:
     """Return the bitsandbytes class that a parameter's class is or derives from, by name."""
-    for cls in type(param).__mro__:
-        if cls.__module__.partition(".")[0] == "bitsandbytes":
-            return cls.__name__
-    return None
+    packages = {cls: cls.__module__.partition(".")[0] for cls in type(param).__mro__}
+    return next((cls.__name__ for cls, name in packages.items() if name == "bitsandbytes"), None)
 
 
 def _check_weight(name: str, param: Tensor) -> None:

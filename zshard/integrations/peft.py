@@ -49,13 +49,12 @@ def _of_copy(name: str) -> Callable[..., Any]:
 
 def _full_copy(model: nn.Module) -> nn.Module:
     """Return a plain copy of a sharded model, with full parameters."""
-    memo: dict[int, Any] = {}
-    copied = copy_plain(model, memo)
+    copies: dict[int, Any] = {}
+    copied = copy_plain(model, copies)
     with torch.no_grad():
         for param in model.parameters():
-            made = memo[id(param)]
-            made.data = full_tensor(param).detach().clone()
-            made.requires_grad_(param.requires_grad)
+            copies[id(param)].data = full_tensor(param).detach().clone()
+            copies[id(param)].requires_grad_(param.requires_grad)
     for each in EXTENSIONS:
         each.restore(copied.module)
     return copied.module

@@ -32,9 +32,10 @@ _M = TypeVar("_M", bound=nn.Module)
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's attribute of a module
 
+_OMIT = "omit it: gradients are reduced during backward"
 _UNSUPPORTED = {
-    "delay_all_reduce_named_params": "omit it: gradients are reduced during backward",
-    "param_to_hook_all_reduce": "omit it: gradients are reduced during backward",
+    "delay_all_reduce_named_params": _OMIT,
+    "param_to_hook_all_reduce": _OMIT,
     "mixed_precision": (
         "call FSDP(module, strategy='no_shard', mixed_precision=zshard.MixedPrecision(...))"
     ),
@@ -118,7 +119,10 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
                     f"DistributedDataParallel({name}=...) is not supported: {remedy}"
                 )
         if dim != 0:
-            raise NotImplementedError(f"dim={dim} is not supported: {_SPLITS}; omit it")
+            raise NotImplementedError(
+                f"dim={dim} is not supported: a rank gets a batch of its own, and zshard splits "
+                "none; omit it"
+            )
         device_ids = device_ids or None  # DDP takes an empty list, too
         if output_device is not None and [output_device] != list(device_ids or ()):
             raise NotImplementedError(
@@ -143,6 +147,3 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
             forward_sync_buffers=True if sync is None else bool(sync),
             **options,
         )
-
-
-_SPLITS = "a rank gets a batch of its own, and zshard splits none"

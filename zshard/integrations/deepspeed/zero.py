@@ -55,13 +55,10 @@ class _OfEngine:
             return None
         if "ds_id" not in vars(param):
             raise AttributeError(f"'{owner.__name__}' object has no attribute '{self._name}'")
+        is_cut = api.slice_part(param) is not None  # now
         if self._name == "ds_tensor":
-            return to_local(param).view(-1) if _is_cut_now(param) else None
-        return ZeroParamStatus.NOT_AVAILABLE if _is_cut_now(param) else ZeroParamStatus.AVAILABLE
-
-
-def _is_cut_now(param: Tensor) -> bool:
-    return api.slice_part(param) is not None
+            return to_local(param).view(-1) if is_cut else None
+        return ZeroParamStatus.NOT_AVAILABLE if is_cut else ZeroParamStatus.AVAILABLE
 
 
 _ids = itertools.count()

@@ -37,16 +37,6 @@ from zshard.api import (
     units_of,
 )
 
-__all__ = [
-    "RecomputePolicy",
-    "Sharding",
-    "ZShardFabricStrategy",
-    "fabric_package",
-    "on_rank_0",
-    "optimizer_on_rank_0",
-    "trainer_package",
-]
-
 _PACKAGES = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
 _LIGHTNINGS = frozenset(  # arguments of its DDPStrategy; in Fabric `precision`
     {
@@ -70,8 +60,6 @@ def _imported() -> tuple[Any, Any]:
 
 
 trainer_package, fabric_package = _imported()
-
-
 RecomputePolicy = Collection[type[nn.Module]] | Callable[..., bool]
 
 
@@ -109,29 +97,27 @@ class Sharding:
         for each, state in units_of(module):
             if state.comms.all.world != world:
                 raise ValueError(
-                    f"{class_of(each).__name__} is sharded over "
-                    f"{state.comms.all.world} rank(s), but Lightning runs {world}: call "
-                    "zshard.FSDP in configure_model() (in Fabric: after fabric.launch()), or leave "
-                    "it to the strategy"
+                    f"{class_of(each).__name__} is sharded over {state.comms.all.world} rank(s), "
+                    f"but Lightning runs {world}: call zshard.FSDP in configure_model() (in "
+                    "Fabric: after fabric.launch()), or leave it to the strategy"
                 )
         if self._recomputed is not None:
             _recompute(module, self._recomputed)
-        given = {"forward_sync_buffers": "training", **self._fsdp}
+        arguments = {"forward_sync_buffers": "training", **self._fsdp}
         if isinstance(self._mesh, tuple):
             self._mesh = init_device_mesh(self.root_device.type, self._mesh)
         if self._mesh is not None:
-            given["device_mesh"] = self._mesh
+            arguments["device_mesh"] = self._mesh
         if self.root_device.type != "cpu":
-            given.setdefault("device_id", self.root_device)
-        for part in _callable_parts(module) if parts_too else ():
-            FSDP(part, **given)
-        FSDP(module, **given)
+            arguments.setdefault("device_id", self.root_device)
+        for each in (*(_callable_parts(module) if parts_too else ()), module):
+            FSDP(each, **arguments)
 
     def _save_folder(
-        self, given: object, module: nn.Module, optimizer: Optimizer | None, rest: dict[str, Any]
+        self, file: object, module: nn.Module, optimizer: Optimizer | None, rest: dict[str, Any]
     ) -> None:
         """Save a folder with zshard.save(), including rank 0's `rest`."""
-        path: str = os.fspath(self.broadcast(given))
+        path: str = os.fspath(self.broadcast(file))
         chunks: list[bytes] = []
         comm = ranks_of(module)
         with on_all_ranks(comm):
@@ -167,13 +153,13 @@ class Sharding:
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:
     """Return the modules below `module` that a training_step() may call, without ModuleLists."""
-    found: list[nn.Module] = []
+    parts: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found += _callable_parts(child)
+            parts += _callable_parts(child)
         elif not is_unit(child) and next(child.parameters(), None) is not None:
-            found.append(child)
-    return found
+            parts.append(child)
+    return parts
 
 
 def _recompute(module: nn.Module, policy: RecomputePolicy) -> None:
@@ -258,15 +244,11 @@ class ZShardFabricStrategy(Sharding, _Ddp):  # type: ignore[misc]
         if not any(param.is_meta for param in module.parameters()) and not is_unit(module):
             module.to(self.root_device)
 
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        if not empty_init:
-            context: AbstractContextManager[None] = super().module_init_context()
-            return context
-        return self._on_meta()
-
     @contextmanager
-    def _on_meta(self) -> Iterator[None]:
-        with torch.device("meta"), self.precision.module_init_context():
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        device = torch.device("meta") if empty_init else nullcontext()
+        usual: Any = self.precision if empty_init else super()
+        with device, usual.module_init_context():
             yield
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -283,11 +265,7 @@ class ZShardFabricStrategy(Sharding, _Ddp):  # type: ignore[misc]
         _unwrapped(module).load_state_dict(state_dict, strict=strict)
 
     def save_checkpoint(
-        self,
-        path: object,
-        state: dict[str, Any],
-        storage_options: object = None,
-        filter: object = None,
+        self, path: object, state: Any, storage_options: object = None, filter: object = None
     ) -> None:
         if not self._is_sharded_save:
             self._is_saving = True  # only rank 0 needs the state
@@ -311,8 +289,8 @@ class ZShardFabricStrategy(Sharding, _Ddp):  # type: ignore[misc]
     ) -> dict[str, Any]:
         path = self.broadcast(path)
         if not os.path.isdir(path):
-            full: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
-            return full
+            entries: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            return entries
         (module, optimizer), others = _split(state if isinstance(state, dict) else {"": state})
         rest = self._load_folder(path, module, optimizer, strict, weights_only)
         for key in others:
@@ -337,8 +315,7 @@ class _BackwardSync:
 
 
 class _Wrapper(nn.Module):
-    """The module that Fabric takes for its wrapper, so that it routes marked methods through
-    forward."""
+    """What Fabric takes for its wrapper, so that it routes marked methods through forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -25,8 +25,6 @@ from zshard.integrations.lightning.fabric import (
     trainer_package,
 )
 
-__all__ = ["ZShardStrategy"]
-
 
 class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type: ignore[misc]
     """Lightning's Trainer with a LightningModule that zshard shards.
