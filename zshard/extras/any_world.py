@@ -78,9 +78,18 @@ class _AnyWorld(Extension):
                 "micro_batches: pass the same deterministic and micro_batches to all FSDP() calls "
                 "of a model"
             )
-        if count > 0:
-            _check_options(options, device)
-            _check_params(module, held)
+        if count == 0:
+            return
+        if device != "cpu":
+            raise NotImplementedError(f"deterministic={NAME!r} is not supported on GPUs: omit it")
+        if options[-1].wire.codes != (0, 0):
+            raise ValueError(f"deterministic={NAME!r} does not allow wire=: omit one of them")
+        dtypes = [each.precision.wire for each in options if each.precision.wire is not None]
+        if dtypes and dtypes[0] not in _FULL:
+            raise ValueError(
+                f"deterministic={NAME!r} adds gradients in float32: omit reduce_dtype={dtypes[0]}"
+            )
+        _check_params(module, held)
 
     def check_transport(self, options: Options, comm: api.Comm, asked: object) -> None:
         # Others add gradients within hosts first.
@@ -145,18 +154,6 @@ class _AnyWorld(Extension):
 
 
 EXTENSIONS.append(_AnyWorld())
-
-
-def _check_options(options: Sequence[Options], device: str) -> None:
-    if device != "cpu":
-        raise NotImplementedError(f"deterministic={NAME!r} is not supported on GPUs: omit it")
-    if options[-1].wire.codes != (0, 0):
-        raise ValueError(f"deterministic={NAME!r} does not allow wire=: omit one of them")
-    wire = next((each.precision.wire for each in options if each.precision.wire is not None), None)
-    if wire not in (None, *_FULL):
-        raise ValueError(
-            f"deterministic={NAME!r} adds gradients in float32: omit reduce_dtype={wire}"
-        )
 
 
 def _check_params(module: nn.Module, held: Collection[int]) -> None:

@@ -139,31 +139,31 @@ def _judge_kernels(machine: dict[str, Any], missing: dict[str, str]) -> None:
 def report() -> tuple[str, int]:
     """Return what `python -m zshard doctor` prints, and its exit status: 1 if a GPU cannot be
     used."""
-    found = available_features()
-    missing = found["missing"]
-    kernels = f"{' '.join(found['kernels'])} (nvcc {found['kernels_cuda']})"
-    gpus = [f"{gpu['name']} ({'.'.join(map(str, gpu['capability']))})" for gpu in found["gpus"]]
+    features = available_features()
+    missing = features["missing"]
+    kernels = f"{' '.join(features['kernels'])} (nvcc {features['kernels_cuda']})"
+    gpus = [f"{gpu['name']} ({'.'.join(map(str, gpu['capability']))})" for gpu in features["gpus"]]
     facts = [
         ("zshard", f"{__version__} in {Path(api.__file__).parent}"),
-        ("torch", found["torch"]),
+        ("torch", features["torch"]),
         ("CPUs", describe(read_host())),
         ("bf16", bf16(read_text(Path("/proc/cpuinfo")) or "")),
-        ("CPU loops", found["loops"]),
-        ("shm", "yes" if found["shm"] else None),
-        ("c10d", "yes (gloo)" if found["c10d"] else None),
-        ("torch_cuda", found["torch_cuda"] if "torch_cuda" not in missing else None),
-        ("kernels", kernels if found["kernels"] else None),
-        ("driver", f"CUDA {found['driver']}" if found["driver"] else None),
+        ("CPU loops", features["loops"]),
+        ("shm", "yes" if features["shm"] else None),
+        ("c10d", "yes (gloo)" if features["c10d"] else None),
+        ("torch_cuda", features["torch_cuda"] if "torch_cuda" not in missing else None),
+        ("kernels", kernels if features["kernels"] else None),
+        ("driver", f"CUDA {features['driver']}" if features["driver"] else None),
         ("GPUs", ", ".join(gpus) or "none"),
-        ("nccl", found["nccl"]),
+        ("nccl", features["nccl"]),
     ]
     lines = [f"Python {platform.python_version()}, {platform.system()} {platform.release()}"]
     for name, fact in facts:
         problem = f"MISSING: {missing[name]}" if name in missing else None
         lines.append(f"{name:<11} {'. '.join(filter(None, (fact, problem)))}")
     lines += [f"{'keeper':<11} {of_keeper(keeper)}" for keeper in keepers()]
-    lines += ["", *_what_is_used(found)]
-    return "\n".join(lines), int(bool(found["gpus"]) and not found["gpu"])
+    lines += ["", *_what_is_used(features)]
+    return "\n".join(lines), int(bool(features["gpus"]) and not features["gpu"])
 
 
 def describe(host: Host) -> str:
@@ -198,16 +198,16 @@ def of_keeper(keeper: KeeperStatus | int) -> str:
     )
 
 
-def _what_is_used(found: dict[str, Any]) -> list[str]:
+def _what_is_used(features: dict[str, Any]) -> list[str]:
     """Describe whether training works on CPUs and on GPUs, and the transports of ranks."""
-    host = "shm on one host, hosts (shm and c10d) on several" if found["shm"] else "c10d"
+    host = "shm on one host, hosts (shm and c10d) on several" if features["shm"] else "c10d"
     cpu = f"CPU training is available; ranks communicate over {host}."
-    if not found["c10d"]:
+    if not features["c10d"]:
         cpu = "CPU training is available, on a single rank only."
-    if found["gpu"]:
-        transport = "NCCL" if found["nccl"] else "torch's process group (c10d)"
+    if features["gpu"]:
+        transport = "NCCL" if features["nccl"] else "torch's process group (c10d)"
         gpu = f"GPU training is available; ranks communicate over {transport}."
     else:
-        lacks = [name for name in _FOR_GPUS if name in found["missing"]]
+        lacks = [name for name in _FOR_GPUS if name in features["missing"]]
         gpu = f"GPU training is not available; see above: {', '.join(lacks) or 'GPUs'}."
     return [cpu, gpu]

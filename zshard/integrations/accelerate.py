@@ -38,7 +38,6 @@ from zshard.api import (
 __all__ = ["shard"]
 
 _FOLDER = "zshard_model"  # a model and its optimizer, in the folder of save_state()
-_WEIGHTS = ("model{}.safetensors", "pytorch_model{}.bin")  # what Accelerate writes itself
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")  # kinds of training for which prepare() wraps DDP
 
 
@@ -304,7 +303,7 @@ def _folder(folder: str, index: int) -> Path:
 def _load_weights(folder: Path, index: int, model: nn.Module) -> None:
     """Load what Accelerate saved of a plain model or of one in DDP."""
     ending = f"_{index}" if index else ""
-    safe, pickled = (folder / name.format(ending) for name in _WEIGHTS)
+    safe, pickled = folder / f"model{ending}.safetensors", folder / f"pytorch_model{ending}.bin"
     if safe.is_file():
         load(safe, model)
         return

@@ -140,8 +140,8 @@ def _bias_dtype(ref: ParamRef) -> torch.dtype | None:
     for owner, attribute in ref.owners:
         weight = owner._parameters.get("weight")
         if attribute == "bias" and weight is not None and _kind_of(weight) == "Params4bit":
-            found: torch.dtype | None = getattr(owner, "compute_dtype", None)
-            return found
+            dtype: torch.dtype | None = getattr(owner, "compute_dtype", None)
+            return dtype
     return None
 
 
@@ -154,12 +154,12 @@ def _tensors_of(state: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]
             yield from _tensors_of(value, f"{prefix}{name}.")
 
 
-def _refuse_bits(module: nn.Module, state_dict: dict[str, Any], prefix: str, *found: Any) -> None:
+def _refuse_bits(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     """A load hook of nn.Module: bits without the scales that decode them are other numbers, and
     bitsandbytes saves scales beside the bits, but does not load them."""
     name = f"{prefix}weight"
     if name in state_dict and hasattr(module._parameters.get("weight"), "quant_state"):
-        found[-1].append(
+        args[-1].append(
             f"'{name}' is quantized, and loading does not load its scales: load the model before "
             "FSDP(...), and leave the frozen weights out of the state dict (save_pretrained saves "
             "the adapter alone)"

@@ -103,8 +103,8 @@ def _are_same(digests: list[bytes]) -> bool:
 
 def _difference(everyone: list[Sums]) -> str | None:
     """Describe the first value that differs between ranks; None if none does."""
-    own = set.intersection(*(set(each.changed) for each in everyone))
-    buffers = [{k: v for k, v in each.buffers.items() if k not in own} for each in everyone]
+    changed = set.intersection(*(set(each.changed) for each in everyone))
+    buffers = [{k: v for k, v in each.buffers.items() if k not in changed} for each in everyone]
     everywhere = [0] * len(everyone)
     kinds = (  # the values, and for each rank a number that ranks with the same ones share
         ("parameter", [each.full for each in everyone], everywhere),

@@ -78,14 +78,14 @@ class Traced(NamedTuple):
     @property
     def owners(self) -> list[int]:
         """For each segment, the index of the innermost module that runs it; -1: none."""
-        open_, found = [-1], [-1]
+        open_, owners = [-1], [-1]
         for i, begins in self.marks:
             if begins:
                 open_.append(i)
             else:
                 open_.pop()
-            found.append(open_[-1])
-        return found
+            owners.append(open_[-1])
+        return owners
 
     @property
     def peak(self) -> int:

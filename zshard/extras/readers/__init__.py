@@ -30,50 +30,52 @@ _DEEPSPEED = r"(bf16_)?zero_pp_rank_|mp_rank_\d+_model_states"
 _File = TypeVar("_File", bound=OpenFile)
 
 
-def open_into(found: Checkpoint, with_optimizer: bool) -> bool:
-    """Open what is at `found.path`, unless it is a folder of no known format; return whether it is
-    open."""
-    path = found.path
+def open_into(checkpoint: Checkpoint, with_optimizer: bool) -> bool:
+    """Open what is at `checkpoint.path`, unless it is a folder of no known format; return whether
+    it is open."""
+    path = checkpoint.path
     if not os.path.isdir(path):
         _refuse_pickles(path)
-        found.files[os.path.basename(path)] = file = SafetensorsFile(path)
-        _add_tensors(found, {"": file})
+        checkpoint.files[os.path.basename(path)] = file = SafetensorsFile(path)
+        _add_tensors(checkpoint, {"": file})
         return True
     first = next((name for name in _FIRST if os.path.exists(os.path.join(path, name))), None)
     if first is not None:
-        _open_huggingface(found, first)
+        _open_huggingface(checkpoint, first)
     elif os.path.lexists(os.path.join(path, dcp.METADATA)):
-        dcp.open_into(found, with_optimizer)
+        dcp.open_into(checkpoint, with_optimizer)
     elif names := chunked.shards_in(path):
-        chunked.open_shards_into(found, names)
+        chunked.open_shards_into(checkpoint, names)
     else:
         return False
     return True
 
 
-def _open_huggingface(found: Checkpoint, first: str) -> None:
+def _open_huggingface(checkpoint: Checkpoint, first: str) -> None:
     """first: the file that has the tensors or their index."""
-    if re.fullmatch(r"\..*\.[0-9a-f]{32}\.tmp", os.path.basename(absolute(found.path))):
+    if re.fullmatch(r"\..*\.[0-9a-f]{32}\.tmp", os.path.basename(absolute(checkpoint.path))):
         # The files have their full length, but zeros where nothing was written.
         raise CheckpointError(
-            f"'{found.path}' is not a checkpoint: an interrupted save left it; load another one"
+            f"'{checkpoint.path}' is not a checkpoint: an interrupted save left it; load another "
+            "one"
         )
 
     def opened_file(name: str, kind: type[_File]) -> _File:
-        path = os.path.join(found.path, name)
+        path = os.path.join(checkpoint.path, name)
         if not os.path.exists(path):
-            index = os.path.join(found.path, first)
+            index = os.path.join(checkpoint.path, first)
             raise FileNotFoundError(
                 f"'{index}' refers to '{name}', which is missing; copy all files of the model"
             )
         return kind(path)
 
-    _add_tensors(found, files_of(found, first, opened_file))
+    _add_tensors(checkpoint, files_of(checkpoint, first, opened_file))
 
 
-def _add_tensors(found: Checkpoint, files: dict[str, SafetensorsFile]) -> None:
-    found.model = {name: entry for f in files.values() for name, entry in f.entries.items()}
-    found.tied = {a: n for f in files.values() for a, n in f.notes.items() if n in found.model}
+def _add_tensors(checkpoint: Checkpoint, files: dict[str, SafetensorsFile]) -> None:
+    model = {name: entry for file in files.values() for name, entry in file.entries.items()}
+    checkpoint.model = model
+    checkpoint.tied = {a: n for f in files.values() for a, n in f.notes.items() if n in model}
 
 
 # --- what is no checkpoint ------------------------------------------------------------------------

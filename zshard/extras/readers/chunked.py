@@ -106,11 +106,12 @@ def shards_in(path: str) -> list[str]:
     return sorted(name for name in os.listdir(path) if _SHARD.fullmatch(name))
 
 
-def open_shards_into(found: Checkpoint, names: Sequence[str]) -> None:
+def open_shards_into(checkpoint: Checkpoint, names: Sequence[str]) -> None:
     """Open these files of a folder. Raise CheckpointError if parts overlap or leave gaps."""
     parts: dict[str, list[tuple[Index, Readable]]] = {}
     for file_name in names:
-        found.files[file_name] = file = SafetensorsFile(os.path.join(found.path, file_name))
+        file = SafetensorsFile(os.path.join(checkpoint.path, file_name))
+        checkpoint.files[file_name] = file
         where = f"the header of '{file.path}'"
         note = file.notes.get("DCP_SHARDING_INFO", "{}").encode(errors="surrogatepass")
         info = object_of(note, where, HEADER_LIMIT)
@@ -124,10 +125,10 @@ def open_shards_into(found: Checkpoint, names: Sequence[str]) -> None:
     for name, chunks in parts.items():
         if len({(len(begin), entry.dtype) for begin, entry in chunks}) > 1:
             raise CheckpointError(
-                f"the files in '{found.path}' disagree on the dtype or number of dimensions of "
-                f"'{name}'"
+                f"the files in '{checkpoint.path}' disagree on the dtype or number of dimensions "
+                f"of '{name}'"
             )
         ends = [[b + n for b, n in zip(begin, e.shape, strict=True)] for begin, e in chunks]
         shape = tuple(max(each) for each in zip(*ends, strict=True))
-        model[name] = Chunked(f"'{name}' in '{found.path}'", shape, chunks[0][1].dtype, chunks)
-    found.model = model
+        model[name] = Chunked(f"'{name}' in '{checkpoint.path}'", shape, chunks[0][1].dtype, chunks)
+    checkpoint.model = model

@@ -58,15 +58,15 @@ class _Flat(OptimizerState):
             for group in self.groups
         }
         for i, group in enumerate(optimizer.param_groups):
-            own = [names[id(p)] for p in group["params"] if names[id(p)] in options]
-            first = options[own[0]] if own else {}
+            held = [names[id(p)] for p in group["params"] if names[id(p)] in options]
+            first = options[held[0]] if held else {}
             problems += [
-                f"'{name}' and '{own[0]}' are both in param group {i}, but the checkpoint has "
+                f"'{name}' and '{held[0]}' are both in param group {i}, but the checkpoint has "
                 "different options for them"
-                for name in own
+                for name in held
                 if options[name] != first
             ]
-            groups.append({**first, "params": own})
+            groups.append({**first, "params": held})
         return replace(self, groups=groups), problems
 
 
@@ -86,7 +86,13 @@ def optimizer_of_paths(
     listed = [groups[i] for i in sorted(groups, key=lambda i: (len(str(i)), str(i)))]
     for group in listed:
         group.update({k: [v[i] for i in range(len(v))] for k, v in group.items() if _is_list(v)})
-    names = _names_by_number(listed)
+    names: dict[str, str] = {}  # of parameters, by their key in the state, as text
+    for group in listed:
+        params = group.get("params", [])
+        named = group.get("param_names", params)
+        if isinstance(params, list) and isinstance(named, list) and len(params) == len(named):
+            pairs = zip(params, named, strict=True)
+            names.update((str(param), name) for param, name in pairs if isinstance(name, str))
     in_groups = {str(param) for group in listed for param in group.get("params", ())}
     state: dict[str, dict[str, Readable]] = {}
     others: dict[str, dict[str, Any]] = {}
@@ -161,15 +167,3 @@ def _is_list(value: object) -> bool:
 def _named(key: object, names: Mapping[str, str]) -> Any:
     """Return a parameter's name, or its number as text if the file has no names."""
     return int(str(key)) if not names and str(key).isdecimal() else names[str(key)]
-
-
-def _names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return {key of a parameter in the state, as text: name of the parameter}."""
-    names: dict[str, str] = {}
-    for group in groups:
-        params = group.get("params", [])
-        own = group.get("param_names", params)
-        if isinstance(params, list) and isinstance(own, list) and len(params) == len(own):
-            pairs = zip(params, own, strict=True)
-            names.update((str(param), name) for param, name in pairs if isinstance(name, str))
-    return names

@@ -98,12 +98,12 @@ class profile(Trace):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        own = _stop(self._begun)
-        self.ranks = [own]
-        merged = _merged(own, kind) if self._merge else None
-        self.ranks = merged or [own]
-        if self._file is not None and (merged is None or own.rank == 0):
-            self.export(self._file if merged else _own_name(self._file, own.rank))
+        trace = _stop(self._begun)
+        self.ranks = [trace]
+        merged = _merged(trace, kind) if self._merge else None
+        self.ranks = merged or [trace]
+        if self._file is not None and (merged is None or trace.rank == 0):
+            self.export(self._file if merged else _own_name(self._file, trace.rank))
 
 
 # --- one rank -------------------------------------------------------------------------------------
@@ -144,8 +144,8 @@ def trace_to(file: str) -> None:
     begun = _start()
 
     def write() -> None:
-        own = _stop(begun)
-        Trace([own]).export(_own_name(file, own.rank))
+        trace = _stop(begun)
+        Trace([trace]).export(_own_name(file, trace.rank))
 
     atexit.register(write)
 

@@ -109,14 +109,14 @@ def _late_in_waits(trace: RankTrace, arrivals: Sequence[Arrival]) -> defaultdict
 
 
 def _last(rank: int, arrivals: Sequence[Arrival]) -> dict[str, Any]:
-    own = [each for each in arrivals if each.rank == rank]
+    of_rank = [each for each in arrivals if each.rank == rank]
     late, until = 0, 0  # a rank that is late to a forward is also late to its first gather
-    for each in own:
+    for each in of_rank:
         late += each.at - max(each.at - each.after, min(until, each.at))
         until = each.at
-    longest = max(own, key=lambda each: each.after, default=Arrival(0, rank, 0, ""))
+    longest = max(of_rank, key=lambda each: each.after, default=Arrival(0, rank, 0, ""))
     worst = {"longest": longest.after / 1e9, "what": longest.what}
-    return {"count": len(own), "of": len(arrivals), "seconds": late / 1e9, **worst}
+    return {"count": len(of_rank), "of": len(arrivals), "seconds": late / 1e9, **worst}
 
 
 # --- one rank's report ----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ chooses another strategy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,13 +18,11 @@ from zshard.api import (
     DeviceLike,
     ProcessGroupLike,
     StrategyLike,
+    Wrapped,
     checks_names,
     either,
     is_unit,
 )
-
-if TYPE_CHECKING:
-    from zshard.api import Wrapped
 
 __all__ = ["DistributedDataParallel"]
 

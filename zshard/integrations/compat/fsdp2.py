@@ -14,7 +14,7 @@ Its methods are those of all sharded models (`model/methods.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch.distributed as dist
 from torch import nn
@@ -31,6 +31,7 @@ from zshard.api import (
     ShardingStrategy,
     UnshardHandle,
     Wire,
+    Wrapped,
     block_of,
     checks_names,
     column_of,
@@ -41,9 +42,6 @@ from zshard.api import (
     resolve_groups,
     state_of,
 )
-
-if TYPE_CHECKING:
-    from zshard.api import Wrapped
 
 __all__ = [
     "FSDPModule",

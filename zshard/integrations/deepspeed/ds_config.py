@@ -187,14 +187,12 @@ def complete(train: int | None, micro: int | None, steps: int | None, world: int
     if train is None and micro is None:
         raise ValueError(f"the DeepSpeed config has no '{TRAIN}' and no '{MICRO}': add one of them")
     train, micro, steps = (None if each is None else int(each) for each in (train, micro, steps))
-    if steps is None and (train is None or micro is None):
-        steps = 1
     if steps is None:
-        steps = _divided(train or 0, MICRO, micro or 0, world)
+        both = train is not None and micro is not None
+        steps = _divided(train or 0, MICRO, micro or 0, world) if both else 1
     if micro is None:
         micro = _divided(train or 0, STEPS, steps, world)
-    if train is None:
-        train = micro * steps * world
+    train = micro * steps * world if train is None else train
     if train != micro * steps * world:
         raise ValueError(
             f"{TRAIN}={train} is not {MICRO}={micro} * {STEPS}={steps} * {world} rank(s), which "

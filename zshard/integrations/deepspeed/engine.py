@@ -150,10 +150,8 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         return self._micro + 1 >= self._sizes.steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set whether the current micro-batch is the last of its round, from now on.
-
-        Call it before the forward. None: count again.
-        """
+        """Set whether the current micro-batch is the last of its round, from now on; None: count
+        again. Call it before the forward."""
         self._boundary = is_boundary
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -259,7 +257,6 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the model."""
         self.module.zero_grad(set_to_none)
 
     # --- queries ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -34,50 +34,46 @@ def must_be(name: str, what: str, value: object) -> str:
     return f"'{name}' in the DeepSpeed config must be {what}, got {value!r}"
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _anything(name: str, value: object) -> None:
-    """The params of an optimizer or scheduler, which check_params() checks."""
+def _is_integer(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value) and value == int(value)
 
 
-def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(must_be(name, "true or false", value))
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
-def _number(name: str, value: object) -> None:
-    if not _is_number(value):
-        raise TypeError(must_be(name, "a number", value))
-    if not 0 <= value < math.inf:
-        raise ValueError(must_be(name, "finite and at least 0", value))
-
-
-def at_least(least: int) -> Check:
+def _check(
+    has_type: Callable[[Any], bool],
+    kind: str,
+    is_valid: Callable[[Any], object] = lambda value: True,
+    valid: str = "",
+) -> Check:
     def check(name: str, value: object) -> None:
-        if not _is_number(value) or not math.isfinite(value) or value != int(value):
-            raise TypeError(must_be(name, "an integer", value))
-        if value < least:
-            raise ValueError(must_be(name, f"at least {least}", value))
+        if not has_type(value):
+            raise TypeError(must_be(name, kind, value))
+        if not is_valid(value):
+            raise ValueError(must_be(name, valid, value))
 
     return check
 
 
-def _at_least_1_or_never(name: str, value: object) -> None:
-    if value != math.inf:
-        at_least(1)(name, value)
+def at_least(least: int) -> Check:
+    return _check(_is_integer, "an integer", lambda value: value >= least, f"at least {least}")
 
 
-def _text(name: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise TypeError(must_be(name, "a string", value))
+def _dtype_of(text: str) -> torch.dtype | None:
+    return _DTYPES.get(text.lower().removeprefix("torch."))
 
 
-def _dtype(name: str, value: object) -> None:
-    _text(name, value)
-    if str(value).lower().removeprefix("torch.") not in _DTYPES:
-        raise ValueError(must_be(name, "'fp32', 'fp16' or 'bf16'", value))
+_any = _check(lambda value: True, "")  # check_params() checks it
+_flag = _check(lambda value: isinstance(value, bool), "true or false")
+_text = _check(_is_text, "a string")
+_dtype = _check(_is_text, "a string", _dtype_of, "'fp32', 'fp16' or 'bf16'")
+_number = _check(_is_number, "a number", lambda n: 0 <= n < math.inf, "finite and at least 0")
 
 
 # --- the keys -------------------------------------------------------------------------------------
@@ -92,13 +88,15 @@ def _section(name: str, keys: Mapping[str, Check]) -> dict[str, Any]:
 WORKS: dict[str, Check] = {
     **dict.fromkeys((TRAIN, MICRO, STEPS), at_least(1)),
     "gradient_clipping": _number,
-    "steps_per_print": _at_least_1_or_never,
+    "steps_per_print": _check(
+        lambda n: n == math.inf or _is_integer(n), "an integer", lambda n: n >= 1, "at least 1"
+    ),
     "communication_data_type": _dtype,
     "dataloader_drop_last": _flag,
     "managed_gradient_accumulation": _flag,
     "gradient_allreduce_op": _text,
-    **_section("optimizer", {"type": _text, "params": _anything}),
-    **_section("scheduler", {"type": _text, "params": _anything}),
+    **_section("optimizer", {"type": _text, "params": _any}),
+    **_section("scheduler", {"type": _text, "params": _any}),
     **_section("torch_autocast", {"enabled": _flag, "dtype": _dtype}),
     **_section("data_types", {"grad_accum_dtype": _dtype, "buffer_dtype": _dtype}),
     **_section("fp16", {"enabled": _flag, "auto_cast": _flag, "consecutive_hysteresis": _flag}),
@@ -213,7 +211,7 @@ class ConfigValues:
     def dtype(self, name: str) -> torch.dtype | None:
         """Return the dtype that a key names."""
         value = self.get(name)
-        return None if value is None else _DTYPES[value.lower().removeprefix("torch.")]
+        return None if value is None else _dtype_of(value)
 
 
 def check_params(path: str, kind: type, params: Mapping[str, Any]) -> None:

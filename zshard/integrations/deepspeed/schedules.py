@@ -22,9 +22,7 @@ _SECOND_BETA = 0.99  # OneCycle gives this to Adam
 class Schedule:
     """Base of the schedules: counts steps and writes to the optimizer's param groups.
 
-    Args:
-        optimizer: the optimizer whose learning rates are set.
-        last_batch_iteration: the number of the last step, to continue a schedule; -1: none.
+    last_batch_iteration: the number of the last step, to continue a schedule; -1: none.
     """
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
@@ -43,10 +41,9 @@ class Schedule:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Advance to the next step, or to the one of that number."""
-        following = self.last_batch_iteration + 1
-        self.last_batch_iteration = (
-            following if last_batch_iteration is None else last_batch_iteration
-        )
+        if last_batch_iteration is None:
+            last_batch_iteration = self.last_batch_iteration + 1
+        self.last_batch_iteration = last_batch_iteration
         self._write()
 
     def _write(self) -> None:
@@ -86,9 +83,8 @@ class WarmupLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        if self.last_batch_iteration < 0:
-            return self._low
-        return _between(self._low, self._high, self._part(self.last_batch_iteration))
+        step = self.last_batch_iteration
+        return self._low if step < 0 else _between(self._low, self._high, self._part(step))
 
     def _part(self, step: int) -> float:
         """Return the position between the lowest and the highest learning rate, from 0 to 1."""
@@ -209,8 +205,7 @@ class OneCycle(Schedule):
         if self.last_batch_iteration >= self._up + self._down:
             betas = [mom * self._decay(self._mom_rate) for mom in self._high_mom]
         elif self.last_batch_iteration >= 0:
-            height, pairs = self._height(), zip(self._low_mom, self._high_mom, strict=True)
-            betas = [high - (high - low) * height for low, high in pairs]
+            betas = _between(self._high_mom, self._low_mom, self._height())
         return [(beta, _SECOND_BETA) for beta in betas]
 
     def _write(self) -> None:

@@ -132,8 +132,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Do nothing: a parameter that another module reads in its forward is gathered anyway."""
 
 
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing."""
+unregister_external_parameter = register_external_parameter
 
 
 @contextlib.contextmanager

@@ -16,6 +16,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -101,8 +104,12 @@ class Sharding:
                     f"but Lightning runs {world}: call zshard.FSDP in configure_model() (in "
                     "Fabric: after fabric.launch()), or leave it to the strategy"
                 )
-        if self._recomputed is not None:
-            _recompute(module, self._recomputed)
+        policy = self._recomputed
+        if callable(policy):
+            apply_activation_checkpointing(module, auto_wrap_policy=policy)
+        elif policy is not None:
+            kinds = tuple(policy)
+            apply_activation_checkpointing(module, check_fn=lambda each: isinstance(each, kinds))
         arguments = {"forward_sync_buffers": "training", **self._fsdp}
         if isinstance(self._mesh, tuple):
             self._mesh = init_device_mesh(self.root_device.type, self._mesh)
@@ -162,33 +169,19 @@ def _callable_parts(module: nn.Module) -> list[nn.Module]:
     return parts
 
 
-def _recompute(module: nn.Module, policy: RecomputePolicy) -> None:
-    """Recompute activations of some submodules in backward."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        apply_activation_checkpointing,
-    )
-
-    if callable(policy):
-        apply_activation_checkpointing(module, auto_wrap_policy=policy)
-    else:
-        kinds = tuple(policy)
-        apply_activation_checkpointing(module, check_fn=lambda each: isinstance(each, kinds))
-
-
 def on_rank_0(module: nn.Module) -> dict[str, Tensor]:
     """Return the module's full state dict; on other ranks an empty one."""
     with state_dict_form(module, rank0_only=True):
         return module.state_dict()
 
 
-def optimizer_on_rank_0(optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_on_rank_0(optimizer: Optimizer) -> Any:
     """Return the optimizer's full state dict; on other ranks an empty one."""
     optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper has it
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         gather_state(optimizer, keep=False)
         return {}
-    state: dict[str, Any] = optimizer.state_dict()
-    return state
+    return optimizer.state_dict()
 
 
 # --- Fabric ---------------------------------------------------------------------------------------
@@ -251,10 +244,9 @@ class ZShardFabricStrategy(Sharding, _Ddp):  # type: ignore[misc]
         with device, usual.module_init_context():
             yield
 
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def get_module_state_dict(self, module: nn.Module) -> Any:
         module = _unwrapped(module)
-        state: dict[str, Any] = on_rank_0(module) if self._is_saving else module.state_dict()
-        return state
+        return on_rank_0(module) if self._is_saving else module.state_dict()
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return optimizer_on_rank_0(optimizer) if self._is_saving else optimizer.state_dict()
@@ -281,16 +273,11 @@ class ZShardFabricStrategy(Sharding, _Ddp):  # type: ignore[misc]
         self._save_folder(path, module, optimizer, rest)
 
     def load_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        state: Any = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> Any:
         path = self.broadcast(path)
         if not os.path.isdir(path):
-            entries: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
-            return entries
+            return super().load_checkpoint(path, state, strict, weights_only)
         (module, optimizer), others = _split(state if isinstance(state, dict) else {"": state})
         rest = self._load_folder(path, module, optimizer, strict, weights_only)
         for key in others:
