@@ -133,7 +133,7 @@ def _flat_optimizer(
     ):
         for (key,), value in kind.items():
             if key.startswith(prefix):
-                text = key[len(prefix) :]  # "<parameter>.<rest>", each of which may have dots
+                text = key[len(prefix) :]  # "<parameter>.<rest>": both may have dots
                 ends = [i for i, char in enumerate(text) if char == "." and text[:i] in params]
                 if not ends:
                     raise KeyError(text)
