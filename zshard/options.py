@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from zshard._errors import did_you_mean
-from zshard.offload import CPUOffload, Offload, OffloadPolicy, offload_of, offload_on
+from zshard.offload import CPUOffload, Offload, OffloadPolicy
 from zshard.precision import MixedPrecision, MixedPrecisionPolicy, precision_of
 from zshard.ranks.devices import CPU
-from zshard.ranks.wire import check_wire
+from zshard.ranks.wire import Wire
 from zshard.strategy import ShardingStrategy, strategy_of
 from zshard.units.units import MemoryLimit, Options, Prefetch
 from zshard.upper import ARGUMENTS, parse_extras
@@ -193,10 +193,10 @@ def _strategy(given: _Passed) -> ShardingStrategy:
 
 
 def _offload(given: _Passed) -> Offload | None:
-    offload = offload_of(given.get("offload"))
-    cpu_offload = offload_of(given.get("cpu_offload"), "cpu_offload")
-    chosen = either(offload=offload, cpu_offload=cpu_offload)
-    return offload_on(chosen, given.get("device", CPU))
+    offload = Offload.of(given.get("offload"))
+    cpu_offload = Offload.of(given.get("cpu_offload"), "cpu_offload")
+    chosen: Offload | None = either(offload=offload, cpu_offload=cpu_offload)
+    return chosen and chosen.on(given.get("device", CPU))
 
 
 def _said_offload(offload: Offload | None) -> str:
@@ -255,7 +255,7 @@ OPTIONS = (
         lambda limit: "None" if limit is None else "given",
     ),
     Option("keep_gathered", _keep, _said_keep),
-    Option("wire", lambda given: check_wire(given.get("wire"))),
+    Option("wire", lambda given: Wire.of(given.get("wire"))),
     Option("extras", lambda given: tuple(parse_extras(given).items()), None),
 )
 """In the order of the fields of Options. Extras' arguments have rows in zshard/upper.py."""

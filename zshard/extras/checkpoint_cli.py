@@ -21,26 +21,18 @@ import torch
 from zshard import api
 from zshard.api import (
     BLOCK,
-    MODEL,
     NAME,
     Checkpoint,
     CheckpointError,
-    Item,
+    Entry,
     OpenFile,
-    PlannedFile,
     Readable,
-    Reader,
     Staging,
     Target,
     bytes_of,
-    check_blocks,
     chunks,
-    data_blocks,
-    head_blocks,
     index_of,
     lay_out,
-    open_own,
-    opened,
     parse_size,
     write_text,
 )
@@ -96,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     """Run a command and return its exit status: 1 if the checkpoint is invalid or unreadable."""
     try:
         if args.word == "inspect":
-            with opened(args.path, with_optimizer=True) as checkpoint:
+            with Checkpoint.opened(args.path, with_optimizer=True) as checkpoint:
                 facts = _facts(checkpoint)
             print(json.dumps(facts, indent=1, default=str) if args.json else _text(facts))
             return 0
@@ -191,7 +183,7 @@ def _table(title: str, tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _verify(path: str) -> int:
-    with opened(path, with_optimizer=True) as checkpoint:
+    with Checkpoint.opened(path, with_optimizer=True) as checkpoint:
         if checkpoint.manifest is None:
             raise CheckpointError(
                 f"cannot verify '{checkpoint.path}': it has no {NAME}, so no checksums"
@@ -203,18 +195,13 @@ def _verify(path: str) -> int:
 
 def _check_all(checkpoint: Checkpoint) -> int:
     """Check all files of the manifest and return their bytes. Raise CheckpointError for damage."""
-    assert checkpoint.manifest is not None, "the caller checks this"
-    records = checkpoint.manifest.files
-    if isinstance(checkpoint.spread, Spread):
-        check_blocks(checkpoint.spread.blocks())
-        if not checkpoint.spread.is_complete():
-            missing = checkpoint.spread.missing()
-            raise CheckpointError(f"'{checkpoint.path}' is incomplete: {missing}")
-        return sum(records[name].size for name in checkpoint.spread.here)
-    for name in records.keys() - checkpoint.files.keys():
-        checkpoint.files[name] = open_own(checkpoint, checkpoint.manifest, name, OpenFile)
-    check_blocks([*head_blocks(checkpoint.files, records), *data_blocks(checkpoint.files, records)])
-    return sum(record.size for record in records.values())
+    spread = checkpoint.spread
+    if not isinstance(spread, Spread):
+        return checkpoint.verify()
+    spread.blocks().check()
+    if not spread.is_complete():
+        raise CheckpointError(f"'{checkpoint.path}' is incomplete: {spread.missing()}")
+    return sum(spread.manifest.files[name].size for name in spread.here)
 
 
 # --- export ---------------------------------------------------------------------------------------
@@ -224,7 +211,7 @@ def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
     size = parse_size("max_shard_size", limit, base=1000)
     if os.path.lexists(out):
         raise FileExistsError(f"'{out}' already exists: choose another folder")
-    with opened(path) as checkpoint:
+    with Checkpoint.opened(path) as checkpoint:
         if not checkpoint.model:
             raise CheckpointError(f"'{checkpoint.path}' contains no model tensors")
         if checkpoint.manifest is not None:
@@ -234,24 +221,25 @@ def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
         items = []
         for name, entry in checkpoint.model.items():
             cast = dtype if entry.dtype.is_floating_point else None
-            items.append(Item(name, entry.shape, cast or entry.dtype, None))
-        files = lay_out(items, MODEL, size, checkpoint.tied)
+            items.append(Entry(name, entry.shape, cast or entry.dtype))
         staging = Staging(Target.of(out, None), secrets.token_hex(16), overwrite=False)
         try:
             staging.open()
-            _write_all(staging.path, files, checkpoint)
+            names = _write_all(staging.path, items, size, checkpoint)
             staging.commit()
         except BaseException:
             staging.discard()
             raise
         finally:
             staging.close()
-    where = files[0].name if len(files) == 1 else f"{len(files)} files"
+    where = names[0] if len(names) == 1 else f"{len(names)} files"
     print(f"wrote {len(items)} tensors to '{out}' ({where})")
     return 0
 
 
-def _write_all(folder: str, files: list[PlannedFile], checkpoint: Checkpoint) -> None:
+def _write_all(folder: str, items: list[Entry], limit: int, checkpoint: Checkpoint) -> list[str]:
+    """Write everything; return the names of the files of tensors."""
+    files = lay_out(items, "model", limit, checkpoint.tied)
     for file in files:
         with api.File.create(os.path.join(folder, file.name), file.size) as opened_file:
             opened_file.write([(0, file.header)], BLOCK)
@@ -259,11 +247,12 @@ def _write_all(folder: str, files: list[PlannedFile], checkpoint: Checkpoint) ->
                 _write(opened_file, item, offset, checkpoint.model[item.name])
             opened_file.sync()
     if len(files) > 1:
-        write_text(os.path.join(folder, f"{MODEL}.safetensors.index.json"), index_of(files))
+        write_text(os.path.join(folder, "model.safetensors.index.json"), index_of(files))
     for name in _COPIED:
         missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
         with missing, _small_file(checkpoint, name) as config:
             write_text(os.path.join(folder, name), bytes(config.bytes_of(config.size)))
+    return [file.name for file in files]
 
 
 def _small_file(checkpoint: Checkpoint, name: str) -> OpenFile:
@@ -274,11 +263,13 @@ def _small_file(checkpoint: Checkpoint, name: str) -> OpenFile:
     return OpenFile(os.path.join(checkpoint.path, name))
 
 
-def _write(file: api.File, item: Item, offset: int, entry: Readable) -> None:
+def _write(file: api.File, item: Entry, offset: int, entry: Readable) -> None:
     """Write one tensor, a chunk at a time."""
-    reader, size = Reader(), item.dtype.itemsize
+    size = entry.dtype.itemsize
     larger = max(item.dtype, entry.dtype, key=lambda dtype: dtype.itemsize)
     for begin, end in chunks(math.prod(item.shape), larger):
-        values = torch.empty(end - begin, dtype=item.dtype)
-        reader.read(entry, begin, values)
-        file.write([(offset + begin * size, bytes_of(values))], BLOCK)
+        values = torch.empty(end - begin, dtype=entry.dtype)
+        entry.read_into(bytes_of(values), begin * size)
+        place = offset + begin * item.dtype.itemsize
+        cast = values.to(item.dtype)  # outlives its bytes
+        file.write([(place, bytes_of(cast))], BLOCK)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zshard import api
-from zshard.api import __version__, read_text
+from zshard.api import __version__
 from zshard.extras.keeping.client import KeeperStatus, keepers
 from zshard.extras.run.cores import Host, as_list, read_host
 
@@ -144,10 +144,10 @@ def report() -> tuple[str, int]:
     kernels = f"{' '.join(features['kernels'])} (nvcc {features['kernels_cuda']})"
     gpus = [f"{gpu['name']} ({'.'.join(map(str, gpu['capability']))})" for gpu in features["gpus"]]
     facts = [
-        ("zshard", f"{__version__} in {Path(api.__file__).parent}"),
+        ("zshard", f"{__version__} in {Path(__file__).parents[1]}"),
         ("torch", features["torch"]),
         ("CPUs", describe(read_host())),
-        ("bf16", bf16(read_text(Path("/proc/cpuinfo")) or "")),
+        ("bf16", bf16(Path("/proc/cpuinfo").read_text())),
         ("CPU loops", features["loops"]),
         ("shm", "yes" if features["shm"] else None),
         ("c10d", "yes (gloo)" if features["c10d"] else None),

@@ -1,7 +1,7 @@
 """Check at wrap time, before anything changes, whether a model fits in memory.
 
 Layouts determine how much zshard will allocate, so a model that cannot fit is an error on all
-ranks, with numbers and alternatives, instead of a process that the kernel kills some steps later.
+ranks, with numbers and remedies, instead of a process that the kernel kills some steps later.
 Only certain allocations count. A module's parameters are in memory already and are freed as their
 units are made, so that memory is not needed twice.
 """
@@ -11,44 +11,33 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from zshard import _core
-from zshard.memory.dry_run import DryRun, Planned, World, dry_comms, world_of
+from zshard.memory.dry_run import DryRun, Planned, dry_comms, world_of
 from zshard.memory.host_limits import Room, Sharing, room_of_cgroup, room_of_mappings, rooms
-from zshard.offload import Offload
-from zshard.precision import in_dtype
 from zshard.ranks.agreement import warn_on_rank_0
 from zshard.ranks.devices import torch_device
 from zshard.ranks.groups import _env_int
 from zshard.ranks.meeting import host_id
 from zshard.ranks.transports import Comms
 from zshard.strategy import ShardingStrategy
-from zshard.units.units import State
+from zshard.units.units import Options, State
 
 _MIB = 1 << 20
 _MESSAGE = 256  # bytes, for six numbers and a source
-
-
-class _Model(NamedTuple):
-    """The model that does not fit. partly: earlier calls have already made some of its units."""
-
-    module: nn.Module
-    planned: Sequence[Planned]
-    world: World
-    dry_run: DryRun
-    partly: bool
 
 
 class _Shortage(NamedTuple):
     """What a rank lacks under its tightest limit.
 
     missing: bytes short, that is, `needed` - `limit`; negative if there are enough. source: which
-    limit, for the message. optimizer: bytes of Adam's state on that rank.
+    limit, for the message. optimizer: bytes of Adam's state on that rank. world: how many
+    ranks there are.
     """
 
     missing: int
@@ -57,6 +46,7 @@ class _Shortage(NamedTuple):
     limit: int
     source: str
     optimizer: int
+    world: int
 
     def with_optimizer(self) -> _Shortage:
         """Return the same, where `needed` includes Adam's state."""
@@ -92,23 +82,23 @@ def check_fits(
     sharing = _sharing(comms.all)
     rank, adam = comms.all.rank, 2 * dry_run.trained_bytes()
     found = [
-        _Shortage(needed - room.bytes, rank, needed, *room, adam)
+        _Shortage(needed - room.bytes, rank, needed, *room, adam, comms.all.world)
         for room in _rooms(limit, device, sharing)
     ]
-    mine = max(found, default=_Shortage(-sys.maxsize, rank, 0, 0, "no limit", 0))
+    mine = max(found, default=_Shortage(-sys.maxsize, rank, 0, 0, "no limit", 0, comms.all.world))
     left = room_of_mappings()
     mappings = dry_run.engine.predict_mappings(), sys.maxsize if left is None else left
     told = json.dumps([*mine, *mappings]).encode().ljust(_MESSAGE)
     ranks = [json.loads(each) for each in comms.all.exchange(told)]
     _check_mappings(module, [(needed, left) for *_, needed, left in ranks])
-    model = _Model(module, planned, world, dry_run, bool(inner))
     shortages = [_Shortage(*row) for *row, _, _ in ranks]
     short = max(shortages)
     if short.missing > 0:
-        raise MemoryError(_explain(model, short, False))
+        raise MemoryError(_explain(module, planned[-1][1], dry_run, short, False))
     short = max(each.with_optimizer() for each in shortages)
     if short.missing > 0:
-        warn_on_rank_0(comms.all, _explain(model, short, True), RuntimeWarning)
+        words = _explain(module, planned[-1][1], dry_run, short, True)
+        warn_on_rank_0(comms.all, words, RuntimeWarning)
     return sharing
 
 
@@ -184,98 +174,38 @@ def _check_mappings(module: nn.Module, ranks: Sequence[tuple[int, int]]) -> None
 # --- the message ----------------------------------------------------------------------------------
 
 
-def _explain(model: _Model, short: _Shortage, has_optimizer: bool) -> str:
-    """Return the message: what is needed, and which settings need less. The estimates are those of
-    the check. has_optimizer: the shortage includes Adam's state."""
+def _explain(
+    module: nn.Module, usual: Options, dry_run: DryRun, short: _Shortage, has_optimizer: bool
+) -> str:
+    """Return the message: what is needed, and which settings need less. usual: the root's options.
+    has_optimizer: the shortage includes Adam's state."""
     what = "the model and Adam's state" if has_optimizer else "the model"
-    parts = model.dry_run.predict()
+    parts = dry_run.predict()
     by_part = ", ".join(
         f"{part} {_mib(size)}" for part, size in parts.items() if size and part != "total"
     )
     net = " beyond what its parameters already occupy" if short.needed < parts["total"] else ""
-    lines = [
-        f"this {type(model.module).__name__} does not fit in memory: rank {short.rank} of "
-        f"{model.world.size} needs {_mib(short.needed)} MiB for {what}{net}, but only "
-        f"{_mib(short.limit)} MiB are available ({short.source}).",
-        f"By part, in MiB: {by_part}; Adam's state adds {_mib(short.optimizer)}.",
-    ]
-    ways = [] if model.partly else list(_ways_out(model, parts["total"], short, has_optimizer))
-    if ways:
-        lines.append(f"Alternatives to these {_mib(parts['total'])} MiB:")
-        lines += [f"  {way}" for way in ways]
-    largest = max(model.dry_run.units, key=lambda unit: unit.bytes["full"])
-    lines += [
-        f"  smaller units (auto_wrap_policy): the largest, '{largest.name or '(root)'}', takes "
+    largest = max(dry_run.units, key=lambda unit: unit.bytes["full"])
+    ways = [
+        "more ranks" if usual.strategy is ShardingStrategy.FULL_SHARD else 'strategy="full_shard"',
+        *(["offload=zshard.Offload(directory=..., grads=True)"] if usual.offload is None else []),
+        *(["keep_gathered=False"] if usual.keep else []),
+        "mixed_precision=MixedPrecision(torch.bfloat16)",
+        "model.bfloat16() with AdamW(..., stochastic_rounding=True)",
+        "model.optimizer_in_backward(...) with memory_limit=None",
+        f"smaller units (auto_wrap_policy): the largest, '{largest.name or '(root)'}', takes "
         f"{_mib(largest.bytes['full'])} MiB unsharded, in each slot and again in each bucket "
         f"({_mib(largest.bytes['bucket'])} MiB)",
-        "Pass memory_limit=None to wrap the model anyway.",
     ]
-    return "\n".join(lines)
+    return (
+        f"this {type(module).__name__} does not fit in memory: rank {short.rank} of "
+        f"{short.world} needs {_mib(short.needed)} MiB for {what}{net}, but only "
+        f"{_mib(short.limit)} MiB are available ({short.source}).\n"
+        f"By part, in MiB: {by_part}; Adam's state adds {_mib(short.optimizer)}.\n"
+        f"These need less, and zshard.predict_memory() says how much: {'; '.join(ways)}.\n"
+        "Pass memory_limit=None to wrap the model anyway."
+    )
 
 
 def _mib(size: int) -> str:
     return f"{size / _MIB:.1f}"
-
-
-def _ways_out(model: _Model, total: int, short: _Shortage, has_optimizer: bool) -> Iterator[str]:
-    """Yield a line for each alternative that takes less memory, with its size and that of Adam's
-    state there. has_optimizer: the shortage includes Adam's state."""
-    room = total - short.missing + (short.optimizer if has_optimizer else 0)
-    for words, (size, adam) in _alternatives(model):
-        if size >= total:
-            continue
-        fits = ""
-        if size + adam <= room:
-            fits = " (fits, with Adam's state)"
-        elif size <= room:
-            fits = f" (fits, but not with Adam's state, {_mib(adam)} MiB more)"
-        yield f"{words}: {_mib(size)} MiB{fits}"
-
-
-def _alternatives(model: _Model) -> Iterator[tuple[str, tuple[int, int]]]:
-    usual = model.planned[-1][1]
-    if usual.offload is None:
-        words = (
-            "offload=zshard.Offload(directory=..., grads=True), which also puts Adam's state on "
-            "disk"
-        )
-        on_disk = Offload(directory=".", grads=True)
-        yield words, _total(model, _changed(model, offload=on_disk))
-    if usual.keep:
-        yield "keep_gathered=False", _total(model, _changed(model, keep=0))
-    if model.world.size > 1:
-        if usual.strategy is not ShardingStrategy.FULL_SHARD:
-            yield 'strategy="full_shard"', _total(model, _sharded(model))
-        words = "memory_limit=None and model.optimizer_in_backward(...), which keeps no gradients"
-        yield words, _total(model, model.planned, stepped=True)
-    more = 2 * model.world.size
-    words = f"full_shard on {more} ranks, each with as much memory"
-    yield words, _total(model, _sharded(model), ranks=more)
-    if usual.precision.compute is None:
-        changed = _changed(model, precision=in_dtype(torch.bfloat16))
-        yield "mixed_precision=MixedPrecision(torch.bfloat16)", _total(model, changed)
-        words = "model.bfloat16() and AdamW(..., stochastic_rounding=True)"
-        yield words, _total(model, model.planned, dtype=torch.bfloat16)
-
-
-def _changed(model: _Model, **fields: Any) -> list[Planned]:
-    return [(spec, options._replace(**fields)) for spec, options in model.planned]
-
-
-def _sharded(model: _Model) -> list[Planned]:
-    return _changed(model, strategy=ShardingStrategy.FULL_SHARD)
-
-
-def _total(
-    model: _Model,
-    planned: Sequence[Planned],
-    *,
-    ranks: int | None = None,
-    stepped: bool = False,
-    dtype: torch.dtype | None = None,
-) -> tuple[int, int]:
-    """Return the bytes per rank under other settings, and the bytes of Adam's state."""
-    world = model.world if ranks is None else model.world._replace(size=ranks, shard_group=ranks)
-    comms = dry_comms(world, planned[-1][1].strategy)
-    made = DryRun(model.module, planned, comms, dtype=dtype)
-    return made.predict(stepped)["total"], 2 * made.trained_bytes()

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from zshard import _core
+from zshard.memory.dry_run import size_in_group
 from zshard.memory.fits import room_of_gpu
 from zshard.memory.host_limits import Room, Sharing, resident, rooms
-from zshard.memory.report import memory_of, size_in_group, without_new_state
+from zshard.memory.report import memory_of, without_new_state
 from zshard.optim.hooks import before_first_steps
 from zshard.optim.sharded_state import SizeOf
 from zshard.optim.step_digest import watch_steps
@@ -37,23 +38,12 @@ _MIB = 1 << 20
 # --- units that stay gathered ---------------------------------------------------------------------
 
 
-def crosses_hosts(comm: _core.Comm) -> bool:
-    """Return whether the ranks that gather from each other are on several (equal) hosts."""
-    return comm.per_host > 0
-
-
-def keep_between(keep: int | None, comm: _core.Comm) -> int | None:
-    """Resolve Options.keep between these ranks: "auto" keeps nothing within one host, where a
-    gather is cheap."""
-    return keep if keep is not None or crosses_hosts(comm) else 0
-
-
 class Spare:
     """Decides what stays gathered of a model, after its second step. The root's State holds it."""
 
-    def __init__(self, module: nn.Module, limit: MemoryLimit, sharing: Sharing) -> None:
+    def __init__(self, module: nn.Module, limit: MemoryLimit, sharing: Sharing | None) -> None:
         self._module = weakref.ref(module)
-        self._limit, self._sharing = limit, sharing
+        self._limit, self._sharing = limit, sharing or Sharing()
         self._steps = 0
         self.is_open = True
         _spares.add(self)
@@ -122,7 +112,9 @@ class _Need(NamedTuple):
     source: str
 
 
-def watch_first_steps(module: nn.Module, limit: MemoryLimit, sharing: Sharing, device: str) -> None:
+def watch_first_steps(
+    module: nn.Module, limit: MemoryLimit, sharing: Sharing | None, device: str
+) -> None:
     """Refuse the first step of an optimizer of this model, on all ranks, if its state will not fit
     into the remaining memory of one of them; not with limit=None."""
     if limit is None or device != CPU:
@@ -134,7 +126,7 @@ def watch_first_steps(module: nn.Module, limit: MemoryLimit, sharing: Sharing, d
         if found is None or state_of(found).unit.engine_id != engine:
             return False  # it is part of another model now, which has its own limit
         if any(unit.engine_id == engine for unit in units_stepped_by(optimizer)):
-            _check(found, optimizer, limit, sharing)
+            _check(found, optimizer, limit, sharing or Sharing())
         return True
 
     before_first_steps(check)

@@ -20,10 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
 from zshard.guard.outside import refuse_wrappers_around, tell_of_barriers
-from zshard.memory.dry_run import Planned
-from zshard.memory.fits import check_fits
-from zshard.memory.host_limits import Sharing
-from zshard.memory.spare import Spare, keep_between, watch_first_steps
 from zshard.model.own_names import properties_in_place
 from zshard.optim.hooks import know_again
 from zshard.optim.shared_state import meet
@@ -45,9 +41,7 @@ from zshard.units.units import (
     Options,
     State,
     hook_forward,
-    is_apart,
     is_unit,
-    known_hooks,
     state_of,
     units_of,
 )
@@ -91,9 +85,17 @@ class FsdpSettings(NamedTuple):
         return pair[0] if isinstance(pair, tuple) else pair
 
 
+def crosses_hosts(comm: _core.Comm) -> bool:
+    """Return whether the ranks that gather from each other are on several (equal) hosts."""
+    return comm.per_host > 0
+
+
 @PublicCall("FSDP()")
 def shard_model(
-    base: type[nn.Module], module: nn.Module, planned: list[Planned], settings: FsdpSettings
+    base: type[nn.Module],
+    module: nn.Module,
+    planned: list[tuple[UnitSpec, Options]],
+    settings: FsdpSettings,
 ) -> None:
     """Shard a model in place. Collective.
 
@@ -116,13 +118,13 @@ class ShardingPlan:
 
     base: type[nn.Module]
     module: nn.Module
-    planned: list[Planned]
+    planned: list[tuple[UnitSpec, Options]]
     names: dict[nn.Module, str] = field(init=False)
     inner: list[tuple[nn.Module, State]] = field(init=False)
     comms: Comms = field(init=False)
     group_given: dist.ProcessGroup | None = None
     is_alone: bool = False
-    sharing: Sharing = field(default=Sharing())
+    sharing: Any = None  # host_limits.Sharing, with a limit
 
     def __post_init__(self) -> None:
         self.names = {each: name for name, each in self.module.named_modules()}
@@ -136,12 +138,12 @@ class ShardingPlan:
     @property
     def joined(self) -> list[tuple[nn.Module, State]]:
         """The inner units that become part of the model: those over the same ranks."""
-        return [(each, state) for each, state in self.inner if not is_apart(state, self.comms)]
+        return [(each, state) for each, state in self.inner if not state.is_apart(self.comms)]
 
     @property
     def modules_apart(self) -> set[nn.Module]:
         """The modules of the other inner units."""
-        apart = [each for each, state in self.inner if is_apart(state, self.comms)]
+        apart = [each for each, state in self.inner if state.is_apart(self.comms)]
         return {part for each in apart for part in each.modules()}
 
     # --- agree ------------------------------------------------------------------------------------
@@ -172,7 +174,9 @@ class ShardingPlan:
             for spec in specs:  # these have their own error
                 check_unit(spec)
                 class_for(self.base, type(spec.module))
-        keep = keep_between(self.options.keep, self.comms.shard_group)
+        keep = self.options.keep
+        if keep is None and not crosses_hosts(self.comms.shard_group):
+            keep = 0  # within one host, a gather is cheap
         self.planned = [(spec, each._replace(keep=keep)) for spec, each in self.planned]
         self.group_given = settings.group_given
         by_default = settings.process_group is None and settings.device_mesh is None
@@ -220,6 +224,8 @@ class ShardingPlan:
                 each.settle(ref)
         limit = self.options.limit
         if limit is not None:
+            from zshard.memory.fits import check_fits
+
             self.sharing = check_fits(
                 self.module, self.planned, self.comms, self.joined, limit, settings.device
             )
@@ -258,7 +264,7 @@ class ShardingPlan:
         state = State(unit, self.comms, options, self.group_given, self.is_alone)
         remember_parts(state)
         if unit.is_hooked:
-            state.hooks += known_hooks(module, hook_forward(module, unit))
+            state.note_hooks(module, hook_forward(module, unit))
             if unit.replicated:
                 attach_replicated(spec)
             else:
@@ -267,11 +273,11 @@ class ShardingPlan:
         module.__class__ = class_for(self.base, type(module))
         refuse_wrappers_around(module)
         casts = install_casts(module, options.precision, module is self.module)
-        state.hooks += known_hooks(module, casts)
+        state.note_hooks(module, casts)
         install_kept({owner for ref in spec.params for owner, _ in ref.owners}, options.precision)
         if unit.is_hooked and not unit.replicated:
             for part in parts_to_guard(spec, self.module if len(self.planned) > 1 else None):
-                state.hooks += known_hooks(part, hook_forward(part, unit))
+                state.note_hooks(part, hook_forward(part, unit))
         if not unit.replicated:
             unit.guard()
         return unit
@@ -307,9 +313,12 @@ class ShardingPlan:
             sync_buffers(module, settings.buffers_in_forward)
         for each in EXTENSIONS:
             each.finish(module)
-        watch_first_steps(module, limit, self.sharing, settings.device)
-        if self.options.keep is None:
-            state_of(module).spare = Spare(module, limit, self.sharing)
+        if limit is not None or self.options.keep is None:
+            from zshard.memory.spare import Spare, watch_first_steps
+
+            watch_first_steps(module, limit, self.sharing, settings.device)
+            if self.options.keep is None:
+                state_of(module).spare = Spare(module, limit, self.sharing)
         introduce(module)
         engine = state_of(module).unit.engine
         engine.begin_write()  # the values are complete
@@ -381,12 +390,12 @@ def sync_buffers(module: nn.Module, when: BufferSync) -> None:
     def set_buffers() -> None:
         model = root()
         if model is not None:
-            inner = [unit for unit, each in units_of(model) if is_apart(each, comms)]
+            inner = [unit for unit, each in units_of(model) if each.is_apart(comms)]
             apart = {id(buffer) for unit in inner for buffer in unit.buffers()}
             engine.sync_buffers([b for b in model.buffers() if id(b) not in apart], in_training)
 
     for _, each in units_of(module):
-        if not is_apart(each, comms):
+        if not each.is_apart(comms):
             each.unit.buffers = set_buffers
     set_buffers()  # a rank without data takes part in join() before a forward of its own
 

@@ -19,9 +19,7 @@ from typing import NamedTuple
 from torch import nn
 
 from zshard import api
-from zshard.api import State, checksum, gather, is_apart, plain, state_of, units_of
-
-__all__ = ["ReplicaCheck", "has_replicas"]
+from zshard.api import checksum, gather, plain, state_of, units_of
 
 
 class Sums(NamedTuple):
@@ -64,10 +62,10 @@ class ReplicaCheck:
         full: dict[str, int] = {}
         shards: dict[str, int] = {}
         units = list(units_of(module))
-        apart = [one for one, each in units if is_apart(each, state.comms)]  # other ranks' values
+        apart = [one for one, each in units if each.is_apart(state.comms)]  # other ranks' values
         left = {id(buffer) for one in apart for buffer in one.buffers()}
         for one, each in units:
-            if one not in apart and has_replicas(each):
+            if one not in apart and each.has_replicas:
                 params = zip(each.names, each.unit.params, strict=True)
                 sums = full if each.unit.replicated else shards
                 with plain():
@@ -75,11 +73,6 @@ class ReplicaCheck:
         buffers = dict(_of_buffers(module, left))
         changed = [name for name, value in buffers.items() if self._buffers.get(name) != value]
         return Sums(state.comms.shards.rank, full, shards, buffers, changed)
-
-
-def has_replicas(state: State) -> bool:
-    """Return whether several ranks have the same values of the unit."""
-    return state.unit.replicated or state.comms.all.world > state.comms.shards.world
 
 
 def _of_buffers(module: nn.Module, left: Collection[int] = ()) -> Iterator[tuple[str, int]]:

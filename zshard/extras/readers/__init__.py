@@ -19,8 +19,6 @@ from zshard.api import (
     CheckpointError,
     OpenFile,
     SafetensorsFile,
-    absolute,
-    files_of,
 )
 from zshard.extras.readers import chunked, dcp
 
@@ -53,7 +51,8 @@ def open_into(checkpoint: Checkpoint, with_optimizer: bool) -> bool:
 
 def _open_huggingface(checkpoint: Checkpoint, first: str) -> None:
     """first: the file that has the tensors or their index."""
-    if re.fullmatch(r"\..*\.[0-9a-f]{32}\.tmp", os.path.basename(absolute(checkpoint.path))):
+    folder = os.path.basename(os.path.abspath(checkpoint.path))
+    if re.fullmatch(r"\..*\.[0-9a-f]{32}\.tmp", folder):
         # The files have their full length, but zeros where nothing was written.
         raise CheckpointError(
             f"'{checkpoint.path}' is not a checkpoint: an interrupted save left it; load another "
@@ -69,7 +68,7 @@ def _open_huggingface(checkpoint: Checkpoint, first: str) -> None:
             )
         return kind(path)
 
-    _add_tensors(checkpoint, files_of(checkpoint, first, opened_file))
+    _add_tensors(checkpoint, checkpoint.open_listed(first, opened_file))
 
 
 def _add_tensors(checkpoint: Checkpoint, files: dict[str, SafetensorsFile]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zshard.api import CODES, LIMIT, Checkpoint, CheckpointError, OpenFile, is_extra_state
+from zshard.api import CODES, Checkpoint, CheckpointError, OpenFile
 from zshard.extras.readers.chunked import Chunked
 from zshard.extras.readers.other_states import KeyPath, optimizer_of_paths
 from zshard.extras.readers.torch_file import (
@@ -28,6 +28,7 @@ from zshard.extras.readers.torch_file import (
 )
 
 METADATA = ".metadata"
+_LIMIT = 2**30  # bytes of it
 
 _MODELS = ("model", "model_state_dict", "state_dict", "module", "net")
 _OPTIMIZERS = (
@@ -50,7 +51,7 @@ def open_into(checkpoint: Checkpoint, with_optimizer: bool) -> None:
     """
     where = os.path.join(checkpoint.path, METADATA)
     with OpenFile(where) as file, reading(f"'{where}'"):
-        metadata = parse(bytes(file.bytes_of(min(file.size, LIMIT + 1))))
+        metadata = parse(bytes(file.bytes_of(min(file.size, _LIMIT + 1))))
         entries = _entries(checkpoint, where, metadata)
     roots = _root(_MODELS, entries), _root(_OPTIMIZERS, entries)
     model, optimizer = (
@@ -61,7 +62,8 @@ def open_into(checkpoint: Checkpoint, with_optimizer: bool) -> None:
     if not model:
         tensors = [path for path, entry in rest.items() if isinstance(entry, Chunked)]
         paths = [path for path in tensors if len(path) == 1] or tensors
-        paths += [p for p in rest if is_extra_state(str(p[-1])) and p not in tensors]
+        extra = [path for path in rest if str(path[-1]).split(".")[-1] == "_extra_state"]
+        paths += [path for path in extra if path not in tensors]
         model = {path: rest.pop(path) for path in paths}
     checkpoint.model = {_dotted(p): e for p, e in model.items() if isinstance(e, Chunked)}
     checkpoint.others = {_dotted(p): e.value() for p, e in model.items() if isinstance(e, Stored)}

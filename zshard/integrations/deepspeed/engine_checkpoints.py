@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from zshard import api
 from zshard.api import (
     CheckpointError,
-    Loaded,
     PublicCall,
     gather,
     load,
@@ -201,7 +200,7 @@ class EngineCheckpoints:
         states = {k: None if part is None else part.state_dict() for k, part in parts.items()}
         return {**{name: getattr(self, name) for name in _COUNTS}, **states}
 
-    def _take_state(self, loaded: Loaded, with_scheduler: bool) -> None:
+    def _take_state(self, loaded: Mapping[str, Any], with_scheduler: bool) -> None:
         state = loaded.get(_ENGINE)
         if state is None:  # saved by zshard.save(): the counts stay
             return

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zshard import api
 from zshard.api import (
     PublicCall,
     ShardParameter,
@@ -55,7 +54,7 @@ class _OfEngine:
             return None
         if "ds_id" not in vars(param):
             raise AttributeError(f"'{owner.__name__}' object has no attribute '{self._name}'")
-        is_cut = api.slice_part(param) is not None  # now
+        is_cut = isinstance(param, ShardParameter)  # now
         if self._name == "ds_tensor":
             return to_local(param).view(-1) if is_cut else None
         return ZeroParamStatus.NOT_AVAILABLE if is_cut else ZeroParamStatus.AVAILABLE
