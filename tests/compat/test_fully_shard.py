@@ -37,7 +37,7 @@ from scenarios import (
 from torch import nn
 
 import zshard
-from zshard import FSDP, fully_shard
+from zshard import FSDP, _core, fully_shard
 
 SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
 
@@ -98,6 +98,19 @@ def by_list():
 
 def test_list_of_modules(pool2):
     assert pool2.run(by_list) == [[], []]
+
+
+def ignored_in_a_list():
+    """Return whether each module of a list leaves the parameters that a generator yields alone."""
+    blocks = list(make(Stack).blocks)
+    ignored = [list(block.parameters())[-1] for block in blocks]
+    fully_shard(blocks, ignored_params=(param for param in ignored))
+    return [_core.shard_info(param) is None for param in ignored]
+
+
+def test_list_of_modules_with_ignored_parameters(pool2):
+    for alone in pool2.run(ignored_in_a_list):
+        assert alone and all(alone)
 
 
 def on_a_mesh(shape, reshard, transport):

@@ -46,6 +46,7 @@ ACROSS = {  # what an integration or extra imports of others
     "integrations/deepspeed": "extras/per_host",
     "integrations/peft": "integrations/transformers",
     "integrations/transformers": "integrations/accelerate",
+    "extras/any_world": "extras/data_position",
     "extras/checkpoint_cli": "extras/averages extras/per_host",
     "extras/doctor": "extras/keeping extras/run",
     "extras/planner": "extras/optimizers",

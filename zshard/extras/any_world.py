@@ -29,10 +29,12 @@ from zshard.api import (
     is_unit,
     state_of,
 )
+from zshard.extras.data_position import order_of
 
 NAME = "any-world"
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _SUPPORTED = ("self", "shm", "c10d")  # transports that carry several gradients in a round
+_FULL = (torch.float32, torch.float64)
 
 
 def parse(deterministic: str | None, micro_batches: int | None) -> dict[str, int]:
@@ -69,12 +71,21 @@ class _AnyWorld(Extension):
                 "micro_batches: pass the same deterministic and micro_batches to all FSDP() calls "
                 "of a model"
             )
-        if count > 0:
-            _check_options(options, device)
-            _check_params(module, held)
+        if count == 0:
+            return
+        if device != "cpu":
+            raise NotImplementedError(f"deterministic={NAME!r} is not supported on GPUs: omit it")
+        if options[-1].wire.codes != (0, 0):
+            raise ValueError(f"deterministic={NAME!r} does not allow wire=: omit one of them")
+        dtypes = [each.precision.wire for each in options if each.precision.wire is not None]
+        if dtypes and dtypes[0] not in _FULL:
+            raise ValueError(
+                f"deterministic={NAME!r} adds gradients in float32: omit reduce_dtype={dtypes[0]}"
+            )
+        _check_params(module, held)
 
     def check_transport(self, options: Any, comm: api.Comm, asked: object) -> None:
-        """Refuse a transport that adds gradients within hosts first."""
+        # Others add gradients within hosts first.
         if options.micro_batches and comm.transport not in _SUPPORTED:
             raise NotImplementedError(
                 f"deterministic={NAME!r} is not supported by transport={asked!r}: between hosts, "
@@ -105,41 +116,31 @@ class _AnyWorld(Extension):
 
     def check_recorded(self, model: nn.Module, recorded: Mapping[str, Any], path: str) -> None:
         """Refuse to continue a run whose bits this one would not repeat."""
-        ours, saved = self.recorded(model).get("any_world"), recorded.get("any_world")
-        if not ours or not saved or ours == saved:
-            return
-        name = next(name for name in ours if ours[name] != saved.get(name))
-        how = "micro_batches" if name == "micro_batches" else "OMP_NUM_THREADS"
-        raise ValueError(
-            f"'{path}' was saved with {how}={saved.get(name)}, but this run has {how}={ours[name]}:"
-            f" start it with {how}={saved.get(name)}, or without deterministic={NAME!r}"
-        )
+        run = self.recorded(model).get("any_world", {})
+        saved = recorded.get("any_world") or run
+        for name, value in run.items():
+            if value != saved.get(name):
+                how = "micro_batches" if name == "micro_batches" else "OMP_NUM_THREADS"
+                raise ValueError(
+                    f"'{path}' was saved with {how}={saved.get(name)}, but this run has "
+                    f"{how}={value}: start it with {how}={saved.get(name)}, or without "
+                    f"deterministic={NAME!r}"
+                )
 
 
 EXTENSIONS.append(_AnyWorld())
 
 
-def _check_options(options: Sequence[Any], device: str) -> None:
-    if device != "cpu":
-        raise NotImplementedError(f"deterministic={NAME!r} is not supported on GPUs: omit it")
-    if options[-1].wire.codes != (0, 0):
-        raise ValueError(f"deterministic={NAME!r} does not allow wire=: omit one of them")
-    wire = next((each.precision.wire for each in options if each.precision.wire is not None), None)
-    if wire not in (None, torch.float32, torch.float64):
-        raise ValueError(
-            f"deterministic={NAME!r} adds gradients in float32: omit reduce_dtype={wire}"
-        )
-
-
 def _check_params(module: nn.Module, held: Collection[int]) -> None:
-    for name, param in module.named_parameters():
-        if param.requires_grad and id(param) not in held:
+    trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    for name, param in trained:
+        if id(param) not in held:
             raise ValueError(
                 f"parameter '{name}' is ignored, but trains, so each rank would step it by its own "
                 f"gradients: with deterministic={NAME!r}, freeze it (requires_grad_(False)), or do "
                 "not ignore it"
             )
-        if param.requires_grad and param.dtype not in (torch.float32, torch.float64):
+        if param.dtype not in _FULL:
             raise ValueError(
                 f"deterministic={NAME!r} needs parameters in float32, but '{name}' has "
                 f"{param.dtype}: convert the model, and pass "
@@ -253,33 +254,26 @@ class MicroBatchSampler(Sampler[list[int]]):
             raise TypeError(
                 f"MicroBatchSampler() needs FSDP(model, deterministic={NAME!r}, micro_batches=...)"
             )
-        state = state_of(model)
-        count = state.options.micro_batches
+        count = state_of(model).options.micro_batches
         if batch_size < 1 or n_samples < count * batch_size:
             raise ValueError(
                 f"a data set of {n_samples} samples has no step of {count} micro-batches of "
                 f"{batch_size}: use a smaller batch_size or fewer micro_batches"
             )
         self.step = 0
-        self._size, self._shuffle, self._seed = batch_size, shuffle, seed
-        self._n_samples, self._count = n_samples, count
-        self._run = state.unit.engine.leaves()
+        self._size, self._count = batch_size, count
+        self._order = n_samples, shuffle, seed
+        self._run = state_of(model).unit.engine.leaves()
 
     def __iter__(self) -> Iterator[list[int]]:
-        steps = self._n_samples // (self._count * self._size)
+        steps = self._order[0] // (self._count * self._size)
         step, epoch, order = self.step, -1, torch.empty(0)
         while True:
             if step // steps != epoch:
                 epoch = step // steps
-                order = self._order(epoch)
+                order = order_of(epoch, *self._order)
             first = step % steps * self._count
             for index in self._run:
                 begin = (first + index) * self._size
                 yield order[begin : begin + self._size].tolist()
             step += 1
-
-    def _order(self, epoch: int) -> torch.Tensor:
-        if not self._shuffle:
-            return torch.arange(self._n_samples)
-        generator = torch.Generator().manual_seed(self._seed + epoch)
-        return torch.randperm(self._n_samples, generator=generator)

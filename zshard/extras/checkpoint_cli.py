@@ -41,55 +41,45 @@ from zshard.extras.per_host.collect import collect
 from zshard.extras.per_host.parts import Spread
 
 _DTYPES = {
-    name: dtype
-    for dtype, names in {
-        torch.float32: ("float32", "fp32", "f32"),
-        torch.bfloat16: ("bfloat16", "bf16"),
-        torch.float16: ("float16", "fp16", "f16"),
-        torch.float64: ("float64", "fp64", "f64"),
-    }.items()
-    for name in names
+    **dict.fromkeys(("float32", "fp32", "f32"), torch.float32),
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+    **dict.fromkeys(("float16", "fp16", "f16"), torch.float16),
+    **dict.fromkeys(("float64", "fp64", "f64"), torch.float64),
 }
 _COPIED = ("config.json", "generation_config.json")
+_COMMANDS = {
+    "inspect": "show tensors, step, world size, versions, optimizer",
+    "verify": "check every block against its checksum; exit status 1 if it is damaged",
+    "export": "write the model as one folder that from_pretrained() loads",
+    "collect": "make one folder of a checkpoint whose parts are on several hosts",
+}
+_PATH = (
+    "a checkpoint, a checkpoint directory (its newest checkpoint is used), a .safetensors file, or "
+    "a Hugging Face or torch.distributed.checkpoint folder"
+)
+_FOLDERS = (
+    "where the parts are: copies of the hosts' folders; or under torchrun on the hosts, the one "
+    "path that all of them have, whose parts are read over the wire"
+)
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `ckpt` to the subparsers of `python -m zshard`; run() takes the parsed arguments."""
-    ckpt = commands.add_parser(
-        "ckpt", aliases=["checkpoint"], help="inspect, verify, export or collect a checkpoint"
-    )
+    what = "inspect, verify, export or collect a checkpoint"
+    ckpt = commands.add_parser("ckpt", aliases=["checkpoint"], help=what)
     words = ckpt.add_subparsers(required=True, metavar="command", dest="word")
-    path_help = "a checkpoint, a checkpoint directory (its newest checkpoint is used), a "
-    path_help += ".safetensors file, or a Hugging Face or torch.distributed.checkpoint folder"
-    inspect = words.add_parser(
-        "inspect", help="show tensors, step, world size, versions, optimizer"
-    )
-    inspect.add_argument("--json", action="store_true", help="print one JSON object")
-    verify = words.add_parser(
-        "verify", help="check every block against its checksum; exit status 1 if it is damaged"
-    )
-    export = words.add_parser(
-        "export", help="write the model as one folder that from_pretrained() loads"
+    inspect, verify, export, gather = (
+        words.add_parser(name, help=what) for name, what in _COMMANDS.items()
     )
     for each in (inspect, verify, export):
-        each.add_argument("path", help=path_help)
+        each.add_argument("path", help=_PATH)
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
     export.add_argument("out", help="the folder to create")
-    export.add_argument(
-        "--dtype", choices=_DTYPES, help="convert floating-point tensors (default: keep dtypes)"
-    )
-    export.add_argument(
-        "--max-shard-size", default="5GB", help="maximum bytes of tensors per file (default: 5GB)"
-    )
-    gather = words.add_parser(
-        "collect", help="make one folder of a checkpoint whose parts are on several hosts"
-    )
-    gather.add_argument(
-        "folders",
-        nargs="+",
-        metavar="folder",
-        help="where the parts are: copies of the hosts' folders; or under torchrun on the hosts, "
-        "the one path that all of them have, whose parts are read over the wire",
-    )
+    dtype_help = "convert floating-point tensors (default: keep dtypes)"
+    export.add_argument("--dtype", choices=_DTYPES, help=dtype_help)
+    size_help = "maximum bytes of tensors per file (default: 5GB)"
+    export.add_argument("--max-shard-size", default="5GB", help=size_help)
+    gather.add_argument("folders", nargs="+", metavar="folder", help=_FOLDERS)
     gather.add_argument("out", help="the folder to create; under torchrun on the first rank's host")
     ckpt.set_defaults(run=run)
 
@@ -98,7 +88,10 @@ def run(args: argparse.Namespace) -> int:
     """Run a command and return its exit status: 1 if the checkpoint is invalid or unreadable."""
     try:
         if args.word == "inspect":
-            return _inspect(args.path, args.json)
+            with Checkpoint.opened(args.path, with_optimizer=True) as checkpoint:
+                facts = _facts(checkpoint)
+            print(json.dumps(facts, indent=1, default=str) if args.json else _text(facts))
+            return 0
         if args.word == "verify":
             return _verify(args.path)
         if args.word == "collect":
@@ -115,35 +108,28 @@ def run(args: argparse.Namespace) -> int:
 # --- inspect --------------------------------------------------------------------------------------
 
 
-def _inspect(path: str, as_json: bool) -> int:
-    with Checkpoint.opened(path, with_optimizer=True) as found:
-        facts = _facts(found)
-    print(json.dumps(facts, indent=1, default=str) if as_json else _text(facts))
-    return 0
-
-
-def _facts(found: Checkpoint) -> dict[str, Any]:
-    facts: dict[str, Any] = {"path": found.path, "step": found.step}
-    if found.manifest is not None:
-        manifest = found.manifest
+def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    facts: dict[str, Any] = {"path": checkpoint.path, "step": checkpoint.step}
+    if checkpoint.manifest is not None:
+        manifest = checkpoint.manifest
         facts |= {"id": manifest.id, "world": manifest.world, "software": dict(manifest.software)}
-        if isinstance(found.spread, Spread):
-            here = found.spread.here
+        if isinstance(checkpoint.spread, Spread):
+            here = checkpoint.spread.here
             facts["parts"] = {
                 name: {"host": part.host, "bytes": part.size, "here": name in here}
-                for name, part in found.spread.parts.items()
+                for name, part in checkpoint.spread.parts.items()
             }
-    facts["model"] = {name: _of(entry) for name, entry in found.model.items()}
-    facts["tied"] = dict(found.tied)
-    averages = SavedAverages.of(found)
+    facts["model"] = {name: _of(entry) for name, entry in checkpoint.model.items()}
+    facts["tied"] = dict(checkpoint.tied)
+    averages = SavedAverages.of(checkpoint)
     for decay, entries in averages.by_decay.items() if averages is not None else ():
         facts[stem_of(decay)] = {name: _of(entry) for name, entry in entries.items()}
-    if found.optimizer is not None:
-        told = found.optimizer
+    if checkpoint.optimizer is not None:
+        state = checkpoint.optimizer
         tensors = {
-            f"{name}.{key}": _of(e) for name, own in told.tensors.items() for key, e in own.items()
+            f"{n}.{key}": _of(e) for n, each in state.tensors.items() for key, e in each.items()
         }
-        facts["optimizer"] = {"class": told.kind, "groups": told.groups, "tensors": tensors}
+        facts["optimizer"] = {"class": state.kind, "groups": state.groups, "tensors": tensors}
     return facts
 
 
@@ -197,24 +183,24 @@ def _table(title: str, tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _verify(path: str) -> int:
-    with Checkpoint.opened(path, with_optimizer=True) as found:
-        if found.manifest is None:
+    with Checkpoint.opened(path, with_optimizer=True) as checkpoint:
+        if checkpoint.manifest is None:
             raise CheckpointError(
-                f"cannot verify '{found.path}': it has no {NAME}, so no checksums"
+                f"cannot verify '{checkpoint.path}': it has no {NAME}, so no checksums"
             )
-        count = _check_all(found)
-        print(f"'{found.path}' is intact: {count:,} bytes in {len(found.files)} files")
+        count = _check_all(checkpoint)
+        print(f"'{checkpoint.path}' is intact: {count:,} bytes in {len(checkpoint.files)} files")
     return 0
 
 
-def _check_all(found: Checkpoint) -> int:
+def _check_all(checkpoint: Checkpoint) -> int:
     """Check all files of the manifest and return their bytes. Raise CheckpointError for damage."""
-    spread = found.spread
+    spread = checkpoint.spread
     if not isinstance(spread, Spread):
-        return found.verify()
+        return checkpoint.verify()
     spread.blocks().check()
     if not spread.is_complete():
-        raise CheckpointError(f"'{found.path}' is incomplete: {spread.missing()}")
+        raise CheckpointError(f"'{checkpoint.path}' is incomplete: {spread.missing()}")
     return sum(spread.manifest.files[name].size for name in spread.here)
 
 
@@ -225,18 +211,21 @@ def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
     size = parse_size("max_shard_size", limit, base=1000)
     if os.path.lexists(out):
         raise FileExistsError(f"'{out}' already exists: choose another folder")
-    with Checkpoint.opened(path) as found:
-        if not found.model:
-            raise CheckpointError(f"'{found.path}' contains no model tensors")
-        if found.manifest is not None:
-            _check_all(found)
-        for entry in found.model.values():
+    with Checkpoint.opened(path) as checkpoint:
+        if not checkpoint.model:
+            raise CheckpointError(f"'{checkpoint.path}' contains no model tensors")
+        if checkpoint.manifest is not None:
+            _check_all(checkpoint)
+        for entry in checkpoint.model.values():
             entry.check()
-        items = [_item(name, entry, dtype) for name, entry in found.model.items()]
+        items = []
+        for name, entry in checkpoint.model.items():
+            cast = dtype if entry.dtype.is_floating_point else None
+            items.append(Entry(name, entry.shape, cast or entry.dtype))
         staging = Staging(Target.of(out, None), secrets.token_hex(16), overwrite=False)
         try:
             staging.open()
-            names = _write_all(staging.path, items, size, found)
+            names = _write_all(staging.path, items, size, checkpoint)
             staging.commit()
         except BaseException:
             staging.discard()
@@ -248,35 +237,30 @@ def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
     return 0
 
 
-def _item(name: str, entry: Readable, dtype: torch.dtype | None) -> Entry:
-    cast = dtype is not None and entry.dtype.is_floating_point
-    return Entry(name, entry.shape, dtype if cast and dtype is not None else entry.dtype)
-
-
-def _write_all(folder: str, entries: list[Entry], limit: int, found: Checkpoint) -> list[str]:
+def _write_all(folder: str, items: list[Entry], limit: int, checkpoint: Checkpoint) -> list[str]:
     """Write everything; return the names of the files of tensors."""
-    files = lay_out(entries, "model", limit, found.tied)
+    files = lay_out(items, "model", limit, checkpoint.tied)
     for file in files:
         with api.File.create(os.path.join(folder, file.name), file.size) as opened_file:
             opened_file.write([(0, file.header)], BLOCK)
             for item, offset in file.places:
-                _write(opened_file, item, offset, found.model[item.name])
+                _write(opened_file, item, offset, checkpoint.model[item.name])
             opened_file.sync()
     if len(files) > 1:
         write_text(os.path.join(folder, "model.safetensors.index.json"), index_of(files))
     for name in _COPIED:
         missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
-        with missing, _small_file(found, name) as config:
+        with missing, _small_file(checkpoint, name) as config:
             write_text(os.path.join(folder, name), bytes(config.bytes_of(config.size)))
     return [file.name for file in files]
 
 
-def _small_file(found: Checkpoint, name: str) -> OpenFile:
+def _small_file(checkpoint: Checkpoint, name: str) -> OpenFile:
     """Open a file of the checkpoint. Raise FileNotFoundError if it has none of that name, and
     NotADirectoryError if it is a file itself."""
-    if found.spread is not None and name in found.spread.manifest.whole:
-        return found.spread.open(name, OpenFile)
-    return OpenFile(os.path.join(found.path, name))
+    if checkpoint.spread is not None and name in checkpoint.spread.manifest.whole:
+        return checkpoint.spread.open(name, OpenFile)
+    return OpenFile(os.path.join(checkpoint.path, name))
 
 
 def _write(file: api.File, item: Entry, offset: int, entry: Readable) -> None:

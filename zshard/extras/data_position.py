@@ -120,10 +120,11 @@ class DataPosition:
         Raises RuntimeError between the batches of an optimizer step (`accumulate`): the gradients
         so far are in no checkpoint.
         """
-        if self._taken % self._accumulate and not self._at_end():
+        rest = self._taken % self._accumulate
+        if rest and not self._at_end():
             raise RuntimeError(
-                f"the position is within an optimizer step, after {self._taken % self._accumulate} "
-                f"of {self._accumulate} batches: save after optimizer.step()"
+                f"the position is within an optimizer step, after {rest} of {self._accumulate} "
+                "batches: save after optimizer.step()"
             )
         state = {"epoch": self.epoch, "begin": self._begin, "batches": self._taken}
         state |= {"batch_size": self._size, "ranks": self._ranks}
@@ -160,7 +161,8 @@ class DataPosition:
                 f"this run has {ranks} ranks with batches of {size}: only a data set with a "
                 "length, DataPosition(len(data)), continues on another number of ranks"
             )
-        self._agree(size)
+        if ranks > 1:
+            self._agree(size)
         if state is not None and stateful and same:
             loader.load_state_dict(state)
         else:
@@ -170,18 +172,16 @@ class DataPosition:
 
     def _agree(self, size: int) -> None:
         """Raise DivergenceError if ranks would not share one order from one position on."""
-        group = dist.group.WORLD if _world() > 1 else None
-        if group is None:
-            return
-        mine = {**self._order, "epoch": self.epoch, "position": self.samples, "batch_size": size}
+        facts = {**self._order, "epoch": self.epoch, "position": self.samples, "batch_size": size}
+        group: Any = dist.group.WORLD
         when = "while the ranks were comparing their data positions"
-        everyone = gather_objects(mine, group, when)
-        for rank, theirs in enumerate(everyone):
-            for name in mine:
-                if theirs[name] != everyone[0][name]:
+        first, *others = gather_objects(facts, group, when)
+        for rank, other in enumerate(others, 1):
+            for name in facts:
+                if other[name] != first[name]:
                     raise DivergenceError(
-                        f"the data positions differ between ranks: {name} is {everyone[0][name]} "
-                        f"on rank 0 and {theirs[name]} on rank {rank}; use the same on all ranks"
+                        f"the data positions differ between ranks: {name} is {first[name]} on "
+                        f"rank 0 and {other[name]} on rank {rank}; use the same on all ranks"
                     )
 
     def _at_end(self) -> bool:
@@ -209,10 +209,7 @@ class _Sampler(Sampler[int]):
                 "a loader with position.sampler was iterated by itself, so nothing would count its "
                 "batches: use `for batch in position.batches(loader)`"
             )
-        order = torch.arange(total)
-        if position._order["shuffle"]:
-            generator = torch.Generator().manual_seed(position._order["seed"] + position.epoch)
-            order = torch.randperm(total, generator=generator)
+        order = order_of(position.epoch, **position._order)
         rest = order[self._begin() :]
         count = ranks * len(self)
         if count > len(rest):
@@ -232,6 +229,13 @@ class _Sampler(Sampler[int]):
                 "DataPosition() without n_samples has no sampler: pass the length of the data set"
             )
         return total
+
+
+def order_of(epoch: int, n_samples: int, shuffle: bool, seed: int) -> torch.Tensor:
+    """Return the order of an epoch's samples: that of torch's DistributedSampler."""
+    if not shuffle:
+        return torch.arange(n_samples)
+    return torch.randperm(n_samples, generator=torch.Generator().manual_seed(seed + epoch))
 
 
 def _world() -> int:

@@ -20,6 +20,7 @@ from zshard.extras.keeping.client import KeeperStatus, keepers
 from zshard.extras.run.cores import Host, as_list, read_host
 
 OLDEST_GPU = (8, 0)  # compute capability of the PTX
+_FOR_GPUS = ("driver", "torch_cuda", "kernels")
 _BF16 = ("amx_bf16", "avx512_bf16", "svebf16", "bf16")  # flags in /proc/cpuinfo, best first
 
 
@@ -51,7 +52,7 @@ def available_features() -> dict[str, Any]:
     """
     machine = api.machine()
     missing: dict[str, str] = {}
-    found: dict[str, Any] = {
+    features: dict[str, Any] = {
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "loops": machine["loops"],
@@ -65,15 +66,13 @@ def available_features() -> dict[str, Any]:
     }
     if machine["problem"]:
         missing["driver"] = machine["problem"]
-    if not found["c10d"]:
+    if not features["c10d"]:
         missing["c10d"] = (
             "this torch was built without gloo: CPU ranks on several hosts cannot communicate"
         )
     _judge_kernels(machine, missing)
-    _judge_torch(machine, missing)
-    needed = ("driver", "kernels", "torch_cuda")
-    found["gpu"] = bool(found["gpus"]) and not any(name in missing for name in needed)
-    return {**found, "missing": missing}
+    features["gpu"] = bool(features["gpus"]) and not any(name in missing for name in _FOR_GPUS)
+    return {**features, "missing": missing}
 
 
 def _version(number: int) -> str | None:
@@ -105,7 +104,8 @@ def _shm(missing: dict[str, str]) -> bool:
 
 
 def _judge_kernels(machine: dict[str, Any], missing: dict[str, str]) -> None:
-    """Report whether this build has kernels that run on this driver and these GPUs."""
+    """Report whether this build has kernels that run on this driver and these GPUs, and whether
+    torch uses the GPUs that the driver has; without GPUs, torch is not at fault."""
     built, driver = machine["built"], machine["version"]
     old = [gpu for gpu in machine["gpus"] if tuple(gpu["capability"]) < OLDEST_GPU]
     if not built:
@@ -124,11 +124,6 @@ def _judge_kernels(machine: dict[str, Any], missing: dict[str, str]) -> None:
             f"{old[0]['name']} has compute capability {'.'.join(map(str, old[0]['capability']))}; "
             f"the kernels need {'.'.join(map(str, OLDEST_GPU))} or later"
         )
-
-
-def _judge_torch(machine: dict[str, Any], missing: dict[str, str]) -> None:
-    """Report whether torch uses the GPUs that the driver has; without GPUs, torch is not at
-    fault."""
     if torch.version.cuda is None:
         missing["torch_cuda"] = (
             f"torch {torch.__version__} is built without CUDA: install a CUDA build (see "
@@ -144,40 +139,37 @@ def _judge_torch(machine: dict[str, Any], missing: dict[str, str]) -> None:
 def report() -> tuple[str, int]:
     """Return what `python -m zshard doctor` prints, and its exit status: 1 if a GPU cannot be
     used."""
-    found = available_features()
-    kernels = f"{' '.join(found['kernels'])} (nvcc {found['kernels_cuda']})"
-    gpus = [f"{gpu['name']} ({'.'.join(map(str, gpu['capability']))})" for gpu in found["gpus"]]
+    features = available_features()
+    missing = features["missing"]
+    kernels = f"{' '.join(features['kernels'])} (nvcc {features['kernels_cuda']})"
+    gpus = [f"{gpu['name']} ({'.'.join(map(str, gpu['capability']))})" for gpu in features["gpus"]]
     facts = [
         ("zshard", f"{__version__} in {Path(__file__).parents[1]}"),
-        ("torch", found["torch"]),
+        ("torch", features["torch"]),
         ("CPUs", describe(read_host())),
         ("bf16", bf16(Path("/proc/cpuinfo").read_text())),
-        ("CPU loops", found["loops"]),
-        ("shm", "yes" if found["shm"] else None),
-        ("c10d", "yes (gloo)" if found["c10d"] else None),
-        ("torch_cuda", found["torch_cuda"] if "torch_cuda" not in found["missing"] else None),
-        ("kernels", kernels if found["kernels"] else None),
-        ("driver", f"CUDA {found['driver']}" if found["driver"] else None),
+        ("CPU loops", features["loops"]),
+        ("shm", "yes" if features["shm"] else None),
+        ("c10d", "yes (gloo)" if features["c10d"] else None),
+        ("torch_cuda", features["torch_cuda"] if "torch_cuda" not in missing else None),
+        ("kernels", kernels if features["kernels"] else None),
+        ("driver", f"CUDA {features['driver']}" if features["driver"] else None),
         ("GPUs", ", ".join(gpus) or "none"),
-        ("nccl", found["nccl"]),
+        ("nccl", features["nccl"]),
     ]
     lines = [f"Python {platform.python_version()}, {platform.system()} {platform.release()}"]
     for name, fact in facts:
-        problem = found["missing"].get(name)
-        words = [fact] if fact else []
-        words += [f"MISSING: {problem}"] if problem else []
-        lines.append(f"{name:<11} {'. '.join(words)}")
+        problem = f"MISSING: {missing[name]}" if name in missing else None
+        lines.append(f"{name:<11} {'. '.join(filter(None, (fact, problem)))}")
     lines += [f"{'keeper':<11} {of_keeper(keeper)}" for keeper in keepers()]
-    lines += ["", *_what_is_used(found)]
-    return "\n".join(lines), int(bool(found["gpus"]) and not found["gpu"])
+    lines += ["", *_what_is_used(features)]
+    return "\n".join(lines), int(bool(features["gpus"]) and not features["gpu"])
 
 
 def describe(host: Host) -> str:
     """Describe what `python -m zshard run` divides among ranks."""
-    nodes, cores = (
-        f"{count} {what}{'s' if count != 1 else ''}"
-        for count, what in ((host.nodes, "NUMA node"), (host.usable, "core"))
-    )
+    nodes = f"{host.nodes} NUMA node{'s' if host.nodes != 1 else ''}"
+    cores = f"{host.usable} core{'s' if host.usable != 1 else ''}"
     quota = f", within a quota of {host.quota:g} CPUs' time" if host.is_throttled else ""
     return f"usable: {cores} of {nodes} (CPUs {as_list(core.cpu for core in host.cores)}{quota})"
 
@@ -206,16 +198,16 @@ def of_keeper(keeper: KeeperStatus | int) -> str:
     )
 
 
-def _what_is_used(found: dict[str, Any]) -> list[str]:
+def _what_is_used(features: dict[str, Any]) -> list[str]:
     """Describe whether training works on CPUs and on GPUs, and the transports of ranks."""
-    host = "shm on one host, hosts (shm and c10d) on several" if found["shm"] else "c10d"
+    host = "shm on one host, hosts (shm and c10d) on several" if features["shm"] else "c10d"
     cpu = f"CPU training is available; ranks communicate over {host}."
-    if not found["c10d"]:
+    if not features["c10d"]:
         cpu = "CPU training is available, on a single rank only."
-    if found["gpu"]:
-        transport = "NCCL" if found["nccl"] else "torch's process group (c10d)"
+    if features["gpu"]:
+        transport = "NCCL" if features["nccl"] else "torch's process group (c10d)"
         gpu = f"GPU training is available; ranks communicate over {transport}."
     else:
-        first = [name for name in ("driver", "torch_cuda", "kernels") if name in found["missing"]]
-        gpu = f"GPU training is not available; see above: {', '.join(first) or 'GPUs'}."
+        lacks = [name for name in _FOR_GPUS if name in features["missing"]]
+        gpu = f"GPU training is not available; see above: {', '.join(lacks) or 'GPUs'}."
     return [cpu, gpu]

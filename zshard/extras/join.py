@@ -103,23 +103,22 @@ def _sorted(
     engine = state_of(model).unit.engine
     for each in objects:
         name = type(each).__name__
-        if any(each is known for known in (*optimizers, *others)):
+        has_state = hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+        if any(each is other for other in (*optimizers, *others)):
             raise ValueError(f"join() got the same {name} twice: pass it once")
-        if not isinstance(each, torch.optim.Optimizer):
-            has_state = hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
-            if not has_state or isinstance(each, nn.Module):
-                raise TypeError(
-                    "join() expects optimizers, learning rate schedulers and grad scalers, got "
-                    f"{name}"
+        if isinstance(each, torch.optim.Optimizer):
+            if all(unit.engine != engine for unit in units_stepped_by(each)):
+                raise ValueError(
+                    f"join() got an optimizer ({name}) that has no parameter of this model: pass "
+                    "the optimizers that step it"
                 )
-            others.append(each)
-            continue
-        if all(unit.engine != engine for unit in units_stepped_by(each)):
-            raise ValueError(
-                f"join() got an optimizer ({name}) that has no parameter of this model: pass the "
-                "optimizers that step it"
+            optimizers.append(each)
+        elif not has_state or isinstance(each, nn.Module):
+            raise TypeError(
+                f"join() expects optimizers, learning rate schedulers and grad scalers, got {name}"
             )
-        optimizers.append(each)
+        else:
+            others.append(each)
     return optimizers, others
 
 
@@ -155,20 +154,18 @@ def _check_model(model: nn.Module) -> None:
 
 
 class _Joined:
-    """A model within join(), on this rank."""
+    """A model within join(), on this rank. others: schedulers and grad scalers."""
 
     def __init__(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer], others: list[Any]
     ) -> None:
-        """others: other objects passed to join(): schedulers, grad scalers."""
         self.engine = state_of(model).unit.engine
         self.follows = False  # this rank has no more data
         self.is_over = False  # all ranks' data has ended
         self._model = model
         self._params: list[Tensor] = list(model.parameters())
-        self._is_ours = [part_of(param) is not None for param in self._params]
-        self._optimizers = optimizers
-        self._others = others
+        self._is_sharded = [part_of(param) is not None for param in self._params]
+        self._optimizers, self._others = optimizers, others
 
     def begin(self) -> None:
         """Start announcing."""
@@ -182,10 +179,10 @@ class _Joined:
         for optimizer in self._optimizers:
             vars(optimizer).pop("zero_grad", None)
 
-    def _share(self, mine: object) -> Any:
-        """Return the leading rank's object. Collective."""
+    def _share(self, value: object) -> Any:
+        """Return the leading rank's value. Collective."""
         file = io.BytesIO()
-        _Pickler(file).dump(mine)
+        _Pickler(file).dump(value)
         return pickle.loads(self.engine.join_share(file.getvalue()))
 
     # --- a rank with data announces ---------------------------------------------------------------
@@ -214,10 +211,9 @@ class _Joined:
         for number, each in enumerate(self._optimizers):
             if each is optimizer:
                 return number
-        name = type(optimizer).__name__
         raise RuntimeError(
-            f"{name} steps a model within join(), but join() does not know it: pass all optimizers "
-            "of the model, as in model.join(optimizer)"
+            f"{type(optimizer).__name__} steps a model within join(), but join() does not know it: "
+            "pass all optimizers of the model, as in model.join(optimizer)"
         )
 
     def say_step(self, optimizer: torch.optim.Optimizer, is_first: bool) -> None:
@@ -301,7 +297,7 @@ class _Joined:
         """Drop gradients that the leading rank has dropped since the last backward, and those of
         ignored parameters, which no other rank shares."""
         for i, (param, is_held) in enumerate(zip(self._params, held, strict=True)):
-            if not is_held or not self._is_ours[i]:
+            if not is_held or not self._is_sharded[i]:
                 param.grad = None
             elif param.grad is None:
                 raise RuntimeError(
@@ -340,13 +336,13 @@ class _Joined:
         optimizer = self._without_others(number)
         self._align(held)
         self._set_options(number, options)
-        given = {name: value for name, value in extra.items() if value is not None}
-        for name, value in given.items():
+        extra = {name: value for name, value in extra.items() if value is not None}
+        for name, value in extra.items():
             setattr(optimizer, name, value)
         try:
             optimizer.step()
         finally:
-            for name in given:
+            for name in extra:
                 delattr(optimizer, name)
 
     def _zero(self, number: int, held: list[bool]) -> None:
@@ -366,9 +362,9 @@ class _Joined:
     def _unscale(self, number: int, held: list[bool], inv_scale: Tensor, allow_fp16: bool) -> None:
         self._align(held)
         scaler = GradScaler.__new__(GradScaler)  # its method needs no options
-        found = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
         optimizer = self._without_others(number)
-        GradScaler._unscale_grads_(scaler, optimizer, inv_scale, found, allow_fp16)
+        GradScaler._unscale_grads_(scaler, optimizer, inv_scale, found_inf, allow_fp16)
 
     def _rescale(self, number: int, held: list[bool], factor: float) -> None:
         self.engine.rescale(factor)
@@ -382,22 +378,16 @@ class _Joined:
             return
         _, leader, latest, _ = news
         comm = state_of(self._model).comms.all
-        theirs = self._share(
-            (
-                [_options_of(optimizer) for optimizer in self._optimizers],
-                [other.state_dict() for other in self._others],
-            )
-        )
+        states = [other.state_dict() for other in self._others]
+        options, states = self._share(([*map(_options_of, self._optimizers)], states))
         if state_of(self._model).sync_buffers:  # as DDP does: the highest rank of them
             for buffer in self._model.buffers():
                 take_from(latest, comm, buffer.detach())
-        if comm.rank != leader:
-            self._take(*theirs)
-
-    def _take(self, options: list[list[dict[str, Any]]], others: list[dict[str, Any]]) -> None:
-        for number, each in enumerate(options):
-            self._set_options(number, each)
-        for other, state in zip(self._others, others, strict=True):
+        if comm.rank == leader:
+            return
+        for number, groups in enumerate(options):
+            self._set_options(number, groups)
+        for other, state in zip(self._others, states, strict=True):
             other.load_state_dict(state)
 
 
@@ -405,11 +395,7 @@ _live: dict[Any, _Joined] = {}
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the param groups without their parameters."""
-    return [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:

@@ -38,7 +38,6 @@ from zshard.api import (
 __all__ = ["shard"]
 
 _FOLDER = "zshard_model"  # a model and its optimizer, in the folder of save_state()
-_WEIGHTS = ("model{}.safetensors", "pytorch_model{}.bin")  # what Accelerate writes itself
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")  # kinds of training for which prepare() wraps DDP
 
 
@@ -70,9 +69,8 @@ def shard(accelerator: Any, **arguments: object) -> Any:
 
 def _sharding(accelerator: object) -> Any:
     kind = type(accelerator)
-    accelerator.__class__ = type(
-        kind.__name__, (_ShardingAccelerator, kind), {"__module__": kind.__module__}
-    )
+    names = {"__module__": kind.__module__}
+    accelerator.__class__ = type(kind.__name__, (_ShardingAccelerator, kind), names)
     return accelerator
 
 
@@ -102,10 +100,10 @@ def _check_accelerator(accelerator: Any) -> None:
             "this Accelerator has already prepared a model: call zshard.accelerate.shard() before "
             "accelerator.prepare()"
         )
-    asked = _other_plugin(accelerator)
-    if asked:
+    plugin = _other_plugin(accelerator)
+    if plugin:
         raise ValueError(
-            f"this Accelerator is configured for {asked}: remove that from its arguments or from "
+            f"this Accelerator is configured for {plugin}: remove that from its arguments or from "
             "`accelerate config`, and pass the settings to zshard.accelerate.shard()"
         )
 
@@ -207,7 +205,8 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
                     continue
                 if any(gather(ranks_of(bare(model)), os.path.isdir(_folder(folder, i)))):
                     load(_folder(folder, i), model, optimizer)
-                    _remove(self._optimizers, optimizer)
+                    others = [each for each in self._optimizers if _inner(each) is not optimizer]
+                    self._optimizers[:] = others
                 else:
                     _load_weights(Path(folder), self._models.index(model), model)
                 models.remove(model)
@@ -229,27 +228,24 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
             return
         even = self.even_batches if even_batches is None else even_batches
         samplers = [each.batch_sampler for each in self._dataloaders]
-        samplers = [each for each in samplers if hasattr(each, "even_batches")]
-        if even_batches is not None and len(samplers) < len(self._dataloaders):
+        before = [(each, each.even_batches) for each in samplers if hasattr(each, "even_batches")]
+        if even_batches is not None and len(before) < len(samplers):
             warnings.warn(
                 "even_batches is only supported for map-style datasets: data loaders of iterable "
                 "datasets keep their own",
                 stacklevel=3,
             )
-        before = [each.even_batches for each in samplers]
-        optimizers = [_inner(each) for each in self._optimizers]
         try:
             with contextlib.ExitStack() as joined:
-                for each in samplers:
-                    each.even_batches = even
+                for sampler, _ in before:
+                    sampler.even_batches = even
                 for model in () if even else joinables:
-                    own = [each for each in optimizers if _steps(each, model)]
                     sharded: Any = bare(model)
-                    joined.enter_context(FSDP.join(sharded, *own))
+                    joined.enter_context(FSDP.join(sharded, *_optimizers_of(self, model)))
                 yield
         finally:
-            for each, value in zip(samplers, before, strict=True):
-                each.even_batches = value
+            for sampler, value in before:
+                sampler.even_batches = value
 
     def __reduce__(self) -> Any:
         return _unpickled, (type(self).__mro__[2], self.__dict__)
@@ -268,33 +264,32 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
-def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Return whether the optimizer steps parameters of `model` only."""
-    own = {id(param) for param in model.parameters()}
-    return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
+def _optimizers_of(accelerator: Any, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that step parameters of `model` only."""
+    params = {id(param) for param in model.parameters()}
+    return [
+        each
+        for each in map(_inner, accelerator._optimizers)
+        if all(id(p) in params for group in each.param_groups for p in group["params"])
+    ]
 
 
 def _pairs(accelerator: Any) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
     """Return each sharded model with its optimizer, or None if it has no or several optimizers."""
     pairs = []
     for model in filter(_is_sharded, accelerator._models):
-        own = [each for each in map(_inner, accelerator._optimizers) if _steps(each, model)]
-        pairs.append((model, own[0] if len(own) == 1 else None))
+        optimizers = _optimizers_of(accelerator, model)
+        pairs.append((model, optimizers[0] if len(optimizers) == 1 else None))
     return pairs
-
-
-def _remove(optimizers: list[Any], optimizer: torch.optim.Optimizer | None) -> None:
-    optimizers[:] = [each for each in optimizers if _inner(each) is not optimizer]
 
 
 @contextlib.contextmanager
 def _hidden(accelerator: Any, pairs: list[tuple[Any, Any]]) -> Iterator[None]:
     """Context manager that hides these models and optimizers from the Accelerator."""
     models, optimizers = accelerator._models, accelerator._optimizers
+    saved = [optimizer for _, optimizer in pairs]
     accelerator._models = [each for each in models if not _is_sharded(each)]
-    accelerator._optimizers = list(optimizers)
-    for _, optimizer in pairs:
-        _remove(accelerator._optimizers, optimizer)
+    accelerator._optimizers = [each for each in optimizers if _inner(each) not in saved]
     try:
         yield
     finally:
@@ -308,7 +303,7 @@ def _folder(folder: str, index: int) -> Path:
 def _load_weights(folder: Path, index: int, model: nn.Module) -> None:
     """Load what Accelerate saved of a plain model or of one in DDP."""
     ending = f"_{index}" if index else ""
-    safe, pickled = (folder / name.format(ending) for name in _WEIGHTS)
+    safe, pickled = folder / f"model{ending}.safetensors", folder / f"pytorch_model{ending}.bin"
     if safe.is_file():
         load(safe, model)
         return

@@ -41,8 +41,8 @@ class _Quantized(Extension):
             return
         state = getattr(param, "quant_state", None)
         words = ("quant_type", "blocksize", "dtype", "shape")
-        said = ", ".join(f"{word} {getattr(state, word, None)}" for word in words)
-        yield f"the quantization of '{name}'", f"of class {type(param).__name__}, {said}"
+        values_of = ", ".join(f"{word} {getattr(state, word, None)}" for word in words)
+        yield f"the quantization of '{name}'", f"of class {type(param).__name__}, {values_of}"
         for part, tensor in _tensors_of(state):
             yield from tensor_facts("the quantization state of", f"{name}.{part}", tensor, values)
 
@@ -92,10 +92,8 @@ def _is_quantized(param: Tensor) -> bool:
 
 def _kind_of(param: Tensor) -> str | None:
     """Return the bitsandbytes class that a parameter's class is or derives from, by name."""
-    for cls in type(param).__mro__:
-        if cls.__module__.partition(".")[0] == "bitsandbytes":
-            return cls.__name__
-    return None
+    packages = {cls: cls.__module__.partition(".")[0] for cls in type(param).__mro__}
+    return next((cls.__name__ for cls, name in packages.items() if name == "bitsandbytes"), None)
 
 
 def _check_weight(name: str, param: Tensor) -> None:
@@ -140,8 +138,8 @@ def _bias_dtype(ref: Any) -> torch.dtype | None:
     for owner, attribute in ref.owners:
         weight = owner._parameters.get("weight")
         if attribute == "bias" and weight is not None and _kind_of(weight) == "Params4bit":
-            found: torch.dtype | None = getattr(owner, "compute_dtype", None)
-            return found
+            dtype: torch.dtype | None = getattr(owner, "compute_dtype", None)
+            return dtype
     return None
 
 
@@ -154,12 +152,12 @@ def _tensors_of(state: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]
             yield from _tensors_of(value, f"{prefix}{name}.")
 
 
-def _refuse_bits(module: nn.Module, state_dict: dict[str, Any], prefix: str, *found: Any) -> None:
+def _refuse_bits(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     """A load hook of nn.Module: bits without the scales that decode them are other numbers, and
     bitsandbytes saves scales beside the bits, but does not load them."""
     name = f"{prefix}weight"
     if name in state_dict and hasattr(module._parameters.get("weight"), "quant_state"):
-        found[-1].append(
+        args[-1].append(
             f"'{name}' is quantized, and loading does not load its scales: load the model before "
             "FSDP(...), and leave the frozen weights out of the state dict (save_pretrained saves "
             "the adapter alone)"

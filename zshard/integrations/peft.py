@@ -41,21 +41,15 @@ def _of_copy(name: str) -> Callable[..., Any]:
         Takes memory for the full model on each rank that calls it. Over shm, one rank may call it
         alone; over c10d and on GPUs it is collective. Takes the arguments of PEFT's method.
         """
-        return getattr(_full_copy(self), name)(*args, **kwargs)
+        copies: dict[int, Any] = {}
+        model = copy_plain(self, copies).module
+        with torch.no_grad():
+            for param in self.parameters():
+                copies[id(param)].data = full_tensor(param).detach().clone()
+                copies[id(param)].requires_grad_(param.requires_grad)
+        for each in EXTENSIONS:
+            each.restore(model)
+        return getattr(model, name)(*args, **kwargs)
 
     method.__name__ = name
     return method
-
-
-def _full_copy(model: nn.Module) -> nn.Module:
-    """Return a plain copy of a sharded model, with full parameters."""
-    memo: dict[int, Any] = {}
-    copied = copy_plain(model, memo)
-    with torch.no_grad():
-        for param in model.parameters():
-            made = memo[id(param)]
-            made.data = full_tensor(param).detach().clone()
-            made.requires_grad_(param.requires_grad)
-    for each in EXTENSIONS:
-        each.restore(copied.module)
-    return copied.module

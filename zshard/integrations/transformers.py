@@ -87,19 +87,8 @@ def shard(trainer: type[_T], **arguments: object) -> type[_T]:
 def _count_full_parameters() -> None:
     """Make train() log the number of full parameters: it counts what model.parameters() yields."""
     module: Any = importlib.import_module("transformers.trainer")
-    count = module.get_model_param_count
-    if hasattr(count, "_zshard_counts"):
-        return
-
-    @functools.wraps(count)
-    def counted(model: nn.Module, trainable_only: bool = False) -> int:
-        model = bare(model)
-        if not is_unit(model):
-            return int(count(model, trainable_only))
-        return num_parameters(model, trainable_only)
-
-    vars(counted)["_zshard_counts"] = True
-    module.get_model_param_count = counted
+    if not hasattr(module.get_model_param_count, _COUNTS_FULL):
+        module.get_model_param_count = _counting(module.get_model_param_count)
 
 
 def _follow_saving(model: Any) -> None:
@@ -135,10 +124,7 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
         self.accelerator._zshard_evaluates_wrapped = False
 
     def get_num_trainable_parameters(self) -> int:
-        model = bare(self.model)
-        if not is_unit(model):
-            return int(super().get_num_trainable_parameters())
-        return num_parameters(model, trainable_only=True)
+        return num_parameters(bare(self.model), trainable_only=True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self.args.should_save and self._zshard_needs_all():
@@ -190,8 +176,7 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
         if not self._zshard_needs_all():
             return None
         model = bare(self.model)
-        rank0_only = not self.args.save_on_each_node
-        with state_dict_form(model, rank0_only=rank0_only):
+        with state_dict_form(model, rank0_only=not self.args.save_on_each_node):
             return model.state_dict()
 
 
@@ -238,10 +223,9 @@ def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _generate_of(original: type[nn.Module]) -> dict[str, Any]:
     """Return {"generate": the method for the FSDP class}, or {} if it needs none."""
-    method = inspect.getattr_static(original, "generate", None)
-    if not inspect.isfunction(method):
+    generate: Any = inspect.getattr_static(original, "generate", None)
+    if not inspect.isfunction(generate):
         return {}
-    generate: Callable[..., Any] = method
     signature = inspect.signature(generate)
     kinds = {each.kind for each in signature.parameters.values()}
     if _SYNCED not in signature.parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
@@ -249,9 +233,9 @@ def _generate_of(original: type[nn.Module]) -> dict[str, Any]:
 
     @functools.wraps(generate)
     def synced(self: nn.Module, *args: object, **kwargs: object) -> Any:
-        by_place = signature.bind_partial(self, *args).arguments
-        is_given = kwargs.get(_SYNCED) is not None or _SYNCED in by_place
-        if not is_given and _needs_all(self) and _takes(self, generate):
+        is_positional = _SYNCED in signature.bind_partial(self, *args).arguments
+        is_passed = kwargs.get(_SYNCED) is not None or is_positional
+        if not is_passed and _needs_all(self) and _takes(self, generate):
             kwargs[_SYNCED] = True
         return generate(self, *args, **kwargs)
 
@@ -260,8 +244,7 @@ def _generate_of(original: type[nn.Module]) -> dict[str, Any]:
 
 def _needs_all(module: nn.Module) -> bool:
     """Return whether a forward of this unit's model takes all ranks of the job."""
-    state = state_of(module)
-    comms = state.comms
+    state, comms = state_of(module), state_of(module).comms
     if comms.all.world == 1 or comms.all.world != dist.get_world_size():
         return False  # transformers synchronizes all ranks of the job
     gathers = comms.shard_group.world > 1 and comms.shard_group.transport != "shm"

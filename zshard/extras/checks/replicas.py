@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from zshard import api
 from zshard.api import checksum, gather, plain, state_of, units_of
@@ -45,13 +45,12 @@ class ReplicaCheck:
         self._steps += 1
         if self._steps % self._every:
             return
-        mine = self._sums(module)
-        self._buffers = mine.buffers
+        sums = self._sums(module)
+        self._buffers = sums.buffers
         comm = state_of(module).comms.all
-        digests = comm.exchange(_digest(mine))
-        if _are_same(digests):
+        if _are_same(comm.exchange(_digest(sums))):
             return
-        difference = _difference([Sums(*each) for each in gather(comm, mine)])
+        difference = _difference([Sums(*each) for each in gather(comm, sums)])
         if difference:
             raise api.DivergenceError(
                 f"replicas differ: {difference}. Up to {self._every} steps ago, one rank's memory "
@@ -67,25 +66,17 @@ class ReplicaCheck:
         left = {id(buffer) for one in apart for buffer in one.buffers()}
         for one, each in units:
             if one not in apart and each.has_replicas:
+                params = zip(each.names, each.unit.params, strict=True)
                 sums = full if each.unit.replicated else shards
-                sums.update(_of_params(each.names, each.unit.params))
+                with plain():
+                    sums.update({name: checksum(p) for name, p in params if p is not None})
         buffers = dict(_of_buffers(module, left))
         changed = [name for name, value in buffers.items() if self._buffers.get(name) != value]
         return Sums(state.comms.shards.rank, full, shards, buffers, changed)
 
 
-@plain()
-def _of_params(names: Sequence[str], params: Sequence[Tensor | None]) -> dict[str, int]:
-    return {
-        name: checksum(param)
-        for name, param in zip(names, params, strict=True)
-        if param is not None
-    }
-
-
 def _of_buffers(module: nn.Module, left: Collection[int] = ()) -> Iterator[tuple[str, int]]:
-    own = (named for named in module.named_buffers() if id(named[1]) not in left)
-    return ((name, checksum(buffer)) for name, buffer in own)
+    return ((name, checksum(b)) for name, b in module.named_buffers() if id(b) not in left)
 
 
 def _digest(sums: Sums) -> bytes:
@@ -105,41 +96,29 @@ def _are_same(digests: list[bytes]) -> bool:
 
 def _difference(everyone: list[Sums]) -> str | None:
     """Describe the first value that differs between ranks; None if none does."""
+    changed = set.intersection(*(set(each.changed) for each in everyone))
+    buffers = [{k: v for k, v in each.buffers.items() if k not in changed} for each in everyone]
     everywhere = [0] * len(everyone)
-    found = _first_different("parameter", [each.full for each in everyone], everywhere)
-    if not found:
-        shards = [each.shard for each in everyone]
-        found = _first_different("this shard of parameter", [e.shards for e in everyone], shards)
-    if not found:
-        own = set(everyone[0].changed).intersection(*(each.changed for each in everyone))
-        kept = [{k: v for k, v in each.buffers.items() if k not in own} for each in everyone]
-        found = _first_different("buffer", kept, everywhere)
-    return found
-
-
-def _first_different(what: str, sums: list[dict[str, int]], groups: list[int]) -> str | None:
-    """groups: for each rank, a number that ranks with the same values have in common."""
-    for name in dict.fromkeys(name for each in sums for name in each):
-        for group in sorted(set(groups)):
-            values = {
-                rank: each.get(name)
-                for rank, each in enumerate(sums)
-                if groups[rank] == group and name in each
-            }
-            if len(set(values.values())) > 1:
-                return f"{what} '{name}' {_who(values)}"
+    kinds = (  # the values, and for each rank a number that ranks with the same ones share
+        ("parameter", [each.full for each in everyone], everywhere),
+        ("this shard of parameter", [e.shards for e in everyone], [e.shard for e in everyone]),
+        ("buffer", buffers, everywhere),
+    )
+    for what, sums, groups in kinds:
+        for name in dict.fromkeys(name for each in sums for name in each):
+            for group in sorted(set(groups)):
+                ranks = [r for r, each in enumerate(sums) if groups[r] == group and name in each]
+                values = {rank: sums[rank][name] for rank in ranks}
+                if len(set(values.values())) > 1:
+                    return f"{what} '{name}' {_who(values)}"
     return None
 
 
-def _who(values: dict[int, int | None]) -> str:
+def _who(values: dict[int, int]) -> str:
     """Say which ranks differ: those in the minority, if there is a majority."""
     (common, n), *_ = Counter(values.values()).most_common(1)
-    most = [rank for rank, value in values.items() if value == common]
-    others = [rank for rank in values if rank not in most]
+    most = ", ".join(str(rank) for rank, value in values.items() if value == common)
+    others = ", ".join(str(rank) for rank, value in values.items() if value != common)
     if 2 * n > len(values):
-        return f"on rank {_listed(others)} is not that of rank {_listed(most)}"
-    return f"is not the same on ranks {_listed(list(values))}"
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+        return f"on rank {others} is not that of rank {most}"
+    return f"is not the same on ranks {', '.join(map(str, values))}"

@@ -11,8 +11,10 @@ without a gradient as they are.
 
 from __future__ import annotations
 
+import functools
+import operator
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -44,6 +46,10 @@ class StepChecks(NamedTuple):
 
     nonfinite: Literal["raise", "skip"] | None
     every: int
+
+    @property
+    def name(self) -> str:
+        return "nonfinite=" if self.nonfinite else "check_replicas="
 
 
 def parse(nonfinite: object, check_replicas: object) -> dict[str, Any]:
@@ -97,7 +103,8 @@ class StepGuard:
         with PublicCall("optimizer.step()"):
             if self._replicas is not None:
                 self._replicas.count_step(module)
-            if self.checks.nonfinite is None or _scaler_skips(optimizer):
+            has_inf = getattr(optimizer, "found_inf", None)  # set by a GradScaler
+            if self.checks.nonfinite is None or (has_inf is not None and float(has_inf) != 0):
                 return False
             return self._skips_nonfinite(module, optimizer, in_closure)
 
@@ -108,21 +115,21 @@ class StepGuard:
         finite = _are_finite(grads_of(params_of(optimizer)))
         if state_of(module).unit.engine.max_over_ranks([float(not finite)])[0] == 0:
             return False
-        found = _first_of_all(module, optimizer, finite)
-        if found is None:  # squares of float64 numbers may overflow
+        culprit = _first_of_all(module, optimizer, finite)
+        if culprit is None:  # squares of float64 numbers may overflow
             return False
         if self.checks.nonfinite == "raise":
             done = "Nothing has been updated"
             if in_closure:
                 done += " since the closure; reload if the optimizer moved parameters before it"
             raise NonFiniteError(
-                f"all ranks refuse this step: {found}. {done}: call zero_grad() and continue with "
-                'other data on all ranks, or pass nonfinite="skip" to FSDP()'
+                f"all ranks refuse this step: {culprit}. {done}: call zero_grad() and continue "
+                'with other data on all ranks, or pass nonfinite="skip" to FSDP()'
             )
         self.skipped += 1
         if self.skipped == 1:
             warn(
-                f"all ranks skip this step: {found}. Later ones are counted in "
+                f"all ranks skip this step: {culprit}. Later ones are counted in "
                 'model.metrics()["steps/skipped"], without a warning'
             )
         return True
@@ -131,12 +138,11 @@ class StepGuard:
 def _guard_steps(module: nn.Module, checks: StepChecks) -> StepGuard:
     """Check the steps of a model. Raises NotImplementedError for models whose steps cannot be
     checked."""
-    asked = "nonfinite=" if checks.nonfinite else "check_replicas="
     states = [state for _, state in units_of(module)]
     if any(param.device.type != "cpu" for param in module.parameters()):
         raise NotImplementedError(
-            f"{asked} checks parameters in host memory, but this model is on a GPU: omit it; there "
-            "GradScaler skips steps, and clip_grad_norm_(..., error_if_nonfinite=True) raises"
+            f"{checks.name} checks parameters in host memory, but this model is on a GPU: omit it; "
+            "there GradScaler skips steps, and clip_grad_norm_(..., error_if_nonfinite=True) raises"
         )
     if checks.every and any(state.options.offload for state in states):
         raise NotImplementedError(
@@ -164,18 +170,19 @@ class _Checks(Extension):
     """The checks of all models that have some."""
 
     def finish(self, model: nn.Module, of: nn.Module | None = None) -> None:
-        given: dict[str, Any] = dict(state_of(model).options.extras)
-        theirs = _guard_of(state_of(of).unit) if of is not None else None
-        if theirs is not None:
-            state_of(model).attached.append(StepGuard(model, theirs.checks))
-        elif of is None and "nonfinite" in given:
-            checks = StepChecks(given["nonfinite"], given["check_replicas"])
+        options: dict[str, Any] = dict(state_of(model).options.extras)
+        original = _guard_of(state_of(of).unit) if of is not None else None
+        if original is not None:
+            state_of(model).attached.append(StepGuard(model, original.checks))
+        elif of is None and "nonfinite" in options:
+            checks = StepChecks(options["nonfinite"], options["check_replicas"])
             state_of(model).attached.append(_guard_steps(model, checks))
 
     def metrics(self, model: nn.Module) -> dict[str, float]:
         guard = _guard_of(state_of(model).unit)
-        counts = guard is not None and guard.checks.nonfinite == "skip"
-        return {"steps/skipped": float(guard.skipped)} if guard is not None and counts else {}
+        if guard is None or guard.checks.nonfinite != "skip":
+            return {}
+        return {"steps/skipped": float(guard.skipped)}
 
     def meets_before_step(self, units: Sequence[api.Unit]) -> bool:
         return any(map(_guard_of, units))
@@ -184,10 +191,9 @@ class _Checks(Extension):
         """A step in backward begins before all gradients are known."""
         guard = _guard_of(unit)
         if guard is not None:
-            asked = "nonfinite=" if guard.checks.nonfinite else "check_replicas="
             raise NotImplementedError(
-                f"optimizer_in_backward() does not support FSDP({asked}...), which acts before a "
-                "step, once all gradients are there: omit one of them"
+                f"optimizer_in_backward() does not support FSDP({guard.checks.name}...), which "
+                "acts before a step, once all gradients are there: omit one of them"
             )
 
     def before_step(self, optimizer: torch.optim.Optimizer, in_closure: bool) -> None:
@@ -207,10 +213,10 @@ class _Checks(Extension):
             _withheld[optimizer] = _Withheld(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        hidden = _withheld.pop(optimizer, None) if _withheld else None
-        if hidden is not None:
-            hidden.hook.remove()
-            hidden.restore(optimizer)
+        withheld = _withheld.pop(optimizer, None) if _withheld else None
+        if withheld is not None:
+            withheld.hook.remove()
+            withheld.restore(optimizer)
 
 
 EXTENSIONS.append(_Checks())
@@ -251,26 +257,17 @@ def _refuse_mixtures(
     optimizer: torch.optim.Optimizer, units: list[api.Unit], guards: list[StepGuard]
 ) -> None:
     """Raise NotImplementedError where all ranks could not skip one step together."""
-    name = type(optimizer).__name__
-    skips = any(guard.checks.nonfinite == "skip" for guard in guards)
-    if skips and isinstance(optimizer, torch.optim.LBFGS):
+    kinds = {guard.checks.nonfinite for guard in guards}
+    if "skip" in kinds and isinstance(optimizer, torch.optim.LBFGS):
         raise NotImplementedError(
             'nonfinite="skip" does not support LBFGS, which has moved the parameters when its '
             'closure finds such a gradient: pass nonfinite="raise" and reload, or another optimizer'
         )
-    if len({unit.engine_id for unit in units}) > len(guards) and any(
-        guard.checks.nonfinite for guard in guards
-    ):
+    if len({unit.engine_id for unit in units}) > len(guards) and kinds != {None}:
         raise NotImplementedError(
-            f"{name} steps several models, and nonfinite= was passed to only some of them: pass it "
-            "to each FSDP(), or make an optimizer for each model"
+            f"{type(optimizer).__name__} steps several models, and nonfinite= was passed to only "
+            "some of them: pass it to each FSDP(), or make an optimizer for each model"
         )
-
-
-def _scaler_skips(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a GradScaler has found inf for a step that it lets the optimizer skip."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and float(found) != 0
 
 
 # --- what is nonfinite ----------------------------------------------------------------------------
@@ -299,22 +296,20 @@ def _first_of_all(
     """Describe the first parameter, in model order, with a nonfinite gradient on any rank; None if
     there is none. Collective."""
     comm = state_of(module).comms.all
-    mine = [] if is_finite else list(_culprits(module, optimizer))
-    known = [Culprit(*each) for rank in gather(comm, mine) for each in rank]
-    if not known:
+    culprits = [] if is_finite else _culprits(module, optimizer)
+    of_all = [Culprit(*each) for rank in gather(comm, culprits) for each in rank]
+    of_all = [each for each in of_all if each.ranks >= 0] or of_all
+    if not of_all:
         return None
-    known = [each for each in known if each.ranks >= 0] or known
-    first = min(known)
-    same = [each.ranks for each in known if each.order == first.order]
+    first = min(of_all)
+    same = [each.ranks for each in of_all if each.order == first.order]
     return f"the gradient of '{first.name}' is not finite{_blame(comm, same)}"
 
 
 def _blame(comm: api.Comm, bitmaps: list[int]) -> str:
     if -1 in bitmaps:
         return " (it is not known on which rank it began)"
-    bits = 0
-    for each in bitmaps:
-        bits |= each
+    bits = functools.reduce(operator.or_, bitmaps)
     if not bits:
         return ": each rank's is, but their sum overflows"
     ranks = [rank for rank in range(min(comm.world, 64)) if bits >> rank & 1]
@@ -324,30 +319,22 @@ def _blame(comm: api.Comm, bitmaps: list[int]) -> str:
     return f": it comes from rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _culprits(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Culprit]:
-    """Yield what this rank knows: what the sums over the ranks have shown, which clipping by a
+def _culprits(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Culprit]:
+    """Return what this rank knows: what the sums over the ranks have shown, which clipping by a
     norm that is NaN spreads to all; else which of its gradients are nonfinite now."""
     params = list(params_of(optimizer))
-    given = dict(zip(map(id, params), grads_of(params), strict=True))
-    names = _names_of(module, params)
+    grads = dict(zip(map(id, params), grads_of(params), strict=True))
+    # The place and name in the model; parameters of other modules come behind.
+    names = {id(p): (i, name) for i, (name, p) in enumerate(module.named_parameters())}
+    for number, param in enumerate(params):
+        names.setdefault(id(param), (len(names), f"parameter {number} of the optimizer"))
     summed = [
         Culprit(*names[id(unit.params[index])], ranks)
         for unit in (state.unit for _, state in units_of(module))
         for index, ranks in unit.nonfinite
-        if given.get(id(unit.params[index])) is not None
+        if grads.get(id(unit.params[index])) is not None
     ]
     if summed:
-        yield from summed
-        return
-    for param in params:
-        grad = given[id(param)]
-        if grad is not None and not _is_finite(grad):
-            yield Culprit(*names[id(param)], -1)
-
-
-def _names_of(module: nn.Module, params: Iterable[Tensor]) -> dict[int, tuple[int, str]]:
-    """Return each parameter's place and name in the model, and those of others behind them."""
-    names = {id(p): (i, name) for i, (name, p) in enumerate(module.named_parameters())}
-    for number, param in enumerate(params):
-        names.setdefault(id(param), (len(names), f"parameter {number} of the optimizer"))
-    return names
+        return summed
+    is_bad = {key: grad is not None and not _is_finite(grad) for key, grad in grads.items()}
+    return [Culprit(*names[id(param)], -1) for param in params if is_bad[id(param)]]

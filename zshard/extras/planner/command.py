@@ -19,7 +19,7 @@ from zshard.extras.planner.ways import PRECISIONS
 
 HELP = "predict memory and speed of training a model on GPUs"
 
-REMOVED = {
+REMOVED = {  # -> what to use instead
     "--measure": "--gpus and --gpu, and in a script zshard.predict_memory() and zshard.profile()",
     "--against": "python -m benchmarks.plan_against CSV, in a clone of zshard",
 }
@@ -44,21 +44,14 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--lora", type=int, default=0, help="train adapters of this rank only")
     parser.add_argument("--gpt", action="store_true", help="blocks as GPT's, not Llama's")
     parser.add_argument("--seq", type=int, help="tokens of a sample (default: at most 4096)")
-    parser.add_argument(
-        "--batch",
-        type=int,
-        help="samples of a step (default: one fast micro-batch a GPU)",
-    )
+    batch = "samples of a step (default: one fast micro-batch a GPU)"
+    parser.add_argument("--batch", type=int, help=batch)
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="(default: bf16)")
-    parser.add_argument(
-        "--optimizer", default="adamw", help="as for predict_memory() (default: adamw)"
-    )
+    optimizer = "as for predict_memory() (default: adamw)"
+    parser.add_argument("--optimizer", default="adamw", help=optimizer)
     parser.add_argument("--compile", action="store_true", help="the model is compiled")
-    parser.add_argument(
-        "--offload",
-        metavar="PARTS",
-        help="to the host: some of params,grads,optimizer, or none (default: if nothing fits)",
-    )
+    parts = "to the host: some of params,grads,optimizer, or none (default: if nothing fits)"
+    parser.add_argument("--offload", metavar="PARTS", help=parts)
     parser.add_argument("--wire", help="as FSDP's: bf16 or int8 between hosts")
     parser.add_argument("--per-host", type=int, help="GPUs of a host (default: 8, or all)")
     parser.add_argument("--nic", type=float, help="Gbit/s of a host (default: the GPU's usual)")
@@ -69,8 +62,6 @@ def add_command(commands: Any) -> None:
 
 
 class _Removed(argparse.Action):
-    """An option that says what to use instead."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         parser.error(f"{self.option_strings[0]} is removed; use {self.const}")
 
@@ -86,34 +77,24 @@ def _run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     if args.gpus is None or args.gpu is None:
         raise ValueError("--gpus and --gpu say what the model is to train on")
-    found = plan(
-        _model(args),
-        args.gpus,
-        args.gpu,
-        seq=args.seq,
-        batch=args.batch,
-        precision=args.precision,
-        optimizer=args.optimizer,
-        compiled=args.compile,
-        offload=_offload(args.offload),
-        wire=args.wire,
-        per_host=args.per_host,
-        nic=args.nic,
-    )
-    print(found.to_json() if args.json else found)
+    names = ("seq", "batch", "precision", "optimizer", "wire", "per_host", "nic")
+    options = {name: getattr(args, name) for name in names}
+    options |= {"compiled": args.compile, "offload": _offload(args.offload)}
+    result = plan(_model(args), args.gpus, args.gpu, **options)
+    print(result.to_json() if args.json else result)
     if args.picture is not None:
         from zshard.extras.planner.picture import draw
 
-        draw(found, args.picture)
-    return 0 if found.best is not None else 1
+        draw(result, args.picture)
+    return 0 if result.best is not None else 1
 
 
-def _offload(given: str | None) -> Offload | bool | None:
-    if given is None or given == "none":
-        return None if given is None else False
-    parts = set(given.split(","))
+def _offload(text: str | None) -> Offload | bool | None:
+    if text is None or text == "none":
+        return None if text is None else False
+    parts = set(text.split(","))
     if not parts <= {"params", "grads", "optimizer"}:
-        raise ValueError(f"--offload takes some of params,grads,optimizer, or none, got {given!r}")
+        raise ValueError(f"--offload takes some of params,grads,optimizer, or none, got {text!r}")
     return Offload("params" in parts, "grads" in parts, "optimizer" in parts)
 
 

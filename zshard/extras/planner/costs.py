@@ -20,8 +20,6 @@ Acts = Mapping[tuple[str, int], int]
 
 
 class Costs:
-    """What a step costs."""
-
     def __init__(self, wrapped: Wrapped, acts: Acts) -> None:
         self._wrapped, self._acts = wrapped, acts
         self._way, self._over, self._sizes = wrapped.way, wrapped.over, wrapped.sizes

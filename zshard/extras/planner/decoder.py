@@ -71,8 +71,8 @@ class Adapted(nn.Linear):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = super().forward(x) + self.adapters(x)
-        return found
+        result: torch.Tensor = super().forward(x) + self.adapters(x)
+        return result
 
 
 class Attention(nn.Module):
@@ -96,13 +96,11 @@ class Attention(nn.Module):
         if k.shape != q.shape:
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        found: torch.Tensor = self.out(out.transpose(1, 2).reshape(x.shape))
-        return found
+        result: torch.Tensor = self.out(out.transpose(1, 2).reshape(x.shape))
+        return result
 
 
 class Layer(nn.Module):
-    """Attention, then the MLP."""
-
     def __init__(self, dims: Dims) -> None:
         super().__init__()
         self.norm1, self.norm2 = _norm(dims), _norm(dims)
@@ -115,8 +113,8 @@ class Layer(nn.Module):
         x = x + self.attention(self.norm1(x), turn)
         y = self.norm2(x)
         hidden = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
-        found: torch.Tensor = x + self.down(hidden)
-        return found
+        result: torch.Tensor = x + self.down(hidden)
+        return result
 
 
 class Decoder(nn.Module):
@@ -148,11 +146,10 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         if self.positions is not None:
             x = x + self.positions.weight
-        contexts: dict[str, Any] = {}
-        if self.checkpointing == "selective":
-            contexts["context_fn"] = _keep_some
+        kind = self.checkpointing
+        contexts: dict[str, Any] = {"context_fn": _keep_some} if kind == "selective" else {}
         for i, block in enumerate(self.blocks):
-            if not self.checkpointing or (self.checkpointing == "alternate" and i % 2 == 1):
+            if not kind or (kind == "alternate" and i % 2 == 1):
                 x = block(x, self.turn)
             else:
                 x = checkpoint(block, x, self.turn, use_reentrant=False, **contexts)
@@ -182,13 +179,11 @@ def _keep_some() -> Any:
 
     def policy(ctx: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         packet = func._overloadpacket
-        if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-            return CheckpointPolicy.MUST_SAVE
-        if packet not in (aten.mm, aten.addmm):
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        phase = "recompute" if ctx.is_recompute else "forward"
-        seen[phase] += 1
-        keep = seen[phase] % 2 == 1
+        keep = packet is aten._scaled_dot_product_flash_attention_for_cpu
+        if packet in (aten.mm, aten.addmm):
+            phase = "recompute" if ctx.is_recompute else "forward"
+            seen[phase] += 1
+            keep = seen[phase] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     make: Any = create_selective_checkpoint_contexts

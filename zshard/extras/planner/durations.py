@@ -9,7 +9,7 @@ bytes; torch.compile fuses them, so fewer bytes move.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,14 +42,9 @@ class Compute(NamedTuple):
 
     def of_segments(self, segments: Sequence[Segment]) -> list[float]:
         """Return the seconds of each segment, whose kernels follow one another."""
-        known: dict[int, float] = {}
-        for segment in segments:
-            if id(segment.kernels) not in known:
-                known[id(segment.kernels)] = self._of(segment.kernels)
-        return [known[id(segment.kernels)] for segment in segments]
-
-    def _of(self, kernels: Iterable[Kernel]) -> float:
-        return sum(self.of_kernel(kernel) for kernel in kernels)
+        kernels = {id(segment.kernels): segment.kernels for segment in segments}
+        seconds = {key: sum(map(self.of_kernel, each)) for key, each in kernels.items()}
+        return [seconds[id(segment.kernels)] for segment in segments]
 
     def of_kernel(self, kernel: Kernel) -> float:
         """Return the seconds of one kernel."""

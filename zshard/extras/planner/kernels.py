@@ -8,8 +8,9 @@ those of a checkpointed part twice.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -77,14 +78,14 @@ class Traced(NamedTuple):
     @property
     def owners(self) -> list[int]:
         """For each segment, the index of the innermost module that runs it; -1: none."""
-        open_, found = [-1], [-1]
+        open_, owners = [-1], [-1]
         for i, begins in self.marks:
             if begins:
                 open_.append(i)
             else:
                 open_.pop()
-            found.append(open_[-1])
-        return found
+            owners.append(open_[-1])
+        return owners
 
     @property
     def peak(self) -> int:
@@ -106,16 +107,16 @@ class Traced(NamedTuple):
         same kind as those before and behind them, come `times` times."""
         a, b = self.marks.index((first, True)), self.marks.index((first + period, True))
         more = self.forward[b].start - self.forward[a].start
-        rows: dict[str, list[Segment]] = {}
-        for phase, segments in ((FORWARD, self.forward), (BACKWARD, self.backward)):
+
+        def row(segments: list[Segment]) -> list[Segment]:
             middle = [s.above(k * more) for k in range(times) for s in segments[a:b]]
-            behind = [s.above((times - 1) * more) for s in segments[b:]]
-            rows[phase] = [*segments[:a], *middle, *behind]
-        marks = [(i + k * period, begins) for k in range(times) for i, begins in self.marks[a:b]]
+            return segments[:a] + middle + [s.above((times - 1) * more) for s in segments[b:]]
+
+        middle = [(i + k * period, begins) for k in range(times) for i, begins in self.marks[a:b]]
         moved = (times - 1) * period
-        behind_marks = [(i + moved if i >= first else i, begins) for i, begins in self.marks[b:]]
-        marks = [*self.marks[:a], *marks, *behind_marks]
-        return Traced(marks, **rows, kept=self.kept + (times - 1) * more)
+        behind = [(i + moved if i >= first else i, begins) for i, begins in self.marks[b:]]
+        marks, kept = self.marks[:a] + middle + behind, self.kept + (times - 1) * more
+        return Traced(marks, row(self.forward), row(self.backward), kept)
 
 
 def trace(
@@ -169,8 +170,10 @@ class _Tracing:
             fakes = _fakes_of(model, dtype)
             hooks = [model.register_forward_pre_hook(_cast_to(dtype), with_kwargs=True)]
             for i, module in enumerate(self._modules):
-                hooks.append(module.register_forward_pre_hook(self._begin(i), with_kwargs=True))
-                hooks.append(module.register_forward_hook(self._end(i)))
+                begin = functools.partial(self._mark, (i, True))
+                hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+                end = functools.partial(self._mark, (i, False))
+                hooks.append(module.register_forward_hook(end))
             for hook in hooks:
                 stack.callback(hook.remove)
             for fake in fakes.values():
@@ -180,35 +183,25 @@ class _Tracing:
                     hooked.register_post_accumulate_grad_hook(_drop)
             stack.enter_context(self.meter)
             self.meter.begin(FORWARD, 0)
-            with _on(model, fakes):
+            with torch.nn.utils.stateless._reparametrize_module(model, fakes, tie_weights=True):
                 result: Any = _checked(loss(model))
                 kept = self.meter.live
                 self.meter.begin(BACKWARD, len(self.marks))
                 result.backward()
-        return Traced(self.marks, self._segments(FORWARD), self._segments(BACKWARD), kept)
+        forward, backward = (
+            [self.meter.segment(phase, i) for i in range(len(self.marks) + 1)]
+            for phase in (FORWARD, BACKWARD)
+        )
+        return Traced(self.marks, forward, backward, kept)
 
-    def _segments(self, phase: str) -> list[Segment]:
-        return [self.meter.segment(phase, i) for i in range(len(self.marks) + 1)]
-
-    def _begin(self, i: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._mark(i, True, (args, kwargs))
-
-        return hook
-
-    def _end(self, i: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, output: Any) -> None:
-            self._mark(i, False, output)
-
-        return hook
-
-    def _mark(self, i: int, begins: bool, tensors: Any) -> None:
+    def _mark(self, mark: tuple[int, bool], _: nn.Module, args: Any, more: Any) -> None:
+        """A module begins with these arguments and keyword arguments, or ends with an output."""
         if self.meter.phase != FORWARD:
             return  # a checkpoint runs the module again
         at = len(self.marks)
-        self.marks.append((i, begins))
+        self.marks.append(mark)
         self.meter.begin(FORWARD, at + 1)
-        for tensor in tree_leaves(tensors):
+        for tensor in tree_leaves((args, more) if mark[1] else more):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 hooked: Any = tensor
                 hooked.register_hook(lambda _, at=at: self.meter.begin(BACKWARD, at))
@@ -252,11 +245,10 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "aten":
             inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-            made = [self._track(tensor) for tensor in outputs]
-            if any(made) or func._schema.is_mutable:
-                made_by = _kernel(func, args, kwargs or {}, inputs, outputs, out)
+            if any([self._track(tensor) for tensor in outputs]) or func._schema.is_mutable:
+                kernel = _kernel(func, args, kwargs or {}, inputs, outputs, out)
                 again = self.phase == BACKWARD and torch.is_grad_enabled()
-                self._now[0].append(made_by._replace(again=again))
+                self._now[0].append(kernel._replace(again=again))
         return out
 
     def _track(self, tensor: torch.Tensor) -> bool:
@@ -294,23 +286,19 @@ def _kernel(
     if formula is None:
         return Kernel("move", 0.0, size, dtype)
     flops = float(formula(*args, **kwargs, out_val=out))
-    return Kernel("matmul", flops, size, dtype, _shape(outputs[0], flops))
+    n = outputs[0].shape[-1]
+    m = outputs[0].numel() // max(1, n)
+    shape = m, n, max(1, int(flops / (2 * max(1, m * n))))
+    return Kernel("matmul", flops, size, dtype, shape)
 
 
 def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
     """Return a flash attention's flops: with a causal mask, half the matrix is skipped."""
     names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key = given["query"], given["key"]
-    matrix = 2.0 * query.numel() * key.shape[-2]
-    causal = 0.5 if given.get("is_causal") else 1.0
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    matrix = 2.0 * values["query"].numel() * values["key"].shape[-2]
+    causal = 0.5 if values.get("is_causal") else 1.0
     return float(causal * matrix * _ATTENTION[func._overloadpacket])
-
-
-def _shape(out: torch.Tensor, flops: float) -> tuple[int, int, int]:
-    """Return (m, n, k) of a product with this result."""
-    m, n = out.numel() // max(1, out.shape[-1]), out.shape[-1]
-    return m, n, max(1, int(flops / (2 * max(1, m * n))))
 
 
 def _fakes_of(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -322,23 +310,14 @@ def _fakes_of(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Te
     return fakes
 
 
-@contextlib.contextmanager
-def _on(model: nn.Module, fakes: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    with torch.nn.utils.stateless._reparametrize_module(model, dict(fakes), tie_weights=True):
-        yield
-
-
 def _cast_to(dtype: torch.dtype | None) -> Callable[..., Any]:
     """Return a hook that casts a forward's inputs, as FSDP does under mixed precision."""
 
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        def cast(value: Any) -> Any:
-            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-            return value.to(dtype) if is_float and dtype is not None else value
+    def cast(value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float and dtype is not None else value
 
-        return tree_map(cast, (args, kwargs))
-
-    return hook
+    return lambda _, args, kwargs: tree_map(cast, (args, kwargs))
 
 
 def _drop(tensor: torch.Tensor) -> None:

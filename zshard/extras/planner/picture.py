@@ -24,10 +24,8 @@ COLOURS = {"forward": "#0969da", "backward": "#54aeff", "gather": "#1a7f37", "re
 
 
 def draw(plan: Plan, file: Path) -> None:
-    """Draw a plan into a file, whose ending says the format.
-
-    Raises ImportError without matplotlib.
-    """
+    """Draw a plan into a file, whose ending says the format. Raises ImportError without
+    matplotlib."""
     try:
         import matplotlib  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
@@ -58,18 +56,11 @@ def _draw_step(axes: Any, prediction: Prediction) -> None:
     for span in prediction.timeline.spans:
         if span.resource not in rows:
             continue
+        style = {"color": COLOURS[span.what], "edgecolor": "white", "linewidth": 0.2}
         label = span.what if span.what not in seen else None
         seen.add(span.what)
-        axes.barh(
-            rows[span.resource],
-            1e3 * span.seconds,
-            left=1e3 * span.start,
-            color=COLOURS[span.what],
-            edgecolor="white",
-            linewidth=0.2,
-            label=label,
-        )
+        begin, width = 1e3 * span.start, 1e3 * span.seconds
+        axes.barh(rows[span.resource], width, left=begin, label=label, **style)
     axes.set_yticks([1, 0], ["kernels", "wire"])
-    way = prediction.way
-    axes.set_xlabel(f"ms of a micro-batch with {way.strategy}")
+    axes.set_xlabel(f"ms of a micro-batch with {prediction.way.strategy}")
     axes.legend(fontsize=7, ncols=4)

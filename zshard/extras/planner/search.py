@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from zshard.api import (
@@ -14,7 +13,7 @@ from zshard.api import (
     Wire,
     removal,
 )
-from zshard.extras.planner.gpus import GIB, Network, cluster_network, device_of
+from zshard.extras.planner.gpus import GIB, cluster_network, device_of
 from zshard.extras.planner.prediction import Prediction, predict
 from zshard.extras.planner.ways import PRECISIONS, Cluster, Way
 from zshard.extras.planner.workloads import TrainStep, Workload, workload_of
@@ -63,10 +62,6 @@ class Plan:
     ranks: int
     unit: str
     limit: float
-
-    @property
-    def _has_hosts(self) -> bool:
-        return any(each.traffic.hosts for each in self.predictions)
 
     def fits(self, prediction: Prediction) -> bool:
         """Return whether a rank has memory for it."""
@@ -118,29 +113,23 @@ class Plan:
         return json.dumps(facts, indent=1, default=dataclasses.asdict)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        yield self.title
         head = ("strategy", "checkpointing", "micro-batch", "GiB", "activations", "step s")
         more = (f"{self.unit}/s/GPU", "TFLOP/s", "exposed", "GB received")
         rows: list[tuple[str, ...]] = [(*head, *more, "")]
         rows += [self._row(each) for each in self.predictions]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        for i, row in enumerate(rows):
-            cells = [
-                cell.ljust(width) if at < 2 else cell.rjust(width)
-                for at, (cell, width) in enumerate(zip(row[:-1], widths, strict=False))
-            ]
-            yield "  ".join([*cells, row[-1]]).rstrip()
-            if i == 0:
-                yield "-" * (sum(widths) + 2 * (len(widths) - 1))
-        yield ""
-        yield self._why()
+        lines = []
+        for *words, note in rows:
+            cells = [word.ljust(width) for word, width in zip(words[:2], widths, strict=False)]
+            cells += [word.rjust(w) for word, w in zip(words[2:], widths[2:], strict=False)]
+            lines.append("  ".join([*cells, note]).rstrip())
+        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+        return "\n".join([self.title, lines[0], rule, *lines[1:], "", self._why()])
 
     def _row(self, each: Prediction) -> tuple[str, ...]:
         way, memory = each.way, each.memory
-        sizes = each.traffic if self._has_hosts else each.traffic[:1]
+        has_hosts = any(each.traffic.hosts for each in self.predictions)
+        sizes = each.traffic if has_hosts else each.traffic[:1]
         return (
             name_of(way),
             way.checkpointing or "-",
@@ -245,25 +234,10 @@ def plan(
     workload = workload_of(model, step, seq)._replace(traces={})
     name, device = device_of(gpu)
     cluster = Cluster(device, gpus, cluster_network(device, gpus, per_host, nic))
-    return _plan(_Search(workload, cluster, batch), usual, strategies, offload is None, name)
-
-
-def _plan(
-    search: _Search, way: Way, strategies: Sequence[str] | None, may_offload: bool, name: str
-) -> Plan:
-    cluster, workload = search.cluster, search.workload
-    tried = strategies or _strategies(cluster.ranks, cluster.network)
-    found = search.all(way, tried)
-    if may_offload and not any(map(search.fits, found)):
-        found += search.offloaded(way, tried)
-    found.sort(key=lambda each: (not search.fits(each), -each.tokens_per_s))
-    fitting = [each for each in found if search.fits(each)]
-    best = None
-    if fitting:
-        fast = [e for e in fitting if CLOSE * e.tokens_per_s >= fitting[0].tokens_per_s]
-        best = min(fast, key=lambda each: each.memory["total"])
-    title = _title(workload, way, cluster, name)
-    return Plan(found, best, title, name, cluster.ranks, workload.unit, search.limit)
+    search = _Search(workload, cluster, batch)
+    predictions, best = search.run(usual, strategies, offload is None)
+    title = _title(workload, usual, cluster, name)
+    return Plan(predictions, best, title, name, gpus, workload.unit, search.limit)
 
 
 def _title(workload: Workload, way: Way, cluster: Cluster, gpu: str) -> str:
@@ -280,69 +254,68 @@ def _title(workload: Workload, way: Way, cluster: Cluster, gpu: str) -> str:
     )
 
 
-def _strategies(gpus: int, network: Network) -> Sequence[str]:
-    if gpus == 1:
-        return ("no_shard",)
-    return STRATEGIES + (BETWEEN_HOSTS if gpus > network.per_host else ())
-
-
 class _Search:
     """Looks for the largest micro-batch that is worth its memory."""
 
     def __init__(self, workload: Workload, cluster: Cluster, batch: int | None) -> None:
-        self.workload, self.cluster = workload, cluster
-        self._samples = None if batch is None else self._per_rank(batch)
+        if batch is not None and (batch < 1 or batch % cluster.ranks):
+            raise ValueError(
+                f"batch={batch} is not a multiple of gpus={cluster.ranks}: each GPU gets as many "
+                "samples as the others"
+            )
+        self._workload, self._cluster = workload, cluster
+        self._samples = None if batch is None else batch // cluster.ranks
         self.limit = (cluster.device.memory - cluster.device.reserved) * GIB
 
-    def _per_rank(self, batch: int) -> int:
-        if batch < 1 or batch % self.cluster.ranks:
-            raise ValueError(
-                f"batch={batch} is not a multiple of gpus={self.cluster.ranks}: each GPU gets as "
-                "many samples as the others"
-            )
-        return batch // self.cluster.ranks
-
-    def fits(self, prediction: Prediction) -> bool:
+    def _fit(self, prediction: Prediction) -> bool:
         return _fits(prediction, self.limit)
 
-    def all(self, way: Way, strategies: Sequence[str]) -> list[Prediction]:
+    def run(
+        self, way: Way, strategies: Sequence[str] | None, may_offload: bool
+    ) -> tuple[list[Prediction], Prediction | None]:
+        """Return all predictions, and the recommended one."""
+        ranks, per_host = self._cluster.ranks, self._cluster.network.per_host
+        usual = STRATEGIES + (BETWEEN_HOSTS if ranks > per_host else ())
+        tried = strategies or (("no_shard",) if ranks == 1 else usual)
+        predictions = self._all(way, tried)
+        if may_offload and not any(map(self._fit, predictions)):
+            predictions += self._offloaded(way, tried)
+        predictions.sort(key=lambda each: (not self._fit(each), -each.tokens_per_s))
+        fitting = [each for each in predictions if self._fit(each)]
+        fast = [e for e in fitting if CLOSE * e.tokens_per_s >= fitting[0].tokens_per_s]
+        return predictions, min(fast, key=lambda each: each.memory["total"], default=None)
+
+    def _all(self, way: Way, strategies: Sequence[str]) -> list[Prediction]:
         """Return the best prediction of each strategy and kind of checkpointing."""
-        kinds = itertools.product(strategies, self.workload.checkpointing)
         return [
-            self.best(way._replace(strategy=strategy, checkpointing=kind))
-            for strategy, kind in kinds
+            self._best(way._replace(strategy=strategy, checkpointing=kind))
+            for strategy in strategies
+            for kind in self._workload.checkpointing
         ]
 
-    def offloaded(self, way: Way, strategies: Sequence[str]) -> list[Prediction]:
+    def _offloaded(self, way: Way, strategies: Sequence[str]) -> list[Prediction]:
         """Return those that fit by offloading the least; if none does, the smallest."""
-        found: list[Prediction] = []
+        predictions: list[Prediction] = []
         for offload in OFFLOADS:
-            found = self.all(way._replace(offload=offload), strategies)
-            fitting = [each for each in found if self.fits(each)]
+            predictions = self._all(way._replace(offload=offload), strategies)
+            fitting = [each for each in predictions if self._fit(each)]
             if fitting:
                 return fitting
-        return [min(found, key=lambda each: each.memory["total"])]
+        return [min(predictions, key=lambda each: each.memory["total"])]
 
-    def best(self, way: Way) -> Prediction:
+    def _best(self, way: Way) -> Prediction:
         """Return the fastest micro-batch of a way that fits, or else the smallest."""
-        found: Prediction | None = None
-        for micro_batch in self._micro_batches():
-            accumulate = 1 if self._samples is None else self._samples // micro_batch
-            each = predict(
-                self.workload,
-                way._replace(micro_batch=micro_batch, accumulate=accumulate),
-                self.cluster,
-            )
-            fits = self.fits(each)
-            if found is None or (fits and each.tokens_per_s > CLOSE * found.tokens_per_s):
-                found = each
+        best: Prediction | None = None
+        for size in (1 << i for i in range(MOST_SAMPLES.bit_length())):
+            if self._samples is not None and self._samples % size:
+                continue
+            accumulate = 1 if self._samples is None else self._samples // size
+            way = way._replace(micro_batch=size, accumulate=accumulate)
+            each = predict(self._workload, way, self._cluster)
+            fits = self._fit(each)
+            if best is None or (fits and each.tokens_per_s > CLOSE * best.tokens_per_s):
+                best = each
             if not fits:
                 break
-        assert found is not None  # there is a micro-batch of 1
-        return found
-
-    def _micro_batches(self) -> Iterator[int]:
-        sizes = (1 << i for i in range(MOST_SAMPLES.bit_length()))
-        for size in sizes:
-            if self._samples is None or self._samples % size == 0:
-                yield size
+        assert best is not None  # there is a micro-batch of 1
+        return best

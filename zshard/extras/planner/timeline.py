@@ -8,10 +8,12 @@ where the schedule does.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 COMPUTE, WIRE, WAIT = "compute", "wire", "wait"
+_SENT = {"gather": "gather", "post": "reduce"}  # acts that put something on the wire
 
 
 class Interval(NamedTuple):
@@ -52,12 +54,11 @@ class Timeline(NamedTuple):
     @property
     def exposed(self) -> dict[tuple[str, int], float]:
         """Seconds in which kernels wait, by (act, unit)."""
-        found: dict[tuple[str, int], float] = {}
+        seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
         for span in self.spans:
             if span.resource == WAIT:
-                key = span.what, span.unit
-                found[key] = found.get(key, 0.0) + span.seconds
-        return found
+                seconds[span.what, span.unit] += span.seconds
+        return dict(seconds)
 
 
 def play(
@@ -68,62 +69,49 @@ def play(
     events: of Engine.predict_events(). marks: the index of a call -> of the mark that it is.
     """
     player = _Player(durations)
+    is_backward = False
     for act, at in events:
-        if act in ("forward", "backward"):
-            if at in marks:
-                player.reach(act, marks[at])
-        else:
-            player.do(act, at)
-    return player.end()
+        if act == "forward" and at in marks:
+            player.run("forward", marks[at])
+        elif act == "backward" and at in marks:
+            if not is_backward:
+                is_backward = True
+                player.run("forward", -1)
+            player.run("backward", marks[at] + 1)
+        elif act in _SENT:
+            player.send(_SENT[act], at)
+        elif act not in ("forward", "backward"):
+            player.wait("gather" if act == "bind" else "reduce", at)
+    player.run("backward", 0)
+    for what, unit in list(player.ends):
+        player.wait(what, unit)
+    return Timeline(player.spans, player.now)
 
 
 class _Player:
     def __init__(self, durations: Durations) -> None:
         self._durations = durations
-        self._now = self._free = 0.0
-        self._backward = False
-        self._ends: dict[tuple[str, int], float] = {}
+        self.now = self._free = 0.0
+        self.ends: dict[tuple[str, int], float] = {}
         self.spans: list[Interval] = []
 
-    def reach(self, act: str, mark: int) -> None:
-        if act == "forward":
-            self._run("forward", mark)
-            return
-        if not self._backward:
-            self._backward = True
-            self._run("forward", -1)
-        self._run("backward", mark + 1)
-
-    def do(self, act: str, unit: int) -> None:
-        if act == "gather":
-            self._send("gather", unit, self._durations.gather[unit])
-        elif act == "post":
-            self._send("reduce", unit, self._durations.reduce[unit])
-        else:
-            what = "gather" if act == "bind" else "reduce"
-            self._wait(what, unit, self._ends.pop((what, unit), 0.0))
-
-    def end(self) -> Timeline:
-        self._run("backward", 0)
-        for (what, unit), end in self._ends.items():
-            self._wait(what, unit, end)
-        return Timeline(self.spans, self._now)
-
-    def _run(self, phase: str, segment: int) -> None:
+    def run(self, phase: str, segment: int) -> None:
         durations = self._durations
         seconds = (durations.forward if phase == "forward" else durations.backward)[segment]
-        if seconds > 0:
-            end, unit = self._now + seconds, durations.owners[segment]
-            self.spans.append(Interval(COMPUTE, phase, unit, self._now, end))
-            self._now = end
+        self._reach(COMPUTE, phase, durations.owners[segment], self.now + seconds)
 
-    def _send(self, what: str, unit: int, seconds: float) -> None:
+    def send(self, what: str, unit: int) -> None:
+        durations = self._durations
+        seconds = (durations.gather if what == "gather" else durations.reduce)[unit]
         if seconds > 0:
-            start = max(self._now, self._free)
-            self._free = self._ends[what, unit] = start + seconds
+            start = max(self.now, self._free)
+            self._free = self.ends[what, unit] = start + seconds
             self.spans.append(Interval(WIRE, what, unit, start, start + seconds))
 
-    def _wait(self, what: str, unit: int, end: float) -> None:
-        if end > self._now:
-            self.spans.append(Interval(WAIT, what, unit, self._now, end))
-            self._now = end
+    def wait(self, what: str, unit: int) -> None:
+        self._reach(WAIT, what, unit, self.ends.pop((what, unit), 0.0))
+
+    def _reach(self, resource: str, what: str, unit: int, end: float) -> None:
+        if end > self.now:
+            self.spans.append(Interval(resource, what, unit, self.now, end))
+            self.now = end

@@ -7,6 +7,7 @@ zshard's step runs on the GPU also for them (docs/design/gpu.md).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -58,21 +59,17 @@ def matrices_of(model: nn.Module) -> list[tuple[int, int]]:
 def orthogonalize_seconds(shapes: Iterable[tuple[int, int]], ranks: int, compute: Compute) -> float:
     """Return the seconds of Newton-Schulz iterations in bfloat16: each matrix on one rank, and all
     ranks for about as long."""
-    known: dict[tuple[int, int], float] = {}
-    costs = []
-    for shape in shapes:
-        n, m = sorted(shape)
-        if (n, m) not in known:
-            products = ((n, n, m), (n, n, n), (n, m, n))
-            once = sum(compute.of_kernel(_product(*product)) for product in products)
-            known[n, m] = NEWTON_SCHULZ * once
-        costs.append(known[n, m])
+
+    def product(m: int, n: int, k: int) -> float:
+        size = 2 * (m * n + m * k + n * k)
+        return compute.of_kernel(Kernel("matmul", 2.0 * m * n * k, size, torch.bfloat16, (m, n, k)))
+
+    @functools.cache
+    def cost(n: int, m: int) -> float:
+        return NEWTON_SCHULZ * (product(n, n, m) + product(n, n, n) + product(n, m, n))
+
+    costs = [cost(*sorted(shape)) for shape in shapes]
     return max(sum(costs) / ranks, max(costs, default=0.0))
-
-
-def _product(m: int, n: int, k: int) -> Kernel:
-    size = 2 * (m * n + m * k + n * k)
-    return Kernel("matmul", 2.0 * m * n * k, size, torch.bfloat16, (m, n, k))
 
 
 def orthogonalize_traffic(

@@ -59,5 +59,5 @@ class Way(NamedTuple):
 def arguments_of(way: Way) -> dict[str, Any]:
     """Return the arguments of FSDP(...) that a way stands for."""
     low = None if way.precision == "fp32" else MixedPrecision(param_dtype=torch.bfloat16)
-    given = {"strategy": way.strategy, "mixed_precision": low, "wire": way.wire}
-    return given | {"device": "cuda", "offload": way.offload, "keep_gathered": False}
+    options: dict[str, Any] = {"strategy": way.strategy, "mixed_precision": low, "wire": way.wire}
+    return options | {"device": "cuda", "offload": way.offload, "keep_gathered": False}

@@ -49,18 +49,17 @@ class Workload(NamedTuple):
         self, modules: list[nn.Module], micro_batch: int, kind: str, dtype: torch.dtype | None
     ) -> Traced:
         """Return the trace of a micro-batch, divided where `modules` begin and end."""
-        names = _names_of(self.model, modules)
+        name_of = {module: name for name, module in self.model.named_modules()}
+        names = tuple(name_of[module] for module in modules)
         if self.dims is not None and f"blocks.{STRETCHED * _period(kind)}" in names:
             return _decoder_trace(self.dims, names, micro_batch, kind, dtype)
         key = (*map(id, modules), micro_batch, kind, dtype)
-        found = None if self.traces is None else self.traces.get(key)
-        if found is None:
+        traces = {} if self.traces is None else self.traces
+        if key not in traces:
             if self.set_checkpointing is not None:
                 self.set_checkpointing(self.model, kind)
-            found = trace(self.model, modules, lambda model: self.step(model, micro_batch), dtype)
-        if self.traces is not None:
-            self.traces[key] = found
-        return found
+            traces[key] = trace(self.model, modules, lambda m: self.step(m, micro_batch), dtype)
+        return traces[key]
 
 
 def workload_of(model: Any, step: TrainStep | None = None, seq: int | None = None) -> Workload:
@@ -102,11 +101,6 @@ def _run_decoder(model: Any, micro_batch: int) -> torch.Tensor:
     return loss
 
 
-def _names_of(model: nn.Module, modules: list[nn.Module]) -> tuple[str, ...]:
-    names = {module: name for name, module in model.named_modules()}
-    return tuple(names[module] for module in modules)
-
-
 @functools.lru_cache(maxsize=256)
 def _decoder_trace(
     dims: Dims, names: tuple[str, ...], micro_batch: int, kind: str, dtype: torch.dtype | None
@@ -118,32 +112,32 @@ def _decoder_trace(
     few = decoder_of(dims._replace(layers=STRETCHED * period + rest), kind)
     here = dict(few.named_modules())
     modules = [here[name] for name in names if name in here]
-    found = trace(few, modules, lambda model: _run_decoder(model, micro_batch), dtype)
-    return found.stretched(names.index(f"blocks.{period}"), period, times - STRETCHED + 1)
+    traced = trace(few, modules, lambda model: _run_decoder(model, micro_batch), dtype)
+    return traced.stretched(names.index(f"blocks.{period}"), period, times - STRETCHED + 1)
 
 
 def _period(kind: str) -> int:
     return 2 if kind == "alternate" else 1
 
 
-def _of_config(given: Any, seq: int | None) -> Workload:
+def _of_config(model: Any, seq: int | None) -> Workload:
     try:
         import transformers  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise TypeError(
-            f"plan() takes a module, zshard.Dims or a transformers config, got {given!r}; configs "
+            f"plan() takes a module, zshard.Dims or a transformers config, got {model!r}; configs "
             "need transformers: pip install transformers"
         ) from error
-    config: Any = given
-    if isinstance(given, str | Path):
-        if str(given).endswith(".json") and not Path(given).is_file():
-            raise FileNotFoundError(f"{given}: no such config: pass a file, a folder or a name")
-        config = transformers.AutoConfig.from_pretrained(given)
+    config: Any = model
+    if isinstance(model, str | Path):
+        if str(model).endswith(".json") and not Path(model).is_file():
+            raise FileNotFoundError(f"{model}: no such config: pass a file, a folder or a name")
+        config = transformers.AutoConfig.from_pretrained(model)
     if not isinstance(config, transformers.PretrainedConfig):
-        raise TypeError(f"plan() takes a module, zshard.Dims or a config, got {given!r}")
+        raise TypeError(f"plan() takes a module, zshard.Dims or a config, got {model!r}")
     with torch.device("meta"):
         make: Any = transformers.AutoModelForCausalLM
-        model = make.from_config(config)
+        module = make.from_config(config)
     most = getattr(config, "max_position_embeddings", None) or 4096
     tokens = min(4096, most) if seq is None else seq
 
@@ -152,7 +146,7 @@ def _of_config(given: Any, seq: int | None) -> Workload:
         loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
         return loss
 
-    return Workload(model.train(), step, tokens, "tokens", ("", "full"), _set_transformers)
+    return Workload(module.train(), step, tokens, "tokens", ("", "full"), _set_transformers)
 
 
 def _set_transformers(model: Any, kind: str) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from zshard import api
 from zshard.api import ShardingStrategy, dry_run_of
-from zshard.extras.planner.kernels import Segment, Traced
+from zshard.extras.planner.kernels import Traced
 from zshard.extras.planner.traffic import CODE_BYTES
 from zshard.extras.planner.update import Held, matrices_of
 from zshard.extras.planner.ways import Cluster, Way, arguments_of
@@ -60,8 +60,6 @@ class Size(NamedTuple):
 
 
 class Wrapped:
-    """The units of a model on a cluster, as FSDP would make them."""
-
     def __init__(self, workload: Workload, way: Way, cluster: Cluster) -> None:
         self.way, self.cluster = way, cluster
         model = workload.model
@@ -70,11 +68,10 @@ class Wrapped:
         self.run = dry_run_of(model, "auto", arguments_of(way), cluster.world(group))
         self.state, self.offloaded_state = self.run.state_bytes(way.optimizer)
         self.matrices = matrices_of(model) if way.optimizer == "muon" else []
-        found = self.run.in_order
-        self.units = [unit for unit, _ in found]
+        self.units = [unit for unit, _ in self.run.in_order]
         self.names = [unit.name or "root" for unit in self.units]
-        self.modules = [spec.module for _, spec in found]
-        params = [[ref.param for ref in spec.params] for _, spec in found]
+        self.modules = [spec.module for _, spec in self.run.in_order]
+        params = [[ref.param for ref in spec.params] for _, spec in self.run.in_order]
         self.sizes = list(map(self._size_of, self.units, params))
         self.parts = list(map(self._part_of, self.units, params))
 
@@ -107,12 +104,6 @@ class Wrapped:
     def schedule(self, traced: Traced) -> tuple[list[tuple[str, int]], dict[int, int]]:
         """Return the engine's acts in the step that was traced, and the marks by the index of a
         call."""
-        calls, marks = self._calls(traced)
-        self.run.engine.set_calls(calls)
-        return self.run.engine.predict_events(), marks
-
-    def _calls(self, traced: Traced) -> tuple[list[tuple[api.Unit, int]], dict[int, int]]:
-        """Return the calls of the forward that was traced, and the marks by the index of a call."""
         calls: list[tuple[api.Unit, int]] = []
         marks: dict[int, int] = {}
         entered: set[int] = set()
@@ -123,7 +114,8 @@ class Wrapped:
                 calls += [(unit, i) for i in range(unit.n_params)]
             marks[len(calls)] = mark
             calls.append((unit, -1 if begins else -2))
-        return calls, marks
+        self.run.engine.set_calls(calls)
+        return self.run.engine.predict_events(), marks
 
     # --- memory -----------------------------------------------------------------------------------
 
@@ -142,20 +134,15 @@ class Wrapped:
 
     def _peak(self, traced: Traced, all_grads: int) -> tuple[int, int]:
         """Return the bytes of activations and of gradients where their sum is largest."""
-        kept = self._kept_grads(all_grads)
-        found = [(segment.peak, kept) for segment in traced.forward]
+        kept = all_grads if self.way.accumulate > 1 else 0  # of earlier micro-batches
+        sums = [(segment.peak, kept) for segment in traced.forward]
         arrived = 0.0
         each = all_grads / max(1, sum(size.trained for size in self.sizes))
         for mark in range(len(traced.marks), -1, -1):
-            segment: Segment = traced.backward[mark]
             grads = min(int(arrived), all_grads)  # a module may run more than once
-            found.append((segment.peak, max(grads, kept)))
+            sums.append((traced.backward[mark].peak, max(grads, kept)))
             if mark > 0 and traced.marks[mark - 1][1]:
                 arrived += each * self.sizes[traced.marks[mark - 1][0]].trained
-        found.append((0, all_grads))
+        sums.append((0, all_grads))
         part = COMPILED if self.way.compiled else 1.0
-        return max(((int(part * live), grads) for live, grads in found), key=sum)
-
-    def _kept_grads(self, all_grads: int) -> int:
-        """Return the bytes of gradients that earlier micro-batches left."""
-        return all_grads if self.way.accumulate > 1 else 0
+        return max(((int(part * live), grads) for live, grads in sums), key=sum)

@@ -24,53 +24,57 @@ from zshard.extras.readers import chunked, dcp
 
 _FIRST = ("model.safetensors", "model.safetensors.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_DEEPSPEED = r"(bf16_)?zero_pp_rank_|mp_rank_\d+_model_states"
 _File = TypeVar("_File", bound=OpenFile)
 
 
-def open_into(found: Checkpoint, with_optimizer: bool) -> bool:
-    """Open what is at `found.path`, unless it is a folder of no known format; return whether it is
-    open."""
-    path = found.path
+def open_into(checkpoint: Checkpoint, with_optimizer: bool) -> bool:
+    """Open what is at `checkpoint.path`, unless it is a folder of no known format; return whether
+    it is open."""
+    path = checkpoint.path
     if not os.path.isdir(path):
         _refuse_pickles(path)
-        found.files[os.path.basename(path)] = file = SafetensorsFile(path)
-        _note(found, {"": file})
+        checkpoint.files[os.path.basename(path)] = file = SafetensorsFile(path)
+        _add_tensors(checkpoint, {"": file})
         return True
     first = next((name for name in _FIRST if os.path.exists(os.path.join(path, name))), None)
     if first is not None:
-        _open_huggingface(found, first)
+        _open_huggingface(checkpoint, first)
     elif os.path.lexists(os.path.join(path, dcp.METADATA)):
-        dcp.open_into(found, with_optimizer)
+        dcp.open_into(checkpoint, with_optimizer)
     elif names := chunked.shards_in(path):
-        chunked.open_shards_into(found, names)
+        chunked.open_shards_into(checkpoint, names)
     else:
         return False
     return True
 
 
-def _open_huggingface(found: Checkpoint, first: str) -> None:
+def _open_huggingface(checkpoint: Checkpoint, first: str) -> None:
     """first: the file that has the tensors or their index."""
-    if re.fullmatch(r"\..*\.[0-9a-f]{32}\.tmp", os.path.basename(os.path.abspath(found.path))):
+    folder = os.path.basename(os.path.abspath(checkpoint.path))
+    if re.fullmatch(r"\..*\.[0-9a-f]{32}\.tmp", folder):
         # The files have their full length, but zeros where nothing was written.
         raise CheckpointError(
-            f"'{found.path}' is not a checkpoint: an interrupted save left it; load another one"
+            f"'{checkpoint.path}' is not a checkpoint: an interrupted save left it; load another "
+            "one"
         )
 
     def opened_file(name: str, kind: type[_File]) -> _File:
-        path = os.path.join(found.path, name)
+        path = os.path.join(checkpoint.path, name)
         if not os.path.exists(path):
-            index = os.path.join(found.path, first)
+            index = os.path.join(checkpoint.path, first)
             raise FileNotFoundError(
                 f"'{index}' refers to '{name}', which is missing; copy all files of the model"
             )
         return kind(path)
 
-    _note(found, found.open_listed(first, opened_file))
+    _add_tensors(checkpoint, checkpoint.open_listed(first, opened_file))
 
 
-def _note(found: Checkpoint, files: dict[str, SafetensorsFile]) -> None:
-    found.model = {name: entry for f in files.values() for name, entry in f.entries.items()}
-    found.tied = {a: n for f in files.values() for a, n in f.notes.items() if n in found.model}
+def _add_tensors(checkpoint: Checkpoint, files: dict[str, SafetensorsFile]) -> None:
+    model = {name: entry for file in files.values() for name, entry in file.entries.items()}
+    checkpoint.model = model
+    checkpoint.tied = {a: n for f in files.values() for a, n in f.notes.items() if n in model}
 
 
 # --- what is no checkpoint ------------------------------------------------------------------------
@@ -90,14 +94,12 @@ def refuse(path: str) -> NoReturn:
         )
     _refuse_pickles(path)
     raise FileNotFoundError(
-        f"no finished checkpoint in '{path}': it has no {NAME}, model.safetensors, "
-        "model.safetensors.index.json or numbered checkpoints; pass the path that "
-        "zshard.save() got"
+        f"no finished checkpoint in '{path}': it has no {NAME}, {', '.join(_FIRST)} or numbered "
+        "checkpoints; pass the path that zshard.save() got"
     )
 
 
 def _refuse_pickles(path: str) -> None:
-    """Raise CheckpointError for pickles."""
     if not os.path.isdir(path):
         if path.endswith(_PICKLES):
             raise CheckpointError(
@@ -109,9 +111,7 @@ def _refuse_pickles(path: str) -> None:
     inner = next((name for name in names if name.startswith("global_step")), "")
     below = os.path.join(path, inner)
     names_below = os.listdir(below) if inner and os.path.isdir(below) else []
-    if any(
-        re.match(r"(bf16_)?zero_pp_rank_|mp_rank_\d+_model_states", n) for n in names + names_below
-    ):
+    if any(map(re.compile(_DEEPSPEED).match, names + names_below)):
         raise CheckpointError(
             f"'{path}' is a DeepSpeed checkpoint, which consists of pickles that can execute "
             "arbitrary code: if you trust it, convert it with DeepSpeed's zero_to_fp32.py "

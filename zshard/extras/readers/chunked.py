@@ -32,11 +32,7 @@ class Chunked:
     """A tensor in chunks: boxes, given with the index of their first element."""
 
     def __init__(
-        self,
-        what: str,
-        shape: Index,
-        dtype: torch.dtype,
-        chunks: Sequence[tuple[Index, Readable]],
+        self, what: str, shape: Index, dtype: torch.dtype, chunks: Sequence[tuple[Index, Readable]]
     ) -> None:
         """what: names it in the CheckpointError if the chunks do not cover each element once."""
         self.dtype, self.shape, self._chunks = dtype, shape, chunks
@@ -48,16 +44,13 @@ class Chunked:
 
     @property
     def files(self) -> list[str]:
-        """The names of the files that contain it."""
         return sorted({name for _, chunk in self._chunks for name in chunk.files})
 
     def check(self) -> None:
-        """Check what is around the values of all chunks."""
         for _, chunk in self._chunks:
             chunk.check()
 
     def value(self) -> torch.Tensor:
-        """Read the full tensor."""
         full = torch.empty(self.shape, dtype=self.dtype)
         if full.numel() > 0:
             self.read_into(bytes_of(full), 0)
@@ -118,27 +111,28 @@ def _is_index(begin: object) -> TypeGuard[list[int]]:
     return isinstance(begin, list) and all(type(each) is int and each >= 0 for each in begin)
 
 
-def open_shards_into(found: Checkpoint, names: Sequence[str]) -> None:
+def open_shards_into(checkpoint: Checkpoint, names: Sequence[str]) -> None:
     """Open these files of a folder. Raise CheckpointError if parts overlap or leave gaps."""
     parts: dict[str, list[tuple[Index, Readable]]] = {}
     for file_name in names:
-        found.files[file_name] = file = SafetensorsFile(os.path.join(found.path, file_name))
+        file = SafetensorsFile(os.path.join(checkpoint.path, file_name))
+        checkpoint.files[file_name] = file
         where = f"the header of '{file.path}'"
-        told = file.note("DCP_SHARDING_INFO")
+        info = file.note("DCP_SHARDING_INFO")
         for name, entry in file.entries.items():
-            facts = told.get(name)
+            facts = info.get(name)
             begin = facts.get("saved_offsets") if isinstance(facts, dict) else None
             if not _is_index(begin) or len(begin) != len(entry.shape):
                 raise CheckpointError(f"{where} has no valid saved_offsets for '{name}'")
             parts.setdefault(name, []).append((tuple(begin), entry))
     model = {}
-    for name, own in parts.items():
-        if len({(len(begin), entry.dtype) for begin, entry in own}) > 1:
+    for name, chunks in parts.items():
+        if len({(len(begin), entry.dtype) for begin, entry in chunks}) > 1:
             raise CheckpointError(
-                f"the files in '{found.path}' disagree on the dtype or number of dimensions of "
-                f"'{name}'"
+                f"the files in '{checkpoint.path}' disagree on the dtype or number of dimensions "
+                f"of '{name}'"
             )
-        ends = [[b + n for b, n in zip(begin, e.shape, strict=True)] for begin, e in own]
+        ends = [[b + n for b, n in zip(begin, e.shape, strict=True)] for begin, e in chunks]
         shape = tuple(max(each) for each in zip(*ends, strict=True))
-        model[name] = Chunked(f"'{name}' in '{found.path}'", shape, own[0][1].dtype, own)
-    found.model = model
+        model[name] = Chunked(f"'{name}' in '{checkpoint.path}'", shape, chunks[0][1].dtype, chunks)
+    checkpoint.model = model

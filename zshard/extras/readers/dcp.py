@@ -42,67 +42,67 @@ _NO_NAMES = (
 Entries = Mapping[KeyPath, Chunked | Stored]
 
 
-def open_into(found: Checkpoint, with_optimizer: bool) -> None:
-    """Open the folder at `found.path`. Raise CheckpointError if it is damaged, or if its pickles
-    are not plain data.
+def open_into(checkpoint: Checkpoint, with_optimizer: bool) -> None:
+    """Open the folder at `checkpoint.path`. Raise CheckpointError if it is damaged, or if its
+    pickles are not plain data.
 
     Entries under a key like "model" belong to the model, and those under a key like "optimizer" to
     the optimizer, at the top level or one below. Without the former, the top level is the model.
     """
-    where = os.path.join(found.path, METADATA)
+    where = os.path.join(checkpoint.path, METADATA)
     with OpenFile(where) as file, reading(f"'{where}'"):
-        entries = _entries(found, where, parse(bytes(file.bytes_of(min(file.size, _LIMIT + 1)))))
+        metadata = parse(bytes(file.bytes_of(min(file.size, _LIMIT + 1))))
+        entries = _entries(checkpoint, where, metadata)
     roots = _root(_MODELS, entries), _root(_OPTIMIZERS, entries)
-    own, theirs = (
+    model, optimizer = (
         {path[len(root) :]: each for path, each in entries.items() if path[: len(root)] == root}
         for root in roots
     )
     rest = {p: e for p, e in entries.items() if not any(p[: len(r)] == r for r in roots)}
-    if not own:
+    if not model:
         tensors = [path for path, entry in rest.items() if isinstance(entry, Chunked)]
         paths = [path for path in tensors if len(path) == 1] or tensors
-        paths += [
-            p for p in rest if str(p[-1]).split(".")[-1] == "_extra_state" and p not in tensors
-        ]
-        own = {path: rest.pop(path) for path in paths}
-    found.model = {_dotted(p): e for p, e in own.items() if isinstance(e, Chunked)}
-    found.others = {_dotted(p): e.value() for p, e in own.items() if isinstance(e, Stored)}
-    found.shared = functools.partial(_values, {_dotted(p): e.value for p, e in rest.items()})
-    if theirs and with_optimizer:
-        states = {p: e for p, e in theirs.items() if isinstance(e, Chunked)}
-        values = {p: e.value() for p, e in theirs.items() if isinstance(e, Stored)}
+        extra = [path for path in rest if str(path[-1]).split(".")[-1] == "_extra_state"]
+        paths += [path for path in extra if path not in tensors]
+        model = {path: rest.pop(path) for path in paths}
+    checkpoint.model = {_dotted(p): e for p, e in model.items() if isinstance(e, Chunked)}
+    checkpoint.others = {_dotted(p): e.value() for p, e in model.items() if isinstance(e, Stored)}
+    checkpoint.shared = functools.partial(_values, {_dotted(p): e.value for p, e in rest.items()})
+    if optimizer and with_optimizer:
+        states = {p: e for p, e in optimizer.items() if isinstance(e, Chunked)}
+        values = {p: e.value() for p, e in optimizer.items() if isinstance(e, Stored)}
         try:
-            found.optimizer = optimizer_of_paths(states, values, list(found.model))
+            checkpoint.optimizer = optimizer_of_paths(states, values, list(checkpoint.model))
         except (KeyError, TypeError):
-            found.no_optimizer = _NO_NAMES
+            checkpoint.no_optimizer = _NO_NAMES
 
 
 def _values(entries: Mapping[str, Callable[[], Any]], strict: bool) -> dict[str, Any]:
-    found = {}
+    values = {}
     for name, read in entries.items():
         try:
-            found[name] = read()
+            values[name] = read()
         except NoDataError as error:
             if strict:
                 raise NoDataError(f"{error}; pass strict=False to skip it") from None
             warnings.warn(f"{error}; skipped", stacklevel=2)
-    return found
+    return values
 
 
 def _root(names: Sequence[str], paths: Iterable[KeyPath]) -> KeyPath:
     """Return the shortest path of keys that ends with one of the names and has keys below it, or a
     path that nothing is below."""
-    found = {
+    roots = {
         path[: i + 1] for path in paths for i in range(min(2, len(path) - 1)) if path[i] in names
     }
-    return min(found, key=lambda path: (len(path), names.index(path[-1])), default=(None,))
+    return min(roots, key=lambda path: (len(path), names.index(path[-1])), default=(None,))
 
 
 def _dotted(path: KeyPath) -> str:
     return ".".join(str(key) for key in path)
 
 
-def _entries(found: Checkpoint, where: str, metadata: object) -> Entries:
+def _entries(checkpoint: Checkpoint, where: str, metadata: object) -> Entries:
     """Return tensors and other values by their paths. Nothing in the metadata is hashed or printed
     before its type is known."""
     if not isinstance(metadata, Record) or metadata.name != "Metadata":
@@ -119,7 +119,7 @@ def _entries(found: Checkpoint, where: str, metadata: object) -> Entries:
         if not isinstance(path, tuple) or not path or not all(type(k) in (str, int) for k in path):
             raise ValueError(f"it has an invalid path for '{name}'")
         if kind.name != "TensorStorageMetadata":
-            entries[path] = _place(found, where, name, places[name, None])
+            entries[path] = _place(checkpoint, where, name, places[name, None])
             continue
         dtype, chunks = kind.state["properties"].state[0], []
         if not isinstance(dtype, torch.dtype) or dtype not in CODES:
@@ -128,7 +128,7 @@ def _entries(found: Checkpoint, where: str, metadata: object) -> Entries:
             )
         for chunk in kind.state["chunks"]:
             begin, shape = _sizes(chunk.state["offsets"]), _sizes(chunk.state["sizes"])
-            place = _place(found, where, name, places[name, begin])
+            place = _place(checkpoint, where, name, places[name, begin])
             chunks.append((begin, StoredTensor(place, dtype, shape, kept)))
         what = f"'{name}' in '{where}'"
         entries[path] = Chunked(what, _sizes(kind.state["size"]), dtype, chunks)
@@ -147,7 +147,7 @@ def _sizes(value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _place(found: Checkpoint, where: str, name: str, info: Mapping[str, Any]) -> Stored:
+def _place(checkpoint: Checkpoint, where: str, name: str, info: Mapping[str, Any]) -> Stored:
     """Return where `name` is stored."""
     if info.get("transform_descriptors"):
         raise CheckpointError(
@@ -157,14 +157,14 @@ def _place(found: Checkpoint, where: str, name: str, info: Mapping[str, Any]) ->
     inside, begin, length = _text(info["relative_path"]), info["offset"], info["length"]
     if set(inside) & set("/\\\0") or inside in ("", ".", ".."):
         raise CheckpointError(f"'{where}' refers to {inside!r:.80}, which is not in its folder")
-    path = os.path.join(found.path, inside)
-    if inside not in found.files:
+    path = os.path.join(checkpoint.path, inside)
+    if inside not in checkpoint.files:
         if not os.path.lexists(path):
             raise CheckpointError(
                 f"'{path}' is missing, but '{where}' refers to it; copy all files of the checkpoint"
             )
-        found.files[inside] = OpenFile(path)
-    file = found.files[inside]
+        checkpoint.files[inside] = OpenFile(path)
+    file = checkpoint.files[inside]
     if not 0 <= begin <= begin + length <= file.size:
         raise CheckpointError(
             f"'{path}' is too short: it has {file.size} bytes, but '{name}' is at bytes {begin} to "

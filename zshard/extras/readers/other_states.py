@@ -21,21 +21,21 @@ class _ByNumber(OptimizerState):
         self, optimizer: Optimizer, names: Mapping[int, str]
     ) -> tuple[OptimizerState, list[str]]:
         """As in torch, the parameter is the one at the same place in the param groups."""
-        listed = [number for group in self.groups for number in group["params"]]
-        if not listed or not all(type(number) is int for number in listed):
+        numbers = [number for group in self.groups for number in group["params"]]
+        if not numbers or not all(type(number) is int for number in numbers):
             return self, []
-        theirs = [len(group["params"]) for group in self.groups]
-        ours = [len(group["params"]) for group in optimizer.param_groups]
-        known = {n: names[id(p)] for n, p in zip(listed, params_of(optimizer), strict=False)}
-        if theirs != ours or not known.keys() >= self.tensors.keys() | self.values.keys():
-            nothing = replace(self, groups=[{"params": []} for _ in ours], tensors={}, values={})
+        saved = [len(group["params"]) for group in self.groups]
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        name_of = {n: names[id(p)] for n, p in zip(numbers, params_of(optimizer), strict=False)}
+        if saved != sizes or not name_of.keys() >= self.tensors.keys() | self.values.keys():
+            nothing = replace(self, groups=[{"params": []} for _ in sizes], tensors={}, values={})
             return nothing, [
-                f"it has param groups of {theirs} parameters, known by number, but the optimizer's "
-                f"have {ours}"
+                f"it has param groups of {saved} parameters, known by number, but the optimizer's "
+                f"have {sizes}"
             ]
-        groups = [{**group, "params": [known[n] for n in group["params"]]} for group in self.groups]
-        tensors = {known[n]: own for n, own in self.tensors.items()}
-        values = {known[n]: own for n, own in self.values.items()}
+        groups = [{**g, "params": [name_of[n] for n in g["params"]]} for g in self.groups]
+        tensors = {name_of[n]: state for n, state in self.tensors.items()}
+        values = {name_of[n]: state for n, state in self.values.items()}
         return replace(self, groups=groups, tensors=tensors, values=values), []
 
 
@@ -52,15 +52,15 @@ class _Flat(OptimizerState):
             for group in self.groups
         }
         for i, group in enumerate(optimizer.param_groups):
-            own = [names[id(p)] for p in group["params"] if names[id(p)] in options]
-            first = options[own[0]] if own else {}
+            held = [names[id(p)] for p in group["params"] if names[id(p)] in options]
+            first = options[held[0]] if held else {}
             problems += [
-                f"'{name}' and '{own[0]}' are both in param group {i}, but the checkpoint has "
+                f"'{name}' and '{held[0]}' are both in param group {i}, but the checkpoint has "
                 "different options for them"
-                for name in own
+                for name in held
                 if options[name] != first
             ]
-            groups.append({**first, "params": own})
+            groups.append({**first, "params": held})
         return replace(self, groups=groups), problems
 
 
@@ -80,22 +80,29 @@ def optimizer_of_paths(
     listed = [groups[i] for i in sorted(groups, key=lambda i: (len(str(i)), str(i)))]
     for group in listed:
         group.update({k: [v[i] for i in range(len(v))] for k, v in group.items() if _is_list(v)})
-    names = _names_by_number(listed)
-    known = {str(param) for group in listed for param in group.get("params", ())}
+    names: dict[str, str] = {}  # of parameters, by their key in the state, as text
+    for group in listed:
+        params = group.get("params", [])
+        named = group.get("param_names", params)
+        if isinstance(params, list) and isinstance(named, list) and len(params) == len(named):
+            pairs = zip(params, named, strict=True)
+            names.update((str(param), name) for param, name in pairs if isinstance(name, str))
+    in_groups = {str(param) for group in listed for param in group.get("params", ())}
     state: dict[str, dict[str, Any]] = {}
     others: dict[str, dict[str, Any]] = {}
     rest: dict[Any, Any] = {}
     for kind, into in ((tensors, state), (values, others)):
         for path, value in kind.items():
-            is_str = path[0] == "state" and len(path) > 1 and isinstance(path[1], str)
-            if is_str and path[1] not in known:
+            if path[0] != "state":
+                continue
+            if len(path) > 1 and isinstance(path[1], str) and path[1] not in in_groups:
                 _put(rest, path[1:], value)
-            elif path[:1] == ("state",):
-                if len(path) != 3 or not isinstance(path[2], str):
-                    raise KeyError(path)
+            elif len(path) != 3 or not isinstance(path[2], str):
+                raise KeyError(path)
+            else:
                 into.setdefault(_named(path[1], names), {})[path[2]] = value
-    own = [{**state.get(n, {}), **others.get(n, {})} for n in {**state, **others}]
-    if without_parameters(rest, own).keys() != rest.keys():
+    states = [{**state.get(n, {}), **others.get(n, {})} for n in {**state, **others}]
+    if without_parameters(rest, states).keys() != rest.keys():
         raise KeyError("state")
     for group in listed:
         group["params"] = [_named(each, names) for each in group["params"]]
@@ -120,21 +127,16 @@ def _flat_optimizer(
     ):
         for (key,), value in kind.items():
             if key.startswith(prefix):
-                name, what = _split(key[len(prefix) :], params)
-                own = _option(value, tensors.get((key,))) if into is options else value
-                into.setdefault(name, {})[what] = own
+                text = key[len(prefix) :]  # "<parameter>.<rest>": both may have dots
+                ends = [i for i, char in enumerate(text) if char == "." and text[:i] in params]
+                if not ends:
+                    raise KeyError(text)
+                option = _option(value, tensors.get((key,))) if into is options else value
+                into.setdefault(text[: ends[-1]], {})[text[ends[-1] + 1 :]] = option
     if not options:
         raise KeyError("param_groups")
-    groups = [{**own, "params": [name]} for name, own in options.items()]
+    groups = [{**each, "params": [name]} for name, each in options.items()]
     return _Flat(None, groups, state, others)
-
-
-def _split(text: str, params: set[str]) -> tuple[str, str]:
-    """Split "<parameter>.<rest>" into both. Raise KeyError if it begins with no parameter name."""
-    ends = [i for i, letter in enumerate(text) if letter == "." and text[:i] in params]
-    if not ends:
-        raise KeyError(text)
-    return text[: ends[-1]], text[ends[-1] + 1 :]
 
 
 def _put(into: dict[Any, Any], path: KeyPath, value: object) -> None:
@@ -159,15 +161,3 @@ def _is_list(value: object) -> bool:
 def _named(key: object, names: Mapping[str, str]) -> Any:
     """Return a parameter's name, or its number as text if the file has no names."""
     return int(str(key)) if not names and str(key).isdecimal() else names[str(key)]
-
-
-def _names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return {key of a parameter in the state, as text: name of the parameter}."""
-    names: dict[str, str] = {}
-    for group in groups:
-        params = group.get("params", [])
-        own = group.get("param_names", params)
-        if isinstance(params, list) and isinstance(own, list) and len(params) == len(own):
-            pairs = zip(params, own, strict=True)
-            names.update((str(param), name) for param, name in pairs if isinstance(name, str))
-    return names

@@ -208,9 +208,9 @@ class StoredTensor:
     def check(self) -> None:
         """Check what the file says about the tensor. Raise CheckpointError if that is another."""
         with reading(self.stored.what):
-            told = parse(self.stored.text())
-            storage, _, shape, *more = told.args
-            dtype = more[3] if told.name == "_rebuild_tensor_v3" else storage[1]
+            record = parse(self.stored.text())
+            storage, _, shape, *more = record.args
+            dtype = more[3] if record.name == "_rebuild_tensor_v3" else storage[1]
             if (shape, dtype) != (self.shape, self.dtype):
                 raise ValueError(f"expected a tensor of shape {self.shape}, {self.dtype}")
 
@@ -226,5 +226,5 @@ class StoredTensor:
         self.check()
         with reading(self.stored.what), torch.no_grad():
             file = cast(IO[bytes], self.stored)
-            found: torch.Tensor = torch.load(file, "cpu", weights_only=True, mmap=False)
-            return found.resolve_conj().resolve_neg().contiguous()
+            tensor: torch.Tensor = torch.load(file, "cpu", weights_only=True, mmap=False)
+            return tensor.resolve_conj().resolve_neg().contiguous()

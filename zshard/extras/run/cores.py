@@ -94,11 +94,11 @@ def shares_of(host: Host, ranks: int, binding: str) -> tuple[list[Share], int, s
         return unbound, each, why
     shares = []
     for rank in range(ranks):
-        own = host.cores[rank * len(host.cores) // ranks :][:each]
-        nodes = {core.node for core in own}
+        cores = host.cores[rank * len(host.cores) // ranks :][:each]
+        nodes = {core.node for core in cores}
         if binding == "numa":
-            own = [core for core in host.cores if core.node in nodes]
-        cpus = sorted(core.cpu for core in own)
+            cores = [core for core in host.cores if core.node in nodes]
+        cpus = sorted(core.cpu for core in cores)
         shares.append(Share(cpus, sorted(nodes) if host.nodes > 1 else []))
     return shares, each, ""
 
@@ -115,14 +115,14 @@ def _quota_of(group: ControlGroup) -> float | None:
 
 def parse_list(text: str) -> set[int]:
     """Return the numbers of a list such as "0-3,8"; an empty list for any other text."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     try:
         for part in text.strip().split(","):
             first, _, last = part.partition("-")
-            found.update(range(int(first), int(last or first) + 1))
+            numbers.update(range(int(first), int(last or first) + 1))
     except ValueError:
         return set()
-    return found
+    return numbers
 
 
 def as_list(numbers: Iterable[int]) -> str:

@@ -63,8 +63,8 @@ def main(words: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """Return torchrun's parser with -n and --bind."""
-    ours = argparse.ArgumentParser(add_help=False)
-    ours.add_argument(
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument(
         "-n",
         dest="nproc_per_node",
         metavar="N",
@@ -72,14 +72,14 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks on this host, as --nproc-per-node. 'auto' (the default): the number of GPUs; "
         "without GPUs, of NUMA nodes with cores that this process may use",
     )
-    ours.add_argument(
+    options.add_argument(
         "--bind",
         choices=BINDINGS,
         help="where a rank may run: 'core' (the default on hosts without GPUs): on its own "
         "physical cores; 'numa': on those of its NUMA node, shared with other ranks; 'none' (the "
         "default with GPUs): anywhere. All set OMP_NUM_THREADS, unless it is set",
     )
-    ours.add_argument(
+    options.add_argument(
         "--keep",
         nargs="?",  # for --help: main() gives it an argument, or it would take the script's name
         metavar="TOKEN",
@@ -87,14 +87,14 @@ def _parser() -> argparse.ArgumentParser:
         f"Sets --max-restarts to {RESTARTS} unless you pass it. --keep=TOKEN resumes a run whose "
         "launcher was killed, with the token that it printed",
     )
-    ours.add_argument(
+    options.add_argument(
         "--keep-seconds",
         type=_seconds,
         metavar="S",
         help="how long the state is kept after the launcher was killed, "
         f"{client.SECONDS:g} by default. When torchrun ends, it is freed at once",
     )
-    parents = [ours, torchrun.get_args_parser()]
+    parents = [options, torchrun.get_args_parser()]
     usage = f"{NAME} [-n N] [--bind B] [--keep] [options of torchrun] script.py [its arguments]"
     parser = argparse.ArgumentParser(NAME, usage, HELP, parents=parents, add_help=False)
     if "PET_MAX_RESTARTS" not in os.environ:  # torchrun's variable
@@ -132,21 +132,17 @@ def kept(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[
         flush=True,
     )
     os.environ[client.VARIABLE] = token
-    _forget_addresses(args)
+    # Each attempt gets a store of its own: in one that attempts share, a restarted rank may read
+    # the addresses of the processes before.
+    is_one_host = args.nnodes in ("1", "1:1")
+    if is_one_host and args.rdzv_backend == "static" and not args.rdzv_endpoint:
+        args.standalone = True
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         yield
     finally:
         with contextlib.suppress(KeeperError):  # it was ended by hand
             client.Keeper(token).end()
-
-
-def _forget_addresses(args: argparse.Namespace) -> None:
-    """Have torchrun give each attempt a store of its own. In the one that attempts share, a
-    restarted rank may read the addresses of the processes before."""
-    is_one_host = args.nnodes in ("1", "1:1")
-    if is_one_host and args.rdzv_backend == "static" and not args.rdzv_endpoint:
-        args.standalone = True
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
 def _token(keep: str, seconds: float | None) -> tuple[str, float]:

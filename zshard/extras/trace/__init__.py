@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 from zshard import api
 from zshard.api import host_id, warn
 from zshard.extras.trace.records import RankTrace, apart, read_ranks, write_ranks
-from zshard.extras.trace.times import arrivals_of, parts_of, summary_of, text_of
+from zshard.extras.trace.times import parts_of, summaries_of, text_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -43,11 +43,11 @@ class Trace:
 
     def to_json(self) -> str:
         """Return the report as JSON: for each rank its seconds, steps, units and waits."""
-        return json.dumps(self._summaries(), indent=1)
+        return json.dumps(summaries_of(self.ranks), indent=1)
 
     def report(self) -> str:
         """Return a text: the time of each unit, and the longest waits, for each rank."""
-        return "\n\n".join(map(text_of, self._summaries()))
+        return "\n\n".join(map(text_of, summaries_of(self.ranks)))
 
     def export(self, file: str | os.PathLike[str]) -> None:
         """Write a Chrome trace, which ui.perfetto.dev opens; compressed if the name ends in .gz.
@@ -55,10 +55,6 @@ class Trace:
         Raises OSError if the file cannot be written.
         """
         write_ranks(file, self.ranks)
-
-    def _summaries(self) -> list[dict[str, Any]]:
-        arrivals = arrivals_of(self.ranks)
-        return [summary_of(each, arrivals) for each in self.ranks]
 
 
 def read(files: Iterable[str | os.PathLike[str]]) -> Trace:
@@ -102,12 +98,12 @@ class profile(Trace):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        own = _stop(self._begun)
-        self.ranks = [own]
-        merged = _merged(own, kind) if self._merge else None
-        self.ranks = merged or [own]
-        if self._file is not None and (merged is None or own.rank == 0):
-            self.export(self._file if merged else _own_name(self._file, own.rank))
+        trace = _stop(self._begun)
+        self.ranks = [trace]
+        merged = _merged(trace, kind) if self._merge else None
+        self.ranks = merged or [trace]
+        if self._file is not None and (merged is None or trace.rank == 0):
+            self.export(self._file if merged else _own_name(self._file, trace.rank))
 
 
 # --- one rank -------------------------------------------------------------------------------------
@@ -125,13 +121,12 @@ def _start() -> int:
 def _stop(begun: int) -> RankTrace:
     recorded, lost = api.trace_stop()
     now = time.monotonic_ns()
+    wall = time.time_ns() - now
     if lost:
         warn(f"zshard.profile(): the trace is full and lacks {lost} ranges: trace fewer steps")
     ranges, memory = apart(reversed(recorded))
-    process = os.getpid()
     rank = dist.get_rank() if _has_group() else int(os.environ.get("RANK", 0))
-    wall = time.time_ns() - now
-    return RankTrace(rank, host_id(), process, begun, now, wall, lost, ranges, memory)
+    return RankTrace(rank, host_id(), os.getpid(), begun, now, wall, lost, ranges, memory)
 
 
 def _has_group() -> bool:
@@ -149,8 +144,8 @@ def trace_to(file: str) -> None:
     begun = _start()
 
     def write() -> None:
-        own = _stop(begun)
-        Trace([own]).export(_own_name(file, own.rank))
+        trace = _stop(begun)
+        Trace([trace]).export(_own_name(file, trace.rank))
 
     atexit.register(write)
 
@@ -173,50 +168,46 @@ def _merged(own: RankTrace, kind: type[BaseException] | None) -> list[RankTrace]
     store.set(prefix + str(own.rank), f"left {kind.__name__}" if kind else f"here {own.host}")
     if kind is not None:
         return None
-    said = [_said(store, prefix, r) for r in range(world)]
-    for rank, (word, why) in enumerate(said):
+    hosts = set()
+    for rank in range(world):
+        try:
+            word, _, text = store.get(prefix + str(rank)).decode().partition(" ")
+        except dist.DistStoreError:
+            raise api.PeerTimeoutError(
+                f"zshard.profile(): rank {rank} has not come to the end of its profile(): enter it "
+                "on all ranks, or pass merge=False to trace this rank alone"
+            ) from None
         if word == "left":
-            warn(f"zshard.profile(): rank {rank} left by {why}: this trace is of rank {own.rank}")
+            warn(f"zshard.profile(): rank {rank} left by {text}: this trace is of rank {own.rank}")
             return None
-    rounds = _meetings() if len({host for _, host in said}) > 1 else []
-    room: list[Any] | None = [None] * len(said) if own.rank == 0 else None
-    dist.gather_object((tuple(own), rounds), room)
-    if room is None:
-        return []
-    found = [(RankTrace(*each), met) for each, met in room]
-    known = {own.host: (0, 0)}  # all ranks of a host have its clock
-    for each, met in found:
-        if each.host not in known:
-            known[each.host] = bounds(rounds, met)
-    return [
-        each._replace(shift=known[each.host][0], error=known[each.host][1]) for each, _ in found
-    ]
+        hosts.add(text)
+    barriers = _barriers() if len(hosts) > 1 else []
+    gathered: list[Any] | None = [None] * world if own.rank == 0 else None
+    dist.gather_object((tuple(own), barriers), gathered)
+    clocks = {own.host: (0, 0)}  # of each host, which all its ranks have: shift and error
+    traces = []
+    for fields, other in gathered or ():
+        trace = RankTrace(*fields)
+        if trace.host not in clocks:
+            clocks[trace.host] = bounds(barriers, other)
+        shift, error = clocks[trace.host]
+        traces.append(trace._replace(shift=shift, error=error))
+    return traces
 
 
-def _said(store: Any, prefix: str, rank: int) -> list[str]:
-    try:
-        text: str = store.get(prefix + str(rank)).decode()
-    except dist.DistStoreError:
-        raise api.PeerTimeoutError(
-            f"zshard.profile(): rank {rank} has not come to the end of its profile(): enter it on "
-            "all ranks, or pass merge=False to trace this rank alone"
-        ) from None
-    return text.split(" ", 1)
+_Barrier = tuple[int, int]  # when this rank entered it, and left it
 
 
-_Meeting = tuple[int, int]  # when this rank entered a barrier, and left it
-
-
-def _meetings() -> list[_Meeting]:
-    met = []
+def _barriers() -> list[_Barrier]:
+    times = []
     for _ in range(_ROUNDS):
         entered = time.monotonic_ns()
         dist.barrier()
-        met.append((entered, time.monotonic_ns()))
-    return met
+        times.append((entered, time.monotonic_ns()))
+    return times
 
 
-def bounds(first: Sequence[_Meeting], other: Sequence[_Meeting]) -> tuple[int, int]:
+def bounds(first: Sequence[_Barrier], other: Sequence[_Barrier]) -> tuple[int, int]:
     """Return how far the clock of the first rank is ahead of the other's, and the error of that at
     most, in nanoseconds. Both have been in the same barriers."""
     pairs = list(zip(first, other, strict=True))

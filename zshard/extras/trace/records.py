@@ -6,7 +6,7 @@ import gzip
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,21 +48,19 @@ def apart(recorded: Iterable[Range]) -> tuple[list[Range], list[Memory]]:
 
 
 def _events_of(trace: RankTrace) -> Iterator[dict[str, Any]]:
-    names = {trace.process: "main"}
+    threads = {thread: f"thread {thread}" for thread in sorted({r[1] for r in trace.ranges})}
+    if trace.process in threads:
+        threads[trace.process] = "main"
     yield _named("process_name", trace.rank, 0, f"rank {trace.rank} on {trace.host}")
-    for thread in sorted({thread for _, thread, _, _ in trace.ranges}):
-        yield _named("thread_name", trace.rank, thread, names.get(thread, f"thread {thread}"))
+    for thread, name in threads.items():
+        yield _named("thread_name", trace.rank, thread, name)
     for name, thread, begun, ended in trace.ranges:
-        yield {
-            **{"ph": "X", "cat": "zshard", "name": name.removeprefix("zshard::")},
-            **{"pid": trace.rank, "tid": thread},
-            **{"ts": (begun + trace.shift) / 1e3, "dur": (ended - begun) / 1e3},
-        }
+        event = {"ph": "X", "cat": "zshard", "name": name.removeprefix("zshard::")}
+        times = {"ts": (begun + trace.shift) / 1e3, "dur": (ended - begun) / 1e3}
+        yield {**event, "pid": trace.rank, "tid": thread, **times}
     for model, at, parts in trace.memory:
-        yield {
-            **{"ph": "C", "cat": "zshard", "name": f"memory of {model}"},
-            **{"pid": trace.rank, "ts": (at + trace.shift) / 1e3, "args": parts},
-        }
+        event = {"ph": "C", "cat": "zshard", "name": f"memory of {model}"}
+        yield {**event, "pid": trace.rank, "ts": (at + trace.shift) / 1e3, "args": parts}
 
 
 def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
@@ -72,45 +70,36 @@ def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
 def write_ranks(file: str | os.PathLike[str], ranks: Iterable[RankTrace]) -> None:
     """Write the file; compressed if the name ends in .gz. Raises OSError."""
     ranks = list(ranks)
-    data = json.dumps(
-        {
-            "displayTimeUnit": "ms",
-            "traceEvents": [event for each in ranks for event in _events_of(each)],
-            "zshard": [each._replace(ranges=[], memory=[])._asdict() for each in ranks],
-        }
-    )
-    path = Path(file)
-    zipped = path.suffix == ".gz"
-    path.write_bytes(gzip.compress(data.encode(), 1) if zipped else data.encode())
+    content = {
+        "displayTimeUnit": "ms",
+        "traceEvents": [event for each in ranks for event in _events_of(each)],
+        "zshard": [each._replace(ranges=[], memory=[])._asdict() for each in ranks],
+    }
+    path, data = Path(file), json.dumps(content).encode()
+    path.write_bytes(gzip.compress(data, 1) if path.suffix == ".gz" else data)
 
 
 def read_ranks(files: Iterable[str | os.PathLike[str]]) -> list[RankTrace]:
     """See trace.read()."""
-    found: list[RankTrace] = []
+    traces: list[RankTrace] = []
     for file in files:
         data = Path(file).read_bytes()
         content = json.loads(gzip.decompress(data) if str(file).endswith(".gz") else data)
         if not isinstance(content, dict) or "zshard" not in content:
             raise ValueError(f"{file} is no trace of zshard's")
-        for each in map(lambda fields: RankTrace(**fields), content["zshard"]):
-            own = [event for event in content["traceEvents"] if event["pid"] == each.rank]
-            first = found[0] if found else each
-            shift = each.shift if each.host == first.host else each.wall - first.wall
-            ranges = [_range_of(event, each.shift) for event in own if event["ph"] == "X"]
-            memory = [_memory_of(event, each.shift) for event in own if event["ph"] == "C"]
-            found.append(each._replace(ranges=ranges, memory=memory, shift=shift))
-    return found
-
-
-def _time_of(event: Mapping[str, Any], shift: int) -> int:
-    begun: int = round(event["ts"] * 1e3)
-    return begun - shift
-
-
-def _range_of(event: Mapping[str, Any], shift: int) -> Range:
-    begun = _time_of(event, shift)
-    return event["name"], event["tid"], begun, begun + round(event["dur"] * 1e3)
-
-
-def _memory_of(event: Mapping[str, Any], shift: int) -> Memory:
-    return event["name"].removeprefix("memory of "), _time_of(event, shift), event["args"]
+        for fields in content["zshard"]:
+            trace = RankTrace(**fields)
+            ranges: list[Range] = []
+            memory: list[Memory] = []
+            for event in content["traceEvents"]:
+                if event["pid"] != trace.rank or event["ph"] not in ("X", "C"):
+                    continue
+                name, begun = event["name"], round(event["ts"] * 1e3) - trace.shift
+                if event["ph"] == "X":
+                    ranges.append((name, event["tid"], begun, begun + round(event["dur"] * 1e3)))
+                else:
+                    memory.append((name.removeprefix("memory of "), begun, event["args"]))
+            first = traces[0] if traces else trace
+            shift = trace.shift if trace.host == first.host else trace.wall - first.wall
+            traces.append(trace._replace(ranges=ranges, memory=memory, shift=shift))
+    return traces

@@ -25,7 +25,7 @@ _MOST_WAITS = 10  # lines of the text
 def parts_of(name: str) -> tuple[str, str, str]:
     """Return the column that counts a range's time, its unit, and for whom it waits; "" if there is
     none."""
-    text = name.removeprefix("zshard::")
+    text = _short(name)
     if text.startswith(("wait for ", "transfer (")):
         unit = re.search(r"unit '(.*?)'", text)
         whom = re.match(r"wait for (rank \d+|all ranks)", text)
@@ -43,19 +43,20 @@ def own_times(ranges: Iterable[Range]) -> Iterator[tuple[str, str, str, int]]:
     for name, thread, begun, ended in sorted(ranges, key=lambda each: (each[2], -each[3])):
         stack = open_.setdefault(thread, [])
         while stack and stack[-1][0] <= begun:
-            yield _own_time(stack.pop())
+            _, *entry = stack.pop()
+            yield tuple(entry)
         column, unit, _ = parts_of(name)
         if stack:
             stack[-1][4] -= min(ended, stack[-1][0]) - begun
             unit = unit or stack[-1][2]
         stack.append([ended, column, unit, name, ended - begun])
     for stack in open_.values():
-        yield from map(_own_time, stack)
+        for _, *entry in stack:
+            yield tuple(entry)
 
 
-def _own_time(entry: Sequence[Any]) -> tuple[str, str, str, int]:
-    _, column, unit, name, nanoseconds = entry
-    return column, unit, name, nanoseconds
+def _short(name: str) -> str:
+    return name.removeprefix("zshard::")
 
 
 # --- who comes last -------------------------------------------------------------------------------
@@ -76,17 +77,17 @@ def arrivals_of(ranks: Sequence[RankTrace]) -> list[Arrival]:
     the n-th of all. Those that are too close for the hosts' clocks are left out."""
     begins: list[dict[str, list[int]]] = []
     for each in ranks:
-        found: dict[str, list[int]] = {}
+        times_of: dict[str, list[int]] = {}
         for name, _, begun, _ in sorted(each.ranges, key=lambda of: of[2]):
-            if name.removeprefix("zshard::").startswith(_MEETINGS):
-                found.setdefault(name.removeprefix("zshard::"), []).append(begun + each.shift)
-        begins.append(found)
+            if _short(name).startswith(_MEETINGS):
+                times_of.setdefault(_short(name), []).append(begun + each.shift)
+        begins.append(times_of)
     error = max((each.error for each in ranks), default=0)
     arrivals = []
     for what in set.intersection(*map(set, begins)) if len(ranks) > 1 else ():
-        if len({len(found[what]) for found in begins}) > 1:
+        if len({len(times_of[what]) for times_of in begins}) > 1:
             continue  # some rank has skipped the unit
-        for times in zip(*(found[what] for found in begins), strict=True):
+        for times in zip(*(times_of[what] for times_of in begins), strict=True):
             *_, (before, _), (at, index) = sorted((time, i) for i, time in enumerate(times))
             if at - before > 2 * error:
                 arrivals.append(Arrival(at, ranks[index].rank, at - before, what))
@@ -103,24 +104,28 @@ def _late_in_waits(trace: RankTrace, arrivals: Sequence[Arrival]) -> defaultdict
         first, end = (bisect_left(arrivals, (at + trace.shift,)) for at in (begun, ended))
         ranks = [each.rank for each in arrivals[first:end] if parts_of(each.what)[1] == unit]
         if ranks and ranks[-1] != trace.rank:
-            late[name.removeprefix("zshard::")][ranks[-1]] += 1
+            late[_short(name)][ranks[-1]] += 1
     return late
 
 
 def _last(rank: int, arrivals: Sequence[Arrival]) -> dict[str, Any]:
-    own = [each for each in arrivals if each.rank == rank]
+    of_rank = [each for each in arrivals if each.rank == rank]
     late, until = 0, 0  # a rank that is late to a forward is also late to its first gather
-    for each in own:
+    for each in of_rank:
         late += each.at - max(each.at - each.after, min(until, each.at))
         until = each.at
-    longest = max(own, key=lambda each: each.after, default=Arrival(0, rank, 0, ""))
-    return {
-        **{"count": len(own), "of": len(arrivals)},
-        **{"seconds": late / 1e9, "longest": longest.after / 1e9, "what": longest.what},
-    }
+    longest = max(of_rank, key=lambda each: each.after, default=Arrival(0, rank, 0, ""))
+    worst = {"longest": longest.after / 1e9, "what": longest.what}
+    return {"count": len(of_rank), "of": len(arrivals), "seconds": late / 1e9, **worst}
 
 
 # --- one rank's report ----------------------------------------------------------------------------
+
+
+def summaries_of(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
+    """Return the reports of these ranks."""
+    arrivals = arrivals_of(ranks)
+    return [summary_of(each, arrivals) for each in ranks]
 
 
 def summary_of(trace: RankTrace, arrivals: Sequence[Arrival]) -> dict[str, Any]:
@@ -132,30 +137,27 @@ def summary_of(trace: RankTrace, arrivals: Sequence[Arrival]) -> dict[str, Any]:
         times = units.setdefault(unit, dict.fromkeys(_COLUMNS, 0.0))
         times[column] += nanoseconds / 1e9
         if column == "wait":
-            waits.setdefault((unit, name.removeprefix("zshard::")), []).append(nanoseconds)
+            waits.setdefault((unit, _short(name)), []).append(nanoseconds)
     exposed = sum(times["wait"] for times in units.values())
     seconds = (trace.ended - trace.begun) / 1e9
-    steps = sum(name == "optimizer.step" for name in map(_short, trace.ranges))
-    listed: list[dict[str, Any]] = [
-        {
-            **{"unit": unit, "for": parts_of(what)[2], "what": what, "count": len(each)},
-            **{"seconds": sum(each) / 1e9, "longest": max(each) / 1e9},
-            "last": {str(rank): n for rank, n in late[what].most_common()},
-        }
-        for (unit, what), each in waits.items()
-    ]
+    listed: list[dict[str, Any]] = []
+    for (unit, what), each in waits.items():
+        wait = {"unit": unit, "for": parts_of(what)[2], "what": what, "count": len(each)}
+        times = {"seconds": sum(each) / 1e9, "longest": max(each) / 1e9}
+        last = {str(rank): n for rank, n in late[what].most_common()}
+        listed.append({**wait, **times, "last": last})
     return {
-        **{"rank": trace.rank, "seconds": seconds, "steps": steps},
-        **{"exposed_seconds": exposed, "exposed_share": exposed / seconds if seconds else 0.0},
-        **{"clock_error_seconds": trace.error / 1e9, "lost": trace.lost},
+        "rank": trace.rank,
+        "seconds": seconds,
+        "steps": sum(_short(name) == "optimizer.step" for name, *_ in trace.ranges),
+        "exposed_seconds": exposed,
+        "exposed_share": exposed / seconds if seconds else 0.0,
+        "clock_error_seconds": trace.error / 1e9,
+        "lost": trace.lost,
         "last": _last(trace.rank, arrivals),
         "units": [{"unit": unit, **times} for unit, times in units.items()],
         "waits": sorted(listed, key=lambda each: -each["seconds"]),
     }
-
-
-def _short(each: Range) -> str:
-    return each[0].removeprefix("zshard::")
 
 
 def text_of(summary: dict[str, Any]) -> str:

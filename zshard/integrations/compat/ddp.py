@@ -7,7 +7,7 @@ chooses another strategy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,12 +18,10 @@ from zshard.api import (
     ARGUMENTS,
     FSDP,
     ShardingStrategy,
+    Wrapped,
     checks_names,
     is_unit,
 )
-
-if TYPE_CHECKING:
-    from zshard.api import Wrapped
 
 __all__ = ["DistributedDataParallel"]
 
@@ -31,9 +29,10 @@ _M = TypeVar("_M", bound=nn.Module)
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's attribute of a module
 
+_OMIT = "omit it: gradients are reduced during backward"
 _UNSUPPORTED = {
-    "delay_all_reduce_named_params": "omit it: gradients are reduced during backward",
-    "param_to_hook_all_reduce": "omit it: gradients are reduced during backward",
+    "delay_all_reduce_named_params": _OMIT,
+    "param_to_hook_all_reduce": _OMIT,
     "mixed_precision": (
         "call FSDP(module, strategy='no_shard', mixed_precision=zshard.MixedPrecision(...))"
     ),
@@ -117,7 +116,10 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
                     f"DistributedDataParallel({name}=...) is not supported: {remedy}"
                 )
         if dim != 0:
-            raise NotImplementedError(f"dim={dim} is not supported: {_SPLITS}; omit it")
+            raise NotImplementedError(
+                f"dim={dim} is not supported: a rank gets a batch of its own, and zshard splits "
+                "none; omit it"
+            )
         device_ids = device_ids or None  # DDP takes an empty list, too
         if output_device is not None and [output_device] != list(device_ids or ()):
             raise NotImplementedError(
@@ -142,6 +144,3 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
             forward_sync_buffers=True if sync is None else bool(sync),
             **options,
         )
-
-
-_SPLITS = "a rank gets a batch of its own, and zshard splits none"

@@ -14,7 +14,7 @@ Its methods are those of all sharded models (`model/methods.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch.distributed as dist
 from torch import nn
@@ -26,15 +26,13 @@ from zshard.api import (
     Offload,
     ShardingStrategy,
     Wire,
+    Wrapped,
     checks_names,
     register_forward_method,
     reset_or_leave,
     resolve_groups,
     state_of,
 )
-
-if TYPE_CHECKING:
-    from zshard.api import Wrapped
 
 __all__ = [
     "FSDPModule",
@@ -143,23 +141,9 @@ def fully_shard(
 
     Returns `module` itself: the same module, list or tuple. Raises what FSDP() does.
     """
-    if isinstance(module, list | tuple):
-        for each in module:
-            _check_module(each)
-        for each in module:
-            fully_shard(
-                each,
-                mesh=mesh,
-                reshard_after_forward=reshard_after_forward,
-                shard_placement_fn=shard_placement_fn,
-                mp_policy=mp_policy,
-                offload_policy=offload_policy,
-                ignored_params=ignored_params,
-                dp_mesh_dims=dp_mesh_dims,
-                wire=wire,
-            )
-        return module
-    _check_module(module)
+    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
+    for each in modules:
+        _check_module(each)
     if shard_placement_fn is not None:
         raise NotImplementedError(
             "fully_shard(shard_placement_fn=...) is not supported: zshard shards each unit as one "
@@ -172,22 +156,24 @@ def fully_shard(
         )
     hybrid = _dimensions(mesh) == 2
     groups = _groups_to_keep_in(reshard_after_forward, mesh, hybrid)
-    sharded = FSDP(
-        module,
-        groups,
-        strategy=_strategy(reshard_after_forward, hybrid) if groups is None else "hybrid_full",
-        device_mesh=mesh if groups is None else None,
-        mixed_precision=mp_policy,
-        offload=Offload.of(offload_policy, "offload_policy"),
-        auto_wrap_policy=None,
-        ignored_states=_params(ignored_params),
-        param_init_fn=reset_or_leave,
-        wire=wire,
-    )
-    if reshard_after_forward is True:  # not by default: spare memory does not change this
-        unit = state_of(module).unit
-        unit.strategy = unit.strategy
-    return sharded
+    ignored = _params(ignored_params)  # which may be a generator
+    for each in modules:
+        FSDP(
+            each,
+            groups,
+            strategy=_strategy(reshard_after_forward, hybrid) if groups is None else "hybrid_full",
+            device_mesh=mesh if groups is None else None,
+            mixed_precision=mp_policy,
+            offload=Offload.of(offload_policy, "offload_policy"),
+            auto_wrap_policy=None,
+            ignored_states=ignored,
+            param_init_fn=reset_or_leave,
+            wire=wire,
+        )
+        if reshard_after_forward is True:  # not by default: spare memory does not change this
+            unit = state_of(each).unit
+            unit.strategy = unit.strategy
+    return module
 
 
 def _check_module(module: object) -> None:
@@ -249,10 +235,8 @@ def _strategy(reshard_after_forward: bool | int | None, hybrid: bool) -> Shardin
             "reshard_after_forward must be True, False, None or a number of ranks, got "
             f"{reshard_after_forward!r}"
         )
-    keep = reshard_after_forward is False
-    if reshard_after_forward == 1 and reshard_after_forward is not True:
-        keep = True  # one rank per group: unsharded
-    if keep:
+    is_one = reshard_after_forward == 1 and reshard_after_forward is not True  # rank per group
+    if reshard_after_forward is False or is_one:
         return ShardingStrategy.HYBRID_SHARD_ZERO2 if hybrid else ShardingStrategy.SHARD_GRAD_OP
     return ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
 

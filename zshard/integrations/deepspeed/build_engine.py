@@ -106,11 +106,9 @@ def initialize(
             raise NotImplementedError(
                 f"zshard.initialize(): {name} must be None: zshard has data parallelism only"
             )
-    given = read(_config_of(args, config, config_params))
+    content = read(_config_of(args, config, config_params))
     init_distributed(dist_init_required=dist_init_required)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    settings = settings_of(given, args, world, rank)
+    settings = settings_of(content, args, dist.get_world_size(), dist.get_rank())
     _check_sums(module, settings)
     client = _check_optimizer(optimizer, module)
     groups = None if model_parameters is None else _check_parameters(model_parameters, module)
@@ -130,8 +128,7 @@ def initialize(
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
     if training_data is not None:
-        loader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-        engine.training_dataloader = loader
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, chosen, engine.training_dataloader, scheduler
 
 
@@ -155,8 +152,8 @@ def init_distributed(
         arguments: DeepSpeed's other arguments: rank and world_size are passed on, and the rest
             (auto_mpi_discovery, distributed_port, verbose, config) has no effect.
     """
-    known = {"rank", "world_size", "auto_mpi_discovery", "distributed_port", "verbose", "config"}
-    for name in arguments.keys() - known:
+    allowed = {"rank", "world_size", "auto_mpi_discovery", "distributed_port", "verbose", "config"}
+    for name in arguments.keys() - allowed:
         raise TypeError(f"init_distributed() got an unexpected argument '{name}'")
     if dist.is_initialized():
         return
@@ -165,16 +162,16 @@ def init_distributed(
             "torch.distributed is not initialized: call torch.distributed.init_process_group() "
             "first, or omit dist_init_required=False"
         )
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         name: arguments[name] for name in ("rank", "world_size") if arguments.get(name, -1) >= 0
     }
     if timeout is not None:
-        given["timeout"] = timeout
+        options["timeout"] = timeout
     if init_method is not None:
-        given["init_method"] = init_method
+        options["init_method"] = init_method
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    alone = "init_method" not in given and "RANK" not in os.environ
-    make_default_group(backend, alone=alone and not given.get("world_size"), **given)
+    alone = "init_method" not in options and "RANK" not in os.environ
+    make_default_group(backend, alone=alone and not options.get("world_size"), **options)
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -198,33 +195,28 @@ def _check_model(model: object) -> nn.Module:
 
 def _check_sums(module: nn.Module, settings: Settings) -> None:
     """Refuse a dtype for sums over micro-batches that is not the parameters'."""
-    asked = settings.accumulated
+    sums = settings.accumulated
     for name, param in module.named_parameters():
         dtype = torch.float32 if settings.dtype and param.dtype in _HALF else param.dtype
-        if asked is None or not param.requires_grad or dtype is asked:
-            continue
-        wanted, actual = (str(each).removeprefix("torch.") for each in (asked, dtype))
-        raise NotImplementedError(
-            f"'{ACCUMULATED}' in the DeepSpeed config is {wanted}, but parameter '{name}' "
-            f"is {actual}, and zshard sums micro-batches in the parameters' dtype: remove "
-            "the key, or for float32 sums enable 'bf16', which keeps float32 parameters"
-        )
+        if sums is not None and param.requires_grad and dtype is not sums:
+            wanted, actual = (str(each).removeprefix("torch.") for each in (sums, dtype))
+            raise NotImplementedError(
+                f"'{ACCUMULATED}' in the DeepSpeed config is {wanted}, but parameter '{name}' is "
+                f"{actual}, and zshard sums micro-batches in the parameters' dtype: remove the "
+                "key, or for float32 sums enable 'bf16', which keeps float32 parameters"
+            )
 
 
 def _config_of(args: object, config: Config | None, config_params: Config | None) -> object:
-    found = {
-        "config": config,
-        "config_params": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-    }
-    given = [name for name, value in found.items() if value is not None]
-    if len(given) != 1:
-        what = f"got {' and '.join(given)}" if given else "got none"
+    of_args = getattr(args, "deepspeed_config", None)
+    configs = {"config": config, "config_params": config_params, "args.deepspeed_config": of_args}
+    names = [name for name, value in configs.items() if value is not None]
+    if len(names) != 1:
         raise ValueError(
-            f"zshard.initialize() expects one DeepSpeed config, {what}: pass config=, or args= "
-            "with deepspeed_config"
+            f"zshard.initialize() expects one DeepSpeed config, got {' and '.join(names) or 'none'}"
+            ": pass config=, or args= with deepspeed_config"
         )
-    return found[given[0]]
+    return configs[names[0]]
 
 
 def _check_optimizer(optimizer: object, module: nn.Module) -> Optimizer | None:
@@ -243,13 +235,11 @@ def _check_parameters(parameters: Iterable[Any], module: nn.Module) -> list[Any]
         kind = type(parameters).__name__
         raise TypeError(f"model_parameters must be parameters or param groups, got a {kind}")
     groups = list(parameters)
-    if groups and all(isinstance(each, dict) for each in groups):
-        for i, each in enumerate(groups):
-            params = each["params"]
-            groups[i] = {**each, "params": [params] if isinstance(params, Tensor) else list(params)}
-        _check_own(groups, module, "model_parameters")
-    else:
-        _check_own([{"params": groups}], module, "model_parameters")
+    has_groups = bool(groups) and all(isinstance(each, dict) for each in groups)
+    for i, each in enumerate(groups if has_groups else ()):
+        params = each["params"]
+        groups[i] = {**each, "params": [params] if isinstance(params, Tensor) else list(params)}
+    _check_own(groups if has_groups else [{"params": groups}], module, "model_parameters")
     return groups
 
 
@@ -274,15 +264,15 @@ def _try_sections(
     count = sum(isinstance(each, dict) for each in groups or ()) or 1
     if client is not None:
         count = len(client.param_groups)
-    others = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(count)]
+    dummies = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(count)]
     section, schedule = settings.section("optimizer"), settings.section("scheduler")
-    made: Optimizer = torch.optim.AdamW(others)
+    optimizer: Optimizer = torch.optim.AdamW(dummies)
     if client is None and section is not None:
-        made = optimizer_of(section, others)
+        optimizer = optimizer_of(section, dummies)
     if schedules and schedule is not None:
         if client is None and section is None:
             raise ValueError(_NEEDS_OPTIMIZER)
-        schedule_of(schedule, made)
+        schedule_of(schedule, optimizer)
 
 
 # --- building -------------------------------------------------------------------------------------
@@ -306,10 +296,8 @@ def _shard(module: nn.Module, settings: Settings) -> None:
         device_id=device,
         param_init_fn=reset_or_leave if any(p.is_meta for p in module.parameters()) else None,
     )
-    facts = [
-        (f"'{name}'", json.dumps(value, default=str, sort_keys=True))
-        for name, value in sorted(settings.values.items())
-    ]
+    values = sorted(settings.values.items())
+    facts = [(f"'{k}'", json.dumps(v, default=str, sort_keys=True)) for k, v in values]
     with PublicCall("initialize()"):
         check_agreement(state_of(module).comms.all, facts, "DeepSpeed configs")
     describe(module.parameters())
@@ -320,21 +308,21 @@ def _make_optimizer(
 ) -> Optimizer | None:
     if groups is None:
         groups = [param for param in module.parameters() if param.requires_grad]
-    section = settings.section("optimizer")
-    if function is not None:
-        made = function(groups)
-        if not isinstance(made, Optimizer):
-            kind = type(made).__name__
-            raise TypeError(f"optimizer= must return a torch optimizer, got {kind}")
-        return made
-    return None if section is None else optimizer_of(section, groups)
+    if function is None:
+        section = settings.section("optimizer")
+        return None if section is None else optimizer_of(section, groups)
+    optimizer = function(groups)
+    if not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"optimizer= must return a torch optimizer, got {kind}")
+    return optimizer
 
 
-def _make_scheduler(given: Any, optimizer: Optimizer | None, settings: Settings) -> Any:
+def _make_scheduler(scheduler: Any, optimizer: Optimizer | None, settings: Settings) -> Any:
     section = settings.section("scheduler")
-    is_made = given is not None and (hasattr(given, "step") or not callable(given))
-    if is_made or (given is None and section is None):
-        return given
+    is_function = callable(scheduler) and not hasattr(scheduler, "step")
+    if not is_function and (scheduler is not None or section is None):
+        return scheduler
     if optimizer is None:
         raise ValueError(_NEEDS_OPTIMIZER)
-    return given(optimizer) if given is not None else schedule_of(section or {}, optimizer)
+    return scheduler(optimizer) if is_function else schedule_of(section or {}, optimizer)

@@ -99,7 +99,7 @@ def read(config: object) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = _TOKEN.sub(_blank, file.read())
-        found = json.loads(text, object_pairs_hook=_without_duplicates)
+        content = json.loads(text, object_pairs_hook=_without_duplicates)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"there is no DeepSpeed config '{path}': pass its path, or a dict (current directory: "
@@ -111,9 +111,9 @@ def read(config: object) -> dict[str, Any]:
             "commas are allowed; put {...} around the whole, keys and texts in double quotes, and "
             "a comma between entries)"
         ) from None
-    if not isinstance(found, dict):
-        raise TypeError(f"the DeepSpeed config '{path}' must be a JSON object, got {found!r}")
-    return found
+    if not isinstance(content, dict):
+        raise TypeError(f"the DeepSpeed config '{path}' must be a JSON object, got {content!r}")
+    return content
 
 
 def settings_of(config: Mapping[str, Any], args: object, world: int, rank: int) -> Settings:
@@ -126,8 +126,7 @@ def settings_of(config: Mapping[str, Any], args: object, world: int, rank: int) 
     """
     plain, ignored = checked(config)
     filled, assumed = fill(plain, args)
-    values = ConfigValues(filled)
-    settings = _settings(values, world)
+    settings = _settings(ConfigValues(filled), world)
     if assumed and rank == 0:
         print(
             'zshard: the DeepSpeed config has "auto" that args= does not tell, so these are the '
@@ -152,6 +151,15 @@ def _settings(values: ConfigValues, world: int) -> Settings:
             "multiply the loss by the number of ranks"
         )
     dtype, autocast = _dtypes(values)
+    wire = values.dtype("communication_data_type")
+    buffers = values.dtype("data_types.buffer_dtype")
+    precision = MixedPrecision(param_dtype=dtype, reduce_dtype=wire, buffer_dtype=buffers)
+    accumulated = values.dtype(ACCUMULATED)
+    if dtype is not None and accumulated not in (None, torch.float32):
+        raise NotImplementedError(
+            f"'{ACCUMULATED}' in the DeepSpeed config must be 'fp32' with 'bf16' or 'fp16': zshard "
+            "then keeps float32 parameters, and sums micro-batches in the parameters' dtype"
+        )
     train, micro, steps = (values.get(name) for name in (TRAIN, MICRO, STEPS))
     return Settings(
         values=values.config,
@@ -159,8 +167,8 @@ def _settings(values: ConfigValues, world: int) -> Settings:
         stage=stage,
         dtype=dtype,
         autocast=autocast,
-        precision=_precision(values, dtype),
-        accumulated=_accumulated(values, dtype),
+        precision=precision if (dtype, wire, buffers) != (None, None, None) else None,
+        accumulated=accumulated,
         offload=_offload(values, stage),
         loss_scale=_loss_scale(values) if dtype is torch.float16 else None,
         clipping=float(values.get("gradient_clipping", 1.0)),  # as DeepSpeed since 0.19.3
@@ -179,14 +187,12 @@ def complete(train: int | None, micro: int | None, steps: int | None, world: int
     if train is None and micro is None:
         raise ValueError(f"the DeepSpeed config has no '{TRAIN}' and no '{MICRO}': add one of them")
     train, micro, steps = (None if each is None else int(each) for each in (train, micro, steps))
-    if steps is None and (train is None or micro is None):
-        steps = 1
     if steps is None:
-        steps = _divided(train or 0, MICRO, micro or 0, world)
+        both = train is not None and micro is not None
+        steps = _divided(train or 0, MICRO, micro or 0, world) if both else 1
     if micro is None:
         micro = _divided(train or 0, STEPS, steps, world)
-    if train is None:
-        train = micro * steps * world
+    train = micro * steps * world if train is None else train
     if train != micro * steps * world:
         raise ValueError(
             f"{TRAIN}={train} is not {MICRO}={micro} * {STEPS}={steps} * {world} rank(s), which "
@@ -208,16 +214,14 @@ def _divided(train: int, name: str, size: int, world: int) -> int:
 
 def _dtypes(values: ConfigValues) -> tuple[torch.dtype | None, torch.dtype | None]:
     """Return the dtypes of forward and backward, and of torch.autocast."""
-    half, brain = values.get("fp16.enabled", False), values.get("bf16.enabled", False)
-    cast = values.get("torch_autocast.enabled", False)
-    names = ("fp16", "bf16", "torch_autocast")
-    on = [name for name, is_on in zip(names, (half, brain, cast), strict=True) if is_on]
+    kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "torch_autocast": None}
+    on = [name for name in kinds if values.get(f"{name}.enabled", False)]
     if len(on) > 1:
         raise ValueError(
             f"the DeepSpeed config enables {' and '.join(on)}: enable only one of them"
         )
-    if not cast:
-        return torch.float16 if half else torch.bfloat16 if brain else None, None
+    if on != ["torch_autocast"]:
+        return kinds[on[0]] if on else None, None
     dtype = values.dtype("torch_autocast.dtype") or torch.bfloat16
     if dtype is torch.float16:
         raise NotImplementedError(
@@ -225,25 +229,6 @@ def _dtypes(values: ConfigValues) -> tuple[torch.dtype | None, torch.dtype | Non
             "loss scaling, enable 'fp16'"
         )
     return None, dtype
-
-
-def _precision(values: ConfigValues, dtype: torch.dtype | None) -> MixedPrecision | None:
-    wire = values.dtype("communication_data_type")
-    buffers = values.dtype("data_types.buffer_dtype")
-    if (dtype, wire, buffers) == (None, None, None):
-        return None
-    return MixedPrecision(param_dtype=dtype, reduce_dtype=wire, buffer_dtype=buffers)
-
-
-def _accumulated(values: ConfigValues, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype that the config asks for, which is to be the parameters'."""
-    accumulated = values.dtype(ACCUMULATED)
-    if dtype is not None and accumulated not in (None, torch.float32):
-        raise NotImplementedError(
-            f"'{ACCUMULATED}' in the DeepSpeed config must be 'fp32' with 'bf16' or 'fp16': zshard "
-            "then keeps float32 parameters, and sums micro-batches in the parameters' dtype"
-        )
-    return accumulated
 
 
 def _loss_scale(values: ConfigValues) -> LossScale:
@@ -260,15 +245,14 @@ def _loss_scale(values: ConfigValues) -> LossScale:
 
 def _offload(values: ConfigValues, stage: int) -> Offload | None:
     """Return the Offload of the config; None: nothing is offloaded."""
-    place = {
-        part: _place(values, f"zero_optimization.offload_{part}") for part in ("param", "optimizer")
-    }
-    for old, part in (("_param", "param"), ("_params", "param"), ("", "optimizer")):
-        if values.get(f"zero_optimization.cpu_offload{old}") and place[part] is None:
-            place[part] = ""
-    if stage == 0 or (place["param"] is None and place["optimizer"] is None):
+    places = []
+    for part, old_names in (("param", ("_param", "_params")), ("optimizer", ("",))):
+        place = _place(values, f"zero_optimization.offload_{part}")
+        is_old = any(values.get(f"zero_optimization.cpu_offload{name}") for name in old_names)
+        places.append("" if place is None and is_old else place)
+    if stage == 0 or places == [None, None]:
         return None
-    folders = {folder for folder in place.values() if folder}
+    folders = {folder for folder in places if folder}
     if len(folders) > 1:
         raise NotImplementedError(
             "'offload_param.nvme_path' and 'offload_optimizer.nvme_path' in the DeepSpeed config "
@@ -276,9 +260,7 @@ def _offload(values: ConfigValues, stage: int) -> Offload | None:
         )
     directory = folders.pop() if folders else None
     to_disk = directory is not None  # on CPUs, "cpu" already holds everything
-    param, optimizer = (
-        folder is not None and (bool(folder) or not to_disk) for folder in place.values()
-    )
+    param, optimizer = (p is not None and (bool(p) or not to_disk) for p in places)
     part = "optimizer" if optimizer else "param"
     ratio = values.get(f"zero_optimization.offload_{part}.ratio", 1.0)
     return Offload(params=param, optimizer=optimizer, fraction=float(ratio), directory=directory)
@@ -291,9 +273,8 @@ def make_folder(offload: Offload | None) -> None:
     try:
         os.makedirs(offload.directory, exist_ok=True)
     except OSError as error:
-        why = (
-            f"{error.strerror}: set 'nvme_path' in the DeepSpeed config to a folder on a local disk"
-        )
+        how = "set 'nvme_path' in the DeepSpeed config to a folder on a local disk"
+        why = f"{error.strerror}: {how}"
         raise OSError(error.errno, why, os.fspath(offload.directory)) from None
 
 
@@ -301,10 +282,8 @@ def _place(values: ConfigValues, name: str) -> str | None:
     """Return the target of an offloaded part: a folder, or "" for host memory; None: not
     offloaded."""
     device: str = values.get(f"{name}.device", "none")
-    if device == "none":
-        return None
-    if device == "cpu":
-        return ""
+    if device in ("none", "cpu"):
+        return None if device == "none" else ""
     if device != "nvme":
         raise ValueError(must_be(f"{name}.device", "'none', 'cpu' or 'nvme'", device))
     folder: str = values.get(f"{name}.nvme_path", "")
@@ -316,12 +295,11 @@ def _place(values: ConfigValues, name: str) -> str | None:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [key for key, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key '{twice}' is there twice: remove one")
-    return found
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"the key '{name}' is there twice: remove one")
+    return dict(pairs)
 
 
 def _blank(token: re.Match[str]) -> str:

@@ -50,7 +50,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         self.training_dataloader: DataLoader[Any] | None = None
         self.config = settings.values
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
-        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.global_rank = dist.get_rank()
         self.world_size = self.dp_world_size = state_of(model).comms.all.world
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._settings, self._sizes = settings, settings.sizes
@@ -68,24 +68,23 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
     # --- forward and backward ---------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward."""
+        """Run the model's forward.
+
+        Raises RuntimeError for a second micro-batch if the first had its backward but no step.
+        """
         if torch.is_grad_enabled() and self.module.training:
-            self._check_round()
+            if self._backwards and self._boundary is None and self._sizes.steps > 1:
+                raise RuntimeError(
+                    "engine.step() was not called after engine.backward(): with "
+                    f"gradient_accumulation_steps={self._sizes.steps}, call step() after the "
+                    "backward of each micro-batch (it does nothing before the last one), or call "
+                    "engine.set_gradient_accumulation_boundary()"
+                )
             self._forwards += 1
         if self._settings.autocast is None:
             return self.module(*args, **kwargs)
         with torch.autocast(self.device.type, self._settings.autocast):
             return self.module(*args, **kwargs)
-
-    def _check_round(self) -> None:
-        """Refuse the forward of a second micro-batch if the first had its backward but no step."""
-        if self._backwards and self._boundary is None and self._sizes.steps > 1:
-            raise RuntimeError(
-                "engine.step() was not called after engine.backward(): with "
-                f"gradient_accumulation_steps={self._sizes.steps}, call step() after the backward "
-                "of each micro-batch (it does nothing before the last one), or call "
-                "engine.set_gradient_accumulation_boundary()"
-            )
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -151,10 +150,8 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         return self._micro + 1 >= self._sizes.steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set whether the current micro-batch is the last of its round, from now on.
-
-        Call it before the forward. None: count again.
-        """
+        """Set whether the current micro-batch is the last of its round, from now on; None: count
+        again. Call it before the forward."""
         self._boundary = is_boundary
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -203,16 +200,21 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         self.skipped_steps += overflow
         self._step_applied = not overflow
         scale = self._settings.loss_scale
-        try:
-            if scale is not None and self._scaler is not None:
+        if scale is not None and self._scaler is not None:
+            try:
                 scale.update(overflow)
-        finally:
-            if scale is not None and self._scaler is not None:
+            finally:
                 self._scaler.update(scale.scale)
-            self._show_scale(overflow)
+                self._show_scale(overflow)
         if self.lr_scheduler is not None and not overflow:
             self.lr_scheduler.step(**lr_kwargs)
-        self._report()
+        every = self._settings.values.get("steps_per_print") or math.inf
+        if self.global_steps % every == 0 and self.global_rank == 0:
+            print(
+                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, "
+                f"mom={self.get_mom()}",
+                file=sys.stderr,
+            )
 
     def _update(self) -> bool:
         """Clip and step the optimizer; return whether it was skipped because of an overflow."""
@@ -224,7 +226,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
             overflow = any(map(bool, self._scaler._found_inf_per_device(optimizer).values()))
         self._norm = None
         if settings.clipping or settings.computes_norm or settings.skips_overflows:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
+            params = [param for group in self._param_groups for param in group["params"]]
             self._norm = float(nn.utils.clip_grad_norm_(params, settings.clipping or math.inf))
             if settings.skips_overflows:
                 overflow = not math.isfinite(self._norm)
@@ -247,16 +249,6 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
             scale = self._settings.loss_scale.scale
             vars(self.optimizer).update(cur_scale=scale, loss_scale=scale, overflow=overflow)
 
-    def _report(self) -> None:
-        """Print a line on rank 0 every "steps_per_print" steps, as DeepSpeed does."""
-        every = self._settings.values.get("steps_per_print") or math.inf
-        if self.global_steps % every == 0 and self.global_rank == 0:
-            print(
-                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, "
-                f"mom={self.get_mom()}",
-                file=sys.stderr,
-            )
-
     def _need_optimizer(self, name: str) -> None:
         if self.optimizer is None:
             raise RuntimeError(
@@ -265,7 +257,6 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the model."""
         self.module.zero_grad(set_to_none)
 
     # --- queries ----------------------------------------------------------------------------------
@@ -318,18 +309,17 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
 
     def get_lr(self) -> list[Any]:
         """Return the learning rates of the param groups."""
-        return self._group_values("lr")
+        return [group.get("lr", 0.0) for group in self._param_groups]
 
     def get_mom(self) -> list[Any]:
         """Return the betas of the param groups, or the momentum of SGD and RMSprop."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return self._group_values(
-            "betas" if any("betas" in each for each in groups) else "momentum"
-        )
+        has_betas = any("betas" in group for group in self._param_groups)
+        name = "betas" if has_betas else "momentum"
+        return [group.get(name, 0.0) for group in self._param_groups]
 
-    def _group_values(self, name: str) -> list[Any]:
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [group.get(name, 0.0) for group in groups]
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     @property
     def cur_scale(self) -> float:
@@ -350,15 +340,12 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         return device
 
     def zero_optimization_stage(self) -> int:
-        """Return the stage of ZeRO."""
         return self._settings.stage
 
     def fp16_enabled(self) -> bool:
-        """Return whether "fp16" is enabled."""
         return self._settings.dtype is torch.float16
 
     def bfloat16_enabled(self) -> bool:
-        """Return whether "bf16" is enabled."""
         return self._settings.dtype is torch.bfloat16
 
     def gradient_clipping(self) -> float:
@@ -366,13 +353,8 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         return self._settings.clipping
 
     def train(self, mode: bool = True) -> Any:
-        """Set the model to training, or with False to evaluation."""
         self.module.train(mode)
         return self
-
-    def eval(self) -> Any:
-        """Set the model to evaluation."""
-        return self.train(False)
 
     def compile(self, *args: object, **kwargs: object) -> None:
         """Compile the model in place with torch.compile() and its arguments, but not the engine,
@@ -422,5 +404,4 @@ def check_dataset(dataset: object) -> None:
     """Raise TypeError if a DataLoader cannot take it."""
     has_length = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if not has_length and not isinstance(dataset, IterableDataset):
-        kind = type(dataset).__name__
-        raise TypeError(f"training_data must be a torch Dataset, got {kind}")
+        raise TypeError(f"training_data must be a torch Dataset, got {type(dataset).__name__}")

@@ -34,8 +34,7 @@ from zshard.integrations.deepspeed.ds_config import Settings
 
 _LATEST = "latest"
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-_OURS = "engine"  # in `extra`
-_CLIENT = "client_state"
+_ENGINE, _CLIENT = "engine", "client_state"  # in `extra`
 
 
 class EngineCheckpoints:
@@ -92,7 +91,7 @@ class EngineCheckpoints:
                 raise TypeError(f"client_state must be a dict, got {kind}")
             if writes:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-        extra = {_OURS: self._own_state(), _CLIENT: dict(client_state or {})}
+        extra = {_ENGINE: self._own_state(), _CLIENT: dict(client_state or {})}
         save(path, self.module, self.optimizer, extra=extra, **how)
         with on_all_ranks(comm):
             if save_latest and writes:
@@ -139,9 +138,9 @@ class EngineCheckpoints:
         with on_all_ranks(comm):
             name = _latest_of(folder) if tag is None else _checked(str(tag))
         # A new host with a disk of its own has no file `latest` and no checkpoint.
-        known = [each for each in gather(comm, name) if each]
+        names = gather(comm, name)
         if tag is None:
-            name = known[0] if known else None
+            name = next(filter(None, names), None)
         if name is None:
             warn_on_rank_0(
                 comm,
@@ -183,10 +182,10 @@ class EngineCheckpoints:
             state = self.module.state_dict()
         with on_all_ranks(comm):
             if comm.rank == 0:
-                made: dict[nn.Parameter, torch.Tensor] = {}  # tied ones stay one tensor
+                casts: dict[nn.Parameter, torch.Tensor] = {}  # tied ones stay one tensor
                 for name in params.keys() & state.keys():
                     cast = state[name].to(self._settings.dtype or state[name].dtype)
-                    state[name] = made.setdefault(params[name], cast)
+                    state[name] = casts.setdefault(params[name], cast)
                     if exclude_frozen_parameters and not params[name].requires_grad:
                         del state[name]
                 os.makedirs(path_of(save_dir), exist_ok=True)
@@ -197,25 +196,22 @@ class EngineCheckpoints:
         return state_of(self.module).comms.all
 
     def _own_state(self) -> dict[str, Any]:
-        scale = self._settings.loss_scale
-        state: dict[str, Any] = {name: getattr(self, name) for name in _COUNTS}
-        state["loss_scale"] = None if scale is None else scale.state_dict()
-        scheduler = self.lr_scheduler
-        state["lr_scheduler"] = None if scheduler is None else scheduler.state_dict()
-        return state
+        parts = {"loss_scale": self._settings.loss_scale, "lr_scheduler": self.lr_scheduler}
+        states = {k: None if part is None else part.state_dict() for k, part in parts.items()}
+        return {**{name: getattr(self, name) for name in _COUNTS}, **states}
 
     def _take_state(self, loaded: Mapping[str, Any], with_scheduler: bool) -> None:
-        own = loaded.get(_OURS)
-        if own is None:  # saved by zshard.save(): the counts stay
+        state = loaded.get(_ENGINE)
+        if state is None:  # saved by zshard.save(): the counts stay
             return
         for name in _COUNTS:
-            setattr(self, name, own[name])
+            setattr(self, name, state[name])
         scale = self._settings.loss_scale
-        if scale is not None and own["loss_scale"] is not None:
-            scale.load_state_dict(own["loss_scale"])
+        if scale is not None and state["loss_scale"] is not None:
+            scale.load_state_dict(state["loss_scale"])
             self._new_scaler()
-        if with_scheduler and self.lr_scheduler is not None and own["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(own["lr_scheduler"])
+        if with_scheduler and self.lr_scheduler is not None and state["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
 
 
 def _checked(tag: str) -> str:
@@ -235,14 +231,13 @@ def _latest_of(folder: str) -> str | None:
 
 def _check_folder(folder: str, name: str, is_there: bool) -> None:
     """Raise FileNotFoundError or CheckpointError for a folder that is no checkpoint of zshard.
-
-    is_there: whether some rank sees it.
-    """
+    is_there: whether some rank sees it."""
     path = os.path.join(folder, name)
     if not is_there:
-        tags = [each.name for each in Path(folder).glob("*") if each.is_dir()]
-        there = ", ".join(sorted(tags)) or "none"
-        raise FileNotFoundError(f"there is no checkpoint '{path}'; tags in '{folder}': {there}")
+        tags = sorted(each.name for each in Path(folder).glob("*") if each.is_dir())
+        raise FileNotFoundError(
+            f"there is no checkpoint '{path}'; tags in '{folder}': {', '.join(tags) or 'none'}"
+        )
     if any(Path(path).glob("*_model_states.pt")):
         raise CheckpointError(
             f"'{path}' is a checkpoint of DeepSpeed, which consists of pickles: convert it with "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any
 
 import torch
 
@@ -18,18 +18,12 @@ from zshard.api import did_you_mean
 
 AUTO = "auto"
 Check = Callable[[str, object], None]  # raises for an invalid value of the key
-TRAIN, MICRO, STEPS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+STEPS = "gradient_accumulation_steps"
 _DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
+    **dict.fromkeys(("fp32", "float32"), torch.float32),
+    **dict.fromkeys(("fp16", "float16"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
 }
 
 # --- checks of values -----------------------------------------------------------------------------
@@ -40,51 +34,46 @@ def must_be(name: str, what: str, value: object) -> str:
     return f"'{name}' in the DeepSpeed config must be {what}, got {value!r}"
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _anything(name: str, value: object) -> None:
-    """The params of an optimizer or scheduler, which check_params() checks."""
+def _is_integer(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value) and value == int(value)
 
 
-def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(must_be(name, "true or false", value))
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
-def _number(name: str, value: object) -> None:
-    if not _is_number(value):
-        raise TypeError(must_be(name, "a number", value))
-    if not 0 <= value < math.inf:
-        raise ValueError(must_be(name, "finite and at least 0", value))
-
-
-def _at_least(least: int) -> Check:
+def _check(
+    has_type: Callable[[Any], bool],
+    kind: str,
+    is_valid: Callable[[Any], object] = lambda value: True,
+    valid: str = "",
+) -> Check:
     def check(name: str, value: object) -> None:
-        if not _is_number(value) or not math.isfinite(value) or value != int(value):
-            raise TypeError(must_be(name, "an integer", value))
-        if value < least:
-            raise ValueError(must_be(name, f"at least {least}", value))
+        if not has_type(value):
+            raise TypeError(must_be(name, kind, value))
+        if not is_valid(value):
+            raise ValueError(must_be(name, valid, value))
 
     return check
 
 
-def _at_least_1_or_never(name: str, value: object) -> None:
-    if value != math.inf:
-        _at_least(1)(name, value)
+def at_least(least: int) -> Check:
+    return _check(_is_integer, "an integer", lambda value: value >= least, f"at least {least}")
 
 
-def _text(name: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise TypeError(must_be(name, "a string", value))
+def _dtype_of(text: str) -> torch.dtype | None:
+    return _DTYPES.get(text.lower().removeprefix("torch."))
 
 
-def _dtype(name: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise TypeError(must_be(name, "a string", value))
-    if value.lower().removeprefix("torch.") not in _DTYPES:
-        raise ValueError(must_be(name, "'fp32', 'fp16' or 'bf16'", value))
+_any = _check(lambda value: True, "")  # check_params() checks it
+_flag = _check(lambda value: isinstance(value, bool), "true or false")
+_text = _check(_is_text, "a string")
+_dtype = _check(_is_text, "a string", _dtype_of, "'fp32', 'fp16' or 'bf16'")
+_number = _check(_is_number, "a number", lambda n: 0 <= n < math.inf, "finite and at least 0")
 
 
 # --- the keys -------------------------------------------------------------------------------------
@@ -97,33 +86,26 @@ def _section(name: str, keys: Mapping[str, Check]) -> dict[str, Any]:
 
 
 WORKS: dict[str, Check] = {
-    TRAIN: _at_least(1),
-    MICRO: _at_least(1),
-    STEPS: _at_least(1),
+    **dict.fromkeys((TRAIN, MICRO, STEPS), at_least(1)),
     "gradient_clipping": _number,
-    "steps_per_print": _at_least_1_or_never,
+    "steps_per_print": _check(
+        lambda n: n == math.inf or _is_integer(n), "an integer", lambda n: n >= 1, "at least 1"
+    ),
     "communication_data_type": _dtype,
     "dataloader_drop_last": _flag,
     "managed_gradient_accumulation": _flag,
     "gradient_allreduce_op": _text,
-    **_section("optimizer", {"type": _text, "params": _anything}),
-    **_section("scheduler", {"type": _text, "params": _anything}),
+    **_section("optimizer", {"type": _text, "params": _any}),
+    **_section("scheduler", {"type": _text, "params": _any}),
     **_section("torch_autocast", {"enabled": _flag, "dtype": _dtype}),
     **_section("data_types", {"grad_accum_dtype": _dtype, "buffer_dtype": _dtype}),
-    "fp16.enabled": _flag,
-    "fp16.auto_cast": _flag,
-    "fp16.loss_scale": _number,
-    "fp16.initial_scale_power": _at_least(0),
-    "fp16.loss_scale_window": _at_least(1),
-    "fp16.hysteresis": _at_least(1),
-    "fp16.consecutive_hysteresis": _flag,
-    "fp16.min_loss_scale": _number,
+    **_section("fp16", {"enabled": _flag, "auto_cast": _flag, "consecutive_hysteresis": _flag}),
+    **_section("fp16", {"loss_scale": _number, "min_loss_scale": _number}),
+    **_section("fp16", {"initial_scale_power": at_least(0), "hysteresis": at_least(1)}),
+    "fp16.loss_scale_window": at_least(1),
     **_section("bf16", {"enabled": _flag, "check_grad_overflow": _flag}),
-    "zero_optimization.stage": _at_least(0),
-    "zero_optimization.cpu_offload": _flag,
-    "zero_optimization.cpu_offload_param": _flag,
-    "zero_optimization.cpu_offload_params": _flag,
-    "zero_optimization.compute_grad_norm": _flag,
+    **_section("zero_optimization", {"stage": at_least(0), "compute_grad_norm": _flag}),
+    **{f"zero_optimization.cpu_offload{part}": _flag for part in ("", "_param", "_params")},
     **_section("checkpoint", {"use_node_local_storage": _flag}),
     **_section("zero_optimization.offload_param", _OFFLOAD),
     **_section("zero_optimization.offload_optimizer", _OFFLOAD),
@@ -164,15 +146,15 @@ def checked(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     ("_comment", "//"). Raises TypeError for a section that is not a dict, NotImplementedError for a
     key that would change numbers and is not supported.
     """
-    found = {_OLD_NAMES.get(key, key): value for key, value in config.items()}
-    if isinstance(found.get("zero_optimization"), bool):  # DeepSpeed 0.1
-        found["zero_optimization"] = {"stage": int(found["zero_optimization"])}
+    current = {_OLD_NAMES.get(key, key): value for key, value in config.items()}
+    if isinstance(current.get("zero_optimization"), bool):  # DeepSpeed 0.1
+        current["zero_optimization"] = {"stage": int(current["zero_optimization"])}
     ignored: list[str] = []
-    return _checked(found, "", ignored), ignored
+    return _checked(current, "", ignored), ignored
 
 
 def _checked(section: Mapping[str, Any], path: str, ignored: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in section.items():
         name = f"{path}.{key}" if path else str(key)
         if not str(key)[:1].isalpha():
@@ -180,26 +162,25 @@ def _checked(section: Mapping[str, Any], path: str, ignored: list[str]) -> dict[
             continue
         if value is None and path not in FREE:
             continue
-        found[key] = value
+        values[key] = value
         if name in SECTIONS or name in FREE:
             if not isinstance(value, Mapping):
                 raise TypeError(must_be(name, "a dict", value))
-            found[key] = _checked(value, name, ignored)
+            values[key] = _checked(value, name, ignored)
         elif name in REFUSED and not _is_off(value):
             raise NotImplementedError(
                 f"'{name}' in the DeepSpeed config would change numbers, and zshard does not "
                 "support it: remove it (docs/deepspeed.md says what to use instead)"
             )
         elif path not in FREE and name not in WORKS and name not in REFUSED:
-            beside = [own for at, _, own in _PLACES if at == path]
+            beside = [last for at, _, last in _PLACES if at == path]
             near = did_you_mean(str(key), beside, _CLOSE)
             ignored.append(f"{name} ({near[2:]})" if near else name)
-    return found
+    return values
 
 
 def _is_off(value: object) -> bool:
-    """Return whether a value requests nothing: false, a section that is not enabled, a size of
-    1."""
+    """Return whether a value requests nothing: false, a section that is not enabled, size 1."""
     if isinstance(value, Mapping):
         inner = value.get("enabled", value.get("autotp_size"))
         return not value or (inner is not None and _is_off(inner))
@@ -230,7 +211,7 @@ class ConfigValues:
     def dtype(self, name: str) -> torch.dtype | None:
         """Return the dtype that a key names."""
         value = self.get(name)
-        return None if value is None else _DTYPES[value.lower().removeprefix("torch.")]
+        return None if value is None else _dtype_of(value)
 
 
 def check_params(path: str, kind: type, params: Mapping[str, Any]) -> None:
@@ -241,43 +222,37 @@ def check_params(path: str, kind: type, params: Mapping[str, Any]) -> None:
     """
     defaults: dict[str, Any] = {}
     for cls in kind.__mro__[:-1]:
-        made_by = vars(cls).get("__init__")
-        for name, parameter in inspect.signature(made_by).parameters.items() if made_by else ():
+        init = vars(cls).get("__init__")
+        for name, parameter in inspect.signature(init).parameters.items() if init else ():
             defaults.setdefault(name, parameter.default)
     for key, value in params.items():
-        given = value if isinstance(value, list | tuple) else [value]
+        numbers = value if isinstance(value, list | tuple) else [value]
         default = defaults.get(key)
         first = default[0] if isinstance(default, tuple) and default else default
-        if _is_number(first) and any(
-            each is None or isinstance(each, str | bool) for each in given
-        ):
+        if _is_number(first) and any(n is None or isinstance(n, str | bool) for n in numbers):
             raise TypeError(must_be(f"{path}.{key}", "a number", value))
-        if any(isinstance(each, float) and not math.isfinite(each) for each in given):
+        if any(isinstance(n, float) and not math.isfinite(n) for n in numbers):
             raise ValueError(must_be(f"{path}.{key}", "finite", value))
 
 
 # --- "auto" ---------------------------------------------------------------------------------------
 
 
-class _ArgumentSource(NamedTuple):
-    attributes: Sequence[str]  # of `args`; several make a list
-    default: object
-
-
-SOURCES = {
-    MICRO: _ArgumentSource(("per_device_train_batch_size",), 8),
-    STEPS: _ArgumentSource(("gradient_accumulation_steps",), 1),
-    "gradient_clipping": _ArgumentSource(("max_grad_norm",), 1.0),
-    "fp16.enabled": _ArgumentSource(("fp16",), False),
-    "bf16.enabled": _ArgumentSource(("bf16",), False),
-    "optimizer.params.lr": _ArgumentSource(("learning_rate",), 5e-5),
-    "optimizer.params.betas": _ArgumentSource(("adam_beta1", "adam_beta2"), [0.9, 0.999]),
-    "optimizer.params.eps": _ArgumentSource(("adam_epsilon",), 1e-8),
-    "optimizer.params.weight_decay": _ArgumentSource(("weight_decay",), 0.0),
-    "scheduler.params.warmup_min_lr": _ArgumentSource((), 0.0),
-    "scheduler.params.warmup_num_steps": _ArgumentSource(("warmup_steps",), 0),
+SOURCES: dict[str, tuple[Sequence[str], object]] = {
+    MICRO: (("per_device_train_batch_size",), 8),
+    STEPS: (("gradient_accumulation_steps",), 1),
+    "gradient_clipping": (("max_grad_norm",), 1.0),
+    "fp16.enabled": (("fp16",), False),
+    "bf16.enabled": (("bf16",), False),
+    "optimizer.params.lr": (("learning_rate",), 5e-5),
+    "optimizer.params.betas": (("adam_beta1", "adam_beta2"), [0.9, 0.999]),
+    "optimizer.params.eps": (("adam_epsilon",), 1e-8),
+    "optimizer.params.weight_decay": (("weight_decay",), 0.0),
+    "scheduler.params.warmup_min_lr": ((), 0.0),
+    "scheduler.params.warmup_num_steps": (("warmup_steps",), 0),
 }
-"""What the Trainer of transformers fills in for "auto", from its TrainingArguments."""
+"""What the Trainer of transformers fills in for "auto": the names in its TrainingArguments (several
+make a list), and the default."""
 
 
 def fill(config: Mapping[str, Any], args: object) -> tuple[dict[str, Any], list[str]]:
@@ -289,58 +264,54 @@ def fill(config: Mapping[str, Any], args: object) -> tuple[dict[str, Any], list[
     "auto" without a value.
     """
     assumed: list[str] = []
-    found = _filled(config, "", args, assumed)
-    params = found.get("scheduler", {}).get("params")
+    values = _filled(config, "", args, assumed)
+    params = values.get("scheduler", {}).get("params")
     if isinstance(params, dict) and params.get("warmup_max_lr") == AUTO:
-        params["warmup_max_lr"] = (found.get("optimizer", {}).get("params") or {}).get("lr")
-    return found, assumed
+        params["warmup_max_lr"] = (values.get("optimizer", {}).get("params") or {}).get("lr")
+    return values, assumed
 
 
 def _filled(
     section: Mapping[str, Any], path: str, args: object, assumed: list[str]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in section.items():
         name = f"{path}.{key}" if path else key
         if isinstance(value, Mapping):
-            found[key] = _filled(value, name, args, assumed)
+            values[key] = _filled(value, name, args, assumed)
         elif (
             not isinstance(value, str) or value != AUTO or name == "scheduler.params.warmup_max_lr"
         ):
-            found[key] = value
+            values[key] = value
         elif name in SOURCES:
-            values = [_given(args, each) for each in SOURCES[name].attributes]
-            if values and None not in values:
-                found[key] = values if len(values) > 1 else values[0]
+            attributes, default = SOURCES[name]
+            of_args = [_argument(args, each) for each in attributes]
+            if of_args and None not in of_args:
+                values[key] = of_args if len(of_args) > 1 else of_args[0]
             elif not _follows(name, section, args):
-                found[key] = SOURCES[name].default
-                assumed.append(f"{name} is {found[key]}")
+                values[key] = default
+                assumed.append(f"{name} is {default}")
         elif name == "scheduler.params.total_num_steps":
-            found[key] = _total_steps(args)
+            values[key] = steps = _argument(args, "max_steps")
+            if not isinstance(steps, int) or steps <= 0:
+                raise ValueError(
+                    f"'{name}' in the DeepSpeed config is \"auto\": set it, or pass args= with "
+                    "max_steps, the number of optimizer steps"
+                )
         elif name != TRAIN and (name in WORKS or path in FREE):
             raise ValueError(f"'{name}' in the DeepSpeed config is \"auto\": set its value")
         elif name != TRAIN:
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
 def _follows(name: str, config: Mapping[str, Any], args: object) -> bool:
     """Return whether a batch size that `args` does not give follows from others in the config."""
     if name not in (MICRO, STEPS) or config.get(TRAIN, AUTO) == AUTO:
         return False
-    told = _given(args, SOURCES[MICRO].attributes[0])
-    return name == MICRO or config.get(MICRO, AUTO) != AUTO or told is not None
+    micro = config.get(MICRO, AUTO)
+    return name == MICRO or micro != AUTO or _argument(args, SOURCES[MICRO][0][0]) is not None
 
 
-def _given(args: object, name: str) -> Any:
+def _argument(args: object, name: str) -> Any:
     return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
-
-
-def _total_steps(args: object) -> int:
-    steps = _given(args, "max_steps")
-    if not isinstance(steps, int) or steps <= 0:
-        raise ValueError(
-            "'scheduler.params.total_num_steps' in the DeepSpeed config is \"auto\": set it, or "
-            "pass args= with max_steps, the number of optimizer steps"
-        )
-    return steps

@@ -39,10 +39,10 @@ def optimizer_of(section: dict[str, Any], parameters: object) -> Optimizer:
     if isinstance(params.get("betas"), list):
         params["betas"] = tuple(params["betas"])
     try:
-        made: Optimizer = kind(parameters, **params)
+        optimizer: Optimizer = kind(parameters, **params)
     except TypeError as error:
         raise TypeError(f"'optimizer.params' in the DeepSpeed config: {error}") from None
-    return made
+    return optimizer
 
 
 def _class_of(name: str, params: dict[str, Any]) -> type[Any]:
@@ -50,12 +50,10 @@ def _class_of(name: str, params: dict[str, Any]) -> type[Any]:
     key = name.lower()
     if key in ("adam", "adamw"):
         return _adam(key == "adamw", params)
-    if key == "sgd":
-        return api.SGD
-    for each in _TORCHS:
-        if key == each.lower():
-            found: type[Any] = getattr(torch.optim, each)
-            return found
+    classes: dict[str, Any] = {each.lower(): getattr(torch.optim, each) for each in _TORCHS}
+    kind: type[Any] | None = api.SGD if key == "sgd" else classes.get(key)
+    if kind is not None:
+        return kind
     raise ValueError(
         f"unknown 'optimizer.type' {name!r} in the DeepSpeed config: expected one of "
         f"{', '.join(('Adam', 'AdamW', 'SGD', *_TORCHS))}; for another, pass an elementwise "
@@ -110,7 +108,12 @@ class LossScale:
         if not self.is_dynamic:
             return
         if not overflow:
-            self._grow()
+            stable = self.steps - self.last_overflow - 2
+            grows = stable > 0 and stable % self.window == 0
+            if grows:
+                self.scale *= _FACTOR
+            if grows or self.is_consecutive:
+                self.left = self.hysteresis
             return
         self.last_overflow = self.steps - 1
         if self.left > 1:
@@ -122,14 +125,6 @@ class LossScale:
                 f"the gradients overflow at the least loss scale, {self.least:g}: the loss or the "
                 "weights are not finite, or float16 is too narrow for this model (use bf16)"
             )
-
-    def _grow(self) -> None:
-        stable = self.steps - self.last_overflow - 2
-        grows = stable > 0 and stable % self.window == 0
-        if grows:
-            self.scale *= _FACTOR
-        if grows or self.is_consecutive:
-            self.left = self.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _COUNTS}

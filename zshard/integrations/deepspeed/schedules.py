@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zshard.integrations.deepspeed.keys import check_params
+from zshard.integrations.deepspeed.keys import at_least, check_params
 
 _SECOND_BETA = 0.99  # OneCycle gives this to Adam
 
@@ -22,9 +22,7 @@ _SECOND_BETA = 0.99  # OneCycle gives this to Adam
 class Schedule:
     """Base of the schedules: counts steps and writes to the optimizer's param groups.
 
-    Args:
-        optimizer: the optimizer whose learning rates are set.
-        last_batch_iteration: the number of the last step, to continue a schedule; -1: none.
+    last_batch_iteration: the number of the last step, to continue a schedule; -1: none.
     """
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
@@ -43,9 +41,9 @@ class Schedule:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Advance to the next step, or to the one of that number."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
+        if last_batch_iteration is None:
+            last_batch_iteration = self.last_batch_iteration + 1
+        self.last_batch_iteration = last_batch_iteration
         self._write()
 
     def _write(self) -> None:
@@ -85,9 +83,8 @@ class WarmupLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        if self.last_batch_iteration < 0:
-            return self._low
-        return _between(self._low, self._high, self._part(self.last_batch_iteration))
+        step = self.last_batch_iteration
+        return self._low if step < 0 else _between(self._low, self._high, self._part(step))
 
     def _part(self, step: int) -> float:
         """Return the position between the lowest and the highest learning rate, from 0 to 1."""
@@ -174,17 +171,16 @@ class OneCycle(Schedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        second = cycle_second_step_size
-        second = cycle_first_step_size if second is None else second
-        if cycle_first_step_size <= 0 or second < 0:
+        first, second = cycle_first_step_size, cycle_second_step_size
+        second = first if second is None else second
+        if first <= 0 or second < 0:
             raise ValueError(
-                "'cycle_first_step_size' must be positive, got "
-                f"{cycle_first_step_size}, and 'cycle_second_step_size' at least 0, got {second}"
+                f"'cycle_first_step_size' must be positive, got {first}, and "
+                f"'cycle_second_step_size' at least 0, got {second}"
             )
-        stairs = cycle_second_stair_count
-        stairs = cycle_first_stair_count if stairs is None else stairs
-        self._up, self._down = float(cycle_first_step_size), float(second)
-        self._stairs = cycle_first_stair_count, stairs
+        stairs, others = cycle_first_stair_count, cycle_second_stair_count
+        self._up, self._down = float(first), float(second)
+        self._stairs = stairs, stairs if others is None else others
         self._low = _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
         self._high = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
         self._low_mom = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
@@ -205,14 +201,12 @@ class OneCycle(Schedule):
         """Return the betas of each param group; None if they do not move."""
         if not self._moves:
             return None
-        first = self._low_mom
+        betas = self._low_mom
         if self.last_batch_iteration >= self._up + self._down:
-            first = [mom * self._decay(self._mom_rate) for mom in self._high_mom]
+            betas = [mom * self._decay(self._mom_rate) for mom in self._high_mom]
         elif self.last_batch_iteration >= 0:
-            height = self._height()
-            pairs = zip(self._low_mom, self._high_mom, strict=True)
-            first = [high - (high - low) * height for low, high in pairs]
-        return [(mom, _SECOND_BETA) for mom in first]
+            betas = _between(self._high_mom, self._low_mom, self._height())
+        return [(beta, _SECOND_BETA) for beta in betas]
 
     def _write(self) -> None:
         super()._write()
@@ -269,11 +263,8 @@ def _per_group(optimizer: Optimizer, name: str, value: float | Sequence[float]) 
     return list(value)
 
 
-def _steps(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise TypeError(f"'{name}' must be an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"'{name}' must be at least {least}, got {value!r}")
+def _steps(name: str, value: Any, least: int) -> int:
+    at_least(least)(f"scheduler.params.{name}", value)
     return int(value)
 
 

@@ -54,13 +54,10 @@ class _OfEngine:
             return None
         if "ds_id" not in vars(param):
             raise AttributeError(f"'{owner.__name__}' object has no attribute '{self._name}'")
+        is_cut = isinstance(param, ShardParameter)  # now
         if self._name == "ds_tensor":
-            return to_local(param).view(-1) if isinstance(param, ShardParameter) else None
-        return (
-            ZeroParamStatus.NOT_AVAILABLE
-            if isinstance(param, ShardParameter)
-            else ZeroParamStatus.AVAILABLE
-        )
+            return to_local(param).view(-1) if is_cut else None
+        return ZeroParamStatus.NOT_AVAILABLE if is_cut else ZeroParamStatus.AVAILABLE
 
 
 _ids = itertools.count()
@@ -134,8 +131,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Do nothing: a parameter that another module reads in its forward is gathered anyway."""
 
 
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing."""
+unregister_external_parameter = register_external_parameter
 
 
 @contextlib.contextmanager

@@ -16,6 +16,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -35,16 +38,6 @@ from zshard.api import (
     state_dict_form,
     units_of,
 )
-
-__all__ = [
-    "RecomputePolicy",
-    "Sharding",
-    "ZShardFabricStrategy",
-    "fabric_package",
-    "on_rank_0",
-    "optimizer_on_rank_0",
-    "trainer_package",
-]
 
 _PACKAGES = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
 _LIGHTNINGS = frozenset(  # arguments of its DDPStrategy; in Fabric `precision`
@@ -69,8 +62,6 @@ def _imported() -> tuple[Any, Any]:
 
 
 trainer_package, fabric_package = _imported()
-
-
 RecomputePolicy = Collection[type[nn.Module]] | Callable[..., bool]
 
 
@@ -108,29 +99,31 @@ class Sharding:
         for each, state in units_of(module):
             if state.comms.all.world != world:
                 raise ValueError(
-                    f"{class_of(each).__name__} is sharded over "
-                    f"{state.comms.all.world} rank(s), but Lightning runs {world}: call "
-                    "zshard.FSDP in configure_model() (in Fabric: after fabric.launch()), or leave "
-                    "it to the strategy"
+                    f"{class_of(each).__name__} is sharded over {state.comms.all.world} rank(s), "
+                    f"but Lightning runs {world}: call zshard.FSDP in configure_model() (in "
+                    "Fabric: after fabric.launch()), or leave it to the strategy"
                 )
-        if self._recomputed is not None:
-            _recompute(module, self._recomputed)
-        given = {"forward_sync_buffers": "training", **self._fsdp}
+        policy = self._recomputed
+        if callable(policy):
+            apply_activation_checkpointing(module, auto_wrap_policy=policy)
+        elif policy is not None:
+            kinds = tuple(policy)
+            apply_activation_checkpointing(module, check_fn=lambda each: isinstance(each, kinds))
+        arguments = {"forward_sync_buffers": "training", **self._fsdp}
         if isinstance(self._mesh, tuple):
             self._mesh = init_device_mesh(self.root_device.type, self._mesh)
         if self._mesh is not None:
-            given["device_mesh"] = self._mesh
+            arguments["device_mesh"] = self._mesh
         if self.root_device.type != "cpu":
-            given.setdefault("device_id", self.root_device)
-        for part in _callable_parts(module) if parts_too else ():
-            FSDP(part, **given)
-        FSDP(module, **given)
+            arguments.setdefault("device_id", self.root_device)
+        for each in (*(_callable_parts(module) if parts_too else ()), module):
+            FSDP(each, **arguments)
 
     def _save_folder(
-        self, given: object, module: nn.Module, optimizer: Optimizer | None, rest: dict[str, Any]
+        self, file: object, module: nn.Module, optimizer: Optimizer | None, rest: dict[str, Any]
     ) -> None:
         """Save a folder with zshard.save(), including rank 0's `rest`."""
-        path: str = os.fspath(self.broadcast(given))
+        path: str = os.fspath(self.broadcast(file))
         chunks: list[bytes] = []
         comm = ranks_of(module)
         with on_all_ranks(comm):
@@ -166,26 +159,13 @@ class Sharding:
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:
     """Return the modules below `module` that a training_step() may call, without ModuleLists."""
-    found: list[nn.Module] = []
+    parts: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found += _callable_parts(child)
+            parts += _callable_parts(child)
         elif not is_unit(child) and next(child.parameters(), None) is not None:
-            found.append(child)
-    return found
-
-
-def _recompute(module: nn.Module, policy: RecomputePolicy) -> None:
-    """Recompute activations of some submodules in backward."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        apply_activation_checkpointing,
-    )
-
-    if callable(policy):
-        apply_activation_checkpointing(module, auto_wrap_policy=policy)
-    else:
-        kinds = tuple(policy)
-        apply_activation_checkpointing(module, check_fn=lambda each: isinstance(each, kinds))
+            parts.append(child)
+    return parts
 
 
 def on_rank_0(module: nn.Module) -> dict[str, Tensor]:
@@ -194,14 +174,13 @@ def on_rank_0(module: nn.Module) -> dict[str, Tensor]:
         return module.state_dict()
 
 
-def optimizer_on_rank_0(optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_on_rank_0(optimizer: Optimizer) -> Any:
     """Return the optimizer's full state dict; on other ranks an empty one."""
     optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper has it
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         gather_state(optimizer, keep=False)
         return {}
-    state: dict[str, Any] = optimizer.state_dict()
-    return state
+    return optimizer.state_dict()
 
 
 # --- Fabric ---------------------------------------------------------------------------------------
@@ -257,21 +236,16 @@ class ZShardFabricStrategy(Sharding, _Ddp):  # type: ignore[misc]
         if not any(param.is_meta for param in module.parameters()) and not is_unit(module):
             module.to(self.root_device)
 
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        if not empty_init:
-            context: AbstractContextManager[None] = super().module_init_context()
-            return context
-        return self._on_meta()
-
     @contextmanager
-    def _on_meta(self) -> Iterator[None]:
-        with torch.device("meta"), self.precision.module_init_context():
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        device = torch.device("meta") if empty_init else nullcontext()
+        usual: Any = self.precision if empty_init else super()
+        with device, usual.module_init_context():
             yield
 
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def get_module_state_dict(self, module: nn.Module) -> Any:
         module = _unwrapped(module)
-        state: dict[str, Any] = on_rank_0(module) if self._is_saving else module.state_dict()
-        return state
+        return on_rank_0(module) if self._is_saving else module.state_dict()
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return optimizer_on_rank_0(optimizer) if self._is_saving else optimizer.state_dict()
@@ -282,11 +256,7 @@ class ZShardFabricStrategy(Sharding, _Ddp):  # type: ignore[misc]
         _unwrapped(module).load_state_dict(state_dict, strict=strict)
 
     def save_checkpoint(
-        self,
-        path: object,
-        state: dict[str, Any],
-        storage_options: object = None,
-        filter: object = None,
+        self, path: object, state: Any, storage_options: object = None, filter: object = None
     ) -> None:
         if not self._is_sharded_save:
             self._is_saving = True  # only rank 0 needs the state
@@ -302,16 +272,11 @@ class ZShardFabricStrategy(Sharding, _Ddp):  # type: ignore[misc]
         self._save_folder(path, module, optimizer, rest)
 
     def load_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        state: Any = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> Any:
         path = self.broadcast(path)
         if not os.path.isdir(path):
-            full: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
-            return full
+            return super().load_checkpoint(path, state, strict, weights_only)
         (module, optimizer), others = _split(state if isinstance(state, dict) else {"": state})
         rest = self._load_folder(path, module, optimizer, strict, weights_only)
         for key in others:
@@ -336,8 +301,7 @@ class _BackwardSync:
 
 
 class _Wrapper(nn.Module):
-    """The module that Fabric takes for its wrapper, so that it routes marked methods through
-    forward."""
+    """What Fabric takes for its wrapper, so that it routes marked methods through forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -25,8 +25,6 @@ from zshard.integrations.lightning.fabric import (
     trainer_package,
 )
 
-__all__ = ["ZShardStrategy"]
-
 
 class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type: ignore[misc]
     """Lightning's Trainer with a LightningModule that zshard shards.
@@ -194,10 +192,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
-            raise TypeError(
-                "storage_options cannot be used with state_dict_type='sharded': omit them, or use "
-                "state_dict_type='full'"
-            )
+            raise TypeError("storage_options and filter need state_dict_type='full'")
         if checkpoint.pop("state_dict"):
             raise RuntimeError(
                 "on_save_checkpoint() changed checkpoint['state_dict'], which is empty with "
@@ -207,14 +202,11 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         optimizer = self.optimizers[0] if has_optimizer else None
         self._save_folder(filepath, self.lightning_module, optimizer, checkpoint)
 
-    def load_checkpoint(
-        self, checkpoint_path: object, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: object, weights_only: bool | None = None) -> Any:
         path = self.broadcast(checkpoint_path)
         self._folder = path if os.path.isdir(path) else None
         if self._folder is None:
-            full: dict[str, Any] = super().load_checkpoint(path, weights_only)
-            return full
+            return super().load_checkpoint(path, weights_only)
         module = self.lightning_module
         rest = self._load_folder(path, module, None, module.strict_loading, weights_only)
         return {**rest, "state_dict": {}, "optimizer_states": []}
