@@ -17,6 +17,7 @@ from torch import nn
 
 from zshard import _core
 from zshard.ranks.groups import check_still_alone
+from zshard.units.moment import ELSEWHERE, refuse
 from zshard.units.units import class_of, state_of
 
 __all__ = ["call_between_hooks", "call_guarded", "is_forward_open", "uncompiled"]
@@ -70,6 +71,8 @@ def call_guarded(
     state = state_of(module)
     if state.is_alone:
         check_still_alone(class_of(module).__name__)
+    if state.summons and not _core.shares_state(state.comms.shards):
+        refuse([state], "run a forward", ELSEWHERE)  # it would wait for rank 0
     n_open = unit.n_open
     if n_open and unit.is_running and state.n_calls == 0:
         unit.unwind(0, "")  # left by another kind of call, such as model.module(x)
