@@ -16,7 +16,7 @@ from compare import differences
 
 from zshard import FSDP
 from zshard.wrap import plan_units
-from zshard.wrap.stated import stated_blocks
+from zshard.wrap.auto import stated_blocks
 from zshard.wrap.tree import ModuleTree
 
 STEPS = 3

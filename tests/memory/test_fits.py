@@ -23,7 +23,7 @@ import zshard
 from zshard import FSDP
 from zshard.memory import host_limits, spare
 from zshard.memory.host_limits import room_of_cgroup, room_of_host
-from zshard.options import parse_limit
+from zshard.options import parse_options
 from zshard.units.units import state_of
 
 MIB = 1 << 20
@@ -269,8 +269,9 @@ def test_hosts_and_no_limits(tmp_path):
 
 
 def test_limits_as_arguments():
-    assert parse_limit("1.5GiB") == parse_limit("1536m") == 3 << 29
-    assert (parse_limit(None), parse_limit("auto"), parse_limit(7)) == (None, "auto", 7)
+    limits = {"1.5GiB": 3 << 29, "1536m": 3 << 29, None: None, "auto": "auto", 7: 7}
+    for limit, parsed in limits.items():
+        assert parse_options({"memory_limit": limit}).limit == parsed
     for wrong, kind in (("much", ValueError), (0, ValueError), (True, TypeError), (1.5, TypeError)):
         with pytest.raises(kind, match="memory_limit"):
             FSDP(stack(8, 1), memory_limit=wrong)

@@ -22,11 +22,9 @@ from zshard.optim.sharded_state import SizeOf, one_tensor
 from zshard.ranks.transports import Comms
 from zshard.strategy import ShardingStrategy
 from zshard.units.extensions import ParamRef
-from zshard.units.units import Options, State, without_memory
+from zshard.units.units import State, without_memory
 from zshard.wrap.build import make_engine, make_unit, plan_forward
 from zshard.wrap.tree import UnitSpec
-
-Planned = tuple[UnitSpec, Options]
 
 
 class World(NamedTuple):
@@ -83,24 +81,24 @@ class DryRun:
     def __init__(
         self,
         module: nn.Module,
-        planned: Sequence[Planned],
+        specs: Sequence[UnitSpec],
         comms: Comms,
         inner: Sequence[tuple[nn.Module, State]] = (),
         dtype: torch.dtype | None = None,
     ) -> None:
         self._dtype = dtype
-        self.engine = make_engine(module, comms, planned[-1][1], dry=True)
-        self.units = []
-        for spec, options in planned:
-            params = [self._as_dtype(ref.param) for ref in spec.params]
-            self.units.append(make_unit(self.engine, spec, options, params))
-        pairs = list(zip((spec for spec, _ in planned), self.units, strict=True))
+        self.engine = make_engine(module, comms, specs[-1].options, dry=True)
+        self.units = [
+            make_unit(self.engine, spec, [self._as_dtype(ref.param) for ref in spec.params])
+            for spec in specs
+        ]
+        pairs = list(zip(specs, self.units, strict=True))
         earlier = [self._make_again(each, state) for each, state in inner]
         self.inner = [unit for _, unit in earlier]
-        specs = {unit: spec for spec, unit in [*pairs, *earlier]}
+        of_units = {unit: spec for spec, unit in [*pairs, *earlier]}
         stand_ins = [(m, s.unit, unit) for (m, s), unit in zip(inner, self.inner, strict=True)]
         order = plan_forward(self.engine, module, pairs, stand_ins)
-        self._specs = {unit: specs[unit] for unit in order}
+        self._specs = {unit: of_units[unit] for unit in order}
 
     def _make_again(self, module: nn.Module, state: State) -> tuple[UnitSpec, _core.Unit]:
         """Return the dry-run counterpart of a unit of an earlier call, with its spec."""
@@ -111,11 +109,11 @@ class DryRun:
                 owners.setdefault(id(held), []).append((each, name))
         facts = [(param, unit.param(i)) for i, param in enumerate(unit.params)]
         refs = [ParamRef((f["name"],), p, tuple(owners.get(id(p), ()))) for p, f in facts]
-        spec = UnitSpec(module, unit.name, refs)
+        spec = UnitSpec(module, unit.name, state.options, refs)
         self.engine.set_offload(None, *unit.offloads, 1.0)
         self.engine.set_codes(*state.options.wire.codes)
         params = [without_memory(param, fact["shape"], "meta") for param, fact in facts]
-        return spec, make_unit(self.engine, spec, state.options, params)
+        return spec, make_unit(self.engine, spec, params)
 
     def _as_dtype(self, param: nn.Parameter) -> nn.Parameter:
         if self._dtype is None or not param.is_floating_point():

@@ -12,14 +12,15 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from zshard import _core
-from zshard.memory.dry_run import DryRun, Planned, World, dry_comms, world_of
-from zshard.memory.host_limits import Room, Sharing, room_of_cgroup, room_of_mappings, rooms
+from zshard.memory.dry_run import DryRun, World, dry_comms, world_of
+from zshard.memory.host_limits import Room, Sharing, divided, left_on_host, room_of_mappings
 from zshard.offload import Offload
 from zshard.precision import in_dtype
 from zshard.ranks.agreement import warn_on_rank_0
@@ -29,19 +30,34 @@ from zshard.ranks.meeting import host_id
 from zshard.ranks.transports import Comms
 from zshard.strategy import ShardingStrategy
 from zshard.units.units import State
+from zshard.wrap.tree import UnitSpec
 
 _MIB = 1 << 20
-_MESSAGE = 256  # bytes, for six numbers and a source
+_MESSAGE = 512  # bytes, for a _RankNeed
 
 
 class _Model(NamedTuple):
     """The model that does not fit. partly: earlier calls have already made some of its units."""
 
     module: nn.Module
-    planned: Sequence[Planned]
+    specs: Sequence[UnitSpec]
     world: World
     dry_run: DryRun
     partly: bool
+
+
+class _RankNeed(NamedTuple):
+    """What a rank needs and has left, in bytes. optimizer: of Adam's state. mappings: the memory
+    mappings that it needs, and that it has left. host, cgroup: equal for ranks that share them.
+    local: the ranks of its host, as the launcher says. left: Rooms."""
+
+    needed: int
+    optimizer: int
+    mappings: tuple[int, int]
+    host: str
+    cgroup: str
+    local: int
+    left: Sequence[tuple[int, str]]
 
 
 class _Shortage(NamedTuple):
@@ -58,71 +74,82 @@ class _Shortage(NamedTuple):
     source: str
     optimizer: int
 
-    def with_optimizer(self) -> _Shortage:
-        """Return the same, where `needed` includes Adam's state."""
-        missing, needed = self.missing + self.optimizer, self.needed + self.optimizer
-        return self._replace(missing=missing, needed=needed)
-
 
 def check_fits(
     module: nn.Module,
-    planned: Sequence[Planned],
+    specs: Sequence[UnitSpec],
     comms: Comms,
     inner: Sequence[tuple[nn.Module, State]],
-    limit: int | str,
     device: str,
 ) -> Sharing:
     """Raise MemoryError on all ranks if `module` does not fit in the memory of one of them; warn on
-    rank 0 if it will not fit with the optimizer's state. Collective: two exchanges.
+    rank 0 if it will not fit with the optimizer's state. Collective: one exchange.
 
-    inner: units of earlier calls that become part of the model. limit: bytes that a rank may use;
-        "auto": what the hosts and control groups leave, or on a GPU its free memory.
+    inner: units of earlier calls that become part of the model.
 
     Returns how many ranks share what this rank's host and control group leave.
     """
-    world, strategy = world_of(comms), planned[-1][1].strategy
-    dry = dry_comms(world, strategy, comms.all.rank)
-    dry_run = DryRun(module, planned, dry, inner)
-    offload = planned[-1][1].offload
+    world, options, comm = world_of(comms), specs[-1].options, comms.all
+    dry_run = DryRun(module, specs, dry_comms(world, options.strategy, comm.rank), inner)
     # Steps in backward do not hold gradients, and such models train like that.
-    parts = dry_run.predict(stepped=offload is not None)
-    needed = parts["total"]
-    if not isinstance(limit, int):
-        needed = _needed(planned, dry_run, needed - parts["transport"], torch_device(device))
-    sharing = _sharing(comms.all)
-    rank, adam = comms.all.rank, 2 * dry_run.trained_bytes()
-    found = [
-        _Shortage(needed - room.bytes, rank, needed, *room, adam)
-        for room in _rooms(limit, device, sharing)
-    ]
-    mine = max(found, default=_Shortage(-sys.maxsize, rank, 0, 0, "no limit", 0))
-    left = room_of_mappings()
-    mappings = dry_run.engine.predict_mappings(), sys.maxsize if left is None else left
-    told = json.dumps([*mine, *mappings]).encode().ljust(_MESSAGE)
-    ranks = [json.loads(each) for each in comms.all.exchange(told)]
-    _check_mappings(module, [(needed, left) for *_, needed, left in ranks])
-    model = _Model(module, planned, world, dry_run, bool(inner))
-    shortages = [_Shortage(*row) for *row, _, _ in ranks]
-    short = max(shortages)
-    if short.missing > 0:
+    parts = dry_run.predict(stepped=options.offload is not None)
+    needed, left, cgroup = parts["total"], [], ""
+    if isinstance(options.limit, int):
+        left = [Room(options.limit, "memory_limit")]
+    else:
+        needed = _needed(specs, dry_run, needed - parts["transport"], torch_device(device))
+    if not left and torch_device(device).type == "cuda":
+        left = [Room(room_of_gpu(torch_device(device)), "free GPU memory")]
+    on_host, cgroup = left_on_host()
+    mappings = room_of_mappings()
+    need = _RankNeed(
+        needed,
+        2 * dry_run.trained_bytes(),
+        (dry_run.engine.predict_mappings(), sys.maxsize if mappings is None else mappings),
+        hashlib.sha256(host_id().encode()).hexdigest()[:32],
+        cgroup,
+        _env_int("LOCAL_WORLD_SIZE") or 1,
+        left or on_host,
+    )
+    told = comm.exchange(json.dumps(need).encode().ljust(_MESSAGE))
+    needs = [_RankNeed(*json.loads(each)) for each in told]
+    _check_mappings(module, [each.mappings for each in needs])
+    model = _Model(module, specs, world, dry_run, bool(inner))
+    short = max(_shortages(needs, False), default=None)
+    if short is not None and short.missing > 0:
         raise MemoryError(_explain(model, short, False))
-    short = max(each.with_optimizer() for each in shortages)
-    if short.missing > 0:
-        warn_on_rank_0(comms.all, _explain(model, short, True), RuntimeWarning)
-    return sharing
+    short = max(_shortages(needs, True), default=None)
+    if short is not None and short.missing > 0:
+        warn_on_rank_0(comm, _explain(model, short, True), RuntimeWarning)
+    return _sharing(needs, comm.rank)
+
+
+def _sharing(needs: Sequence[_RankNeed], rank: int) -> Sharing:
+    """Return how many ranks share the host and the control group of one."""
+    own = needs[rank]
+    host = sum(each.host == own.host for each in needs)
+    cgroup = sum((each.host, each.cgroup) == (own.host, own.cgroup) for each in needs)
+    return Sharing(max(host, own.local) if len(needs) > 1 else 1, cgroup)
+
+
+def _shortages(needs: Sequence[_RankNeed], has_optimizer: bool) -> Iterator[_Shortage]:
+    for rank, need in enumerate(needs):
+        needed = need.needed + (need.optimizer if has_optimizer else 0)
+        for room in divided([Room(*each) for each in need.left], _sharing(needs, rank)):
+            yield _Shortage(needed - room.bytes, rank, needed, *room, need.optimizer)
 
 
 # --- what a rank needs ----------------------------------------------------------------------------
 
 
-def _needed(planned: Sequence[Planned], dry_run: DryRun, total: int, device: torch.device) -> int:
+def _needed(specs: Sequence[UnitSpec], dry_run: DryRun, total: int, device: torch.device) -> int:
     """Return the bytes, of `total`, to allocate beyond existing parameters and inner units."""
     there = sum(
         _in_memory(unit) + (0 if unit.offloads[1] else unit.bytes["grad"]) for unit in dry_run.inner
     )
     given_back = 0
     within = peak = 0  # while units are made one after the other
-    for (spec, _), unit in zip(planned, dry_run.units, strict=True):
+    for spec, unit in zip(specs, dry_run.units, strict=True):
         storages = {ref.param.untyped_storage()._cdata: ref.param for ref in spec.params}
         here = [p for p in storages.values() if p.device == device]
         whole = sum(p.untyped_storage().nbytes() for p in here)
@@ -141,28 +168,10 @@ def _in_memory(unit: _core.Unit) -> int:
 # --- what a rank has left -------------------------------------------------------------------------
 
 
-def _rooms(limit: int | str, device: str, sharing: Sharing) -> list[Room]:
-    if isinstance(limit, int):
-        return [Room(limit, "memory_limit")]
-    if torch_device(device).type == "cuda":
-        return [Room(room_of_gpu(torch_device(device)), "free GPU memory")]
-    return rooms(sharing)
-
-
 def room_of_gpu(device: torch.device) -> int:
     """Return the bytes that torch can still allocate: free and cached ones."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-
-
-def _sharing(comm: _core.Comm) -> Sharing:
-    """Return how many ranks share this rank's host and control group. Collective."""
-    own = [host_id(), f"{host_id()}/{room_of_cgroup()[1]}"]
-    mine = [hashlib.sha256(text.encode()).digest() for text in own]
-    everyone = comm.exchange(b"".join(mine))
-    host, cgroup = (sum(digest in each for each in everyone) for digest in mine)
-    local = _env_int("LOCAL_WORLD_SIZE") or 1
-    return Sharing(max(host, local) if comm.world > 1 else 1, cgroup)
 
 
 def _check_mappings(module: nn.Module, ranks: Sequence[tuple[int, int]]) -> None:
@@ -233,7 +242,7 @@ def _ways_out(model: _Model, total: int, short: _Shortage, has_optimizer: bool) 
 
 
 def _alternatives(model: _Model) -> Iterator[tuple[str, tuple[int, int]]]:
-    usual = model.planned[-1][1]
+    usual = model.specs[-1].options
     if usual.offload is None:
         words = (
             "offload=zshard.Offload(directory=..., grads=True), which also puts Adam's state on "
@@ -247,7 +256,7 @@ def _alternatives(model: _Model) -> Iterator[tuple[str, tuple[int, int]]]:
         if usual.strategy is not ShardingStrategy.FULL_SHARD:
             yield 'strategy="full_shard"', _total(model, _sharded(model))
         words = "memory_limit=None and model.optimizer_in_backward(...), which keeps no gradients"
-        yield words, _total(model, model.planned, stepped=True)
+        yield words, _total(model, model.specs, stepped=True)
     more = 2 * model.world.size
     words = f"full_shard on {more} ranks, each with as much memory"
     yield words, _total(model, _sharded(model), ranks=more)
@@ -255,20 +264,20 @@ def _alternatives(model: _Model) -> Iterator[tuple[str, tuple[int, int]]]:
         changed = _changed(model, precision=in_dtype(torch.bfloat16))
         yield "mixed_precision=MixedPrecision(torch.bfloat16)", _total(model, changed)
         words = "model.bfloat16() and AdamW(..., stochastic_rounding=True)"
-        yield words, _total(model, model.planned, dtype=torch.bfloat16)
+        yield words, _total(model, model.specs, dtype=torch.bfloat16)
 
 
-def _changed(model: _Model, **fields: Any) -> list[Planned]:
-    return [(spec, options._replace(**fields)) for spec, options in model.planned]
+def _changed(model: _Model, **fields: Any) -> list[UnitSpec]:
+    return [replace(spec, options=spec.options._replace(**fields)) for spec in model.specs]
 
 
-def _sharded(model: _Model) -> list[Planned]:
+def _sharded(model: _Model) -> list[UnitSpec]:
     return _changed(model, strategy=ShardingStrategy.FULL_SHARD)
 
 
 def _total(
     model: _Model,
-    planned: Sequence[Planned],
+    specs: Sequence[UnitSpec],
     *,
     ranks: int | None = None,
     stepped: bool = False,
@@ -276,6 +285,6 @@ def _total(
 ) -> tuple[int, int]:
     """Return the bytes per rank under other settings, and the bytes of Adam's state."""
     world = model.world if ranks is None else model.world._replace(size=ranks, shard_group=ranks)
-    comms = dry_comms(world, planned[-1][1].strategy)
-    made = DryRun(model.module, planned, comms, dtype=dtype)
+    comms = dry_comms(world, specs[-1].options.strategy)
+    made = DryRun(model.module, specs, comms, dtype=dtype)
     return made.predict(stepped)["total"], 2 * made.trained_bytes()

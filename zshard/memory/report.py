@@ -24,7 +24,6 @@ from zshard.options import (
     StrategyLike,
     WrapPolicyLike,
     parse_options,
-    unit_options,
 )
 from zshard.ranks.transports import Comms
 from zshard.ranks.wire import Wire, wire_words
@@ -185,7 +184,7 @@ def dry_run_of(
     module: nn.Module, policy: WrapPolicyLike | None, options: Options, world: World
 ) -> DryRun:
     """Return a dry run of a module that is not wrapped. Raises what predict_memory() raises."""
-    specs = plan_units(module, policy)
+    specs = plan_units(module, policy, options=options)
     for name, each in module.named_modules():
         if each is not module and is_unit(each):
             raise ValueError(
@@ -194,8 +193,7 @@ def dry_run_of(
                 "group's size for a module that has one of its own, or FSDP(...) and then "
                 'model.memory("predicted")'
             )
-    planned = [(spec, unit_options(spec, options)) for spec in specs]
-    return DryRun(module, planned, dry_comms(world, planned[-1][1].strategy))
+    return DryRun(module, specs, dry_comms(world, options.strategy))
 
 
 def size_of_state(optimizer: str | int | None, module: nn.Module) -> SizeOf:

@@ -25,7 +25,6 @@ from zshard.optim.hooks import before_first_steps
 from zshard.optim.sharded_state import SizeOf
 from zshard.optim.step_digest import watch_steps
 from zshard.ranks.agreement import PublicCall, gather
-from zshard.ranks.devices import CPU
 from zshard.units.shards import units_stepped_by
 from zshard.units.units import MemoryLimit, State, state_of, units_of
 
@@ -40,12 +39,6 @@ _MIB = 1 << 20
 def crosses_hosts(comm: _core.Comm) -> bool:
     """Return whether the ranks that gather from each other are on several (equal) hosts."""
     return comm.per_host > 0
-
-
-def keep_between(keep: int | None, comm: _core.Comm) -> int | None:
-    """Resolve Options.keep between these ranks: "auto" keeps nothing within one host, where a
-    gather is cheap."""
-    return keep if keep is not None or crosses_hosts(comm) else 0
 
 
 class Spare:
@@ -122,11 +115,9 @@ class _Need(NamedTuple):
     source: str
 
 
-def watch_first_steps(module: nn.Module, limit: MemoryLimit, sharing: Sharing, device: str) -> None:
-    """Refuse the first step of an optimizer of this model, on all ranks, if its state will not fit
-    into the remaining memory of one of them; not with limit=None."""
-    if limit is None or device != CPU:
-        return
+def watch_first_steps(module: nn.Module, limit: int | str, sharing: Sharing) -> None:
+    """Refuse the first step of an optimizer of this model, which is on the CPU, on all ranks if its
+    state will not fit into the remaining memory of one of them."""
     model, engine = weakref.ref(module), state_of(module).unit.engine_id
 
     def check(optimizer: torch.optim.Optimizer) -> bool:

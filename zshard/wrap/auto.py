@@ -1,17 +1,29 @@
 """auto_wrap_policy="auto": find the units of a model from what it states and from its structure.
 
-The blocks that a model states (`wrap/stated.py`) are its blocks. Elsewhere, big models repeat
-themselves: children of one container that share a class are the model's blocks. The outermost level
-whose blocks are small enough becomes the units; the remainder (embeddings, heads, models without
-repetition) is cut by size. All limits are fractions of the model, so a model and its tiny copy in a
-test get the same units.
+What a model states to be its blocks are its blocks. Its class, or one above it, may say what to
+shard by two attributes, which models of several libraries have:
+
+- `_fsdp_plan`, a dict of paths below the module: in "layers.*" the star stands for a number. Its
+  values say what stays gathered after a forward, which here is the strategy's to say.
+- `_no_split_modules`, names of classes whose modules stay in one piece.
+
+Elsewhere, big models repeat themselves: children of one container that share a class are the
+model's blocks. The outermost level whose blocks are small enough becomes the units; the remainder
+(embeddings, heads, models without repetition) is cut by size. All limits are fractions of the
+model, so a model and its tiny copy in a test get the same units.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
 from torch.nn.utils import parametrize
 
-from zshard.wrap.stated import is_list, stated_blocks
+from zshard.units.units import plain_name
 from zshard.wrap.tree import ModuleTree, Node
 
 # Open a block above this share if it has blocks inside: two gathered units, what a step holds at a
@@ -145,3 +157,59 @@ class _AutoWrap:
                 self._take_leftovers(child)
         elif node.is_leaf or node.numel < _WHOLE * self._total:
             self._units[node] = None
+
+
+def is_list(node: Node) -> bool:
+    return isinstance(node.module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+
+
+# --- what models state ----------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+def stated_blocks(tree: ModuleTree) -> dict[Node, str]:
+    """Return the modules that the root, or a module above, states to be blocks, each with the name
+    of the attribute that states it.
+
+    What repeats is a block: a path with a star, a class with several modules. A path or a class
+    that fits no module states nothing. A lesser part of a layer in a list (its attention) stands
+    for the layer.
+    """
+    found: dict[Node, str] = {}
+    for attribute in ("_fsdp_plan", "_no_split_modules"):
+        # Module.__getattr__() would be slow for the many that have none.
+        has = {kind: hasattr(kind, attribute) for kind in {type(n.module) for n in tree.nodes}}
+        for speaker in tree.nodes:
+            model = speaker.module
+            if not has[type(model)] and attribute not in vars(model):
+                continue
+            statement = getattr(model, attribute)
+            if isinstance(statement, Mapping | list | tuple | set | frozenset):
+                for module in _stated(model, attribute, set(statement)):
+                    node = tree.find(module)
+                    if node is not None:
+                        found.setdefault(_layer_of(node, speaker), attribute)
+    return found
+
+
+def _stated(model: nn.Module, attribute: str, words: set[Any]) -> list[nn.Module]:
+    if attribute == "_fsdp_plan":
+        named = model.named_modules()
+        starred = [(_NUMBER.sub(".*", plain_name(name)), module) for name, module in named]
+        return [module for path, module in starred if "*" in path and path in words]
+    kinds = [
+        (parametrize.type_before_parametrizations(module).__name__, module)
+        for module in model.modules()
+    ]
+    counts = Counter(kind for kind, _ in kinds)
+    return [module for kind, module in kinds if kind in words and counts[kind] > 1]
+
+
+def _layer_of(node: Node, speaker: Node) -> Node:
+    layer = node
+    while layer.parent not in (None, speaker):
+        if is_list(layer.parent):
+            return node if 2 * node.numel >= layer.numel else layer
+        layer = layer.parent
+    return node

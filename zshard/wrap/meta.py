@@ -15,7 +15,7 @@ import inspect
 import math
 import mmap
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -106,10 +106,6 @@ class Materializer:
             self._done += 1
         if not torch.equal(state, torch.get_rng_state()):
             _rewind.note(state)
-
-    def has_made(self, params: Iterable[nn.Parameter]) -> bool:
-        """Return whether all of them have values from here."""
-        return all(id(param) in self._given for param in params)
 
     def _materialize(self, module: nn.Module) -> None:
         params = {k: p for k, p in module._parameters.items() if p is not None and p.is_meta}
