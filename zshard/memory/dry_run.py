@@ -86,12 +86,9 @@ class DryRun:
         inner: Sequence[tuple[nn.Module, State]] = (),
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._dtype = dtype
+        self.module, self.specs, self._dtype = module, specs, dtype
         self.engine = make_engine(module, comms, specs[-1].options, dry=True)
-        self.units = [
-            make_unit(self.engine, spec, [self._as_dtype(ref.param) for ref in spec.params])
-            for spec in specs
-        ]
+        self.units = [make_unit(self.engine, spec, self._params_of(spec)) for spec in specs]
         pairs = list(zip(specs, self.units, strict=True))
         earlier = [self._make_again(each, state) for each, state in inner]
         self.inner = [unit for _, unit in earlier]
@@ -115,11 +112,16 @@ class DryRun:
         params = [without_memory(param, fact["shape"], "meta") for param, fact in facts]
         return spec, make_unit(self.engine, spec, params)
 
-    def _as_dtype(self, param: nn.Parameter) -> nn.Parameter:
-        if self._dtype is None or not param.is_floating_point():
-            return param
-        made = torch.empty(param.shape, dtype=self._dtype, device="meta")
-        return nn.Parameter(made, requires_grad=param.requires_grad)
+    def _params_of(self, spec: UnitSpec) -> list[nn.Parameter]:
+        return [
+            ref.param
+            if self._dtype is None or not ref.param.is_floating_point()
+            else nn.Parameter(
+                torch.empty_like(ref.param, dtype=self._dtype, device="meta"),
+                ref.param.requires_grad,
+            )
+            for ref in spec.params
+        ]
 
     @property
     def in_order(self) -> list[tuple[_core.Unit, UnitSpec]]:
@@ -133,10 +135,7 @@ class DryRun:
     def trained_bytes(self, offloaded: bool = False, size_of: SizeOf | None = None) -> int:
         """See the function of this name."""
         return trained_bytes(
-            (
-                (unit, [self._as_dtype(ref.param) for ref in spec.params])
-                for unit, spec in self._specs.items()
-            ),
+            ((unit, self._params_of(spec)) for unit, spec in self._specs.items()),
             offloaded,
             size_of or one_tensor,
         )

@@ -36,16 +36,6 @@ _MIB = 1 << 20
 _MESSAGE = 512  # bytes, for a _RankNeed
 
 
-class _Model(NamedTuple):
-    """The model that does not fit. partly: earlier calls have already made some of its units."""
-
-    module: nn.Module
-    specs: Sequence[UnitSpec]
-    world: World
-    dry_run: DryRun
-    partly: bool
-
-
 class _RankNeed(NamedTuple):
     """What a rank needs and has left, in bytes. optimizer: of Adam's state. mappings: the memory
     mappings that it needs, and that it has left. host, cgroup: equal for ranks that share them.
@@ -113,14 +103,21 @@ def check_fits(
     )
     told = comm.exchange(json.dumps(need).encode().ljust(_MESSAGE))
     needs = [_RankNeed(*json.loads(each)) for each in told]
-    _check_mappings(module, [each.mappings for each in needs])
-    model = _Model(module, specs, world, dry_run, bool(inner))
+    missing, rank = max((n.mappings[0] - n.mappings[1], rank) for rank, n in enumerate(needs))
+    if missing > 0:
+        there, allowed = needs[rank].mappings
+        raise MemoryError(
+            f"this {type(module).__name__} needs too many memory mappings: rank {rank} of "
+            f"{len(needs)} needs {there} for its units and the buckets of all ranks, but "
+            f"the kernel allows only {allowed} more: raise vm.max_map_count, or use fewer "
+            'units (auto_wrap_policy) or transport="c10d"'
+        )
     short = max(_shortages(needs, False), default=None)
     if short is not None and short.missing > 0:
-        raise MemoryError(_explain(model, short, False))
+        raise MemoryError(_explain(dry_run, world, short, False))
     short = max(_shortages(needs, True), default=None)
     if short is not None and short.missing > 0:
-        warn_on_rank_0(comm, _explain(model, short, True), RuntimeWarning)
+        warn_on_rank_0(comm, _explain(dry_run, world, short, True), RuntimeWarning)
     return _sharing(needs, comm.rank)
 
 
@@ -174,45 +171,31 @@ def room_of_gpu(device: torch.device) -> int:
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
-def _check_mappings(module: nn.Module, ranks: Sequence[tuple[int, int]]) -> None:
-    """Raise MemoryError if a rank may not create as many memory mappings as it will need.
-
-    ranks: of each rank, the mappings that it needs and those that it has left.
-    """
-    missing, rank = max((needed - left, rank) for rank, (needed, left) in enumerate(ranks))
-    if missing > 0:
-        needed, left = ranks[rank]
-        raise MemoryError(
-            f"this {type(module).__name__} needs too many memory mappings: rank {rank} of "
-            f"{len(ranks)} needs {needed} for its units and the buckets of all ranks, but "
-            f"the kernel allows only {left} more: raise vm.max_map_count, or use fewer "
-            'units (auto_wrap_policy) or transport="c10d"'
-        )
-
-
 # --- the message ----------------------------------------------------------------------------------
 
 
-def _explain(model: _Model, short: _Shortage, has_optimizer: bool) -> str:
+def _explain(run: DryRun, world: World, short: _Shortage, has_optimizer: bool) -> str:
     """Return the message: what is needed, and which settings need less. The estimates are those of
     the check. has_optimizer: the shortage includes Adam's state."""
     what = "the model and Adam's state" if has_optimizer else "the model"
-    parts = model.dry_run.predict()
+    parts = run.predict()
+    total = parts["total"]
     by_part = ", ".join(
         f"{part} {_mib(size)}" for part, size in parts.items() if size and part != "total"
     )
-    net = " beyond what its parameters already occupy" if short.needed < parts["total"] else ""
+    net = " beyond what its parameters already occupy" if short.needed < total else ""
     lines = [
-        f"this {type(model.module).__name__} does not fit in memory: rank {short.rank} of "
-        f"{model.world.size} needs {_mib(short.needed)} MiB for {what}{net}, but only "
+        f"this {type(run.module).__name__} does not fit in memory: rank {short.rank} of "
+        f"{world.size} needs {_mib(short.needed)} MiB for {what}{net}, but only "
         f"{_mib(short.limit)} MiB are available ({short.source}).",
         f"By part, in MiB: {by_part}; Adam's state adds {_mib(short.optimizer)}.",
     ]
-    ways = [] if model.partly else list(_ways_out(model, parts["total"], short, has_optimizer))
+    room = total - short.missing + (short.optimizer if has_optimizer else 0)
+    ways = [] if run.inner else _ways_out(run, world, total, room)
     if ways:
-        lines.append(f"Alternatives to these {_mib(parts['total'])} MiB:")
+        lines.append(f"Alternatives to these {_mib(total)} MiB:")
         lines += [f"  {way}" for way in ways]
-    largest = max(model.dry_run.units, key=lambda unit: unit.bytes["full"])
+    largest = max(run.units, key=lambda unit: unit.bytes["full"])
     lines += [
         f"  smaller units (auto_wrap_policy): the largest, '{largest.name or '(root)'}', takes "
         f"{_mib(largest.bytes['full'])} MiB unsharded, in each slot and again in each bucket "
@@ -226,65 +209,46 @@ def _mib(size: int) -> str:
     return f"{size / _MIB:.1f}"
 
 
-def _ways_out(model: _Model, total: int, short: _Shortage, has_optimizer: bool) -> Iterator[str]:
-    """Yield a line for each alternative that takes less memory, with its size and that of Adam's
-    state there. has_optimizer: the shortage includes Adam's state."""
-    room = total - short.missing + (short.optimizer if has_optimizer else 0)
-    for words, (size, adam) in _alternatives(model):
-        if size >= total:
-            continue
+def _ways_out(run: DryRun, world: World, total: int, room: int) -> list[str]:
+    """Return a line for each alternative that takes less memory than `total`, with its size and
+    that of Adam's state there. room: bytes for both."""
+    usual, lines = run.specs[-1].options, []
+
+    def try_way(words: str, ranks: int = 0, stepped: bool = False, **changed: Any) -> None:
+        dtype = changed.pop("dtype", None)
+        specs = [replace(spec, options=spec.options._replace(**changed)) for spec in run.specs]
+        there = world._replace(size=ranks, shard_group=ranks) if ranks else world
+        comms = dry_comms(there, specs[-1].options.strategy)
+        other = DryRun(run.module, specs, comms, dtype=dtype)
+        size, adam = other.predict(stepped)["total"], 2 * other.trained_bytes()
         fits = ""
         if size + adam <= room:
             fits = " (fits, with Adam's state)"
         elif size <= room:
             fits = f" (fits, but not with Adam's state, {_mib(adam)} MiB more)"
-        yield f"{words}: {_mib(size)} MiB{fits}"
+        if size < total:
+            lines.append(f"{words}: {_mib(size)} MiB{fits}")
 
-
-def _alternatives(model: _Model) -> Iterator[tuple[str, tuple[int, int]]]:
-    usual = model.specs[-1].options
+    full, more, bf16 = ShardingStrategy.FULL_SHARD, 2 * world.size, torch.bfloat16
     if usual.offload is None:
-        words = (
+        try_way(
             "offload=zshard.Offload(directory=..., grads=True), which also puts Adam's state on "
-            "disk"
+            "disk",
+            offload=Offload(directory=".", grads=True),
         )
-        on_disk = Offload(directory=".", grads=True)
-        yield words, _total(model, _changed(model, offload=on_disk))
     if usual.keep:
-        yield "keep_gathered=False", _total(model, _changed(model, keep=0))
-    if model.world.size > 1:
-        if usual.strategy is not ShardingStrategy.FULL_SHARD:
-            yield 'strategy="full_shard"', _total(model, _sharded(model))
-        words = "memory_limit=None and model.optimizer_in_backward(...), which keeps no gradients"
-        yield words, _total(model, model.specs, stepped=True)
-    more = 2 * model.world.size
+        try_way("keep_gathered=False", keep=0)
+    if world.size > 1 and usual.strategy is not full:
+        try_way('strategy="full_shard"', strategy=full)
+    if world.size > 1:
+        try_way(
+            "memory_limit=None and model.optimizer_in_backward(...), which keeps no gradients",
+            stepped=True,
+        )
     words = f"full_shard on {more} ranks, each with as much memory"
-    yield words, _total(model, _sharded(model), ranks=more)
+    try_way(words, more, strategy=full)
     if usual.precision.compute is None:
-        changed = _changed(model, precision=in_dtype(torch.bfloat16))
-        yield "mixed_precision=MixedPrecision(torch.bfloat16)", _total(model, changed)
-        words = "model.bfloat16() and AdamW(..., stochastic_rounding=True)"
-        yield words, _total(model, model.specs, dtype=torch.bfloat16)
-
-
-def _changed(model: _Model, **fields: Any) -> list[UnitSpec]:
-    return [replace(spec, options=spec.options._replace(**fields)) for spec in model.specs]
-
-
-def _sharded(model: _Model) -> list[UnitSpec]:
-    return _changed(model, strategy=ShardingStrategy.FULL_SHARD)
-
-
-def _total(
-    model: _Model,
-    specs: Sequence[UnitSpec],
-    *,
-    ranks: int | None = None,
-    stepped: bool = False,
-    dtype: torch.dtype | None = None,
-) -> tuple[int, int]:
-    """Return the bytes per rank under other settings, and the bytes of Adam's state."""
-    world = model.world if ranks is None else model.world._replace(size=ranks, shard_group=ranks)
-    comms = dry_comms(world, specs[-1].options.strategy)
-    made = DryRun(model.module, specs, comms, dtype=dtype)
-    return made.predict(stepped)["total"], 2 * made.trained_bytes()
+        words = "mixed_precision=MixedPrecision(torch.bfloat16)"
+        try_way(words, precision=in_dtype(bf16))
+        try_way("model.bfloat16() and AdamW(..., stochastic_rounding=True)", dtype=bf16)
+    return lines
