@@ -511,7 +511,6 @@ RECEIVER = re.compile(r"(^|[._])(model|module|sharded|root|lightning_module)$|^(
 OTHERS = {  # DDP, Lightning's wrapper, a dry run, a node
     ("units/units", "model.module"),
     ("integrations/lightning/fabric", "module.module"),
-    ("memory/fits", "model.module"),
     ("wrap/__init__", "tree.root.module"),
 }
 
