@@ -268,9 +268,9 @@ class ModuleTree:
             if part is not None and (id(param) in inner or _core.shard_info(param) is not None):
                 raise ValueError(
                     f"parameter {name!r} already belongs to a sharded module, as "
-                    f"{inner.get(id(param), part.name)!r}: wrap a module that contains both "
-                    "instead, shard a module that both share first, or leave the wrapping to "
-                    "auto_wrap_policy"
+                    f"{inner.get(id(param), part.name)!r}: two modules share its module, or the "
+                    "parameter. Shard the shared module itself first, call FSDP() once on the "
+                    "module around both, or leave the wrapping to auto_wrap_policy"
                 )
             # Views with gaps may contain others.
             is_plain = type(param.data) is torch.Tensor and param.layout == torch.strided
