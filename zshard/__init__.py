@@ -15,7 +15,7 @@ import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
 from zshard import _build_check, wrap  # noqa: F401 - the check before the core is loaded
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
-from zshard._errors import CheckpointError, KeeperError, NonFiniteError, ShardError
+from zshard._errors import CheckpointError, ShardError
 from zshard._version import __version__ as __version__
 from zshard.fsdp import FSDP, shard_info
 from zshard.grad_scaler import GradScaler
@@ -23,7 +23,6 @@ from zshard.guard.slices import ShardParameter as ShardParameter
 from zshard.guard.slices import ShardTensor as ShardTensor
 from zshard.guard.slices import to_local
 from zshard.guard.whole_values import full_tensor, named_norms, whole_named_parameters
-from zshard.memory.report import num_parameters, predict_memory
 from zshard.model.methods import register_forward_method
 from zshard.offload import Offload
 from zshard.optim import SGD, Adam, AdamW
@@ -31,7 +30,6 @@ from zshard.precision import MixedPrecision
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire
 from zshard.state.load_state_dict import load_state_dict
-from zshard.state.optimizer_names import load_optim_state_dict, optim_state_dict
 from zshard.strategy import ShardingStrategy
 from zshard.wrap.meta import uninitialized
 
@@ -117,14 +115,18 @@ _LATER = {
     **dict.fromkeys(("SaveHandle", "save"), "checkpoint.save"),
     **dict.fromkeys(("rng_state", "set_rng_state"), "checkpoint.script_state"),
     "latest_checkpoint": "checkpoint.folder",
+    **dict.fromkeys(("num_parameters", "predict_memory"), "memory.report"),
+    **dict.fromkeys(("load_optim_state_dict", "optim_state_dict"), "state.optimizer_names"),
     **dict.fromkeys(("Adam8bit", "AdamW8bit", "SGD8bit"), "extras.optimizers.eight_bit"),
     **dict.fromkeys(("Export", "export"), "extras.weights.export"),
     "DataPosition": "extras.data_position",
     "EMA": "extras.averages",
     "Exported": "extras.weights.delta",
     "Keep": "extras.recovery.keep",
+    "KeeperError": "extras.keeping",
     "MicroBatchSampler": "extras.any_world",
     "Muon": "extras.optimizers.muon",
+    "NonFiniteError": "extras.checks",
     "WholeMatrix": "extras.optimizers.whole_matrix",
     "available_features": "extras.doctor",
     "keep": "extras.keeping.agent",
@@ -141,8 +143,10 @@ if _TYPE_CHECKING:
     from zshard.checkpoint.script_state import rng_state, set_rng_state
     from zshard.extras.any_world import MicroBatchSampler
     from zshard.extras.averages import EMA
+    from zshard.extras.checks import NonFiniteError
     from zshard.extras.data_position import DataPosition
     from zshard.extras.doctor import available_features
+    from zshard.extras.keeping import KeeperError
     from zshard.extras.keeping.agent import keep
     from zshard.extras.optimizers.eight_bit import Adam8bit, AdamW8bit, SGD8bit
     from zshard.extras.optimizers.muon import Muon
@@ -156,6 +160,8 @@ if _TYPE_CHECKING:
     from zshard.extras.weights.send import receive_export
     from zshard.integrations.compat import *  # noqa: F403
     from zshard.integrations.deepspeed import *  # noqa: F403
+    from zshard.memory.report import num_parameters, predict_memory
+    from zshard.state.optimizer_names import load_optim_state_dict, optim_state_dict
 else:
 
     def __getattr__(name: str) -> object:

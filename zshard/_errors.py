@@ -17,16 +17,6 @@ class CheckpointError(ValueError):
     possible, the tensor."""
 
 
-class KeeperError(ConnectionError):
-    """The keeper of a run does not answer, or refuses a request; the message names the reason and
-    what to do."""
-
-
-class NonFiniteError(FloatingPointError):
-    """A gradient is infinite or NaN, and FSDP(nonfinite="raise") refused the step on all ranks. The
-    message names the parameter and, where known, the rank that it comes from."""
-
-
 class ShardError(RuntimeError):
     """An operation needs the full tensor but got this rank's shard of it. The message names the
     parameter and what to write."""

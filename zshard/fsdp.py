@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core, _patches
 from zshard.guard.outside import NoDdp, refuse_ddp_around
-from zshard.model.copy import copy_model
 from zshard.model.fsdp1 import Fsdp1Methods
 from zshard.model.methods import ModelMethods
 from zshard.model.own_names import refuse_names, warn_of_clashes, yields_to_the_model
@@ -355,6 +354,8 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         """Return another sharded model with the same values, over the same ranks, for example for
         a moving average of the weights. Gradients are not copied, as nn.Parameter copies none.
         Collective: call it on all ranks."""
+        from zshard.model.copy import copy_model  # few scripts copy a model
+
         return copy_model(self, memo)
 
     def __copy__(self) -> NoReturn:

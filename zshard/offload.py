@@ -75,6 +75,41 @@ class Offload:
         words = [f"{field.name}={value!r}" for field, value in values if value != field.default]
         return f"Offload({', '.join(words)})"
 
+    @staticmethod
+    def of(given: object, argument: str = "offload") -> Offload | None:
+        """Return the Offload that an argument means: an Offload, a directory, a bool, or a
+        CPUOffload or an offload policy, zshard's or torch's. None: everything stays in memory.
+        Raises TypeError for anything else."""
+        if given is None or isinstance(given, Offload):
+            return given
+        if isinstance(given, str | os.PathLike):
+            return Offload(directory=given)
+        if isinstance(given, bool):
+            return Offload() if given else None
+        kinds = {cls.__name__ for cls in type(given).__mro__}
+        if "CPUOffload" in kinds:
+            moves = bool(getattr(given, "offload_params", False))
+        elif "OffloadPolicy" in kinds:
+            moves = "CPUOffloadPolicy" in kinds
+        else:
+            raise TypeError(
+                f"{argument} must be a zshard.Offload, a directory, a bool, or torch's CPUOffload "
+                f"or OffloadPolicy, got {given!r}"
+            )
+        return Offload(grads=True) if moves else None
+
+    def on(self, device: str) -> Offload | None:
+        """Return what it means on that device; None: nothing is offloaded. Raises
+        NotImplementedError for a directory and a GPU."""
+        if not self.moves or (device == CPU and not self.to_disk):
+            return None
+        if device != CPU and self.to_disk:
+            raise NotImplementedError(
+                "Offload(directory=...) is not supported for models on a GPU: omit directory to "
+                "offload to the memory of the GPU's host"
+            )
+        return self
+
 
 # --- torch's classes, which FSDP() also accepts ---------------------------------------------------
 
@@ -100,44 +135,3 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
-
-
-# --- parsing --------------------------------------------------------------------------------------
-
-
-def offload_of(given: object, argument: str = "offload") -> Offload | None:
-    """Return the Offload that an argument means: an Offload, a directory, a bool, or a CPUOffload
-    or an offload policy, zshard's or torch's. None: everything stays in memory. Raises TypeError
-    for anything else."""
-    if given is None or isinstance(given, Offload):
-        return given
-    if isinstance(given, str | os.PathLike):
-        return Offload(directory=given)
-    if isinstance(given, bool):
-        return Offload() if given else None
-    kinds = {cls.__name__ for cls in type(given).__mro__}
-    if "CPUOffload" in kinds:
-        moves = bool(getattr(given, "offload_params", False))
-    elif "OffloadPolicy" in kinds:
-        moves = "CPUOffloadPolicy" in kinds
-    else:
-        raise TypeError(
-            f"{argument} must be a zshard.Offload, a directory, a bool, or torch's CPUOffload or "
-            f"OffloadPolicy, got {given!r}"
-        )
-    return Offload(grads=True) if moves else None
-
-
-def offload_on(offload: Offload | None, device: str) -> Offload | None:
-    """Return what `offload` means on that device; None: nothing is offloaded.
-
-    Raises NotImplementedError for a directory and a GPU.
-    """
-    if offload is None or not offload.moves or (device == CPU and not offload.to_disk):
-        return None
-    if device != CPU and offload.to_disk:
-        raise NotImplementedError(
-            "Offload(directory=...) is not supported for models on a GPU: omit directory to "
-            "offload to the memory of the GPU's host"
-        )
-    return offload

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from zshard._errors import did_you_mean
-from zshard.offload import CPUOffload, Offload, OffloadPolicy, offload_of, offload_on
+from zshard.offload import CPUOffload, Offload, OffloadPolicy
 from zshard.precision import MixedPrecision, MixedPrecisionPolicy, precision_of
 from zshard.ranks.devices import CPU
-from zshard.ranks.wire import check_wire
+from zshard.ranks.wire import Wire
 from zshard.strategy import ShardingStrategy, strategy_of
 from zshard.units.units import Options, Prefetch
 from zshard.upper import ARGUMENTS, parse_extras
@@ -222,8 +222,8 @@ def parse_options(given: _Passed) -> Options:
         strategy=given.get("strategy"), sharding_strategy=given.get("sharding_strategy")
     )
     offload = either(
-        offload=offload_of(given.get("offload")),
-        cpu_offload=offload_of(given.get("cpu_offload"), "cpu_offload"),
+        offload=Offload.of(given.get("offload")),
+        cpu_offload=Offload.of(given.get("cpu_offload"), "cpu_offload"),
     )
     limit, keep = given.get("memory_limit", "auto"), given.get("keep_gathered", "auto")
     if limit is not None and limit != "auto":
@@ -249,10 +249,10 @@ def parse_options(given: _Passed) -> Options:
         strategy_of("full_shard" if strategy is None else strategy),
         precision_of(given.get("mixed_precision")),
         Prefetch(forward, backward),
-        offload_on(offload, device),
+        offload and offload.on(device),
         limit,
         keep,
-        check_wire(given.get("wire")),
+        Wire.of(given.get("wire")),
         tuple(parse_extras(given).items()),
     )
     rounds = options.precision.compute or options.precision.wire or options.wire.parameters

@@ -156,11 +156,6 @@ def precision_of(given: object) -> Precision:
     )
 
 
-def in_dtype(dtype: torch.dtype) -> Precision:
-    """Return the usual mixed precision: compute in `dtype`, except for batch norms."""
-    return Precision(compute=dtype, cast_root_inputs=True, keep=BATCH_NORMS)
-
-
 def check_dtype(name: str, dtype: object) -> None:
     """Raise ValueError if the argument `name` is neither None nor a dtype to compute in."""
     if dtype is not None and dtype not in _FLOATS:

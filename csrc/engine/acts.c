@@ -116,6 +116,7 @@ static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
     zs_reading reading = {.pass = trains ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE};
     reading.eval_mode = !entry->by_hand && !entry->training;
     if (entry->resumed && !engine->interrupted) return begin_reading(engine, &reading);
+    if (!trains) ZS_TRY(zs_writing_check(engine));
     engine->interrupted = false;
     if (!entry->resumed) ZS_TRY(zs_join_forward(engine, entry, meets(engine, entry)));
     zs_writing_over(engine);

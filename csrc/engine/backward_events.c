@@ -194,6 +194,7 @@ static zs_status begin_to_write(zs_engine *engine)
 
 zs_status zs_engine_write_begin(zs_engine *engine)
 {
+    ZS_TRY(zs_writing_check(engine));
     ZS_TRY(zs_engine_settle(engine)); /* peers may still read, for a backward that raised here */
     return begin_to_write(engine);
 }
@@ -224,5 +225,7 @@ zs_status zs_engine_before_step(zs_engine *engine)
     ZS_TRY(zs_leaves_check_step(&engine->context));
     ZS_TRY(zs_engine_check_spoiled(engine));
     zs_pace_step(engine);
-    return begin_to_write(engine);
+    ZS_TRY(begin_to_write(engine));
+    engine->steps = true;
+    return ZS_OK;
 }

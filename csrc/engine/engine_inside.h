@@ -59,6 +59,7 @@ struct zs_engine {
     uint64_t sample;            /* (sampled) of the shards after the last known write; see sample.c */
     bool sampled;
     bool writing;     /* a write has begun, and neither it nor a pass has ended it */
+    bool steps;       /* it is an optimizer's step, which no forward may end; else a closure's, say */
     bool interrupted; /* a write has, within a forward, which has not continued yet */
     bool by_hand;     /* a script has written to shards since the last pass or known write */
     zs_join *join;    /* owned; NULL outside join() */

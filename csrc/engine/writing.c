@@ -10,7 +10,7 @@
 
 static void end(zs_engine *engine, bool known)
 {
-    engine->writing = false;
+    engine->writing = engine->steps = false;
     engine->by_hand = !known;
     zs_history_publish(engine);
     zs_comm_write_end(engine->context.ranks.shard_group, engine->reader, known);
@@ -23,7 +23,15 @@ bool zs_engine_is_written(const zs_engine *engine)
 
 void zs_writing_over(zs_engine *engine)
 {
-    engine->writing = engine->by_hand = false;
+    engine->writing = engine->by_hand = engine->steps = false;
+}
+
+zs_status zs_writing_check(const zs_engine *engine)
+{
+    if (!engine->steps || !zs_comm_shares_memory(engine->context.ranks.shard_group)) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_STATE, "full parameters cannot be read, loaded or swapped, nor a model be called, within "
+                                 "optimizer.step(), as by one of its hooks, while ranks write their shards; do so "
+                                 "before or after the step");
 }
 
 zs_status zs_writing_begin(zs_engine *engine)

@@ -8,6 +8,10 @@
 /* A pass begins, which ends a write that raised. */
 void zs_writing_over(zs_engine *engine);
 
+/* Fails within an optimizer's step: to read or load in one of its hooks would end its right to write, while peers read
+ * the same memory. */
+zs_status zs_writing_check(const zs_engine *engine);
+
 /* Waits until no peer reads the shards, and keeps readers out / lets them in again. ZS_ERR_STATE while this rank has a
  * session open by hand. */
 zs_status zs_writing_begin(zs_engine *engine);

@@ -396,7 +396,13 @@ static PyMethodDef plan_methods[] = {
     {"step", (PyCFunction)(void (*)(void))plan_step, METH_FASTCALL,
      "step($self, group, state, live=None, /)\n--\n\nUpdate the group's parameters that have a gradient."},
     {"prepare", (PyCFunction)(void (*)(void))plan_prepare, METH_FASTCALL,
-     "prepare($self, group, state, /)\n--\n\nAs step(), but update nothing yet: kept_write() and kept_finish() do."},
+     "prepare($self, group, state, /)\n--\n\nAs step(), but update nothing yet: a KeptStep does."},
+    {"look_again", zs_py_look_again, METH_NOARGS,
+     "look_again($self, /)\n--\n\nMake sure that gradients are as they were when the step was prepared."},
+    {"count", zs_py_count, METH_NOARGS, "count($self, /)\n--\n\nCount the prepared step in the optimizer's state."},
+    {"grad_files", zs_py_grad_files, METH_NOARGS,
+     "grad_files($self, /)\n--\n\nReturn, for each run of the prepared step, the descriptor of the file of memory in "
+     "which its gradient lies; -1 for none."},
     {NULL, NULL, 0, NULL},
 };
 

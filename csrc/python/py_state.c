@@ -117,29 +117,40 @@ static PyObject *has_left(PyObject *module, PyObject *args)
     return PyBool_FromLong(comm->ops->state->left(comm, rank));
 }
 
-static PyObject *read_state(PyObject *module, PyObject *args)
+static zs_status read_one(zs_comm *comm, int rank, uint64_t place, PyObject *target)
 {
-    PyObject *object, *target;
-    int rank;
-    unsigned long long place;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "OiKO:read_state", &object, &rank, &place, &target)) return NULL;
-    zs_comm *comm = sharing(object);
-    if (comm == NULL) return NULL;
     zs_tensor *tensor = NULL;
     zs_tensor_info info;
     void *data = NULL;
-    zs_clear_error();
     zs_status status = zs_py_tensor(target, &tensor);
     ZS_THEN(status, zs_tensor_describe(tensor, &info));
     if (status == ZS_OK && !(info.contiguous && info.where.type == ZS_ON_CPU))
-        status = ZS_FAIL(ZS_ERR_VALUE, "read_state() expects a contiguous CPU tensor");
+        status = ZS_FAIL(ZS_ERR_VALUE, "read_state() expects contiguous CPU tensors");
     if (status == ZS_OK && info.numel > 0) {
         status = zs_tensor_data(tensor, &data);
         size_t bytes = (size_t)info.numel * info.itemsize;
         if (status == ZS_OK) ZS_PY_NOGIL(status, comm->ops->state->read(comm, rank, place, data, bytes));
     }
     zs_tensor_free(tensor);
+    return status;
+}
+
+static PyObject *read_state(PyObject *module, PyObject *args)
+{
+    PyObject *object, *places, *targets;
+    int rank;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OiO!O!:read_state", &object, &rank, &PyList_Type, &places, &PyList_Type, &targets))
+        return NULL;
+    zs_comm *comm = sharing(object);
+    if (comm == NULL) return NULL;
+    zs_status status = ZS_OK;
+    zs_clear_error();
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places) && i < PyList_GET_SIZE(targets) && status == ZS_OK; i++) {
+        uint64_t place = PyLong_AsUnsignedLongLongMask(PyList_GET_ITEM(places, i));
+        if (PyErr_Occurred()) return NULL;
+        status = read_one(comm, rank, place, PyList_GET_ITEM(targets, i));
+    }
     return zs_py_none(status);
 }
 
@@ -158,8 +169,8 @@ static PyMethodDef functions[] = {
     {"has_left", has_left, METH_VARARGS,
      "has_left($module, comm, rank, /)\n--\n\nWhether a rank has closed its Comm, so that it reads no more."},
     {"read_state", read_state, METH_VARARGS,
-     "read_state($module, comm, rank, place, tensor, /)\n--\n\nFill a contiguous CPU tensor from the memory of a rank; "
-     "place: from its state_place()."},
+     "read_state($module, comm, rank, places, tensors, /)\n--\n\nFill contiguous CPU tensors from the memory of a rank; "
+     "places: from its state_place()."},
     {0},
 };
 

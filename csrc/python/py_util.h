@@ -67,6 +67,11 @@ zs_engine *zs_py_engine(PyObject *object);
 zs_unit *zs_py_unit(PyObject *object);
 struct zs_optim *zs_py_plan(PyObject *object);
 
+/* Methods of a _core.OptimPlan (py_keep.c). */
+PyObject *zs_py_look_again(PyObject *self, PyObject *unused);
+PyObject *zs_py_count(PyObject *self, PyObject *unused);
+PyObject *zs_py_grad_files(PyObject *self, PyObject *unused);
+
 /* The units (borrowed) of a Python list, in an array of `*n` that the caller frees; NULL with an exception set. */
 zs_unit **zs_py_units(PyObject *list, size_t *n);
 

@@ -277,7 +277,7 @@ static zs_status copy_flat(zs_unit *unit, zs_flat *flat)
 zs_status zs_unit_watch(zs_unit *unit, int64_t i)
 {
     zs_param *param = &unit->params[i];
-    if (!zs_unit_is_full(unit) || unit->record.is.replicated || unit->record.pinned || param->watched) return ZS_OK;
+    if (!zs_unit_is_full(unit) || unit->record.is.replicated || param->watched) return ZS_OK;
     ZS_TRY(copy_flat(unit, &unit->flats[param->flat]));
     ZS_TRY(digest(param, &param->content));
     param->watched = true;
@@ -369,6 +369,7 @@ zs_status zs_unit_accept(zs_unit *unit, bool keep)
         bool there = zs_tensor_on_storage(param->tensor, unit->flats[param->flat].full);
         if (keep && there) ZS_TRY(take_slice(unit, param));
         param->version = zs_tensor_version(param->tensor);
+        param->watched = false;
     }
     return ZS_OK;
 }

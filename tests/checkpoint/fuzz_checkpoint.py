@@ -72,10 +72,10 @@ def index(data: bytes) -> None:
 def a_manifest(data: bytes) -> None:
     """The text of a manifest; and the content of one, with a valid checksum."""
     with contextlib.suppress(CheckpointError):
-        manifest.parse(data, NAME)
+        manifest.Manifest.parse(data, NAME)
     body = safetensors.object_of(data, NAME, manifest.LIMIT)
     whole = {"crc32c": manifest._checksum(body), "checkpoint": body}
-    made = manifest.parse(json.dumps(whole).encode(), NAME)
+    made = manifest.Manifest.parse(json.dumps(whole).encode(), NAME)
     assert all(Path(name).name == name for name in made.files)
     for rank in range(min(made.world, 3)):
         with contextlib.suppress(CheckpointError):
@@ -246,7 +246,7 @@ def _manifests() -> list[bytes]:
         extra=[{"rng": {"$tensor": {"dtype": "uint8", "shape": [1], "data": "AA=="}}}, {}],
         software={"zshard": "0"},
     )
-    text = manifest.dump(made)
+    text = made.dump()
     body = json.loads(text)["checkpoint"]
     return [text, json.dumps(body).encode()]
 

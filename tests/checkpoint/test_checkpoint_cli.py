@@ -25,7 +25,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 import zshard
 from zshard import FSDP
 from zshard.checkpoint import manifest
-from zshard.checkpoint.opening import read_manifest
+from zshard.checkpoint.manifest import Manifest
 
 
 class Configured(Tied):
@@ -282,7 +282,7 @@ def step(model, optimizer, value):
 def wrong_names(path):
     """Return the names in a checkpoint that differ from the plain model's."""
     params = dict(Whole().named_parameters())
-    told = read_manifest(path)
+    told = Manifest.read(path)
     found = tensors_in(path).keys() ^ (Whole().state_dict().keys() - {"head.weight"})
     found |= told.optimizer["state"].keys() ^ params.keys()
     found |= set(told.optimizer["groups"][0]["params"]) ^ params.keys()

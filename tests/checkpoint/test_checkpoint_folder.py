@@ -28,8 +28,8 @@ from torch import nn
 import zshard
 from zshard import FSDP, CheckpointError, _core
 from zshard.checkpoint import folder as folders
-from zshard.checkpoint import opening
 from zshard.checkpoint.folder import Target
+from zshard.checkpoint.manifest import Manifest
 
 ID = "0123456789abcdef" * 2
 
@@ -142,7 +142,7 @@ def test_directory_shared_with_another_job(tmp_path, monkeypatch):
     """The newest checkpoint may be deleted between the listing and the opening."""
     model = small()
     zshard.save(tmp_path, model, step=1)
-    real = opening.read_manifest
+    real = Manifest.read
 
     def later(path):
         manifest = real(path)
@@ -150,7 +150,7 @@ def test_directory_shared_with_another_job(tmp_path, monkeypatch):
             zshard.save(tmp_path, model, step=2, keep_last=1)
         return manifest
 
-    monkeypatch.setattr(opening, "read_manifest", later)
+    monkeypatch.setattr(Manifest, "read", later)
     assert zshard.load(tmp_path, model).step == 2
     (tmp_path / name(2) / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors' is missing"):

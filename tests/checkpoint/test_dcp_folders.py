@@ -32,9 +32,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import zshard
 from zshard import CheckpointError
-from zshard.checkpoint.checkpoint import read_whole
+from zshard.checkpoint.checkpoint import Checkpoint, read_whole
 from zshard.checkpoint.load import Reader
-from zshard.checkpoint.opening import opened
 from zshard.checkpoint.safetensors import CODES, OpenFile
 from zshard.extras.readers import torch_file
 from zshard.extras.readers.other_states import optimizer_of_paths
@@ -169,7 +168,7 @@ def test_non_row_major_tensors_and_numbered_parameters(pool2, tmp_path):
         for found, said in pool2.run(read_in_order, str(tmp_path), combination, made):
             assert found == []
             assert "has param groups of [14] parameters" in said and "have [2, 12]" in said
-    with opened(tmp_path) as found:
+    with Checkpoint.opened(tmp_path) as found:
         for name, wanted in made[0].items():
             flat = wanted.reshape(-1)
             for begin in range(0, flat.numel() - 1, 13):
@@ -203,7 +202,7 @@ def boxes(path):
 @pytest.mark.thorough
 def test_tensors_in_arbitrary_chunks(pool4, tmp_path):
     made = pool4.run(boxes, str(tmp_path / "x"))[0]
-    with opened(tmp_path / "x") as found:
+    with Checkpoint.opened(tmp_path / "x") as found:
         assert found.model.keys() == made.keys()
         for name, (wanted, dtype) in made.items():
             entry = found.model[name]
@@ -231,7 +230,7 @@ def of_every_kind():
 def test_tensors_of_every_kind(tmp_path):
     made = of_every_kind()
     dcp.save(made, checkpoint_id=tmp_path, no_dist=True)
-    with opened(tmp_path) as found:
+    with Checkpoint.opened(tmp_path) as found:
         assert found.model.keys() == made.keys()
         for name, wanted in made.items():
             found.model[name].check()

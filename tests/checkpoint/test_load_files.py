@@ -30,9 +30,9 @@ from torch import nn
 import zshard
 from benchmarks.memory import high_water, reset_high_water, trim
 from zshard import FSDP
+from zshard.checkpoint.checkpoint import Checkpoint
 from zshard.checkpoint.contents import ranks_of
-from zshard.checkpoint.manifest import BLOCK, data_blocks, own_blocks
-from zshard.checkpoint.opening import opened
+from zshard.checkpoint.manifest import BLOCK, FileBlocks, own_blocks
 from zshard.checkpoint.safetensors import OpenFile
 
 
@@ -390,7 +390,7 @@ def who_checks(path, seed, hosts):
     if seed == 0:
         zshard.save(path, model, max_shard_size="40MB")
     chance = random.Random(f"{seed} {rank()}")
-    with opened(path) as found:
+    with Checkpoint.opened(path) as found:
         files, records = found.files, found.manifest.files
         wanted, touched = [], set()
         for name, file in files.items():
@@ -402,7 +402,7 @@ def who_checks(path, seed, hosts):
                     touched |= {(name, at) for at in blocks_of(begin, end)}
         host = f"host {rank() % hosts}"
         mine = own_blocks(ranks_of(model), files, records, wanted, host)
-        return touched, names_of(mine), set(names_of(data_blocks(files, records)))
+        return touched, names_of(mine), set(names_of(FileBlocks.data(files, records)))
 
 
 def names_of(blocks):

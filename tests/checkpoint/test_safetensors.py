@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from safetensors_files import DATA, STRANGE_FILES, WRONG, packed, right_header, write
 
 from zshard._core import crc32c
-from zshard.checkpoint.opening import opened
+from zshard.checkpoint.checkpoint import Checkpoint
 from zshard.checkpoint.safetensors import DTYPES
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -46,7 +46,7 @@ def values(checkpoint):
 
 
 def read(path):
-    with opened(path) as checkpoint:
+    with Checkpoint.opened(path) as checkpoint:
         return values(checkpoint)
 
 
@@ -140,7 +140,7 @@ def test_headers_of_any_content_never_crash(tmp_path, header, data):
 
 def test_file_truncated_while_open(tmp_path):
     path = write(tmp_path / "x.safetensors", packed(right_header()))
-    with opened(path) as checkpoint:
+    with Checkpoint.opened(path) as checkpoint:
         os.truncate(path, os.path.getsize(path) - 3)
         with pytest.raises(ValueError, match=r"ends at byte 181, before byte 184") as caught:
             values(checkpoint)

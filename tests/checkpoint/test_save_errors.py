@@ -225,7 +225,7 @@ def unsharded(folder, model, optimizer):
 
 
 TIMES = {
-    in_forward: "cannot save a model during a step: reshard() of unit",
+    in_forward: "cannot save during a step: do it before the forward",
     while_whole: "cannot save while unshard() or summon_full_params() keeps the parameters",
     unsharded: "cannot save while unshard() or summon_full_params() keeps the parameters",
 }
@@ -244,7 +244,7 @@ def in_a_backward(folder):
     """A backward that raises ends there, as always; the model cannot train on from it here."""
     model, optimizer = trained("mlp", APART, "zshard.AdamW")
     found = outcome(lambda: in_backward(folder, model, optimizer))
-    return found[0] is RuntimeError, "cannot save a model during a step" in found[1], inside(folder)
+    return found[0] is RuntimeError, "cannot save during a step" in found[1], inside(folder)
 
 
 def test_save_in_a_backward(pool2, tmp_path):

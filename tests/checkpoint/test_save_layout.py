@@ -21,21 +21,22 @@ from safetensors import deserialize
 
 from zshard import _core
 from zshard.checkpoint import save_plan
-from zshard.checkpoint.contents import HeldElements, Item
-from zshard.checkpoint.manifest import BLOCK
+from zshard.checkpoint.manifest import BLOCK, FileRecord
 from zshard.checkpoint.safetensors import CODES
 from zshard.checkpoint.script_state import decode, encode, rng_state, set_rng_state
+from zshard.checkpoint.write import joined
 from zshard.options import parse_size
+from zshard.units.shards import Entry
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
 
 
 @st.composite
 def worlds(draw):
-    """Return (items of each rank, limit): tensors of rank 0, of all ranks, or sharded over groups
-    of ranks, with `copies` ranks for each shard."""
+    """Return (entries and shares of each rank, limit): tensors of rank 0, of all ranks, or sharded
+    over groups of ranks, with `copies` ranks for each shard."""
     parts, copies = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    world = [[] for _ in range(parts * copies)]
+    world = [([], {}) for _ in range(parts * copies)]
     for i in range(draw(st.integers(0, 6))):
         shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
         dtype, kind = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(["0", "all", "cut"]))
@@ -43,32 +44,39 @@ def worlds(draw):
         numel = values.numel()
         cuts = sorted(draw(st.integers(0, numel)) for _ in range(parts - 1))
         bounds = [0, *cuts, numel]
-        for rank, items in enumerate(world):
+        for rank, (entries, shares) in enumerate(world):
             part, copy = rank % parts, rank // parts
-            held = HeldElements(values, 0, 1, 0, -2) if rank == 0 else None
+            own, share = values, (0, 1, 0, -2) if rank == 0 else None
             if kind == "all":
-                held = HeldElements(values, 0, len(world), rank, -1)
+                share = 0, len(world), rank, -1
             elif kind == "cut":
                 own = values.view(-1)[bounds[part] : bounds[part + 1]]
-                held = HeldElements(own, bounds[part], copies, copy, 0)
-            items.append(Item(f"t{i}", shape, dtype, held))
+                share = bounds[part], copies, copy, 0
+            entries.append(Entry(f"t{i}", shape, dtype, own))
+            shares[f"t{i}"] = share
     return world, draw(st.integers(1, 4000))
+
+
+def planned(rank, limit):
+    """Return the files of a rank, and what it writes."""
+    entries, shares = rank
+    files = save_plan.lay_out(entries, "model", limit)
+    return files, save_plan.pieces_of(files, lambda entry: shares[entry.name])
 
 
 @given(worlds())
 def test_every_byte_is_written_once_by_an_owner(case):
     world, limit = case
-    files = save_plan.lay_out(world[0], "model", limit)
+    files, _ = planned(world[0], limit)
     written = Counter()
-    for items in world:
-        own = save_plan.lay_out(items, "model", limit)
+    for rank in world:
+        own, pieces = planned(rank, limit)
         assert [file[:3] for file in own] == [file[:3] for file in files]
-        for piece in save_plan.pieces_of(own):
-            offset = next(o for item, o in own[piece.file].places if _has(item, piece))
-            held = next(item.held for item, _ in own[piece.file].places if _has(item, piece))
-            size = piece.dtype.itemsize
-            assert piece.offset == offset + (held.begin + piece.begin) * size
-            assert 0 <= piece.begin < piece.end <= held.values.numel()
+        for piece in pieces:
+            offset = next(o for e, o in own[piece.file].places if e.name == piece.name)
+            first, size = rank[1][piece.name][0], piece.dtype.itemsize
+            assert piece.offset == offset + (first + piece.begin) * size
+            assert 0 <= piece.begin < piece.end <= piece.values.numel()
             end = piece.offset + (piece.end - piece.begin) * size
             written.update((piece.file, byte) for byte in range(piece.offset, end))
     for number, file in enumerate(files):
@@ -77,32 +85,21 @@ def test_every_byte_is_written_once_by_an_owner(case):
     assert not written
 
 
-def _has(item, piece):
-    return item.held is not None and item.held.values is piece.values
-
-
 @given(worlds())
 def test_replicas_write_equal_shares(case):
     world, limit = case
-    totals = {}
-    for items in world:
-        files = save_plan.lay_out(items, "model", limit)
-        held = {id(i.held.values): i.held for i in items if i.held is not None}
-        shares = Counter(dict.fromkeys({h.group for h in held.values()}, 0))
-        for piece in save_plan.pieces_of(files):
-            group = held[id(piece.values)].group
-            shares[group] += (piece.end - piece.begin) * piece.dtype.itemsize
-        for each in held.values():
-            if each.group == -1:
-                totals.setdefault(each.group, {})[each.copy] = shares[each.group]
-    for shares in totals.values():
-        assert max(shares.values()) - min(shares.values()) <= 2 * 8  # an item at either end
+    totals = []
+    for rank in world:
+        _, pieces = planned(rank, limit)
+        of_all = [piece for piece in pieces if rank[1][piece.name][3] == -1]
+        totals.append(sum((p.end - p.begin) * p.dtype.itemsize for p in of_all))
+    assert max(totals) - min(totals) <= 2 * 8  # an entry at either end
 
 
 @given(worlds())
 def test_files_are_valid_and_not_too_large(case):
     world, limit = case
-    files = save_plan.lay_out(world[0], "some", limit, {"other": "t0"})
+    files = save_plan.lay_out(world[0][0], "some", limit, {"other": "t0"})
     names = []
     for i, file in enumerate(files):
         data = file.header + bytes(file.size - len(file.header))
@@ -121,22 +118,22 @@ def test_files_are_valid_and_not_too_large(case):
         for item, offset in file.places:
             assert offset % item.dtype.itemsize == 0
         names += sizes
-    assert sorted(names) == sorted(item.name for item in world[0])
+    assert sorted(names) == sorted(item.name for item in world[0][0])
     told = json.loads(save_plan.index_of(files))
     assert told["weight_map"] == {i.name: file.name for file in files for i, _ in file.places}
     assert told["metadata"]["total_size"] == sum(f.size - len(f.header) for f in files)
 
 
 def test_files_are_split_as_by_hugging_face():
-    items = [Item(n, (4,), torch.float32, None) for n in "abcde"]
-    items.insert(2, Item("large", (100,), torch.float32, None))
+    items = [Entry(n, (4,), torch.float32) for n in "abcde"]
+    items.insert(2, Entry("large", (100,), torch.float32))
     names = [[i.name for i, _ in f.places] for f in save_plan.lay_out(items, "model", 32)]
     assert names == [["a", "b"], ["large"], ["c", "d"], ["e"]]
 
 
 def test_oversized_header_is_refused(monkeypatch):
     monkeypatch.setattr(save_plan, "HEADER_LIMIT", 5000)
-    items = [Item(f"t{i}", (1,), torch.float32, None) for i in range(30)]
+    items = [Entry(f"t{i}", (1,), torch.float32) for i in range(30)]
     with pytest.raises(ValueError, match=r"'model.safetensors' .* a smaller max_shard_size"):
         save_plan.lay_out(items, "model", 1000)
     assert len(save_plan.lay_out(items, "model", 40)) == 3
@@ -185,13 +182,11 @@ def test_checksums_of_pieces_are_joined(cuts, random):
     rows = cut(DATA, cuts)
     random.shuffle(rows)
     whole = [_core.crc32c(DATA[i : i + BLOCK]) for i in range(0, len(DATA), BLOCK)]
-    assert save_plan.record_of("x", len(DATA), rows) == (
-        save_plan.FileRecord(len(DATA), tuple(whole))
-    )
-    one, other = save_plan.joined(rows[::2]), save_plan.joined(rows[1::2])
+    assert FileRecord.of("x", len(DATA), rows) == (FileRecord(len(DATA), tuple(whole)))
+    one, other = joined(rows[::2]), joined(rows[1::2])
     assert len(one) <= len(rows[::2])
-    assert save_plan.record_of("x", len(DATA), one + other).checksums == tuple(whole)
-    assert len(save_plan.joined(rows)) == len(whole)
+    assert FileRecord.of("x", len(DATA), one + other).checksums == tuple(whole)
+    assert len(joined(rows)) == len(whole)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +197,7 @@ def test_bytes_not_written_exactly_once_are_an_error(change):
     with pytest.raises(
         RuntimeError, match=r"'x' \(\d+ bytes\) was not written exactly once at byte"
     ):
-        save_plan.record_of("x", len(DATA), change(rows))
+        FileRecord.of("x", len(DATA), change(rows))
 
 
 # --- extra ----------------------------------------------------------------------------------------

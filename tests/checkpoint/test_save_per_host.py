@@ -31,7 +31,7 @@ from torch import nn
 import zshard
 from zshard import FSDP, CheckpointError, __main__
 from zshard.checkpoint import folder
-from zshard.checkpoint.opening import read_manifest
+from zshard.checkpoint.manifest import Manifest
 from zshard.extras.per_host import remote
 from zshard.extras.per_host import write_parts as save_parts
 from zshard.ranks import meeting
@@ -340,7 +340,8 @@ def fail_in_the_middle(root, where):
     train(model, optimizer)
     path = disk(root, node())
     options = {"step": 3, "per_host": True, "replicas": 1, "extra": {**SEEN, "rank": 0}}
-    with failing_on_node1(save_parts, where), pytest.raises(OSError, match="no space"):
+    owner = save_parts.FileRecord if where == "copy" else save_parts
+    with failing_on_node1(owner, where), pytest.raises(OSError, match="no space"):
         zshard.save(path, model, optimizer, **options)
     assert os.listdir(path) == []
     zshard.save(path, model, optimizer, **options)
@@ -353,7 +354,7 @@ def failing_on_node1(where, name):
     return mock.patch.object(where, name, side_effect=error) if node() == 1 else nullcontext()
 
 
-@pytest.mark.parametrize("where", ["_write_part", "copy_file", "write_text"])
+@pytest.mark.parametrize("where", ["_write_part", "copy", "write_text"])
 def test_a_failure_on_one_host_leaves_nothing_on_any(on, root, where):
     wanted = on(2, 1, fail_in_the_middle, root, where)[0]
     assert {each[0] for each in on(2, 1, load, root)} == {wanted}
@@ -421,7 +422,7 @@ def test_collect(on, root, command, over_the_wire):
     else:
         status, said, errors = command("collect", *disks, out)
         assert status == 0 and "wrote" in said, errors
-    assert read_manifest(out).more == {}
+    assert Manifest.read(out).more == {}
     status, _, errors = command("verify", out)
     assert status == 0, errors
     assert set(os.listdir(out)) == {

@@ -16,17 +16,18 @@ from scenarios import unit_of
 
 import zshard
 from zshard.memory import spare
+from zshard.model import shard_model
 
 Kept = tuple[list[int], list[float], dict[str, torch.Tensor], int]
 
 
 def trained(backend: str | None, **options: Any) -> Kept:
     """(bytes that stay after each step, losses, parameters, peak memory)."""
-    real, spare.crosses_hosts = spare.crosses_hosts, lambda comm: True
+    real, shard_model.crosses_hosts = shard_model.crosses_hosts, lambda comm: True
     try:
         model, there = sharded(DEEP, backend, process_group=dist.new_group(), **options)
     finally:
-        spare.crosses_hosts = real
+        shard_model.crosses_hosts = real
     optimizer = zshard.AdamW(model.parameters(), lr=0.01)
     stays, losses = [], []
     for step in range(4):

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ from nursery import fork_ranks
 import zshard
 from zshard.extras.keeping.client import VARIABLE, Keeper
 
-checkpoint_save: Any = sys.modules["zshard.checkpoint.save"]
+checkpoint_save: Any = importlib.import_module("zshard.checkpoint.save")
 
 AT = 4  # the step in which it happens
 
@@ -117,7 +117,7 @@ def killed_in_save(token: str, folder: str, rank: int | None) -> tuple[int, str,
     kept = zshard.Keep(run.model, run.optimizer)
     start = kept.recover({"step": 0})["step"]
     if rank == dist.get_rank():
-        checkpoint_save._write_pieces = lambda *_: kill(Path(folder))
+        checkpoint_save._write_runs = lambda *_: kill(Path(folder))
     for step in range(start, 4):
         run.loss(step).backward()
         with kept.commit({"step": step + 1}):

@@ -21,7 +21,6 @@ from nursery import fork_ranks
 from torch import Tensor, nn
 
 import zshard
-from zshard import _core
 from zshard.extras.keeping.client import VARIABLE, Keeper
 
 STEPS = 8
@@ -170,14 +169,14 @@ def play(token: str, folder: str, options: dict[str, Any], kill: Any) -> tuple[i
 def before_update(call: Callable[[], None]) -> None:
     """Call this when all ranks have written a step, before the update of this rank."""
 
-    def finish(*args: Any) -> None:
+    def forget_older(kept: zshard.Keep) -> None:
         call()
-        _finish(*args)
+        _forget_older(kept)
 
-    _core.kept_finish = finish
+    zshard.Keep._forget_older = forget_older  # type: ignore[method-assign]
 
 
-_finish = _core.kept_finish
+_forget_older = zshard.Keep._forget_older
 
 
 def kills_of(seed: int, count: int, ranks: int) -> list[tuple[Any, ...]]:

@@ -40,7 +40,7 @@ def tensors_in(folder: str | Path, stem: str = "model") -> dict[str, Tensor]:
 def manifest_in(folder: str | Path) -> Manifest:
     """Return the manifest, after checking all that it states about the other files."""
     path = Path(folder, manifests.NAME)
-    made = manifests.parse(path.read_bytes(), str(path))
+    made = Manifest.parse(path.read_bytes(), str(path))
     others = {each.name for each in Path(folder).iterdir()} - {manifests.NAME}
     assert set(made.files) == others
     for name, record in made.files.items():

@@ -26,8 +26,9 @@ import zshard
 from zshard import FSDP, fully_shard
 from zshard.memory import spare
 from zshard.memory.host_limits import Resident, Room
+from zshard.model import shard_model
 
-real_crosses_hosts = spare.crosses_hosts
+real_crosses_hosts = shard_model.crosses_hosts
 
 WIDTH, UNITS = 64, 6
 UNIT = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a unit's full parameters
@@ -48,7 +49,7 @@ def several_hosts(request: Any) -> Iterator[None]:
 
 
 def pretend(on: bool) -> None:
-    spare.crosses_hosts = (lambda comm: True) if on else real_crosses_hosts
+    shard_model.crosses_hosts = (lambda comm: True) if on else real_crosses_hosts
 
 
 def stack(**options: Any) -> Any:

@@ -245,12 +245,12 @@ def test_a_refused_load_changes_nothing(cls, option):
 
 
 OTHER_STATE = [
-    (zshard.AdamW, torch.optim.SGD, {"momentum": 0.9}, "'exp_avg' is missing"),
-    (zshard.AdamW8bit, torch.optim.RMSprop, {}, "'exp_avg' is missing"),
-    (zshard.SGD, torch.optim.AdamW, {}, "'momentum_buffer' is missing"),
-    (zshard.SGD8bit, torch.optim.AdamW, {}, "'momentum_buffer' is missing"),
+    (zshard.AdamW, torch.optim.SGD, {"momentum": 0.9}, "'exp_avg' of parameter 0 is missing"),
+    (zshard.AdamW8bit, torch.optim.RMSprop, {}, "'exp_avg' of parameter 0 is missing"),
+    (zshard.SGD, torch.optim.AdamW, {}, "'momentum_buffer' of parameter 0 is missing"),
+    (zshard.SGD8bit, torch.optim.AdamW, {}, "'momentum_buffer' of parameter 0 is missing"),
     (zshard.Muon, torch.optim.SGD, {"momentum": 0.9}, "the saved one is of another kind"),
-    (zshard.Muon, torch.optim.AdamW, {}, "the saved one is of another kind"),
+    (zshard.Muon, torch.optim.AdamW, {}, "'momentum_buffer' of parameter 0 is missing"),
 ]
 
 
@@ -259,7 +259,7 @@ def test_state_of_an_optimizer_of_another_kind_is_refused(ours, theirs, options,
     saved = stepped(two_groups(theirs, {}, {}, **options)).state_dict()
     own = {"momentum": 0.9} if ours in (zshard.SGD, zshard.SGD8bit) else {}
     optimizer = two_groups(ours, {}, {}, **own)
-    with pytest.raises(ValueError, match=f"cannot load the state dict into .*{said}"):
+    with pytest.raises(ValueError, match=said):
         optimizer.load_state_dict(saved)
 
 
@@ -275,13 +275,13 @@ def test_state_that_does_not_fit_is_refused(cls, wrong):
     shape = (90, 80) if wrong == "shape" else (80, 90)
     optimizer = two_groups(cls, {}, {}, shape=shape, dtype=torch.float32)
     name = next(key for key in ("exp_avg", "momentum_buffer") if key in saved["state"][1])
-    said = rf"parameter 0 .*'{name}' has shape \(80, 90\), expected \(90, 80\)"
+    said = rf"'{name}' of parameter 0 has shape \(80, 90\), expected \(90, 80\)"
     if wrong == "missing":
         saved["state"][1]["ours"] = saved["state"][1].pop(name)
-        said = f"parameter 0 .*'{name}' is missing"
+        said = f"'{name}' of parameter 1 is missing"
     elif wrong == "missing step":
         del saved["state"][1]["step"]
-        said = "parameter 0 .*'step' is missing"
+        said = "'step' of parameter 1 is missing"
     with pytest.raises(ValueError, match=said):
         optimizer.load_state_dict(saved)
 

@@ -27,8 +27,7 @@ from zshard.extras.planner.update import (
 )
 from zshard.extras.planner.ways import Cluster, Way
 from zshard.extras.planner.workloads import Workload
-from zshard.offload import CPUOffload, offload_of
-from zshard.ranks.wire import check_wire
+from zshard.offload import CPUOffload
 
 DIMS = zshard.Dims(layers=4, width=256, heads=4, kv_heads=4, ffn=1024, vocab=1000, seq=128)
 LARGE = zshard.Dims(layers=32, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, seq=4096)
@@ -296,8 +295,8 @@ def test_the_line_has_offload_and_wire(offload, wire):
     eval(plan.line(), {**names, "FSDP": lambda *_, **k: calls.append(k), "model": None})
     (given,) = calls
     way = plan.best.way
-    assert offload_of(given["offload"]) == way.offload
-    assert check_wire(given.get("wire")) == way.wire
+    assert Offload.of(given["offload"]) == way.offload
+    assert Wire.of(given.get("wire")) == way.wire
     assert json.loads(plan.to_json())["ways"][0]["wire"] == dataclasses.asdict(way.wire)
 
 

@@ -14,7 +14,7 @@ from zshard import _core
 from zshard.extras.planner.durations import all_reduce, gather
 from zshard.extras.planner.gpus import Network
 from zshard.extras.planner.timeline import Durations, play
-from zshard.extras.planner.ways import Way, options_of
+from zshard.extras.planner.ways import Way, arguments_of
 from zshard.memory.dry_run import World
 from zshard.memory.report import dry_run_of
 
@@ -70,7 +70,7 @@ def test_collectives_take_the_slower_link():
 
 def events_of(model, transport, world):
     world_of_ranks = World(world, world, transport, transport)
-    run = dry_run_of(model, "auto", options_of(Way(precision="fp32")), world_of_ranks)
+    run = dry_run_of(model, "auto", arguments_of(Way(precision="fp32")), world_of_ranks)
     return [spec.name for _, spec in run.in_order], run.engine.predict_events()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 
 import pytest
 import torch
@@ -177,8 +178,6 @@ def alone_while_others_train():
         found = []
         for bucket in zshard.export(model, bucket=500):
             found.append(bucket)
-            import time
-
             time.sleep(0.01)
         same(joined(found), expected)
     step(model, optimizer)
@@ -188,6 +187,24 @@ def alone_while_others_train():
 @ranks(2)
 def test_one_rank_alone_has_one_step_while_others_train_on(pool):
     pool.run(alone_while_others_train)
+
+
+def saved_by_one_rank_then_written(folder):
+    """One rank takes an export; then all write, and that rank comes last."""
+    model, _ = built()
+    for i in range(2):
+        zshard.export(model, ranks=i).save(f"{folder}/{i}")
+        if dist.get_rank() == i:
+            time.sleep(0.05)
+        with FSDP.summon_full_params(model):
+            for param in model.parameters():
+                param.detach().add_(1)
+    return full(model)
+
+
+def test_ranks_that_take_nothing_wait_with_their_writes(pool2, tmp_path):
+    first, second = pool2.run(saved_by_one_rank_then_written, str(tmp_path))
+    same(first, second)
 
 
 def names_and_plain_modules():
@@ -351,7 +368,7 @@ def within_a_forward():
     module = Exporting()
     model = FSDP(module)
     module.owner = [model]
-    with pytest.raises(RuntimeError, match="cannot export a model during a step"):
+    with pytest.raises(RuntimeError, match="cannot export during a step"):
         model(torch.ones(2, 3))
 
 

@@ -57,20 +57,19 @@ def gathers(name, policy):
     """Return how often a unit is gathered for the state of the model, of a list in it, and of one
     layer."""
     model, counts = FSDP(make(CASES[name].make), auto_wrap_policy=policy), []
-    method = stand_ins.copies_of
+    method = stand_ins.read_full
 
-    def counted(unit, wanted, keep):
-        made = method(unit, wanted, keep)
-        counts[-1].append((unit.name, len(made)))
-        return made
+    def counted(entries, targets):
+        method(entries, targets)
+        counts[-1].append((entries[0].unit.name, len(entries)))
 
-    stand_ins.copies_of = counted
+    stand_ins.read_full = counted
     try:
         for part in (model, model.blocks, model.norm):
             counts.append([])
             part.state_dict()
     finally:
-        stand_ins.copies_of = method
+        stand_ins.read_full = method
     return counts
 
 

@@ -93,21 +93,24 @@ def bytes_of_whole_copies(combination):
     model = wrapped(deep, combination, auto_wrap_policy={nn.Linear})
     reserved = model.memory()["slots"]
     whole = sum(p.numel() * p.element_size() for p in deep().parameters())
-    usual, made, held = stand_ins._copy, weakref.WeakSet(), []
+    new_full, read_full, made, held = stand_ins.new_full, stand_ins.read_full, weakref.WeakSet(), []
 
-    def copy(unit, index, param, keep):
-        copied = usual(unit, index, param, keep)
-        made.add(copied.untyped_storage())
+    def new(entry):
+        copy = new_full(entry)
+        made.add(copy.untyped_storage())
+        return copy
+
+    def read(entries, targets):
+        read_full(entries, targets)
         held.append(sum(each.nbytes() for each in made) + model.memory()["slots"] - reserved)
-        return copied
 
-    stand_ins._copy = copy
+    stand_ins.new_full, stand_ins.read_full = new, read
     try:
         config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
             state = model.state_dict()
     finally:
-        stand_ins._copy = usual
+        stand_ins.new_full, stand_ins.read_full = new_full, read_full
     assert dist.get_rank() != 0 or differences(state, make(deep).state_dict()) == []
     return max(held), whole, max(state.unit.bytes["full"] for _, state in units_of(model))
 

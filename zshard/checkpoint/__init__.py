@@ -14,8 +14,7 @@ manifest, written last, lists the files of the checkpoint with their checksums.
     write.py        writing tensors to a file, in place or a chunk at a time, or in a thread
     save.py         saving: agree, stage, write, sync, commit
 
-    checkpoint.py   the content of a checkpoint, whatever its format
-    opening.py      opening a checkpoint; extras/readers opens what others wrote
+    checkpoint.py   an open checkpoint, whatever its format; extras/readers opens what others wrote
     load.py         checking, verifying, reading, in this order on all ranks
     load_optimizer.py   what an optimizer's load_state_dict() has to do in it
 

@@ -1,14 +1,17 @@
 """The content of a checkpoint, whatever its format: tensors by name, and where to read each one.
 
-Code that loads does not see the format. zshard checkpoints, safetensors files, Hugging Face folders
-and torch.distributed.checkpoint folders all become a Checkpoint. Formats describe the state of an
-optimizer in several ways, which all become an OptimizerState.
+Opening one checks everything that it states about itself: sizes, headers, indices, the manifest. It
+reads no values. Code that loads does not see the format. zshard checkpoints, safetensors files,
+Hugging Face folders and torch.distributed.checkpoint folders all become a Checkpoint. Formats
+describe the state of an optimizer in several ways, which all become an OptimizerState.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -18,10 +21,22 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint import script_state
-from zshard.checkpoint.manifest import Block, Manifest, dict_of
-from zshard.checkpoint.safetensors import OpenFile
+from zshard.checkpoint.folder import absolute, finished, name_of, path_of
+from zshard.checkpoint.manifest import NAME, FileBlocks, Manifest, dict_of
+from zshard.checkpoint.safetensors import (
+    HEADER_LIMIT,
+    OpenFile,
+    SafetensorsFile,
+    check_homes,
+    parse_index,
+)
 from zshard.ranks.agreement import bytes_of
+from zshard.upper import module_for
 
+_MODEL, _OPTIMIZER = "model", "optimizer"
+"""The prefixes of file names."""
+
+_LONGEST_TAG = 255
 _File = TypeVar("_File", bound=OpenFile)
 
 
@@ -29,7 +44,7 @@ class Averages(Protocol):
     """zshard.EMA, which stands above this."""
 
     def update(self) -> None: ...
-    def swapped(self, decay: float | None = None) -> AbstractContextManager[None]: ...
+    def swapped(self, decay: float | None = None) -> contextlib.AbstractContextManager[None]: ...
 
 
 class Readable(Protocol):
@@ -70,7 +85,7 @@ class InParts(Protocol):
     def open(self, name: str, kind: type[_File]) -> _File:
         """Open a file of the checkpoint as a `kind` of OpenFile."""
 
-    def own_blocks(self, comm: _core.Comm, wanted: Iterable[tuple[str, int, int]]) -> list[Block]:
+    def own_blocks(self, comm: _core.Comm, wanted: Iterable[tuple[str, int, int]]) -> FileBlocks:
         """Return the blocks on disk that this rank verifies. Collective. wanted: (file, first byte,
         byte after the last) of what this rank will read."""
 
@@ -94,6 +109,36 @@ class Checkpoint:
     spread: InParts | None = None  # where the files are, if they are in parts
     shared: Callable[[bool], dict[str, Any]] = lambda strict: {}  # every rank's extra
 
+    @staticmethod
+    @contextlib.contextmanager
+    def opened(
+        path: str | os.PathLike[str], with_optimizer: bool = False, spread: InParts | None = None
+    ) -> Iterator[Checkpoint]:
+        """Context manager in which the checkpoint at `path` is open.
+
+        path: a .safetensors file, a folder, or a checkpoint directory, whose newest finished
+            checkpoint is opened.
+        with_optimizer: open the optimizer's files, too.
+        spread: the checkpoint, if it is in parts and the ranks have opened it together.
+
+        Raises OSError if a file cannot be opened and CheckpointError if it is invalid, naming the
+        file.
+        """
+        found = Checkpoint(path_of(path))
+        try:
+            if spread is not None:
+                found.path = spread.path
+                found._take(spread.manifest, spread, with_optimizer)
+            elif os.path.isdir(found.path) and os.path.lexists(os.path.join(found.path, NAME)):
+                found._open_own(with_optimizer)
+            elif _has_folders_alone(found.path) or not module_for("readers").open_into(
+                found, with_optimizer
+            ):
+                found._open_newest(with_optimizer)
+            yield found
+        finally:
+            found.close()
+
     def extra_of(self, rank: int, strict: bool = True) -> dict[str, Any]:
         """Return the `extra` that `rank` saved. Raise CheckpointError if it is not a dict or, with
         `strict`, if an entry is not plain data; otherwise warn and skip that entry."""
@@ -106,12 +151,154 @@ class Checkpoint:
             )
         return found
 
+    def open_listed(
+        self, name: str, opened_file: Callable[[str, type[Any]], Any]
+    ) -> dict[str, SafetensorsFile]:
+        """Open the safetensors file `name`, or the files that an index of that name lists.
+
+        opened_file: opens a file, given its name and a kind of OpenFile.
+        """
+        if name.endswith(".safetensors"):
+            self.files[name] = file = opened_file(name, SafetensorsFile)
+            return {name: file}
+        self.files[name] = file = opened_file(name, OpenFile)
+        homes = parse_index(file.bytes_of(min(file.size, HEADER_LIMIT + 1)), file.path)
+        files: dict[str, SafetensorsFile] = {}
+        for each in dict.fromkeys(homes.values()):
+            self.files[each] = files[each] = opened_file(each, SafetensorsFile)
+        check_homes(homes, files, file.path)
+        return files
+
+    def tensors(self, prefix: str) -> dict[str, Readable]:
+        """Open the files of the model, the optimizer or an extra that the manifest lists, and no
+        others: other files in the folder belong to another save or to none."""
+        assert self.manifest is not None, "only such a checkpoint has several kinds of tensors"
+        for name in (f"{prefix}.safetensors", f"{prefix}.safetensors.index.json"):
+            if name in self.manifest.names:
+                files = self.open_listed(name, self.open_file)
+                return {key: each for file in files.values() for key, each in file.entries.items()}
+        if prefix == _OPTIMIZER:
+            return {}  # an optimizer without state
+        raise CheckpointError(
+            f"'{os.path.join(self.path, NAME)}' lists neither {prefix}.safetensors nor its index"
+        )
+
+    def open_file(self, name: str, kind: type[_File]) -> _File:
+        """Open a file of the manifest as a `kind` of OpenFile; its size must match the manifest."""
+        assert self.manifest is not None, "only such a checkpoint lists its files"
+        path = os.path.join(self.path, name)
+        if name not in self.manifest.names:
+            raise CheckpointError(f"'{path}' is listed in an index, but not in {NAME}")
+        if self.spread is not None:
+            return self.spread.open(name, kind)
+        if not os.path.lexists(path):
+            raise CheckpointError(
+                f"'{path}' is missing from the checkpoint; copy it again, or load an earlier one"
+            )
+        facts, saved = os.lstat(path), self.manifest.files[name].size
+        if not stat.S_ISREG(facts.st_mode):
+            raise CheckpointError(f"'{path}' is not a regular file, but was saved as one")
+        if facts.st_size != saved:
+            raise CheckpointError(
+                f"'{path}' is damaged: it has {facts.st_size} bytes, but was saved with {saved}; "
+                "copy the checkpoint again, or load an earlier one"
+            )
+        return kind(path, follow=False)
+
+    def verify(self) -> int:
+        """Verify all blocks of the files that the manifest lists; return their bytes. Raise
+        CheckpointError for damage."""
+        assert self.manifest is not None, "the caller checks this"
+        records = self.manifest.files
+        for name in records.keys() - self.files.keys():
+            self.files[name] = self.open_file(name, OpenFile)
+        FileBlocks.heads(self.files, records).check()
+        FileBlocks.data(self.files, records).check()
+        return sum(record.size for record in records.values())
+
     def close(self) -> None:
         """Close all files. Further calls do nothing."""
         for file in self.files.values():
             file.close()
         if self.spread is not None:
             self.spread.close()
+
+    # --- opening ----------------------------------------------------------------------------------
+
+    def _open_own(self, with_optimizer: bool) -> None:
+        manifest = Manifest.read(self.path)
+        spread: InParts | None = None
+        if manifest.whole:
+            spread = module_for("per_host").Spread(self.path, manifest, [self.path])
+        self._take(manifest, spread, with_optimizer)
+
+    def _take(self, manifest: Manifest, spread: InParts | None, with_optimizer: bool) -> None:
+        self.manifest, self.spread = manifest, spread
+        self.step = manifest.step
+        self.model = self.tensors(_MODEL)
+        self.tied = dict(manifest.tied)
+        where = os.path.join(self.path, NAME)
+        told = manifest.model
+        extra_state = told.get("extra_state", {})
+        self.others = {name: decode(each, where) for name, each in extra_state.items()}
+        self.versions = decode(told.get("versions", {}), where)
+        if not all(type(version) is int for version in self.versions.values()):
+            raise CheckpointError(f"'{where}' has module versions that are not integers")
+        if with_optimizer and manifest.optimizer is not None:
+            tensors = self.tensors(_OPTIMIZER)
+            self.optimizer = optimizer_of_manifest(manifest.optimizer, tensors, where)
+
+    def _open_newest(self, with_optimizer: bool) -> None:
+        directory, steps = self.path, finished(self.path)
+        tagged = None if steps else _tagged_in(directory)
+        if tagged is not None:
+            self.path = tagged
+            self._open_own(with_optimizer)
+            return
+        if not steps:
+            module_for("readers").refuse(self.path)
+        self.path = os.path.join(directory, name_of(steps[-1]))
+        try:
+            self._open_own(with_optimizer)
+        except (OSError, CheckpointError) as error:
+            if finished(directory)[-1:] != steps[-1:]:  # another job is saving and deleting there
+                self.close()
+                self.path, self.files = directory, {}
+                self._open_newest(with_optimizer)
+            elif isinstance(error, CheckpointError):
+                raise CheckpointError(f"{error}{older_than(self.path)}") from None
+            else:
+                raise
+
+
+def _has_folders_alone(path: str) -> bool:
+    """Return whether a directory has no files that another library's checkpoint could consist
+    of."""
+    if not os.path.isdir(path):
+        return False
+    with os.scandir(path) as entries:
+        return all(entry.is_dir() or entry.name == "latest" for entry in entries)
+
+
+def _tagged_in(path: str) -> str | None:
+    """Return the checkpoint that the file `latest` names, as an engine's save_checkpoint() writes
+    it."""
+    try:
+        with open(os.path.join(path, "latest"), encoding="utf-8") as file:
+            tag = file.read(_LONGEST_TAG).strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    inside = os.path.join(path, tag)
+    is_plain = tag not in ("", ".", "..") and os.path.basename(tag) == tag
+    return inside if is_plain and os.path.lexists(os.path.join(inside, NAME)) else None
+
+
+def older_than(path: str) -> str:
+    """Return a hint at the finished checkpoint before the numbered one at `path`, or ""."""
+    parent, name = os.path.split(absolute(path))
+    names = [name_of(step) for step in finished(parent)]
+    before = names[: names.index(name)] if name in names else []
+    return f"; '{os.path.join(parent, before[-1])}' is an older checkpoint" if before else ""
 
 
 def decode(value: object, path: str) -> Any:

@@ -48,7 +48,7 @@ from zshard.state import state_dict_form
 from zshard.state.load_state_dict import comm_of
 from zshard.state.optimizer_names import names_of, refuse_clash
 from zshard.state.stand_ins import Saved, StandIns
-from zshard.units.shards import Part, part_of
+from zshard.units.shards import Entry, Part, part_of
 from zshard.units.units import plain_name, units_of
 
 _RANK_0, _EVERYONE = -2, -1  # groups; the other groups are those of units
@@ -56,30 +56,16 @@ _RANK_0, _EVERYONE = -2, -1  # groups; the other groups are those of units
 _KINDS = (Tensor, nn.Parameter, nn.Buffer)  # subclasses may hold anything
 
 
-class HeldElements(NamedTuple):
-    """The elements of a tensor that this rank holds, and how many ranks hold the same ones."""
-
-    values: Tensor  # of any shape, in row-major order
-    begin: int  # the index of its first element in the full tensor
-    copies: int  # the number of ranks that hold these elements
-    copy: int  # the index of this rank among them
-    group: int  # the same ranks hold items with the same number
-
-
-class Item(NamedTuple):
-    """A tensor to save."""
-
-    name: str
-    shape: tuple[int, ...]  # of the full tensor
-    dtype: torch.dtype  # in the file
-    held: HeldElements | None  # None: this rank holds nothing
+SaveShare = tuple[int, int, int, int]
+"""What a rank has of a tensor to save: its first element, how many ranks have the same elements,
+which of them it is, and a number of these ranks."""
 
 
 class Contents(NamedTuple):
     """Everything that a model or an optimizer has to save."""
 
-    items: list[Item]
-    tied: dict[str, str]  # alias: name of an item
+    entries: list[Entry]
+    tied: dict[str, str]  # alias: name of an entry
     told: dict[str, Any]  # for the manifest
     others: list[str]  # names of entries that are not tensors
     nested: str = ""  # the entry that seems to hold this rank's shards within a list or dict
@@ -111,21 +97,20 @@ class Replicas:
             row = (1, 0) if each is comm else (len(same), same.index(comm.rank))
             self._known[key] = (*row, i)
 
-    def held(self, part: Part, values: Tensor) -> HeldElements:
-        """Return this rank's elements of a tensor that is sharded like a parameter."""
+    def share(self, entry: Entry) -> SaveShare | None:
+        """Return this rank's share of a tensor to save; None: rank 0 saves it."""
+        part, rank = entry.part, self._comm.rank
+        if part is None:
+            return (0, 1, 0, _RANK_0) if rank == 0 else None
         if not part.is_cut:
-            return HeldElements(values, 0, self._comm.world, self._comm.rank, _EVERYONE)
-        return HeldElements(to_local(values), part.begin, *self._known[id(part.shards)])
-
-    def from_rank_0(self, values: Tensor) -> HeldElements | None:
-        """Return the elements of a tensor that rank 0 saves."""
-        return HeldElements(values, 0, 1, 0, _RANK_0) if self._comm.rank == 0 else None
+            return 0, self._comm.world, rank, _EVERYONE
+        return part.begin, *self._known[id(part.shards)]
 
 
 def facts_of(contents: Contents, what: str) -> list[Fact]:
     """Return the facts that must agree between ranks."""
     facts = [
-        (f"{what} '{each.name}'", f"shape {each.shape}, {each.dtype}") for each in contents.items
+        (f"{what} '{each.name}'", f"shape {each.shape}, {each.dtype}") for each in contents.entries
     ]
     facts += [(f"'{name}'", f"tied to '{home}'") for name, home in contents.tied.items()]
     facts += [(f"'{name}'", "not a tensor") for name in contents.others]
@@ -135,47 +120,47 @@ def facts_of(contents: Contents, what: str) -> list[Fact]:
 # --- models ---------------------------------------------------------------------------------------
 
 
-def of_model(model: nn.Module, copies: Replicas, dtype: torch.dtype | None) -> Contents:
+def of_model(model: nn.Module, dtype: torch.dtype | None) -> Contents:
     """Return what the model's state_dict() would contain. Call settle() first.
 
     dtype: the dtype of floating-point tensors in the file; None keeps their dtypes.
 
-    Raises RuntimeError if user code reads values of sharded parameters; TypeError and ValueError,
-    which name the entry, for what cannot be saved.
+    Raises what inventory() does, and TypeError for other entries that cannot be saved.
     """
-    state, tensors, parts, tied = tensors_of(model)
-    items = []
-    for name, value in tensors.items():
-        if name not in tied:
-            part = parts.get(id(value))
-            shape = tuple(value.shape) if part is None else part.shape
-            stored = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
-            held = copies.from_rank_0(value.detach())
-            if part is not None:
-                held = copies.held(part, _at_rest(value, part))
-            items.append(Item(name, shape, stored, held))
-    others = {n: encode(v, f"'{n}'") for n, v in state.items() if n not in tensors}
+    found = inventory(model)
+    entries = [
+        each._replace(
+            value=_at_rest(each.value, each.part),
+            dtype=dtype if dtype is not None and each.dtype.is_floating_point else each.dtype,
+        )
+        for each in found.entries
+    ]
+    others = {name: encode(value, f"'{name}'") for name, value in found.rest.items()}
     versions = {
         plain_name(prefix): facts["version"]
-        for prefix, facts in state._metadata.items()
+        for prefix, facts in found.metadata.items()
         if isinstance(facts, Mapping) and facts.get("version", 1) != 1
     }
     told = {"extra_state": others, "versions": encode(versions, "the module versions")}
-    return Contents(items, tied, told, list(others))
+    return Contents(entries, found.tied, told, list(others))
 
 
-class ModelTensors(NamedTuple):
+class Inventory(NamedTuple):
     """The entries of a model's state_dict()."""
 
-    state: Any  # all of them, with placeholders without values for the parameters of units
-    tensors: dict[str, Tensor]  # the tensors among them, with these parameters themselves
-    parts: dict[int, Part]  # this rank's shards of these parameters, by id
-    tied: dict[str, str]  # alias: name, of tensors with several names
+    entries: list[Entry]
+    tied: dict[str, str]  # alias: name of an entry
+    rest: dict[str, Any]  # what is no tensor
+    metadata: Mapping[str, Any]  # nn.Module's, by prefix
 
 
-def tensors_of(model: nn.Module) -> ModelTensors:
-    """Return the model's entries, without reading a value of a sharded parameter. Raises what
-    of_model() does."""
+def inventory(model: nn.Module) -> Inventory:
+    """Return the tensors of a model's state_dict(), without reading a value of a sharded parameter.
+    Names are without the prefixes of wrappers.
+
+    Raises RuntimeError if user code reads values of sharded parameters; TypeError and ValueError,
+    which name the entry, for what cannot be saved.
+    """
     state, parts = _state_of(model)
     # Placeholders are slow: take everything except the shape from the parameter.
     tensors = {
@@ -186,7 +171,15 @@ def tensors_of(model: nn.Module) -> ModelTensors:
     for name, value in tensors.items():
         _check_tensor(name, value, id(value) in parts)
     tied = _tied_names(tensors, parts.keys(), _tied_patterns(model))
-    return ModelTensors(state, tensors, parts, tied)
+    entries = []
+    for name, value in tensors.items():
+        part = parts.get(id(value))
+        shape = tuple(value.shape) if part is None else part.shape
+        unit = part.unit if part is not None and part.is_cut else None
+        if name not in tied:
+            entries.append(Entry(name, shape, value.dtype, value, part, unit))
+    rest = {name: value for name, value in state.items() if name not in tensors}
+    return Inventory(entries, tied, rest, state._metadata)
 
 
 def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
@@ -221,10 +214,10 @@ def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
     return named, parts
 
 
-def _at_rest(param: Tensor, part: Part) -> Tensor:
-    """Return this rank's elements of a parameter."""
-    values = to_local(param).detach()
-    if tuple(values.shape) != part.local_shape:
+def _at_rest(value: Tensor, part: Part | None) -> Tensor:
+    """Return this rank's elements of a parameter, or a tensor that is in no unit."""
+    values = to_local(value).detach()
+    if part is not None and tuple(values.shape) != part.local_shape:
         if tuple(values.shape) != part.shape:
             raise RuntimeError(
                 f"the shape of parameter '{part.name}' was changed from {part.local_shape} to "
@@ -300,7 +293,7 @@ def _tied_patterns(model: nn.Module) -> Callable[[str], bool]:
 # --- optimizers -----------------------------------------------------------------------------------
 
 
-def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Contents:
+def of_optimizer(model: nn.Module, optimizer: Optimizer) -> Contents:
     """Return the state to save for an optimizer over parameters of the model, ordered by state key.
 
     Raises TypeError for an object that is not a torch optimizer, and for state that cannot be
@@ -313,18 +306,18 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
     names = names_of(model, optimizer)
     know(optimizer)
     held = held_by(optimizer)
-    cut = {id(each.param): {k: c for k, _, c in each.entries} for each in held}
+    shards = {id(each.param): each.shards for each in held}
     nested = (f"{each.nested} of '{each.part.name}'" for each in held if each.nested)
     state: Any = optimizer.state
     if takes_full_state(optimizer):
         state = optimizer.full_state()  # type: ignore[attr-defined]
     other = other_state(state)
     refuse_clash(other, names)
-    by_key: dict[str, list[Item]] = {}
+    by_key: dict[str, list[Entry]] = {}
     told_state: dict[str, dict[str, Any]] = {}
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         tensors, values = [], {}
-        name, parts = names[id(param)], cut.get(id(param), {})
+        name, own_shards = names[id(param)], shards.get(id(param), {})
         if not isinstance(state.get(param, {}), Mapping):
             raise TypeError(f"the optimizer state of '{name}' is not a dict, so it cannot be saved")
         for key, value in state.get(param, {}).items():
@@ -333,17 +326,21 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
             if isinstance(value, Tensor):
                 value = to_local(value)
                 _check_tensor(f"{name}.{key}", value)
-                own = parts.get(key)
-                item = _of_state(f"{name}.{key}", param, value, own, copies)
-                by_key.setdefault(key, []).append(item)
+                shard = own_shards.get(key)
+                part = part_of(param) if shard is None else shard.part
+                shape = tuple(value.shape) if shard is None else shard.shape
+                if shard is None and part is not None and (part.is_cut or shape != part.shape):
+                    part = None
+                entry = Entry(f"{name}.{key}", shape, value.dtype, value.detach(), part)
+                by_key.setdefault(key, []).append(entry)
                 tensors.append(key)
             else:
                 local = tree_map_only(Tensor, to_local, value)  # shards in it are refused later
                 values[key] = encode(local, f"optimizer state '{key}' of '{name}'")
         if tensors or values:
             told_state[name] = {"tensors": tensors, "values": values}
-    items = [item for same in by_key.values() for item in same]
-    _check_unique(items)
+    entries = [entry for same in by_key.values() for entry in same]
+    _check_unique(entries)
     kind = class_of_state(optimizer)
     told = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
@@ -354,28 +351,17 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
     if other:
         told["other"] = encode(other, "the optimizer's state")
         others += [f"{text}, {kind}" for text, kind in facts_of_other(other)]
-    return Contents(items, {}, told, others, next(nested, ""))
+    return Contents(entries, {}, told, others, next(nested, ""))
 
 
-def _of_state(name: str, param: Tensor, value: Tensor, own: Part | None, copies: Replicas) -> Item:
-    """own: which part of the full tensor `value` is; None: it is not sharded."""
-    part, value = part_of(param), value.detach()
-    shape, held = tuple(value.shape), copies.from_rank_0(value)
-    if own is not None:
-        shape, held = own.shape, copies.held(own, value)
-    elif part is not None and not part.is_cut and shape == part.shape:
-        held = copies.held(part, value)
-    return Item(name, shape, value.dtype, held)
-
-
-def _check_unique(items: list[Item]) -> None:
+def _check_unique(entries: list[Entry]) -> None:
     seen: set[str] = set()
-    for item in items:
-        if item.name in seen or not is_name(item.name):
+    for name in (entry.name for entry in entries):
+        if name in seen or not is_name(name):
             raise ValueError(
-                f"duplicate or invalid tensor name in the optimizer state: '{item.name:.80}'"
+                f"duplicate or invalid tensor name in the optimizer state: '{name:.80}'"
             )
-        seen.add(item.name)
+        seen.add(name)
 
 
 def _group(i: int, group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import nn
 from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint.manifest import NAME as MANIFEST
-from zshard.checkpoint.manifest import parse
+from zshard.checkpoint.manifest import Manifest
 from zshard.upper import module_for
 
 PART = ".part"  # ends the names of part files, where hosts share no disk
@@ -285,10 +285,8 @@ def warn_of_newer(target: Target) -> None:
 
 def _is_finite(path: str) -> bool:
     """Return whether the manifest there states that all parameters are finite."""
-    manifest = os.path.join(path, MANIFEST)
     try:
-        with open(manifest, "rb") as file:
-            return parse(file.read(), manifest).finite
+        return Manifest.read(path).finite
     except (OSError, CheckpointError):
         return False
 

@@ -22,18 +22,18 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard._errors import CheckpointError
-from zshard.checkpoint import manifest as blocks
 from zshard.checkpoint.checkpoint import (
     Averages,
     Checkpoint,
     Readable,
     is_extra_state,
+    older_than,
     read_whole,
 )
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.folder import has_parts, path_of
 from zshard.checkpoint.load_optimizer import OptimizerLoad
-from zshard.checkpoint.opening import older_than, opened
+from zshard.checkpoint.manifest import FileBlocks, own_blocks, share
 from zshard.checkpoint.safetensors import SafetensorsFile, TensorEntry
 from zshard.checkpoint.write import finish
 from zshard.guard import slices
@@ -43,8 +43,8 @@ from zshard.ranks.agreement import (
     PublicCall,
     bytes_of,
     check_agreement,
+    gather,
     on_all_ranks,
-    on_any_rank,
 )
 from zshard.state.load_state_dict import LoadPlan, carry_out, plan
 from zshard.state.source import ChunkMemory, Source, chunks, flat_of
@@ -131,6 +131,7 @@ def load(
         if ema is not None:
             beside.append(module_for("ema").AveragesLoad(ema, model))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))  # later steps write to what it makes
         asked = [("optimizer", type(optimizer).__name__), ("strict", strict), ("verify", verify)]
         asked.append(("ema", type(ema).__name__))
         facts = [(f"load({name}=)", str(value)) for name, value in asked]
@@ -173,10 +174,10 @@ def _open(
     with on_all_ranks(comm):
         path = path_of(path)
         in_parts = has_parts(path)
-    if on_any_rank(comm, in_parts):
+    if any(gather(comm, in_parts)):
         path, spread = module_for("per_host").opened_together(stack, comm, path)
     with on_all_ranks(comm):
-        found = stack.enter_context(opened(path, with_optimizer, spread))
+        found = stack.enter_context(Checkpoint.opened(path, with_optimizer, spread))
         for each in beside:
             each.open(found)
     check_agreement(comm, _facts(found), "checkpoints")
@@ -301,14 +302,13 @@ def _check_heads(comm: _core.Comm, found: Checkpoint) -> None:
     """Verify what opening has read, apart from the manifest; each rank verifies its share."""
     assert found.manifest is not None, "the caller checks this"
     if found.spread is None:
-        heads = blocks.head_blocks(found.files, found.manifest.files)
-        mine = blocks.share(heads, comm.rank, comm.world)
+        mine = FileBlocks.heads(found.files, found.manifest.files).share(comm.rank, comm.world)
     else:
         opened_files = found.files.items()
         headers = [(n, 0, f.data) for n, f in opened_files if isinstance(f, SafetensorsFile)]
         mine = found.spread.own_blocks(comm, headers)
     with _checking_files(comm, found):
-        blocks.check_blocks(mine)
+        mine.check()
 
 
 def _check(
@@ -321,7 +321,7 @@ def _check(
     the checksums of all blocks that have not been checked yet."""
     entries = list({id(value.origin): value.origin for value in pending}.values())
     with on_all_ranks(comm):
-        for entry in blocks.share(entries, comm.rank, comm.world):
+        for entry in share(entries, comm.rank, comm.world):
             entry.check()
     if found.manifest is None or not verify:
         return
@@ -333,14 +333,14 @@ def _check(
         if isinstance(value.origin, TensorEntry)
     ]
     if found.spread is None:
-        mine = blocks.own_blocks(comm, files, found.manifest.files, wanted, meeting.host_id())
+        mine = own_blocks(comm, files, found.manifest.files, wanted, meeting.host_id())
     else:
         names = {id(file): name for name, file in files.items()}
         mine = found.spread.own_blocks(
             comm, [(names[id(f)], begin, end) for f, begin, end in wanted]
         )
     with _checking_files(comm, found):
-        blocks.check_blocks(mine)
+        mine.check()
 
 
 def _carry_out(comm: _core.Comm, plans: _Plans, reader: Reader) -> None:

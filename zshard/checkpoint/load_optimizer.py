@@ -4,8 +4,6 @@ load_state_dict(), and read into place at the end.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,24 +13,22 @@ from torch.utils._pytree import tree_map
 from zshard import _core
 from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState, read_whole
 from zshard.guard import slices
-from zshard.optim.sharded_state import class_of_state, params_of
+from zshard.optim.sharded_state import class_of_state
 from zshard.ranks.agreement import on_all_ranks
-from zshard.state.optimizer import OptimizerPlan, taken
+from zshard.state.optimizer import install
+from zshard.state.optimizer_load import LaterReads, entries_to_load, planned_reads
 from zshard.state.optimizer_names import by_number, names_of
 from zshard.state.source import Source
 from zshard.state.stand_ins import Pending
 from zshard.units.units import plain_name
 
-_HOOKS = "_optimizer_load_state_dict_post_hooks"
-
 
 class OptimizerLoad:
     """Loads an optimizer, in steps.
 
-    optimizer.load_state_dict() receives memory instead of values: new memory for this rank's
-    shards, or the optimizer's existing state. So torch and its hooks work as always, and if they
-    fail on any rank, the optimizer gets its previous state back. Values are read afterwards, into
-    the state as it is then.
+    optimizer.load_state_dict() receives tensors without values. For this rank's shards, it takes
+    new memory or the existing state, which read() fills, and it reads the rest. So hooks work as
+    always, and if one fails on any rank, the optimizer gets its previous state back.
 
     Creating it changes nothing. It raises RuntimeError, which lists what does not fit, and
     ValueError for parameters that are not the model's.
@@ -61,53 +57,53 @@ class OptimizerLoad:
             head = f"Error(s) in loading optimizer state for {type(optimizer).__name__}:"
             raise RuntimeError("\n\t".join([head, *problems, *more]))
         self._optimizer = optimizer
-        params = dict(enumerate(params_of(optimizer)))
-        self._plan = OptimizerPlan(optimizer, params, self._numbered["state"])
-        self._hooks: Mapping[int, Callable[[Optimizer], object]] = {}
+        self._later: LaterReads | None = None
 
     def pending(self) -> list[Pending]:
         """Return the tensors that this rank will read."""
-        return self._plan.pending()
+        shards = (each.own for each in entries_to_load(self._optimizer, self._numbered))
+        return [own for own in shards if isinstance(own, Pending)]
 
     def install(self, comm: _core.Comm, reader: Source) -> None:
         """Make the optimizer load everything except its shards, for which it gets memory.
         Collective: if its load_state_dict() raises on any rank, this raises on all ranks and leaves
         the optimizer unchanged."""
-        optimizer = self._optimizer
-        with on_all_ranks(comm):
-            state = taken(optimizer, self._plan.take(reader, optimizer.state))
-            state = {**self._numbered["state"], **state}
-        before = optimizer.state, optimizer.param_groups
-        self._hooks = getattr(optimizer, _HOOKS, self._hooks)
+        optimizer, later = self._optimizer, LaterReads(reader)
+        before, groups = optimizer.state, optimizer.param_groups
+        entries = dict(before)
+        install()  # a plain model's optimizer may be torch's
+        token = planned_reads.set(later)
         try:
             with on_all_ranks(comm):
-                setattr(optimizer, _HOOKS, OrderedDict())
-                try:
-                    optimizer.load_state_dict({**self._numbered, "state": state})
-                finally:
-                    setattr(optimizer, _HOOKS, self._hooks)
-                self._plan.adopt(optimizer)
+                optimizer.load_state_dict(self._numbered)
+                later.check(optimizer)
         except BaseException:
-            optimizer.state, optimizer.param_groups = before
+            before.clear()
+            before.update(entries)
+            optimizer.state, optimizer.param_groups = before, groups
             raise
+        finally:
+            planned_reads.reset(token)
+        self._later = later
 
     def read(self, reader: Source) -> None:
         """Read the shards into the state that install() created, then run the post hooks."""
-        self._plan.read(reader)
-        for hook in self._hooks.values():
-            hook(self._optimizer)
+        assert self._later is not None, "install() comes first"
+        self._later.carry_out()
 
 
 def _pending_state(model: nn.Module, contents: Checkpoint, told: OptimizerState) -> dict[str, Any]:
-    """Return the state dict by name, with tensors that have no values yet."""
-    state: dict[str, dict[str, Any]] = {
-        name: {
-            key: Pending.of(f"{name}.{key}", entry)
-            for key, entry in told.tensors.get(name, {}).items()
-        }
-        for name in dict.fromkeys([*told.tensors, *told.values])
-    }
-    _keep_dtypes(model, contents, state)
+    """Return the state dict by name, with tensors that have no values yet. They keep their dtypes
+    where their parameter was saved in the dtype that it has here."""
+    saved = {**contents.model, **{a: contents.model[n] for a, n in contents.tied.items()}}
+    dtypes = {plain_name(name): entry.dtype for name, entry in saved.items()}
+    here = model.named_parameters(remove_duplicate=False)
+    same = {name for full, p in here if dtypes.get(name := plain_name(full)) == p.dtype}
+    state: dict[str, dict[str, Any]] = {name: {} for name in [*told.tensors, *told.values]}
+    for name, tensors in told.tensors.items():
+        for key, entry in tensors.items():
+            state[name][key] = value = Pending.of(f"{name}.{key}", entry)
+            value.keeps_dtype = plain_name(name) in same
     for name, own in told.values.items():
         state[name].update(own)
     other = tree_map(_read, told.other)
@@ -119,19 +115,3 @@ def _read(value: Any) -> Any:
         return value
     value.check()
     return read_whole(value)
-
-
-def _keep_dtypes(
-    model: nn.Module, contents: Checkpoint, state: Mapping[str, Mapping[str, Pending]]
-) -> None:
-    """Mark state that was saved in a floating-point dtype other than its parameter's, where the
-    parameter has the same dtype here: the optimizer keeps that dtype, while torch would cast."""
-    saved = {plain_name(name): entry for name, entry in contents.model.items()}
-    for full, param in model.named_parameters(remove_duplicate=False):
-        name = plain_name(full)
-        entry = saved.get(name, saved.get(contents.tied.get(name, "")))
-        if entry is None or entry.dtype != param.dtype or not param.is_floating_point():
-            continue
-        for key, value in state.get(name, {}).items():
-            is_float = value.dtype.is_floating_point and value.dtype != param.dtype
-            value.keeps_dtype = is_float and tuple(value.shape) == entry.shape and key != "step"

@@ -22,6 +22,7 @@ then in its page cache when it is read, and crosses the disk or network only onc
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -29,8 +30,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from zshard import _core
 from zshard._errors import CheckpointError
-from zshard.checkpoint.safetensors import OpenFile, SafetensorsFile, object_of
+from zshard.checkpoint.safetensors import OpenFile, SafetensorsFile, object_of, rows_of
 from zshard.ranks.agreement import gather_bytes
+from zshard.state.source import CHUNK
 
 NAME = "zshard.json"
 BLOCK = 2**22  # bytes per checksum
@@ -41,6 +43,9 @@ LIMIT = 2**30  # bytes of a manifest
 _HEX = re.compile(r"[0-9a-f]{32}")
 _RUN = 16  # blocks per call
 
+Written = tuple[int, int, int]
+"""What was written to a file: offset, length, CRC-32C."""
+
 _T = TypeVar("_T")
 
 
@@ -50,6 +55,43 @@ class FileRecord:
 
     size: int  # bytes
     checksums: tuple[int, ...]  # CRC-32C of each BLOCK; the last block may be shorter
+
+    @staticmethod
+    def of(file: str, size: int, written: Iterable[Written]) -> FileRecord:
+        """Return the checksums of a file from all ranks' writes. Raise RuntimeError unless they
+        wrote each byte exactly once."""
+        sums: list[int] = []
+        end = 0
+        for offset, length, crc in sorted(written):
+            if offset != end or offset // BLOCK != (offset + length - 1) // BLOCK:
+                break
+            if offset % BLOCK == 0:
+                sums.append(crc)
+            else:
+                sums[-1] = _core.crc32c_join(sums[-1], crc, length)
+            end += length
+        if end != size:
+            raise RuntimeError(
+                f"'{file}' ({size} bytes) was not written exactly once at byte {end}: please "
+                "report it"
+            )
+        return FileRecord(size, tuple(sums))
+
+    @staticmethod
+    def copy(path: str, size: int, read: Callable[[memoryview, int], None]) -> FileRecord:
+        """Create a file, a chunk at a time, and sync it; return its record.
+
+        read: fills memory with the bytes from an offset on.
+        """
+        rows: list[Written] = []
+        chunk = bytearray(min(CHUNK, size))
+        with _core.File.create(path, size) as file:
+            for offset in range(0, size, CHUNK):
+                data = memoryview(chunk)[: min(CHUNK, size - offset)]
+                read(data, offset)
+                rows += rows_of(file.write([(offset, data)], BLOCK))
+            file.sync()
+        return FileRecord.of(path, size, rows)
 
 
 @dataclass(frozen=True)
@@ -80,48 +122,54 @@ class Manifest:
             return {}
         return self.extra[rank if rank < len(self.extra) else 0]
 
+    def dump(self) -> bytes:
+        """Return the text of zshard.json."""
+        files = {
+            name: {"size": record.size, "crc32c": "".join(f"{crc:08x}" for crc in record.checksums)}
+            for name, record in self.files.items()
+        }
+        body = {each.name: getattr(self, each.name) for each in fields(self)}
+        body |= {"format": "zshard", "version": VERSION, "block": BLOCK, "files": files}
+        if self.whole:
+            body["version"] = VERSION_OF_PARTS
+        else:
+            del body["whole"]
+        body |= {"extra": list(self.extra), **body.pop("more")}
+        whole = {"crc32c": _checksum(body), "checkpoint": body}
+        return json.dumps(whole, indent=1, allow_nan=False).encode()
+
+    @staticmethod
+    def parse(text: bytes, path: str) -> Manifest:
+        """Return the Manifest that dump() made into `text`; messages refer to `path`. Raise
+        CheckpointError for any other text."""
+        whole = object_of(text, f"'{path}'", LIMIT)
+        body = whole.get("checkpoint")
+        if not isinstance(body, dict) or body.get("format") != "zshard":
+            raise CheckpointError(f"'{path}' is not the manifest of a zshard checkpoint")
+        if body.get("version") not in (VERSION, VERSION_OF_PARTS):
+            raise CheckpointError(
+                f"'{path}' has format version {str(body.get('version'))[:20]}, but this zshard "
+                f"reads versions {VERSION} and {VERSION_OF_PARTS}: upgrade zshard"
+            )
+        if whole.get("crc32c") != _checksum(body):
+            raise CheckpointError(
+                f"'{path}' is damaged: its checksum does not match its content; copy the "
+                "checkpoint again, or load an earlier one"
+            )
+        try:
+            return _manifest_of(body)
+        except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"'{path}' is not a valid manifest: {error!r}") from None
+
+    @staticmethod
+    def read(path: str) -> Manifest:
+        """Read the manifest of the checkpoint at `path`."""
+        where = os.path.join(path, NAME)
+        with OpenFile(where, follow=False) as file:
+            return Manifest.parse(bytes(file.bytes_of(min(file.size, LIMIT + 1))), where)
+
 
 _OWN = {*(each.name for each in fields(Manifest)), "format", "version", "block"}  # no extra's
-
-
-def dump(manifest: Manifest) -> bytes:
-    """Return the text of zshard.json."""
-    files = {
-        name: {"size": record.size, "crc32c": "".join(f"{crc:08x}" for crc in record.checksums)}
-        for name, record in manifest.files.items()
-    }
-    body = {each.name: getattr(manifest, each.name) for each in fields(manifest)}
-    body |= {"format": "zshard", "version": VERSION, "block": BLOCK, "files": files}
-    if manifest.whole:
-        body["version"] = VERSION_OF_PARTS
-    else:
-        del body["whole"]
-    body |= {"extra": list(manifest.extra), **body.pop("more")}
-    whole = {"crc32c": _checksum(body), "checkpoint": body}
-    return json.dumps(whole, indent=1, allow_nan=False).encode()
-
-
-def parse(text: bytes, path: str) -> Manifest:
-    """Return the Manifest that dump() made into `text`; messages refer to `path`. Raise
-    CheckpointError for any other text."""
-    whole = object_of(text, f"'{path}'", LIMIT)
-    body = whole.get("checkpoint")
-    if not isinstance(body, dict) or body.get("format") != "zshard":
-        raise CheckpointError(f"'{path}' is not the manifest of a zshard checkpoint")
-    if body.get("version") not in (VERSION, VERSION_OF_PARTS):
-        raise CheckpointError(
-            f"'{path}' has format version {str(body.get('version'))[:20]}, but this zshard reads "
-            f"versions {VERSION} and {VERSION_OF_PARTS}: upgrade zshard"
-        )
-    if whole.get("crc32c") != _checksum(body):
-        raise CheckpointError(
-            f"'{path}' is damaged: its checksum does not match its content; copy the "
-            "checkpoint again, or load an earlier one"
-        )
-    try:
-        return _manifest_of(body)
-    except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"'{path}' is not a valid manifest: {error!r}") from None
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
@@ -208,30 +256,50 @@ class Block(NamedTuple):
     number: int
 
 
-def head_blocks(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> list[Block]:
-    """Return the blocks that opening the files reads: headers, and complete files that are not
-    safetensors files. files, records: by file name."""
-    return _blocks(files, records, lambda heads, _: range(heads))
+class FileBlocks(list[Block]):
+    """FileBlocks of files, to be verified."""
 
+    @staticmethod
+    def heads(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> FileBlocks:
+        """Return the blocks that opening the files reads: headers, and complete files that are not
+        safetensors files. files, records: by file name."""
+        return FileBlocks._of(files, records, lambda heads, _: range(heads))
 
-def data_blocks(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> list[Block]:
-    """Return all other blocks."""
-    return _blocks(files, records, range)
+    @staticmethod
+    def data(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> FileBlocks:
+        """Return all other blocks."""
+        return FileBlocks._of(files, records, range)
 
+    @staticmethod
+    def _of(
+        files: Mapping[str, OpenFile],
+        records: Mapping[str, FileRecord],
+        chosen: Callable[[int, int], range],
+    ) -> FileBlocks:
+        """chosen: returns the numbers of blocks, from those of head blocks and of all blocks."""
+        blocks = FileBlocks()
+        for name, file in files.items():
+            record = records[name]
+            size = file.data if isinstance(file, SafetensorsFile) else record.size
+            blocks.add(file, record, chosen(-(-size // BLOCK), len(record.checksums)))
+        return blocks
 
-def _blocks(
-    files: Mapping[str, OpenFile],
-    records: Mapping[str, FileRecord],
-    chosen: Callable[[int, int], range],
-) -> list[Block]:
-    """chosen: returns the numbers of blocks, from those of head blocks and of all blocks."""
-    found = []
-    for name, file in files.items():
-        record = records[name]
-        size = file.data if isinstance(file, SafetensorsFile) else record.size
-        numbers = chosen(-(-size // BLOCK), len(record.checksums))
-        found += [Block(file, record, number) for number in numbers]
-    return found
+    def add(self, file: OpenFile, record: FileRecord, numbers: Iterable[int]) -> None:
+        """Add blocks of a file, by their numbers."""
+        self += [Block(file, record, number) for number in numbers]
+
+    def share(self, rank: int, world: int) -> FileBlocks:
+        """Return the share that `rank` verifies."""
+        return FileBlocks(share(self, rank, world))
+
+    def check(self) -> None:
+        """Verify them. Raise CheckpointError for the first one with a wrong checksum."""
+        for (file, record, first), end in _runs(self):
+            last = min(end * BLOCK, record.size)
+            for offset, length, crc in file.check(first * BLOCK, last, BLOCK):
+                block = offset // BLOCK
+                if crc != record.checksums[block]:
+                    raise CheckpointError(_damage(file, block, offset, offset + length))
 
 
 def own_blocks(
@@ -240,8 +308,8 @@ def own_blocks(
     records: Mapping[str, FileRecord],
     wanted: Iterable[tuple[OpenFile, int, int]],
     host: str,
-) -> list[Block]:
-    """Return the data_blocks() that this rank verifies. Collective. The ranks of a host
+) -> FileBlocks:
+    """Return the data blocks that this rank verifies. Collective. The ranks of a host
     divide the blocks that only this host wants, in contiguous stretches, which suit disks; all
     ranks divide the rest.
 
@@ -249,7 +317,7 @@ def own_blocks(
         rank verifies a block, not whether it is verified: the ranks verify each block once.
     host: the name of this rank's host.
     """
-    blocks = data_blocks(files, records)
+    blocks = FileBlocks.data(files, records)
     count = len(blocks)
     told = gather_bytes(comm, _marks(blocks, wanted) + host.encode())
     near = [rank for rank, data in enumerate(told) if data[count:] == host.encode()]
@@ -265,7 +333,7 @@ def own_blocks(
     own = [i for i in range(count) if alone[i] and ours[i]]
     rest = [i for i in range(count) if not alone[i]]
     mine = [*share(own, near.index(comm.rank), len(near)), *share(rest, comm.rank, comm.world)]
-    return [blocks[i] for i in sorted(mine)]
+    return FileBlocks(blocks[i] for i in sorted(mine))
 
 
 def _marks(blocks: Sequence[Block], wanted: Iterable[tuple[OpenFile, int, int]]) -> bytes:
@@ -282,15 +350,6 @@ def _marks(blocks: Sequence[Block], wanted: Iterable[tuple[OpenFile, int, int]])
 def share(things: Sequence[_T], rank: int, world: int) -> Sequence[_T]:
     """Return the contiguous share of `things` that `rank` checks; all shares are about equal."""
     return things[len(things) * rank // world : len(things) * (rank + 1) // world]
-
-
-def check_blocks(blocks: Sequence[Block]) -> None:
-    """Verify the blocks. Raise CheckpointError for the first one with a wrong checksum."""
-    for (file, record, first), end in _runs(blocks):
-        for offset, length, crc in file.check(first * BLOCK, min(end * BLOCK, record.size), BLOCK):
-            block = offset // BLOCK
-            if crc != record.checksums[block]:
-                raise CheckpointError(_damage(file, block, offset, offset + length))
 
 
 def _runs(blocks: Sequence[Block]) -> Iterator[tuple[Block, int]]:

@@ -196,6 +196,11 @@ class SafetensorsFile(OpenFile):
             self.close()
             raise
 
+    def note(self, name: str) -> dict[str, Any]:
+        """Return a JSON object that is in the notes; {} if it is not there."""
+        text = self.notes.get(name, "{}").encode(errors="surrogatepass")
+        return object_of(text, f"the header of '{self.path}'")
+
     def in_range(self, begin: int, end: int) -> list[str]:
         there = ["the header"] if begin < self.data else []
         for name, entry in self.entries.items():
@@ -223,7 +228,7 @@ def header_length(first: bytes, size: int, path: str) -> int:
 
 def parse_header(text: bytes | bytearray, size: int, path: str) -> Header:
     """Parse the header of a file of `size` bytes. Raise CheckpointError if it is invalid."""
-    header = object_of(text, f"the header of '{path}'", HEADER_LIMIT)
+    header = object_of(text, f"the header of '{path}'")
     notes = header.pop("__metadata__", {})
     if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
         raise _wrong(path, "__metadata__ in its header must be an object of strings")
@@ -284,7 +289,7 @@ def _short(value: object) -> str:
 def parse_index(text: bytes | bytearray, path: str) -> dict[str, str]:
     """Parse an index: {tensor name: name of a file in the same folder}. Raise CheckpointError if it
     is invalid or a file name leads out of the folder."""
-    homes = object_of(text, f"'{path}'", HEADER_LIMIT).get("weight_map")
+    homes = object_of(text, f"'{path}'").get("weight_map")
     if not isinstance(homes, dict) or not homes:
         raise CheckpointError(f"'{path}' has no weight_map from tensors to files")
     for name, file in homes.items():
@@ -331,7 +336,7 @@ def are_counts(values: object) -> TypeGuard[list[int]]:
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-def object_of(text: bytes | bytearray, what: str, limit: int) -> dict[str, Any]:
+def object_of(text: bytes | bytearray, what: str, limit: int = HEADER_LIMIT) -> dict[str, Any]:
     """Parse a JSON object: UTF-8, at most `limit` bytes, no duplicate keys, no NaN or infinity.
     Raise CheckpointError, which names `what`, for anything else."""
     if len(text) > limit:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 import os
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -26,35 +26,19 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard.checkpoint.checkpoint import Averages
 from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_of
-from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
+from zshard.checkpoint.folder import Staging, Target
 from zshard.checkpoint.manifest import NAME as MANIFEST
+from zshard.checkpoint.manifest import FileRecord, Written
 from zshard.checkpoint.safetensors import CODES
-from zshard.checkpoint.save_plan import (
-    Kept,
-    Piece,
-    SavePlan,
-    SaveRequest,
-    joined,
-    plan_of,
-    record_of,
-)
+from zshard.checkpoint.save_plan import Kept, SavePlan, SaveRequest, plan_of
 from zshard.checkpoint.script_state import encode
-from zshard.checkpoint.write import (
-    SaveHandle,
-    Writer,
-    Written,
-    chunk_for,
-    finish,
-    names_of_all,
-    snapshot,
-    start,
-    write_text,
-)
+from zshard.checkpoint.write import SaveHandle, Writer, finish, snapshot, start, write_text
 from zshard.options import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
+from zshard.units.moment import REPLACED, refuse, settle
 from zshard.units.returned import look
-from zshard.units.units import bare, refuse_replaced, settle, units_of
+from zshard.units.units import bare, units_of
 from zshard.upper import module_for
 
 __all__ = ["SaveHandle", "save"]
@@ -139,22 +123,24 @@ def save(
         _check_arguments(kept, extra, dtype)
         copied: int | None = None
         if per_host or type(replicas) is not int or replicas:
-            copied = module_for("per_host").parse(per_host, replicas, overwrite)
+            copied = module_for("per_host").parse(
+                per_host, _int_of("replicas", replicas), overwrite
+            )
         target = Target.of(path, kept.step)
-        settle(model)
+        settle(model, "save")
         if optimizer is not None or ema is not None:
-            units = (state.unit for _, state in units_of(model))
-            refuse_replaced(units, "save an optimizer or an EMA")
-        contents = [of_model(model, copies, dtype)]
+            states = (state for _, state in units_of(model))
+            refuse(states, "save an optimizer or an EMA", REPLACED)
+        contents = [of_model(model, dtype)]
         if optimizer is not None:
-            contents.append(of_optimizer(model, optimizer, copies))
+            contents.append(of_optimizer(model, optimizer))
         own = encode(dict(extra or {}))
-        more = [] if ema is None else [module_for("ema").to_save(ema, model, copies)]
+        more = [] if ema is None else [module_for("ema").to_save(ema, model)]
         request = SaveRequest(target, kept, limit, contents, own, copied, more)
     check_agreement(comm, request.facts(), "checkpoints to save")
     _check_nested(comm, request.contents[-1].nested)
     _check_steps(model)
-    plan = plan_of(comm, request, model)
+    plan = plan_of(comm, request, model, copies)
     beside = comm_beside(comm)
     write = _write
     if copied is not None:
@@ -173,13 +159,13 @@ def save(
 def _checked_step(step: object) -> int | None:
     if step is None:
         return None
-    number = int_of("step", step)
+    number = _int_of("step", step)
     if not 0 <= number < 2**63 or isinstance(step, bool):
         raise ValueError(f"step must be an integer from 0 to 2**63 - 1, got {step!r}")
     return number
 
 
-def int_of(name: str, value: Any) -> int:
+def _int_of(name: str, value: Any) -> int:
     """Return an argument as an integer. Raise TypeError, which names it, if it is none."""
     try:
         return operator.index(value)
@@ -200,7 +186,7 @@ def _check_arguments(kept: Kept, extra: object, dtype: object) -> None:
     if kept.keep_last is not None:
         if kept.step is None:
             raise ValueError("keep_last needs numbered checkpoints: pass step as well")
-        if int_of("keep_last", kept.keep_last) < 1:
+        if _int_of("keep_last", kept.keep_last) < 1:
             raise ValueError(f"keep_last must be at least 1, got {kept.keep_last}")
 
 
@@ -236,60 +222,36 @@ def _write(plan: SavePlan, comm: _core.Comm) -> None:
                 staging.open()
                 for file in plan.files:
                     _core.File.create(os.path.join(staging.path, file.name), file.size).close()
-        found: list[str] = []
+        writer = Writer(plan)
         with on_all_ranks(comm), torch.no_grad():
-            rows = list(_write_pieces(plan, staging.path, rank_0, found))
+            rows = list(_write_runs(plan, staging.path, rank_0, writer))
         everyone = _gather(comm, rows)
-        strange = names_of_all(comm, found)
+        strange = writer.strange_on_any(comm)
         finite = not strange
         with on_all_ranks(comm):
             if rank_0:
                 _finish(plan, staging, everyone, finite)
         staging.discard()
-        clean_up(plan, comm, rank_0, strange)
+        plan.clean_up(comm, rank_0, strange)
     finally:
         staging.discard()
         staging.close()
 
 
-def clean_up(plan: SavePlan, comm: _core.Comm, leads: bool, strange: Collection[str]) -> None:
-    """After a save, delete older checkpoints, and warn of NaN and of newer ones. Collective.
-
-    leads: whether this rank does so for others that see its folder.
-    strange: the names of parameters with NaN or infinite values.
-    """
-    with on_all_ranks(comm):  # a script may have made warnings errors
-        if leads and plan.kept.keep_last is not None:
-            retain(plan.target, plan.kept.keep_last, plan.id)
-        if comm.rank == 0:
-            plan.warn_of_values(strange)
-        if leads:
-            warn_of_newer(plan.target)
-
-
-def _write_pieces(
-    plan: SavePlan, folder: str, headers: bool, strange: list[str]
+def _write_runs(
+    plan: SavePlan, folder: str, headers: bool, writer: Writer
 ) -> Iterator[tuple[int, Written]]:
     """Write this rank's pieces, and the headers if `headers`, and fsync them. Yield (file number,
-    checksum) pairs. Add the names of parameters with NaN or infinite values to `strange`."""
-    mine: dict[int, list[Piece]] = {number: [] for number in range(len(plan.files) * headers)}
-    for piece in plan.pieces:
-        mine.setdefault(piece.file, []).append(piece)
-    numbers = sorted(mine)
-    chunk = chunk_for(plan.pieces)
-    for first in range(0, len(numbers), _OPEN):
+    checksum) pairs."""
+    numbers = {file.name: number for number, file in enumerate(plan.files)}
+    todo = sorted(plan.runs(headers, texts=False).items(), key=lambda own: numbers[own[0]])
+    for first in range(0, len(todo), _OPEN):
         with ExitStack() as stack:
             opened = []
-            for number in numbers[first : first + _OPEN]:
-                file = _open(os.path.join(folder, plan.files[number].name))
-                opened.append(stack.enter_context(file))
-                writer = Writer(file, chunk, plan.parameters)
-                if headers:
-                    writer.add_bytes(0, plan.files[number].header)
-                for piece in mine[number]:
-                    writer.add(piece)
-                yield from ((number, row) for row in joined(writer.end()))
-                strange += writer.strange
+            for name, runs in todo[first : first + _OPEN]:
+                file = stack.enter_context(_open(os.path.join(folder, name)))
+                opened.append(file)
+                yield from ((numbers[name], row) for row in writer.write(file, runs))
             for file in opened:
                 file.sync()
 
@@ -320,7 +282,7 @@ def _finish(
 ) -> None:
     """Finish the save on rank 0, after all tensors are synced."""
     records = {
-        file.name: record_of(file.name, file.size, written[number])
+        file.name: FileRecord.of(file.name, file.size, written[number])
         for number, file in enumerate(plan.files)
     }
     for name, text in plan.texts.items():

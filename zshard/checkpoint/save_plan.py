@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +25,13 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._version import __version__
-from zshard.checkpoint.contents import Contents, Item, facts_of
-from zshard.checkpoint.folder import Target
-from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, dump
+from zshard.checkpoint.contents import Contents, Replicas, SaveShare, facts_of
+from zshard.checkpoint.folder import Target, retain, warn_of_newer
+from zshard.checkpoint.manifest import FileRecord, Manifest
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
 from zshard.ranks.agreement import Fact, gather, on_all_ranks
 from zshard.units.extensions import EXTENSIONS
+from zshard.units.shards import Entry
 from zshard.units.units import class_of, plain_name
 
 ALIGN = 4096  # bytes
@@ -43,7 +43,7 @@ class PlannedFile(NamedTuple):
     name: str
     header: bytes  # with its length, padded
     size: int
-    places: list[tuple[Item, int]]  # tensors and their first bytes in the file
+    places: list[tuple[Entry, int]]  # tensors and their first bytes in the file
 
 
 class Piece(NamedTuple):
@@ -61,6 +61,10 @@ class Piece(NamedTuple):
     def size(self) -> int:
         """Its bytes in the file."""
         return (self.end - self.begin) * self.dtype.itemsize
+
+
+WrittenRun = tuple[int, int, Piece | bytes]
+"""A run of bytes that this rank writes to a file: where it begins there, its length, what it is."""
 
 
 class Kept(NamedTuple):
@@ -109,11 +113,6 @@ class SaveRequest(NamedTuple):
         return facts
 
 
-MakeManifest = Callable[..., bytes]
-"""Returns its text: of the records of files, whether values are finite, and the entry `parts` of
-those that are in parts."""
-
-
 @dataclass(frozen=True)
 class SavePlan:
     """Everything that writing needs. The values of `pieces` are read when they are written."""
@@ -123,77 +122,97 @@ class SavePlan:
     files: list[PlannedFile]
     pieces: list[Piece]  # this rank's, by file
     texts: Mapping[str, bytes]  # (rank 0) further files
-    manifest: MakeManifest
-    id: str
+    draft: Manifest  # without what is known once all is written
     parameters: frozenset[str]  # names
 
-    def warn_of_values(self, names: Collection[str]) -> None:
-        """Warn of parameters with NaN or infinite values, if there are any."""
-        if names:
-            listed = ", ".join(f"'{name}'" for name in sorted(names))
-            warnings.warn(
-                f"the checkpoint '{self.target.path}' has NaN or infinite values in {listed}; "
-                "keep_last also keeps the newest checkpoint without such values",
-                stacklevel=3,
-            )
+    @property
+    def id(self) -> str:
+        """Of the checkpoint."""
+        return self.draft.id
+
+    def manifest(
+        self, files: Mapping[str, FileRecord], finite: bool, parts: Mapping[str, Any] | None = None
+    ) -> bytes:
+        """Return the manifest's text. finite: whether all parameters are. parts: the entry of that
+        name, where hosts share no disk."""
+        if not parts:
+            return replace(self.draft, files=files, finite=finite).dump()
+        whole = {file.name: file.size for file in self.files}
+        whole |= {name: len(text) for name, text in self.texts.items()}  # on rank 0
+        more = {**self.draft.more, "parts": parts}
+        return replace(self.draft, files=files, finite=finite, whole=whole, more=more).dump()
+
+    def runs(self, headers: bool, texts: bool) -> dict[str, list[WrittenRun]]:
+        """Return what this rank writes, by file; the headers of all files, and further files, if it
+        is the rank for these."""
+        found: dict[str, list[WrittenRun]] = {}
+        for file in self.files if headers else ():
+            found[file.name] = [(0, len(file.header), file.header)]
+        for piece in self.pieces:
+            run = (piece.offset, piece.size, piece)
+            found.setdefault(self.files[piece.file].name, []).append(run)
+        for name, text in self.texts.items() if texts else ():
+            found[name] = [(0, len(text), text)]
+        return found
+
+    def clean_up(self, comm: _core.Comm, leads: bool, strange: Collection[str]) -> None:
+        """After the save, delete older checkpoints, and warn of NaN and of newer ones. Collective.
+
+        leads: whether this rank does so for others that see its folder.
+        strange: the names of parameters with NaN or infinite values.
+        """
+        with on_all_ranks(comm):  # a script may have made warnings errors
+            if leads and self.kept.keep_last is not None:
+                retain(self.target, self.kept.keep_last, self.id)
+            if comm.rank == 0 and strange:
+                listed = ", ".join(f"'{name}'" for name in sorted(strange))
+                warnings.warn(
+                    f"the checkpoint '{self.target.path}' has NaN or infinite values in {listed}; "
+                    "keep_last also keeps the newest checkpoint without such values",
+                    stacklevel=2,
+                )
+            if leads:
+                warn_of_newer(self.target)
 
 
-def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
+def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module, copies: Replicas) -> SavePlan:
     """Collective. The ranks agree on `asked`."""
     own, *others = asked.contents
     extras = _from_all(comm, asked.extra)
-    id = comm.exchange(os.urandom(16))[0].hex()
     with on_all_ranks(comm):
-        files = lay_out(own.items, "model", asked.limit, own.tied)
+        files = lay_out(own.entries, "model", asked.limit, own.tied)
         texts = texts_of(model, files) if comm.rank == 0 else {}
         texts["model.safetensors.index.json"] = index_of(files)
-        more = {"optimizer": others[0]} if others and others[0].items else {}
+        more = {"optimizer": others[0]} if others and others[0].entries else {}
         for each in asked.beside:
             more |= each.contents
         for stem, contents in more.items():
-            own_files = lay_out(contents.items, stem, asked.limit)
+            own_files = lay_out(contents.entries, stem, asked.limit)
             texts[f"{stem}.safetensors.index.json"] = index_of(own_files)
             files = files + own_files
 
-    entries = {each.name: each.entry for each in asked.beside}
     facts = {key: value for each in EXTENSIONS for key, value in each.recorded(model).items()}
-
-    def manifest(
-        records: Mapping[str, FileRecord],
-        finite: bool,
-        parts: Mapping[str, Any] | None = None,
-    ) -> bytes:
-        sizes = {file.name: file.size for file in files}
-        sizes |= {name: len(text) for name, text in texts.items()}  # on rank 0
-        return dump(
-            Manifest(
-                id=id,
-                step=asked.kept.step,
-                world=comm.world,
-                files=records,
-                tied=own.tied,
-                model={**own.told, **facts},
-                optimizer=others[0].told if others else None,
-                extra=extras,
-                software=_software(),
-                finite=finite,
-                whole=sizes if parts else {},
-                more={**entries, **({"parts": parts} if parts else {})},
-            )
-        )
-
+    draft = Manifest(
+        id=comm.exchange(os.urandom(16))[0].hex(),
+        step=asked.kept.step,
+        world=comm.world,
+        files={},
+        tied=own.tied,
+        model={**own.told, **facts},
+        optimizer=others[0].told if others else None,
+        extra=extras,
+        software={"zshard": __version__, "torch": torch.__version__},
+        more={each.name: each.entry for each in asked.beside},
+    )
     names = frozenset(plain_name(n) for n, _ in model.named_parameters(remove_duplicate=False))
-    return SavePlan(asked.target, asked.kept, files, pieces_of(files), texts, manifest, id, names)
+    pieces = pieces_of(files, copies.share)
+    return SavePlan(asked.target, asked.kept, files, pieces, texts, draft, names)
 
 
 def _from_all(comm: _core.Comm, mine: object) -> list[object]:
     """Return the JSON values of all ranks, or only one if all are equal."""
     digest = hashlib.sha256(json.dumps(mine).encode()).digest()
     return [mine] if len(set(comm.exchange(digest))) == 1 else gather(comm, mine)
-
-
-def _software() -> dict[str, str]:
-    return {"zshard": __version__, "torch": torch.__version__}
 
 
 def texts_of(model: nn.Module, files: Sequence[PlannedFile]) -> dict[str, bytes]:
@@ -227,17 +246,17 @@ def _has_adapters(model: nn.Module) -> bool:
 
 
 def lay_out(
-    items: Sequence[Item], stem: str, limit: int, tied: Mapping[str, str] | None = None
+    items: Sequence[Entry], stem: str, limit: int, tied: Mapping[str, str] | None = None
 ) -> list[PlannedFile]:
     """Return the files for `items`, each with at most `limit` bytes of tensors, or one tensor.
 
     stem: files are named `<stem>.safetensors`, or `<stem>-00001-of-00002.safetensors` and so on.
     tied: aliases of tensors, which the header of the tensor's file lists as metadata.
     """
-    groups: list[list[Item]] = [[]]
+    groups: list[list[Entry]] = [[]]
     filled = 0
     for item in items:
-        size = _size_of(item)
+        size = item.size
         if groups[-1] and filled + size > limit:
             groups.append([])
             filled = 0
@@ -253,69 +272,40 @@ def lay_out(
 def index_of(files: Sequence[PlannedFile]) -> bytes:
     """Return the text of `<stem>.safetensors.index.json`."""
     homes = {item.name: file.name for file in files for item, _ in file.places}
-    total = sum(_size_of(item) for file in files for item, _ in file.places)
+    total = sum(item.size for file in files for item, _ in file.places)
     whole = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
     return json.dumps(whole, indent=2).encode()
 
 
-def pieces_of(files: Sequence[PlannedFile]) -> list[Piece]:
+def pieces_of(
+    files: Sequence[PlannedFile], share_of: Callable[[Entry], SaveShare | None]
+) -> list[Piece]:
     """Return what this rank writes, in order. Ranks that hold the same bytes write an equal share
     of them each."""
-    places = [(number, *place) for number, file in enumerate(files) for place in file.places]
+    shares = [
+        (number, entry, offset, share)
+        for number, file in enumerate(files)
+        for entry, offset in file.places
+        if (share := share_of(entry)) is not None
+    ]
     totals: Counter[int] = Counter()  # bytes, by group
-    for _, item, _ in places:
-        if item.held is not None:
-            totals[item.held.group] += item.held.values.numel() * item.dtype.itemsize
+    for _, entry, _, (*_, group) in shares:
+        totals[group] += entry.value.numel() * entry.dtype.itemsize
     done: Counter[int] = Counter()
     pieces = []
-    for number, item, offset in places:
-        if item.held is None:
-            continue
-        values, first, copies, copy, group = item.held
-        size = item.dtype.itemsize
+    for number, entry, offset, (first, count, copy, group) in shares:
+        size, numel = entry.dtype.itemsize, entry.value.numel()
         # Both neighbors round in the same way, so there is no gap between what they write.
-        cuts = (totals[group] * i // copies - done[group] for i in (copy, copy + 1))
-        begin, end = (min(max(0, cut // size), values.numel()) for cut in cuts)
+        cuts = (totals[group] * i // count - done[group] for i in (copy, copy + 1))
+        begin, end = (min(max(0, cut // size), numel) for cut in cuts)
         if begin < end:
             start = offset + (first + begin) * size
-            pieces.append(Piece(number, start, values, begin, end, item.dtype, item.name))
-        done[group] += values.numel() * size
+            pieces.append(Piece(number, start, entry.value, begin, end, entry.dtype, entry.name))
+        done[group] += numel * size
     return pieces
 
 
-def record_of(file: str, size: int, written: Iterable[tuple[int, int, int]]) -> FileRecord:
-    """Return the checksums of a file, from (offset, length, CRC-32C) of each write of all ranks.
-    Raise RuntimeError unless they wrote each byte exactly once."""
-    sums: list[int] = []
-    end = 0
-    for offset, length, crc in sorted(written):
-        if offset != end or offset // BLOCK != (offset + length - 1) // BLOCK:
-            break
-        if offset % BLOCK == 0:
-            sums.append(crc)
-        else:
-            sums[-1] = _core.crc32c_join(sums[-1], crc, length)
-        end += length
-    if end != size:
-        raise RuntimeError(
-            f"'{file}' ({size} bytes) was not written exactly once at byte {end}: please report it"
-        )
-    return FileRecord(size, tuple(sums))
-
-
-def joined(written: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Merge the checksums of adjacent bytes of one block."""
-    made: list[tuple[int, int, int]] = []
-    for offset, length, crc in sorted(written):
-        if made and offset % BLOCK != 0 and sum(made[-1][:2]) == offset:
-            first, before, other = made.pop()
-            made.append((first, before + length, _core.crc32c_join(other, crc, length)))
-        else:
-            made.append((offset, length, crc))
-    return made
-
-
-def _file(name: str, items: list[Item], tied: Mapping[str, str]) -> PlannedFile:
+def _file(name: str, items: list[Entry], tied: Mapping[str, str]) -> PlannedFile:
     ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # a stable sort
     inside = {item.name for item in ordered}
     notes = {other: home for other, home in tied.items() if home in inside}
@@ -323,7 +313,7 @@ def _file(name: str, items: list[Item], tied: Mapping[str, str]) -> PlannedFile:
     at = 0
     starts = []
     for item in ordered:
-        size = _size_of(item)
+        size = item.size
         shape, offsets = list(item.shape), [at, at + size]
         header[item.name] = {"dtype": CODES[item.dtype], "shape": shape, "data_offsets": offsets}
         starts.append(at)
@@ -338,7 +328,3 @@ def _file(name: str, items: list[Item], tied: Mapping[str, str]) -> PlannedFile:
     begin = 8 + len(text)
     places = [(item, begin + start) for item, start in zip(ordered, starts, strict=True)]
     return PlannedFile(name, len(text).to_bytes(8, "little") + text, begin + at, places)
-
-
-def _size_of(item: Item) -> int:
-    return math.prod(item.shape) * item.dtype.itemsize

@@ -17,16 +17,16 @@ import functools
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zshard import _core
-from zshard.checkpoint.manifest import BLOCK, FileRecord
+from zshard.checkpoint.manifest import BLOCK, FileRecord, Written
 from zshard.checkpoint.safetensors import CODES, rows_of
-from zshard.checkpoint.save_plan import Piece, record_of
+from zshard.checkpoint.save_plan import Piece, SavePlan, WrittenRun
 from zshard.ranks.agreement import bytes_of, gather
 from zshard.ranks.ends import fail
 from zshard.state.source import CHUNK
@@ -37,32 +37,46 @@ _NUMBERS = ("BF16", "F16", "F32", "F64")  # codes of dtypes whose values the cor
 _OTHERS = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0", "C64")
 """Those of other dtypes that have NaN."""
 
-Written = tuple[int, int, int]  # offset, length, CRC-32C
-
 
 class Writer:
-    """Writes pieces to one file, without copying what can be written directly.
+    """Writes what a plan has for this rank, without copying what can be written directly.
 
-    strange: the names of `watched` tensors that had NaN or infinite values.
+    strange: the names of parameters that had NaN or infinite values.
     """
 
-    def __init__(
-        self, file: _core.File, chunk: Callable[[], Tensor], watched: Container[str] = ()
-    ) -> None:
-        """chunk: returns CHUNK bytes of memory for tensors that are cast or on a GPU."""
-        self._file, self._chunk, self._watched = file, chunk, watched
+    def __init__(self, plan: SavePlan) -> None:
+        self._watched = plan.parameters
+        self._pinned = any(piece.values.is_cuda for piece in plan.pieces)
         self.strange: list[str] = []
+        self._file: _core.File  # that is being written
         self._ranges: list[Any] = []  # the argument of _core.File.write()
         self._names: list[str] = []  # of their tensors
         self._used = 0  # bytes of the chunk
         self._written: list[Written] = []
 
-    def add_bytes(self, offset: int, data: bytes) -> None:
-        self._add(offset, data, "", "")
+    @functools.cached_property
+    def _chunk(self) -> Tensor:
+        """Memory for tensors that are cast or on a GPU."""
+        return torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self._pinned)
 
-    def add(self, piece: Piece) -> None:
+    def write(self, file: _core.File, runs: Iterable[WrittenRun]) -> list[Written]:
+        """Write runs to a file. Return what was written; adjacent bytes of a block are one."""
+        self._file, self._written = file, []
+        for offset, _, what in runs:
+            if isinstance(what, Piece):
+                self._add_piece(offset, what)
+            else:
+                self._add(offset, what, "", "")
+        self._flush()
+        return joined(self._written)
+
+    def strange_on_any(self, comm: _core.Comm) -> set[str]:
+        """Return the first of the names of each rank that has some. Collective."""
+        return {each for firsts in gather(comm, self.strange[:1]) for each in firsts}
+
+    def _add_piece(self, offset: int, piece: Piece) -> None:
         values, begin, end, dtype = piece[2:6]
-        size, offset = dtype.itemsize, piece.offset
+        size = dtype.itemsize
         watched = piece.name in self._watched
         code = CODES[dtype] if watched else ""
         limit = CHUNK // max(size, values.element_size())
@@ -75,11 +89,6 @@ class Writer:
             self._add(offset, bytes_of(self._copy(run, dtype)), code, piece.name)
             offset += run.numel() * size
 
-    def end(self) -> list[Written]:
-        """Write the rest. Return everything that was written."""
-        self._flush()
-        return self._written
-
     def _add(self, offset: int, data: bytes | memoryview, code: str, name: str) -> None:
         self._ranges.append((offset, data, code) if code in _NUMBERS else (offset, data))
         self._names.append(name)
@@ -91,11 +100,11 @@ class Writer:
             self._flush()
             begin = 0
         self._used = begin + length
-        copy = self._chunk()[begin : self._used].view(dtype)
+        copy = self._chunk[begin : self._used].view(dtype)
         return copy.copy_(values, non_blocking=True)
 
     def _flush(self) -> None:
-        if self._used and self._chunk().is_pinned():
+        if self._used and self._pinned:
             torch.cuda.synchronize()
         places: list[int] = []
         self._written += rows_of(self._file.write(self._ranges, BLOCK, places))
@@ -110,35 +119,19 @@ def write_text(path: str, text: bytes) -> FileRecord:
     with _core.File.create(path, len(text)) as file:
         written = rows_of(file.write([(0, text)], BLOCK))
         file.sync()
-    return record_of(path, len(text), written)
+    return FileRecord.of(path, len(text), written)
 
 
-def copy_file(path: str, size: int, read: Callable[[memoryview, int], None]) -> FileRecord:
-    """Create a file, a chunk at a time, and sync it.
-
-    read: fills memory with the bytes from an offset on.
-    """
-    rows: list[Written] = []
-    chunk = bytearray(min(CHUNK, size))
-    with _core.File.create(path, size) as file:
-        for offset in range(0, size, CHUNK):
-            data = memoryview(chunk)[: min(CHUNK, size - offset)]
-            read(data, offset)
-            rows += rows_of(file.write([(offset, data)], BLOCK))
-        file.sync()
-    return record_of(path, size, rows)
-
-
-def chunk_for(pieces: Sequence[Piece]) -> Callable[[], Tensor]:
-    """Return a function that returns the memory that a Writer needs for pieces, made when first
-    needed."""
-    pinned = any(piece.values.is_cuda for piece in pieces)
-    return functools.cache(lambda: torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned))
-
-
-def names_of_all(comm: _core.Comm, names: Sequence[str]) -> set[str]:
-    """Return the first of the names of each rank that has some. Collective."""
-    return {each for firsts in gather(comm, names[:1]) for each in firsts}
+def joined(written: Iterable[Written]) -> list[Written]:
+    """Merge the checksums of adjacent bytes of one block."""
+    made: list[Written] = []
+    for offset, length, crc in sorted(written):
+        if made and offset % BLOCK != 0 and sum(made[-1][:2]) == offset:
+            first, before, other = made.pop()
+            made.append((first, before + length, _core.crc32c_join(other, crc, length)))
+        else:
+            made.append((offset, length, crc))
+    return made
 
 
 def is_plain(piece: Piece) -> bool:

@@ -8,7 +8,6 @@ numbers, and what would make results depend on the number of ranks.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import operator
@@ -19,21 +18,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Sampler
 
 from zshard import api
 from zshard.api import (
     EXTENSIONS,
     Extension,
-    Options,
-    PublicCall,
     checksum,
     is_unit,
-    known_hooks,
-    larger,
-    norm_over_ranks,
-    power_sum,
     state_of,
 )
 
@@ -64,8 +57,8 @@ class _AnyWorld(Extension):
     def check_model(
         self,
         module: nn.Module,
-        options: Sequence[Options],
-        inner: Iterable[Options],
+        options: Sequence[Any],
+        inner: Iterable[Any],
         held: Collection[int],
         device: str,
     ) -> None:
@@ -80,7 +73,7 @@ class _AnyWorld(Extension):
             _check_options(options, device)
             _check_params(module, held)
 
-    def check_transport(self, options: Options, comm: api.Comm, asked: object) -> None:
+    def check_transport(self, options: Any, comm: api.Comm, asked: object) -> None:
         """Refuse a transport that adds gradients within hosts first."""
         if options.micro_batches and comm.transport not in _SUPPORTED:
             raise NotImplementedError(
@@ -93,35 +86,17 @@ class _AnyWorld(Extension):
             _models.add(model)
             _watch_buffers(model)
 
-    def norms(self) -> bool:
+    def exact_norms(self) -> bool:
         """Return whether this process has such a model. Then all norms are independent of the
         number of ranks, also those of gradients that are not sharded."""
         return len(_models) > 0
 
     def check_norm(self, norm_type: float) -> None:
-        if self.norms() and norm_type not in (2.0, math.inf):
+        if self.exact_norms() and norm_type not in (2.0, math.inf):
             raise NotImplementedError(
                 f"norm_type={norm_type} depends on the number of ranks: with "
                 f"deterministic={NAME!r}, use norm_type=2 or inf"
             )
-
-    @PublicCall("clip_grad_norm_()")
-    def norm(
-        self,
-        sharded: Mapping[api.Engine, Sequence[Tensor]],
-        whole: Sequence[Tensor],
-        norm_type: float,
-    ) -> float:
-        """Round once, whichever ranks have which gradients."""
-        self.check_norm(norm_type)
-        if math.isinf(norm_type):
-            shares = [norm_over_ranks(engine, grads, math.inf) for engine, grads in sharded.items()]
-            return functools.reduce(larger, shares, power_sum(whole, math.inf))
-        total = api.squares([grad.contiguous() for grad in whole])
-        for engine, grads in sharded.items():
-            share = engine.sum_over_ranks(api.squares([grad.contiguous() for grad in grads]))
-            total = [a + b for a, b in zip(total, share, strict=True)]
-        return math.sqrt(api.squares_value(total))
 
     def recorded(self, model: nn.Module) -> dict[str, Any]:
         count = state_of(model).options.micro_batches if is_unit(model) else 0
@@ -144,7 +119,7 @@ class _AnyWorld(Extension):
 EXTENSIONS.append(_AnyWorld())
 
 
-def _check_options(options: Sequence[Options], device: str) -> None:
+def _check_options(options: Sequence[Any], device: str) -> None:
     if device != "cpu":
         raise NotImplementedError(f"deterministic={NAME!r} is not supported on GPUs: omit it")
     if options[-1].wire.codes != (0, 0):
@@ -194,7 +169,7 @@ def _watch_buffers(module: nn.Module) -> None:
             )
 
     hooks = [module.register_forward_pre_hook(look), module.register_forward_hook(check)]
-    state_of(module).hooks += known_hooks(module, hooks)  # which copies of the model do not get
+    state_of(module).note_hooks(module, hooks)  # which copies of the model do not get
 
 
 def _may_train(module: nn.Module) -> bool:

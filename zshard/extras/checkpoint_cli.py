@@ -21,26 +21,18 @@ import torch
 from zshard import api
 from zshard.api import (
     BLOCK,
-    MODEL,
     NAME,
     Checkpoint,
     CheckpointError,
-    Item,
+    Entry,
     OpenFile,
-    PlannedFile,
     Readable,
-    Reader,
     Staging,
     Target,
     bytes_of,
-    check_blocks,
     chunks,
-    data_blocks,
-    head_blocks,
     index_of,
     lay_out,
-    open_own,
-    opened,
     parse_size,
     write_text,
 )
@@ -124,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _inspect(path: str, as_json: bool) -> int:
-    with opened(path, with_optimizer=True) as found:
+    with Checkpoint.opened(path, with_optimizer=True) as found:
         facts = _facts(found)
     print(json.dumps(facts, indent=1, default=str) if as_json else _text(facts))
     return 0
@@ -205,7 +197,7 @@ def _table(title: str, tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _verify(path: str) -> int:
-    with opened(path, with_optimizer=True) as found:
+    with Checkpoint.opened(path, with_optimizer=True) as found:
         if found.manifest is None:
             raise CheckpointError(
                 f"cannot verify '{found.path}': it has no {NAME}, so no checksums"
@@ -217,17 +209,13 @@ def _verify(path: str) -> int:
 
 def _check_all(found: Checkpoint) -> int:
     """Check all files of the manifest and return their bytes. Raise CheckpointError for damage."""
-    assert found.manifest is not None, "the caller checks this"
-    records = found.manifest.files
-    if isinstance(found.spread, Spread):
-        check_blocks(found.spread.blocks())
-        if not found.spread.is_complete():
-            raise CheckpointError(f"'{found.path}' is incomplete: {found.spread.missing()}")
-        return sum(records[name].size for name in found.spread.here)
-    for name in records.keys() - found.files.keys():
-        found.files[name] = open_own(found, found.manifest, name, OpenFile)
-    check_blocks([*head_blocks(found.files, records), *data_blocks(found.files, records)])
-    return sum(record.size for record in records.values())
+    spread = found.spread
+    if not isinstance(spread, Spread):
+        return found.verify()
+    spread.blocks().check()
+    if not spread.is_complete():
+        raise CheckpointError(f"'{found.path}' is incomplete: {spread.missing()}")
+    return sum(spread.manifest.files[name].size for name in spread.here)
 
 
 # --- export ---------------------------------------------------------------------------------------
@@ -237,7 +225,7 @@ def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
     size = parse_size("max_shard_size", limit, base=1000)
     if os.path.lexists(out):
         raise FileExistsError(f"'{out}' already exists: choose another folder")
-    with opened(path) as found:
+    with Checkpoint.opened(path) as found:
         if not found.model:
             raise CheckpointError(f"'{found.path}' contains no model tensors")
         if found.manifest is not None:
@@ -245,28 +233,29 @@ def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
         for entry in found.model.values():
             entry.check()
         items = [_item(name, entry, dtype) for name, entry in found.model.items()]
-        files = lay_out(items, MODEL, size, found.tied)
         staging = Staging(Target.of(out, None), secrets.token_hex(16), overwrite=False)
         try:
             staging.open()
-            _write_all(staging.path, files, found)
+            names = _write_all(staging.path, items, size, found)
             staging.commit()
         except BaseException:
             staging.discard()
             raise
         finally:
             staging.close()
-    where = files[0].name if len(files) == 1 else f"{len(files)} files"
+    where = names[0] if len(names) == 1 else f"{len(names)} files"
     print(f"wrote {len(items)} tensors to '{out}' ({where})")
     return 0
 
 
-def _item(name: str, entry: Readable, dtype: torch.dtype | None) -> Item:
+def _item(name: str, entry: Readable, dtype: torch.dtype | None) -> Entry:
     cast = dtype is not None and entry.dtype.is_floating_point
-    return Item(name, entry.shape, dtype if cast and dtype is not None else entry.dtype, None)
+    return Entry(name, entry.shape, dtype if cast and dtype is not None else entry.dtype)
 
 
-def _write_all(folder: str, files: list[PlannedFile], found: Checkpoint) -> None:
+def _write_all(folder: str, entries: list[Entry], limit: int, found: Checkpoint) -> list[str]:
+    """Write everything; return the names of the files of tensors."""
+    files = lay_out(entries, "model", limit, found.tied)
     for file in files:
         with api.File.create(os.path.join(folder, file.name), file.size) as opened_file:
             opened_file.write([(0, file.header)], BLOCK)
@@ -274,11 +263,12 @@ def _write_all(folder: str, files: list[PlannedFile], found: Checkpoint) -> None
                 _write(opened_file, item, offset, found.model[item.name])
             opened_file.sync()
     if len(files) > 1:
-        write_text(os.path.join(folder, f"{MODEL}.safetensors.index.json"), index_of(files))
+        write_text(os.path.join(folder, "model.safetensors.index.json"), index_of(files))
     for name in _COPIED:
         missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
         with missing, _small_file(found, name) as config:
             write_text(os.path.join(folder, name), bytes(config.bytes_of(config.size)))
+    return [file.name for file in files]
 
 
 def _small_file(found: Checkpoint, name: str) -> OpenFile:
@@ -289,11 +279,13 @@ def _small_file(found: Checkpoint, name: str) -> OpenFile:
     return OpenFile(os.path.join(found.path, name))
 
 
-def _write(file: api.File, item: Item, offset: int, entry: Readable) -> None:
+def _write(file: api.File, item: Entry, offset: int, entry: Readable) -> None:
     """Write one tensor, a chunk at a time."""
-    reader, size = Reader(), item.dtype.itemsize
+    size = entry.dtype.itemsize
     larger = max(item.dtype, entry.dtype, key=lambda dtype: dtype.itemsize)
     for begin, end in chunks(math.prod(item.shape), larger):
-        values = torch.empty(end - begin, dtype=item.dtype)
-        reader.read(entry, begin, values)
-        file.write([(offset + begin * size, bytes_of(values))], BLOCK)
+        values = torch.empty(end - begin, dtype=entry.dtype)
+        entry.read_into(bytes_of(values), begin * size)
+        place = offset + begin * item.dtype.itemsize
+        cast = values.to(item.dtype)  # outlives its bytes
+        file.write([(place, bytes_of(cast))], BLOCK)

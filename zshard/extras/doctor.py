@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zshard import api
-from zshard.api import __version__, read_text
+from zshard.api import __version__
 from zshard.extras.keeping.client import KeeperStatus, keepers
 from zshard.extras.run.cores import Host, as_list, read_host
 
@@ -148,10 +148,10 @@ def report() -> tuple[str, int]:
     kernels = f"{' '.join(found['kernels'])} (nvcc {found['kernels_cuda']})"
     gpus = [f"{gpu['name']} ({'.'.join(map(str, gpu['capability']))})" for gpu in found["gpus"]]
     facts = [
-        ("zshard", f"{__version__} in {Path(api.__file__).parent}"),
+        ("zshard", f"{__version__} in {Path(__file__).parents[1]}"),
         ("torch", found["torch"]),
         ("CPUs", describe(read_host())),
-        ("bf16", bf16(read_text(Path("/proc/cpuinfo")) or "")),
+        ("bf16", bf16(Path("/proc/cpuinfo").read_text())),
         ("CPU loops", found["loops"]),
         ("shm", "yes" if found["shm"] else None),
         ("c10d", "yes (gloo)" if found["c10d"] else None),

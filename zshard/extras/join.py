@@ -27,7 +27,6 @@ from zshard.api import (
     PublicCall,
     check_agreement,
     grads_of,
-    is_apart,
     is_stepped_in_backward,
     is_unit,
     may_stay_open,
@@ -131,7 +130,7 @@ def _check_model(model: nn.Module) -> None:
             f"join() was called on unit '{state.unit.name}': call it on the outermost sharded "
             "module"
         )
-    if any(is_apart(each, state.comms) for _, each in units_of(model)):
+    if any(each.is_apart(state.comms) for _, each in units_of(model)):
         raise NotImplementedError(
             "join() does not support units with process groups of other ranks than the model's: "
             "give all ranks the same number of batches"
@@ -240,7 +239,7 @@ class _Joined:
         if number is not None:
             self._say("zero", number)
 
-    def say_norm(self, engine: api.Engine, grads: list[Tensor], norm_type: float) -> None:
+    def say_norm(self, engine: Any, grads: list[Tensor], norm_type: float) -> None:
         """All ranks are about to exchange their shares of a norm of these gradients."""
         if engine != self.engine:
             return
@@ -263,7 +262,7 @@ class _Joined:
         self,
         scaler: torch.amp.GradScaler,
         optimizer: torch.optim.Optimizer,
-        owners: Sequence[api.Engine],
+        owners: Sequence[Any],
         inv_scale: Tensor,
         allow_fp16: bool,
     ) -> None:
@@ -281,7 +280,7 @@ class _Joined:
         meetings = int(self.engine in owners)
         self._say("unscale", number, inv_scale.detach(), allow_fp16, meetings=meetings)
 
-    def say_rescale(self, engine: api.Engine, factor: float) -> None:
+    def say_rescale(self, engine: Any, factor: float) -> None:
         """A scaler has changed the scale of the losses, and so of what wire= carries over."""
         if engine == self.engine:
             self._say("rescale", 0, factor)
@@ -402,7 +401,7 @@ class _Joined:
             other.load_state_dict(state)
 
 
-_live: dict[api.Engine, _Joined] = {}
+_live: dict[Any, _Joined] = {}
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -7,10 +7,12 @@ order.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +23,9 @@ from zshard.guard.plain import plain, to_local
 from zshard.guard.words import no_history
 from zshard.ranks.agreement import PublicCall, check_agreement, gather, gather_bytes
 from zshard.units.extensions import EXTENSIONS
+from zshard.units.moment import ELSEWHERE, refuse
 from zshard.units.open_forwards import is_forward_open
-from zshard.units.shards import Part, part_of
+from zshard.units.shards import Entry, Part, part_of
 from zshard.units.units import unsharded
 
 
@@ -68,6 +71,9 @@ def _part_of(tensor: Tensor, param: Tensor | None = None) -> Part | None:
     """Return the Part of a shard, also of a parameter whose class is not torch's, which is not
     guarded. param: the parameter whose gradient `tensor` is."""
     part: Part | None = _core.slice_part(tensor)
+    state = None if part is None else part.state
+    if part is not None and state is not None and part.is_own(state.unit, to_local(tensor)):
+        refuse([state], f"read the full '{part.name}'", ELSEWHERE)
     own = part_of(tensor if param is None else param) if part is None else None
     if own is None or not own.is_cut or own.shards.world == 1 or own.is_whole_now():
         return part
@@ -75,41 +81,92 @@ def _part_of(tensor: Tensor, param: Tensor | None = None) -> Part | None:
 
 
 def joined(tensor: Tensor, part: Part) -> Tensor:
-    """Return the full tensor of a shard, on its device. Collective."""
+    """Return the full tensor of a shard, on its device. Collective, but over shm not for a
+    parameter."""
     local = to_local(tensor)
-    unit = part.unit
-    is_own = part.root is part and unit is not None and unit.is_slice(part.index, local)
-    if _core.shares_state(part.shards) and unit is not None and is_own:
-        with unsharded(unit), torch.inference_mode(False):
-            whole = torch.empty(part.shape, dtype=local.dtype)
-            unit.read_param(part.index, whole)
-            return whole
-    check_agreement(
-        part.comm, [(f"the tensor of '{part.name}'", str(local.dtype))], "tensors of full_tensor()"
-    )
-    ranges = [(begin, numel) for begin, numel in gather(part.comm, (part.begin, part.numel))]
-    return join(part, local, ranges).to(local.device)
+    unit = part.unit if part.root is part and _core.shares_state(part.shards) else None
+    if unit is not None and not unit.is_slice(part.index, local):
+        unit = None
+    if unit is None:
+        facts = [(f"the tensor of '{part.name}'", str(local.dtype))]
+        check_agreement(part.comm, facts, "tensors of full_tensor()")
+    entry = Entry(part.name, part.shape, local.dtype, local, part, unit)
+    full = new_full(entry)
+    read_full([entry], [full])
+    return full
+
+
+def new_full(entry: Entry, device: torch.device | None = None) -> Tensor:
+    """Return memory for a full tensor, which callers may write to."""
+    with torch.inference_mode(False):
+        return torch.empty(entry.shape, dtype=entry.dtype, device=device or entry.value.device)
 
 
 @plain()
-def join(part: Part, value: Tensor, ranges: list[tuple[int, int]], keep: bool = True) -> Tensor:
-    """Return one full tensor, in host memory, from its shards. Rank r has ranges[r], that is,
-    `numel` elements from `begin` on; the first rank that has a shard sends it. Without `keep` the
-    result is empty. Collective."""
-    numels = dict(reversed([(begin, numel) for begin, numel in ranges if numel > 0]))
-    if sum(numels.values()) != part.whole_numel:
-        raise RuntimeError(
-            f"the ranks' shards of '{part.name}' do not add up to the full parameter; please "
-            "report this"
-        )
-    whole = torch.empty(part.whole_numel if keep else 0, dtype=value.dtype)
-    for begin, numel in sorted(numels.items()):
-        root = ranges.index((begin, numel))
-        piece = whole[begin : begin + numel] if keep else torch.empty(numel, dtype=value.dtype)
-        if root == part.comm.rank:
+@torch.no_grad()
+def read_full(entries: Iterable[Entry], targets: Iterable[Tensor | None]) -> None:
+    """Copy full tensors into contiguous memory of their shapes, cast to its dtypes. The one way
+    from shards to full values, but for optimizer state over shm (optim/shared_state.py).
+
+    targets: None for a tensor that this rank does not want, but takes part in.
+
+    Parameters of units come from their units, which are unsharded one after another: over shm, any
+    rank may read them alone. Other shards are sent: all ranks call it for the same ones.
+    """
+    pairs = list(zip(entries, targets, strict=True))
+    ranges = _ranges_of([entry for entry, _ in pairs if _is_sent(entry)])
+    for unit, group in itertools.groupby(pairs, lambda pair: pair[0].unit):
+        with contextlib.nullcontext() if unit is None else unsharded(unit):
+            for entry, target in group:
+                if _is_sent(entry):
+                    _send(entry, next(ranges), target)
+                elif target is None:
+                    continue
+                elif unit is not None and entry.part and target.dtype == entry.value.dtype:
+                    unit.read_param(entry.part.index, target)
+                else:
+                    target.copy_(entry.value.detach())
+
+
+def _is_sent(entry: Entry) -> bool:
+    return entry.unit is None and entry.part is not None and entry.part.is_cut
+
+
+def _ranges_of(sent: Sequence[Entry]) -> Iterator[dict[int, tuple[int, int]]]:
+    """Yield for each entry the ranks that send it, with (begin, numel): the first that has a
+    shard. One exchange between the same ranks. Raises RuntimeError if elements are missing."""
+    parts = [entry.part for entry in sent if entry.part is not None]
+    rows: dict[_core.Comm, Iterator[Any]] = {}
+    for comm in dict.fromkeys(part.comm for part in parts):
+        mine = [(part.begin, part.numel) for part in parts if part.comm is comm]
+        rows[comm] = zip(*gather(comm, mine), strict=True)
+    for part in parts:
+        ranges = [(begin, numel) for begin, numel in next(rows[part.comm])]
+        owners = {r: each for r, each in enumerate(ranges) if ranges.index(each) == r and each[1]}
+        if sum(numel for _, numel in owners.values()) != part.whole_numel:
+            raise RuntimeError(
+                f"the ranks' shards of '{part.name}' do not add up to the full parameter; please "
+                "report this"
+            )
+        yield owners
+
+
+def _send(entry: Entry, owners: Mapping[int, tuple[int, int]], target: Tensor | None) -> None:
+    """Send the shards of a tensor to all ranks, through host memory."""
+    assert entry.part is not None, "it is sharded"
+    comm, value = entry.part.comm, entry.value
+    full = target
+    if target is not None and (target.device.type != "cpu" or target.dtype != value.dtype):
+        full = torch.empty(target.numel(), dtype=value.dtype)
+    for root, (begin, numel) in owners.items():
+        piece = torch.empty(numel, dtype=value.dtype)
+        if full is not None:
+            piece = full.view(-1)[begin : begin + numel]
+        if root == comm.rank:
             piece.copy_(value.detach().reshape(-1))
-        part.comm.broadcast(piece, root)
-    return whole.view(part.shape) if keep else whole
+        comm.broadcast(piece, root)
+    if target is not None and full is not None and full is not target:
+        target.copy_(full.view(target.shape))
 
 
 def whole_named_parameters(
@@ -160,6 +217,8 @@ def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -
         each.check_norm(norm_type)
     values = {name: param.grad if grads else param for name, param in model.named_parameters()}
     held = {name: value for name, value in values.items() if value is not None}
+    for value in held.values() if grads else ():
+        _core.grad_owner(value)  # raises for gradients that are not reduced
     own = {name: to_local(value).detach() for name, value in held.items()}
     once = norm_type == 2 and all(_is_plain(value) for value in own.values())
     sums = {name: _sum_of(value, norm_type, once) for name, value in own.items()}

@@ -29,8 +29,8 @@ from zshard.api import (
     bare,
     broadcast_buffers,
     did_you_mean,
+    gather,
     load,
-    on_any_rank,
     ranks_of,
     save,
 )
@@ -205,7 +205,7 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
             for i, (model, optimizer) in enumerate(pairs):
                 if model not in models:  # a hook of the script has loaded it
                     continue
-                if on_any_rank(ranks_of(bare(model)), os.path.isdir(_folder(folder, i))):
+                if any(gather(ranks_of(bare(model)), os.path.isdir(_folder(folder, i)))):
                     load(_folder(folder, i), model, optimizer)
                     _remove(self._optimizers, optimizer)
                 else:

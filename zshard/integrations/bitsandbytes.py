@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zshard.api import EXTENSIONS, Extension, Fact, ParamRef, tensor_fact, value_fact
+from zshard.api import EXTENSIONS, Extension, Fact, tensor_facts
 
 # A flag of bitsandbytes' modules: on CPUs with AVX-512 BF16, their first evaluation repacks
 # weights.
@@ -26,7 +26,7 @@ _WOULD = "_zshard_repacks"  # attribute of a module: the value of _REPACKS befor
 class _Quantized(Extension):
     """Quantized parameters, and the biases of their layers."""
 
-    def check(self, name: str, ref: ParamRef) -> None:
+    def check(self, name: str, ref: Any) -> None:
         _check_weight(name, ref.param)
         dtype = _bias_dtype(ref)
         if dtype is not None and ref.param.requires_grad and ref.param.dtype != dtype:
@@ -44,11 +44,9 @@ class _Quantized(Extension):
         said = ", ".join(f"{word} {getattr(state, word, None)}" for word in words)
         yield f"the quantization of '{name}'", f"of class {type(param).__name__}, {said}"
         for part, tensor in _tensors_of(state):
-            yield tensor_fact("the quantization state of", f"{name}.{part}", tensor)
-            if values:
-                yield value_fact(f"{name}.{part}", tensor)
+            yield from tensor_facts("the quantization state of", f"{name}.{part}", tensor, values)
 
-    def settle(self, ref: ParamRef) -> None:
+    def settle(self, ref: Any) -> None:
         """Convert a frozen bias to the dtype that its layer computes in, keep layers from repacking
         weights in an evaluation (no gradients would flow afterwards), and refuse to load bits."""
         dtype = _bias_dtype(ref)
@@ -60,14 +58,14 @@ class _Quantized(Extension):
                 owner.__dict__[_REPACKS] = False
             hooks = owner._load_state_dict_pre_hooks.values()
             if not any(getattr(hook, "hook", None) is _refuse_bits for hook in hooks):
-                owner.register_load_state_dict_pre_hook(_refuse_bits)  # type: ignore[no-untyped-call]
+                owner.register_load_state_dict_pre_hook(_refuse_bits)
 
     def restore(self, model: nn.Module) -> None:
         for module in model.modules():
             if _WOULD in module.__dict__:
                 module.__dict__[_REPACKS] = module.__dict__.pop(_WOULD)
 
-    def keeps_dtype(self, ref: ParamRef) -> bool:
+    def keeps_dtype(self, ref: Any) -> bool:
         """Return whether the parameter holds bits, or is the bias of a layer that would replace a
         bias of another dtype."""
         return _is_quantized(ref.param) or _bias_dtype(ref) is not None
@@ -136,7 +134,7 @@ def _check_weight(name: str, param: Tensor) -> None:
         )
 
 
-def _bias_dtype(ref: ParamRef) -> torch.dtype | None:
+def _bias_dtype(ref: Any) -> torch.dtype | None:
     """Return the dtype to which a 4-bit layer converts its bias, if this parameter is one; else
     None."""
     for owner, attribute in ref.owners:

@@ -12,13 +12,13 @@ registration is the best guess.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from zshard import _core
-from zshard.optim.sharded_state import SizeOf, one_tensor
+from zshard import _core, upper
+from zshard.optim.sharded_state import SCALARS, SizeOf, bytes_declared, one_tensor
 from zshard.ranks.transports import Comms
 from zshard.strategy import ShardingStrategy
 from zshard.units.extensions import ParamRef
@@ -132,6 +132,12 @@ class DryRun:
         """Return bytes by part, like Engine.predict."""
         return self.engine.predict(stepped)
 
+    def state_bytes(self, optimizer: str | int | None) -> tuple[int, int]:
+        """Return the bytes of an optimizer's state in memory, and offloaded. optimizer: as for
+        predict_memory()."""
+        size_of = _size_of_state(optimizer, self.module)
+        return self.trained_bytes(False, size_of), self.trained_bytes(True, size_of)
+
     def trained_bytes(self, offloaded: bool = False, size_of: SizeOf | None = None) -> int:
         """See the function of this name."""
         return trained_bytes(
@@ -158,3 +164,47 @@ def trained_bytes(
         for i, param in enumerate(params)
         if param.requires_grad
     )
+
+
+# --- the state of optimizers ----------------------------------------------------------------------
+
+STATE_TENSORS = {
+    **dict.fromkeys(("adam", "adamw", "adamax", "nadam", "radam", "adadelta", "rprop"), 2),
+    **{"sgd": 0, "rmsprop": 1, "adagrad": 1, "asgd": 1},
+}
+"""Number of parameter-sized state tensors per parameter, by the class of an optimizer."""
+
+_ADD_ONE = ("amsgrad", "centered", "momentum")
+"""Options of those in STATE_TENSORS that ask for one more tensor."""
+
+
+def _size_of_state(optimizer: str | int | None, module: nn.Module) -> SizeOf:
+    """Return the function for the bytes of an optimizer's state."""
+    name = optimizer.lower() if isinstance(optimizer, str) else None
+    if name in upper.OPTIMIZERS:
+        found: SizeOf = upper.module_for(name).bytes_by_name(name, module)
+        return found
+    count = 0 if optimizer is None else STATE_TENSORS.get(name or "", optimizer)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        known = ", ".join(repr(each) for each in (*STATE_TENSORS, *upper.OPTIMIZERS))
+        raise ValueError(
+            f"unknown optimizer {optimizer!r}: expected one of {known}, or the number of state "
+            "tensors that it keeps per parameter"
+        )
+    return lambda param, numel: count * one_tensor(param, numel)
+
+
+def size_in_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> SizeOf | None:
+    """Return the function for the bytes of state that a step creates for parameters of this group;
+    None if it creates none, or is not known."""
+    declare = getattr(optimizer, "state_layout", None)
+    if declare is not None:  # zshard's
+        names = {name for param in group["params"] for name in declare(group, param)}
+        if not names - SCALARS:
+            return None
+        return lambda param, numel: bytes_declared(declare(group, param), param, numel)
+    count = STATE_TENSORS.get(type(optimizer).__name__.lower())
+    if count is None:
+        return None
+    count += sum(bool(group.get(option)) for option in _ADD_ONE)
+    return (lambda param, numel: count * one_tensor(param, numel)) if count > 0 else None

@@ -22,7 +22,7 @@ from zshard import _core
 from zshard.memory.dry_run import DryRun, World, dry_comms, world_of
 from zshard.memory.host_limits import Room, Sharing, divided, left_on_host, room_of_mappings
 from zshard.offload import Offload
-from zshard.precision import in_dtype
+from zshard.precision import MixedPrecision, precision_of
 from zshard.ranks.agreement import warn_on_rank_0
 from zshard.ranks.devices import torch_device
 from zshard.ranks.groups import _env_int
@@ -249,6 +249,6 @@ def _ways_out(run: DryRun, world: World, total: int, room: int) -> list[str]:
     try_way(words, more, strategy=full)
     if usual.precision.compute is None:
         words = "mixed_precision=MixedPrecision(torch.bfloat16)"
-        try_way(words, precision=in_dtype(bf16))
+        try_way(words, precision=precision_of(MixedPrecision(bf16)))
         try_way("model.bfloat16() and AdamW(..., stochastic_rounding=True)", dtype=bf16)
     return lines

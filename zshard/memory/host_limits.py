@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path("/")
 _UNLIMITED = 1 << 60  # bytes; version 1 has no word for "unlimited" and reports a number above this
 
 _HOST, _CGROUP = "the host's MemAvailable", "the cgroup's limit"  # the sources, for messages
@@ -57,7 +56,7 @@ def divided(left: Iterable[Room], sharing: Sharing) -> list[Room]:
     return shares
 
 
-def room_of_host(root: Path = ROOT) -> int | None:
+def room_of_host(root: Path = Path("/")) -> int | None:
     """Return the host's available memory in bytes, without swapping; None if the kernel does not
     report it."""
     text = read_text(root / "proc/meminfo")
@@ -65,22 +64,47 @@ def room_of_host(root: Path = ROOT) -> int | None:
     return 1024 * int(found[1]) if found else None
 
 
-def room_of_cgroup(root: Path = ROOT) -> tuple[int | None, str]:
+def room_of_cgroup(root: Path = Path("/")) -> tuple[int | None, str]:
     """Return the bytes that the tightest of this process's cgroups leaves (None: no limit), and a
     text that is equal for the processes in that cgroup."""
     tightest: tuple[int | None, str] = None, ""
-    for folder, is_first in groups("memory", root):
-        names = _V1 if is_first else _V2
-        limit, usage = _number(folder / names[0]), _number(folder / names[1])
+    for group in ControlGroup.all("memory", root):
+        names = _V1 if group.is_old else _V2
+        limit, usage = _number(group.read(names[0])), _number(group.read(names[1]))
         if limit is None or usage is None or limit >= _UNLIMITED:
             continue
-        text = read_text(folder / "memory.stat") or ""
-        stat = dict(re.findall(r"^(\w+) (\d+)$", text, re.MULTILINE))
+        stat = dict(re.findall(r"^(\w+) (\d+)$", group.read("memory.stat"), re.MULTILINE))
         cache = sum(int(stat.get(name, 0)) for name in names[2:])
         left = max(limit - max(usage - cache, 0), 0)
         if tightest[0] is None or left < tightest[0]:
-            tightest = left, str(folder.stat().st_ino)
+            tightest = left, str(group.folder.stat().st_ino)
     return tightest
+
+
+class ControlGroup(NamedTuple):
+    """A control group of this process. is_old: of version 1."""
+
+    folder: Path
+    is_old: bool
+
+    def read(self, name: str) -> str:
+        """Return what is in a file of it; "" if it cannot be read."""
+        return read_text(self.folder / name) or ""
+
+    @staticmethod
+    def all(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
+        """Yield this process's control groups of a controller, innermost first."""
+        for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            top = root / "sys/fs/cgroup" / (controller if controllers else "")
+            folder = top / path.lstrip("/")
+            while True:
+                yield ControlGroup(folder, bool(controllers))
+                if folder == top or top not in folder.parents:
+                    break
+                folder = folder.parent
 
 
 class Resident(NamedTuple):
@@ -90,7 +114,7 @@ class Resident(NamedTuple):
     peak: int
 
 
-def resident(root: Path = ROOT) -> Resident | None:
+def resident(root: Path = Path("/")) -> Resident | None:
     """Return this process's bytes in RAM; None if the kernel does not report them."""
     text = read_text(root / "proc/self/status") or ""
     found = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", text, re.MULTILINE))
@@ -100,32 +124,16 @@ def resident(root: Path = ROOT) -> Resident | None:
     return Resident(now, max(now, peak))
 
 
-def room_of_mappings(root: Path = ROOT) -> int | None:
+def room_of_mappings(root: Path = Path("/")) -> int | None:
     """Return how many more memory mappings this process may have; None if unknown."""
-    limit = _number(root / "proc/sys/vm/max_map_count")
+    limit = _number(read_text(root / "proc/sys/vm/max_map_count") or "")
     maps = read_text(root / "proc/self/maps")
     return None if limit is None or maps is None else max(limit - maps.count("\n"), 0)
 
 
-def _number(path: Path) -> int | None:
-    text = (read_text(path) or "").strip()
+def _number(text: str) -> int | None:
+    text = text.strip()
     return int(text) if text.isdigit() else None
-
-
-def groups(controller: str, root: Path = ROOT) -> Iterator[tuple[Path, bool]]:
-    """Yield the directories of this process's control groups of a controller, innermost first, and
-    whether each is of version 1."""
-    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / (controller if controllers else "")
-        folder = top / path.lstrip("/")
-        while True:
-            yield folder, bool(controllers)
-            if folder == top or top not in folder.parents:
-                break
-            folder = folder.parent
 
 
 def read_text(path: Path) -> str | None:

@@ -8,16 +8,16 @@ optimizers that have stepped the model's parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from zshard import _core, upper
+from zshard import _core
 from zshard.memory.dry_run import DryRun, World, dry_comms, trained_bytes
 from zshard.optim.hooks import seen_optimizers
-from zshard.optim.sharded_state import SizeOf, entries_of, one_tensor
+from zshard.optim.sharded_state import entries_of
 from zshard.options import (
     OffloadLike,
     PrecisionLike,
@@ -28,9 +28,7 @@ from zshard.options import (
 from zshard.ranks.transports import Comms
 from zshard.ranks.wire import Wire, wire_words
 from zshard.units.units import (
-    Options,
     State,
-    is_apart,
     is_unit,
     state_of,
     units_of,
@@ -114,15 +112,6 @@ def _optimizer_bytes(states: Iterable[State]) -> int:
 
 # --- prediction -----------------------------------------------------------------------------------
 
-STATE_TENSORS = {
-    **dict.fromkeys(("adam", "adamw", "adamax", "nadam", "radam", "adadelta", "rprop"), 2),
-    **{"sgd": 0, "rmsprop": 1, "adagrad": 1, "asgd": 1},
-}
-"""Number of parameter-sized state tensors per parameter, by the class of an optimizer."""
-
-_ADD_ONE = ("amsgrad", "centered", "momentum")
-"""Options of those in STATE_TENSORS that ask for one more tensor."""
-
 
 def predict_memory(
     module: nn.Module,
@@ -169,21 +158,29 @@ def predict_memory(
     Raises ValueError or TypeError for arguments that FSDP would reject, for unknown names, and if
     the module contains sharded modules.
     """
-    size_of = size_of_state(optimizer, module)
-    given = {"strategy": strategy, "mixed_precision": mixed_precision, "offload": offload}
-    options = parse_options({**given, "keep_gathered": keep_gathered, "wire": wire})
+    given: dict[str, Any] = {
+        "strategy": strategy,
+        "mixed_precision": mixed_precision,
+        "offload": offload,
+    }
+    given |= {"keep_gathered": keep_gathered, "wire": wire}
     world = _world(world_size, local_world_size, transport)
-    made = dry_run_of(module, auto_wrap_policy, options, world)
-    for unit in made.units if no_sync else ():
+    run = dry_run_of(module, auto_wrap_policy, given, world)
+    for unit in run.units if no_sync else ():
         unit.sync = False
-    in_memory, elsewhere = (made.trained_bytes(where, size_of) for where in (False, True))
-    return with_optimizer(made.predict(), in_memory, elsewhere)
+    in_memory, elsewhere = run.state_bytes(optimizer)
+    return with_optimizer(run.predict(), in_memory, elsewhere)
 
 
 def dry_run_of(
-    module: nn.Module, policy: WrapPolicyLike | None, options: Options, world: World
+    module: nn.Module,
+    policy: WrapPolicyLike | None,
+    given: Mapping[str, Any],
+    world: tuple[int, int, str, str, int],
 ) -> DryRun:
-    """Return a dry run of a module that is not wrapped. Raises what predict_memory() raises."""
+    """Return a dry run of a module that is not wrapped, with arguments of FSDP(). world: as World.
+    Raises what predict_memory() raises."""
+    options = parse_options(given)
     specs = plan_units(module, policy, options=options)
     for name, each in module.named_modules():
         if each is not module and is_unit(each):
@@ -193,36 +190,7 @@ def dry_run_of(
                 "group's size for a module that has one of its own, or FSDP(...) and then "
                 'model.memory("predicted")'
             )
-    return DryRun(module, specs, dry_comms(world, options.strategy))
-
-
-def size_of_state(optimizer: str | int | None, module: nn.Module) -> SizeOf:
-    """Return the function for the bytes of an optimizer's state."""
-    name = optimizer.lower() if isinstance(optimizer, str) else None
-    if name in upper.OPTIMIZERS:
-        found: SizeOf = upper.module_for(name).bytes_by_name(name, module)
-        return found
-    count = 0 if optimizer is None else STATE_TENSORS.get(name or "", optimizer)
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        known = ", ".join(repr(each) for each in (*STATE_TENSORS, *upper.OPTIMIZERS))
-        raise ValueError(
-            f"unknown optimizer {optimizer!r}: expected one of {known}, or the number of state "
-            "tensors that it keeps per parameter"
-        )
-    return lambda param, numel: count * one_tensor(param, numel)
-
-
-def size_in_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> SizeOf | None:
-    """Return the function for the bytes of state that a step creates for parameters of this group;
-    None if it creates none, or is not known."""
-    if hasattr(optimizer, "state_bytes"):  # zshard's
-        found: SizeOf | None = optimizer.state_bytes(group)
-        return found
-    count = STATE_TENSORS.get(type(optimizer).__name__.lower())
-    if count is None:
-        return None
-    count += sum(bool(group.get(option)) for option in _ADD_ONE)
-    return (lambda param, numel: count * one_tensor(param, numel)) if count > 0 else None
+    return DryRun(module, specs, dry_comms(World(*world), options.strategy))
 
 
 def _world(size: int, local: int | None, transport: str) -> World:
@@ -278,8 +246,10 @@ def full_named_parameters(
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def summary_of(states: Sequence[State], comms: Comms, wire: Wire) -> str:
-    """Return the table of units: one line per unit, then totals. wire: of the model."""
+def summary_of(module: nn.Module) -> str:
+    """See FSDP.summary(): a line per unit, totals, and the table of memory."""
+    own, states = state_of(module), [state for _, state in units_of(module)]
+    comms, wire = own.comms, own.options.wire
     rows = [("unit", "parameters", "unsharded", "per rank", "strategy")]
     numel = whole = local = 0
     for state in states:
@@ -288,12 +258,14 @@ def summary_of(states: Sequence[State], comms: Comms, wire: Wire) -> str:
         sizes = unit.bytes
         numel, whole, local = numel + count, whole + sizes["full"], local + sizes["shard"]
         cells = (f"{count:,}", _words_of(sizes["full"]), _words_of(sizes["shard"]))
-        ranks = f" over {state.comms.all.world} rank(s)" if is_apart(state, comms) else ""
+        ranks = f" over {state.comms.all.world} rank(s)" if state.is_apart(comms) else ""
         stays = ", stays gathered" if unit.is_kept else ""
         read = "" if unit.read_by is None else f", read by {unit.read_by or '(root)'}"
         rows.append((unit.name or "(root)", *cells, unit.strategy + ranks + stays + read))
     rows.append((f"{len(states)} units", f"{numel:,}", _words_of(whole), _words_of(local), ""))
-    return f"{_head_of(states, comms, wire)}\n{_table(rows, left=(0, 4))}"
+    return (
+        f"{_head_of(states, comms, wire)}\n{_table(rows, left=(0, 4))}\n\n{_memory_table(module)}"
+    )
 
 
 def _head_of(states: Sequence[State], comms: Comms, wire: Wire) -> str:
@@ -317,7 +289,7 @@ def _head_of(states: Sequence[State], comms: Comms, wire: Wire) -> str:
     return "; ".join([*parts, words] if words else parts)
 
 
-def memory_table(module: nn.Module) -> str:
+def _memory_table(module: nn.Module) -> str:
     """Return the table of memory in MiB, one line per part that is not 0 in all columns."""
     kinds = {kind: memory_of(module, kind) for kind in ("predicted", "now", "peak")}
     rows = [("memory, MiB", *kinds)]

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from zshard import _core
+from zshard.memory.dry_run import size_in_group
 from zshard.memory.fits import room_of_gpu
 from zshard.memory.host_limits import Room, Sharing, resident, rooms
-from zshard.memory.report import memory_of, size_in_group, without_new_state
+from zshard.memory.report import memory_of, without_new_state
 from zshard.optim.hooks import before_first_steps
 from zshard.optim.sharded_state import SizeOf
 from zshard.optim.step_digest import watch_steps
@@ -34,11 +35,6 @@ _MIB = 1 << 20
 
 
 # --- units that stay gathered ---------------------------------------------------------------------
-
-
-def crosses_hosts(comm: _core.Comm) -> bool:
-    """Return whether the ranks that gather from each other are on several (equal) hosts."""
-    return comm.per_host > 0
 
 
 class Spare:

@@ -22,12 +22,11 @@ from zshard.guard.slices import plain
 from zshard.model.shard_model import ShardingPlan, introduce, sync_buffers
 from zshard.ranks.agreement import PublicCall
 from zshard.units.extensions import EXTENSIONS
+from zshard.units.moment import PASS, UNSHARDED, refuse
 from zshard.units.units import (
     ATTRIBUTE,
     Hook,
     class_of,
-    is_apart,
-    refuse_unsharded,
     state_of,
     units_of,
     without_memory,
@@ -71,15 +70,14 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return _copy_module(model, memo)
     units, own = list(units_of(model)), state_of(model)
     for _, state in units:
-        if is_apart(state, own.comms):
+        if state.is_apart(own.comms):
             raise NotImplementedError(
                 f"cannot copy a model whose unit '{state.unit.name}' has a process group of other "
                 "ranks: build and wrap a second model, and load model.state_dict() into it on each "
                 "rank"
             )
-    refuse_unsharded((state for _, state in units), "copy a model")
-    if own.unit.in_forward and not own.unit.replicated:
-        raise RuntimeError("cannot copy a model during a step: copy it before its forward")
+    cut = (state for _, state in units if not state.unit.replicated)
+    refuse(cut, "copy a model", UNSHARDED, PASS)
     own.unit.engine.open()  # reshard what a forward has left unsharded in the compute dtype
     own.unit.engine.close()
     copied = copy_plain(model, memo)

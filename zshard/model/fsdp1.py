@@ -31,8 +31,6 @@ from zshard.model.torch_classes import (
 )
 from zshard.ranks.agreement import PublicCall
 from zshard.state import state_dict_form
-from zshard.state.optimizer_names import by_name, names_of, outermost_comm, to_load
-from zshard.state.optimizer_names import optim_state_dict as _optim_state_dict
 from zshard.units.units import StateDictForm, units_of
 
 # --- state dict types -----------------------------------------------------------------------------
@@ -162,13 +160,16 @@ class Fsdp1Methods(ModelNamesFirst):
             optim_state_dict: the result of optim.state_dict(), if you have it already.
             group: accepted for compatibility: a process group of the same size as the model's.
         """
+        from zshard.state import optimizer_names
+
         _check_group(model, group)
         rank0_only = _rank0_only(model)
         if optim_state_dict is None:
-            return _optim_state_dict(model, optim, rank0_only=rank0_only)
-        if rank0_only and outermost_comm(model).rank != 0:
+            return optimizer_names.optim_state_dict(model, optim, rank0_only=rank0_only)
+        if rank0_only and optimizer_names.outermost_comm(model).rank != 0:
             return {}
-        return by_name(names_of(model, optim), optim, optim_state_dict)
+        names = optimizer_names.names_of(model, optim)
+        return optimizer_names.by_name(names, optim, optim_state_dict)
 
     @staticmethod
     @PublicCall("optim_state_dict_to_load()")
@@ -198,6 +199,8 @@ class Fsdp1Methods(ModelNamesFirst):
                 "is_named_optimizer=True (torch's _NamedOptimizer) is not supported: pass a plain "
                 "optimizer"
             )
+        from zshard.state.optimizer_names import to_load
+
         _check_group(model, group)
         made = to_load(model, optim, optim_state_dict, _rank0_only(model))
         if load_directly:
@@ -210,6 +213,8 @@ def _rank0_only(model: nn.Module) -> bool:
 
 
 def _check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    from zshard.state.optimizer_names import outermost_comm
+
     world = outermost_comm(model).world
     if group is not None and dist.get_world_size(group) != world:
         raise ValueError(

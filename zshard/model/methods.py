@@ -1,7 +1,6 @@
 """The methods that sharding adds to a module, and methods that are treated like its forward.
 
-Each method collects the model's units and passes them to the module that implements it. It applies
-to the unit of its module, or to that unit and all below it.
+Each passes on the unit of its module, or that unit and all below it, to what implements it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from zshard import _core, upper
-from zshard.memory.report import memory_of, memory_table, summary_of
 from zshard.model.own_names import ModelNamesFirst, yields_to_the_model
 from zshard.optim.clip import clip_grad_norm, last_norm
 from zshard.optim.in_backward import OptimizerInBackward
@@ -147,9 +145,9 @@ class ModelMethods(ModelNamesFirst):
     def summary(self) -> str:
         """Return two tables as text: the units (name, parameters, full and per-rank bytes,
         strategy, transport), and the model's memory by part in MiB (predicted, now and peak)."""
-        own = state_of(self)
-        units = summary_of([state for _, state in units_of(self)], own.comms, own.options.wire)
-        return f"{units}\n\n{memory_table(self)}"
+        from zshard.memory.report import summary_of
+
+        return summary_of(self)
 
     def memory(self, what: str = "now") -> dict[str, int]:
         """Return the bytes that the model takes on this rank, by part.
@@ -179,6 +177,8 @@ class ModelMethods(ModelNamesFirst):
 
         Raises ValueError if `what` is something else.
         """
+        from zshard.memory.report import memory_of
+
         return memory_of(self, what)
 
     def metrics(self) -> dict[str, float]:
@@ -211,7 +211,7 @@ class ModelMethods(ModelNamesFirst):
         for each in EXTENSIONS:
             found.update(each.metrics(self))
         for what in ("now", "peak"):
-            for part, size in memory_of(self, what).items():
+            for part, size in ModelMethods.memory(self, what).items():
                 found[f"memory/{what}/{part}"] = float(size)
         return found
 

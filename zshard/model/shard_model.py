@@ -19,10 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
 from zshard.guard.outside import refuse_wrappers_around, tell_of_barriers
-from zshard.memory import spare
-from zshard.memory.fits import check_fits
-from zshard.memory.host_limits import Sharing
-from zshard.memory.spare import Spare, watch_first_steps
 from zshard.model.own_names import properties_in_place
 from zshard.optim.hooks import know_again
 from zshard.optim.shared_state import meet
@@ -31,8 +27,8 @@ from zshard.precision import Precision, cast_buffers, drop_root_casts, install_c
 from zshard.ranks.agreement import (
     PublicCall,
     check_agreement,
+    gather,
     on_all_ranks,
-    on_any_rank,
     told_to_all_ranks,
 )
 from zshard.ranks.devices import CPU
@@ -49,9 +45,7 @@ from zshard.units.units import (
     BufferSync,
     State,
     hook_forward,
-    is_apart,
     is_unit,
-    known_hooks,
     state_of,
     units_of,
 )
@@ -89,6 +83,11 @@ class FsdpSettings(NamedTuple):
     ignored: set[nn.Module]
 
 
+def crosses_hosts(comm: _core.Comm) -> bool:
+    """Return whether the ranks that gather from each other are on several (equal) hosts."""
+    return comm.per_host > 0
+
+
 @PublicCall("FSDP()")
 def shard_model(
     base: type[nn.Module], module: nn.Module, specs: list[UnitSpec], settings: FsdpSettings
@@ -100,11 +99,13 @@ def shard_model(
     """
     model = ShardingPlan(base, module, specs)
     model.agree(settings)
-    sharing, limit = Sharing(), model.options.limit
+    limit = model.options.limit
     for ref in (ref for spec in specs for ref in spec.params):
         for each in EXTENSIONS:
             each.settle(ref)
     if limit is not None:
+        from zshard.memory.fits import check_fits
+
         sharing = check_fits(module, specs, model.comms, model.joined, settings.device)
     model.build(settings)
     if model.comms.all.world > 1:
@@ -115,10 +116,13 @@ def shard_model(
         sync_buffers(module, settings.buffers_in_forward)
     for each in EXTENSIONS:
         each.finish(module)
-    if limit is not None and settings.device == CPU:
-        watch_first_steps(module, limit, sharing)
-    if model.options.keep is None:
-        state_of(module).spare = Spare(module, limit, sharing)
+    if limit is not None:
+        from zshard.memory.spare import Spare, watch_first_steps
+
+        if settings.device == CPU:
+            watch_first_steps(module, limit, sharing)
+        if model.options.keep is None:
+            state_of(module).spare = Spare(module, limit, sharing)
     introduce(module)
     engine = state_of(module).unit.engine
     engine.begin_write()  # the values are complete
@@ -184,12 +188,12 @@ class ShardingPlan:
             if state.comms.replica_group is not None and state.comms.all is self.comms.all:
                 self.comms = state.comms
                 break
-        self.joined = [each for each in self.inner if not is_apart(each[1], self.comms)]
+        self.joined = [each for each in self.inner if not each[1].is_apart(self.comms)]
         with on_all_ranks(comm):
             for spec in self.specs:  # these have their own error
                 check_unit(spec)
                 class_for(self.base, type(spec.module))
-        if options.keep is None and not spare.crosses_hosts(self.comms.shard_group):
+        if options.keep is None and not crosses_hosts(self.comms.shard_group):
             for spec in self.specs:  # "auto": within one host a gather is cheap
                 spec.options = spec.options._replace(keep=0)
             self.options = self.specs[-1].options
@@ -206,7 +210,7 @@ class ShardingPlan:
         initial = InitialValues(module, everyone, settings.device, settings.from_rank_0)
         is_on_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
         materializer = None
-        if on_any_rank(everyone, is_on_meta):
+        if any(gather(everyone, is_on_meta)):
             materializer = Materializer(module, settings.init, settings.ignored)
         for comm in {id(each): each for each in self.comms if each is not None}.values():
             comm.align()  # an earlier FSDP() may have failed after some ranks had made a unit
@@ -226,7 +230,7 @@ class ShardingPlan:
         self.take_in(engine)
         with on_all_ranks(everyone):
             self.plan_step(engine, made)
-        apart = [each for each, state in self.inner if is_apart(state, self.comms)]
+        apart = [each for each, state in self.inner if state.is_apart(self.comms)]
         with told_to_all_ranks(everyone):
             initial.give_buffers({*settings.ignored, *apart})
         if materializer is not None:
@@ -238,7 +242,7 @@ class ShardingPlan:
         state = State(unit, self.comms, options, self.group_given, self.is_alone)
         remember_parts(state)
         if unit.is_hooked:
-            state.hooks += known_hooks(module, hook_forward(module, unit))
+            state.note_hooks(module, hook_forward(module, unit))
             if unit.replicated:
                 attach_replicated(spec)
             else:
@@ -248,12 +252,12 @@ class ShardingPlan:
         refuse_wrappers_around(module)
         if options.precision != Precision():
             casts = install_casts(module, options.precision, module is self.module)
-            state.hooks += known_hooks(module, casts)
+            state.note_hooks(module, casts)
             owners = {owner for ref in spec.params for owner, _ in ref.owners}
             install_kept(owners, options.precision)
         if not unit.replicated:
             for part in spec.parts if unit.is_hooked else ():
-                state.hooks += known_hooks(part, hook_forward(part, unit))
+                state.note_hooks(part, hook_forward(part, unit))
             unit.guard()
         return unit
 
@@ -347,12 +351,12 @@ def sync_buffers(module: nn.Module, when: BufferSync) -> None:
     def set_buffers() -> None:
         model = root()
         if model is not None:
-            inner = [unit for unit, each in units_of(model) if is_apart(each, comms)]
+            inner = [unit for unit, each in units_of(model) if each.is_apart(comms)]
             apart = {id(buffer) for unit in inner for buffer in unit.buffers()}
             engine.sync_buffers([b for b in model.buffers() if id(b) not in apart], in_training)
 
     for _, each in units_of(module):
-        if not is_apart(each, comms):
+        if not each.is_apart(comms):
             each.unit.buffers = set_buffers
     set_buffers()  # a rank without data takes part in join() before a forward of its own
 

@@ -23,8 +23,9 @@ from zshard.guard.whole_values import joined
 from zshard.optim.step_digest import sum_of_bits
 from zshard.ranks.agreement import PublicCall, gather, take_from
 from zshard.ranks.ends import may_stay_open
+from zshard.units.moment import BACKWARD, refuse, refuse_writes
 from zshard.units.shards import part_of
-from zshard.units.units import State, Summons, refuse_writes, state_of, units_of, writing
+from zshard.units.units import State, Summons, state_of, units_of, writing
 
 _NONE, _SLICE, _LOCAL = range(3)
 
@@ -57,6 +58,7 @@ def full_params(
                 "pass with_grads=True to the first summon_full_params(), or call reshard() before"
             )
     if writeback:
+        refuse(states, "write to full parameters", BACKWARD)
         units = (state.unit for state in states)
         refuse_writes(units, "unsharding parameters without writeback=False")
     before = [] if writeback else _values(states)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from zshard.model.methods import GradientReductionHandle, UnshardHandle
 from zshard.offload import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 from zshard.precision import MixedPrecisionPolicy
 
@@ -22,6 +23,7 @@ __all__ = [
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "GradientReductionHandle",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecisionPolicy",
@@ -32,6 +34,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnshardHandle",
 ]
 
 

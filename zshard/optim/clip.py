@@ -33,7 +33,7 @@ from zshard.ranks.transports import ranks_of
 from zshard.units.extensions import EXTENSIONS, Extension, announce
 from zshard.units.shards import Part, known_parts, part_of
 
-__all__ = ["clip_grad_norm", "install", "last_norm", "norm_over_ranks"]
+__all__ = ["clip_grad_norm", "install", "last_norm"]
 
 # torch's functions within the wrappers that turn gradients off.
 _wrappers: object = clip_grad
@@ -300,7 +300,9 @@ def _norm(
     _check_norm_type(norm_type)
     owner = _owner_of_norms()
     if owner is not None:
-        return owner.norm(sharded, whole, norm_type)
+        owner.check_norm(norm_type)
+        if norm_type == 2:
+            return _exact_norm(sharded, whole)
     total = power_sum(whole, norm_type)
     for engine, grads in sharded.items():  # in list order, the same on all ranks
         announce("norm", engine, grads, norm_type)
@@ -309,9 +311,19 @@ def _norm(
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
+@PublicCall("clip_grad_norm_()")
+def _exact_norm(sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor]) -> float:
+    """Round once, whichever ranks have which gradients."""
+    total = _core.squares([grad.contiguous() for grad in whole])
+    for engine, grads in sharded.items():
+        share = engine.sum_over_ranks(_core.squares([grad.contiguous() for grad in grads]))
+        total = [a + b for a, b in zip(total, share, strict=True)]
+    return math.sqrt(_core.squares_value(total))
+
+
 def _owner_of_norms() -> Extension | None:
-    """Return the extension whose all norms are."""
-    return next((each for each in EXTENSIONS if each.norms()), None)
+    """Return the extension for which no norm may depend on the number of ranks."""
+    return next((each for each in EXTENSIONS if each.exact_norms()), None)
 
 
 @PublicCall("clip_grad_norm_()")

@@ -33,8 +33,8 @@ from zshard.optim.sharded_state import SCALARS, entries_of, params_of, shard_sta
 from zshard.optim.step_digest import note_step, note_values
 from zshard.units import returned
 from zshard.units.extensions import EXTENSIONS, announce
+from zshard.units.moment import REPLACED, UNSHARDED, refuse, refuse_writes
 from zshard.units.shards import Stepped, part_of, stepped_by, units_stepped_by
-from zshard.units.units import refuse_replaced, refuse_unsharded, refuse_writes
 
 __all__ = [
     *("before_first_steps", "install", "install_steps", "is_older", "know", "know_again"),
@@ -91,15 +91,15 @@ def _check_first_step(optimizer: Optimizer) -> None:
     _checked.add(optimizer)
 
 
-def know(optimizer: Optimizer, in_step: bool = False) -> None:
+def know(optimizer: Optimizer, in_step: bool = False, is_loaded: bool = False) -> None:
     """Count an optimizer as seen even if its step() is never called. If it is older than one of its
     sharded models, it may have full state; then this rank keeps its shard of that: call this only
     where all ranks do. Peers that share memory can read its state from now on. in_step: around a
-    step, when nothing else has changed it."""
+    step, when nothing else has changed it. is_loaded: all of its state has just been loaded."""
     models, older = stepped_by(optimizer), False
     if _seen.get(optimizer) is not models:
         older = is_older(optimizer)
-        if older:
+        if older and not is_loaded:
             shard_state_of(optimizer)
         _seen[optimizer] = models
     post(optimizer, in_step, older)
@@ -170,7 +170,7 @@ def _before_step(
 def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     """Refuse invalid gradients, and notify the models that their parameters are about to be
     written."""
-    refuse_replaced(units_stepped_by(optimizer), "step")
+    refuse((each.state for each in stepped_by(optimizer) if each.state), "step", REPLACED)
     if optimizer not in _inner:
         announce("step", optimizer, optimizer not in _checked)
     if _core.has_local_grads():
@@ -178,7 +178,8 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
             if param.grad is not None:
                 _core.grad_owner(param.grad)  # raises for gradients that are not reduced
     if _core.has_held_units():
-        _refuse_held_units(optimizer)
+        parts = (part_of(param) for param in params_of(optimizer))
+        refuse((each.state for each in parts if each and each.state), "step", UNSHARDED)
     if optimizer not in _inner:
         if optimizer not in _checked:
             _check_first_step(optimizer)
@@ -270,11 +271,6 @@ def _needs_unseen_norms(cls: type) -> bool:
 def _codes_shards(cls: type) -> bool:
     library, name = cls.__module__.partition(".")[0], cls.__name__.lower()
     return library in _QUANTIZE and any(word in name for word in ("8bit", "4bit", "fp8"))
-
-
-def _refuse_held_units(optimizer: Optimizer) -> None:
-    states = (part.state for p in params_of(optimizer) if (part := part_of(p)) is not None)
-    refuse_unsharded((state for state in states if state is not None), "step")
 
 
 # --- torch's elementwise optimizers ---------------------------------------------------------------

@@ -24,14 +24,12 @@ from zshard.optim.hooks import know
 from zshard.optim.step import InOneCall
 from zshard.optim.step_digest import note_step
 from zshard.units.extensions import EXTENSIONS
+from zshard.units.moment import REPLACED, refuse, refuse_writes
 from zshard.units.shards import ids_of
 from zshard.units.units import (
     Hook,
     State,
     hook_forward,
-    known_hooks,
-    refuse_replaced,
-    refuse_writes,
     units_of,
 )
 
@@ -65,13 +63,14 @@ class OptimizerInBackward:
                 "optimizer_in_backward() does not support deterministic='any-world': call "
                 "optimizer.step() after the last backward of a step"
             )
-        units = (state.unit for _, state in units_of(module))
-        refuse_writes(units, "optimizer_in_backward()")
+        states = [state for _, state in units_of(module)]
+        refuse_writes((state.unit for state in states), "optimizer_in_backward()")
         self._optimizers = [_checked(optimizer) for optimizer in optimizers]
         for optimizer in self._optimizers:
             know(optimizer)
         self._module = weakref.ref(module)
         self._units: list[_core.Unit] = []
+        self._states = states[:1]  # of the model
         self._parts: list[list[tuple[Any, int, list[Tensor]]]] = []
         """For each unit: (optimizer, index of its param group, parameters)."""
         self._hooks: list[tuple[State, Hook, RemovableHandle]] = []
@@ -127,15 +126,14 @@ class OptimizerInBackward:
         self._ids.update(id(unit.params[i]) for i in known)
         if not unit.is_hooked:  # on a single rank, forward needs nothing else
             made = hook_forward(module, unit)
-            hooks = known_hooks(module, made)
-            state.hooks += hooks
+            hooks = state.note_hooks(module, made)
             self._hooks += [(state, *pair) for pair in zip(hooks, made, strict=True)]
 
     def _step(self, index: int) -> None:
         """Called by C within backward: step the unit `index`, or handle _BEGIN or _OVER."""
         if index == _BEGIN:
             _refuse_scaled()
-            refuse_replaced(self._units, "step")
+            refuse(self._states, "step", REPLACED)
             self._begin()
         elif index == _OVER:
             for optimizer in self._optimizers:

@@ -13,9 +13,9 @@ that state. Until then the state stays full, so that one rank alone can read it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zshard import _core
 from zshard.guard.slices import guard_like, plain
 from zshard.ranks.agreement import Fact
-from zshard.units.shards import Part, part_of
+from zshard.units.shards import Entry, Part, part_of
 
 __all__ = [
-    *("SCALARS", "HeldState", "Hidden", "SizeOf", "class_of_state", "copied", "entries_of"),
-    *("fact_of", "facts_of_other", "full_state_of", "held_by", "held_in", "hidden", "layout_of"),
-    *("move_together", "one_tensor", "other_state", "params_of", "part_of_state"),
-    *("problem_with_codes", "scalar_keys", "shard_state_of", "takes_full_state"),
-    *("with_own_dtypes", "without_parameters", "zeros_side_by_side"),
+    *("OF_CODES", "SCALARS", "SCALES", "HeldState", "SizeOf", "bytes_declared", "class_of_state"),
+    *("copied", "declared", "entries_of", "facts_of_other", "full_state_of", "held_by"),
+    *("held_in", "move_together", "one_tensor", "other_state", "params_of", "part_of_state"),
+    *("scalar_keys", "shape_of_state", "shard_state_of", "takes_full_state", "without_parameters"),
+    "zeros_side_by_side",
 ]
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
@@ -44,42 +44,34 @@ _ALIGN = 32
 
 _LINE = 64  # bytes: moved tensors begin at multiples of it
 
-_SCALES = dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale", "momentum_buffer_scale"), 32)
-"""The scales of 8-bit moments, each with one element for so many of the parameter's."""
+SCALES = dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale", "momentum_buffer_scale"), 32)
+"""The scales of 8-bit moments, each flat with one element for so many of the parameter's. Known by
+name: a wrapper has the state of another optimizer, but not its methods."""
+
+OF_CODES = frozenset((*SCALES, "low_bits"))
+"""What state in 8 bits has beside that in 32 bits, from which it is converted."""
 
 
 def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-def _layouts(optimizer: Optimizer) -> list[tuple[dict[str, Any], Mapping[str, int]]]:
-    """Return the param groups with state of a layout of their own (InOneCall.state_layout)."""
-    find = getattr(optimizer, "state_layout", lambda group: None)
-    found = [(group, find(group)) for group in optimizer.param_groups]
-    return [(group, layout) for group, layout in found if layout is not None]
+def declared(
+    optimizer: Optimizer, group: Mapping[str, Any], param: Tensor
+) -> Mapping[str, torch.dtype | None]:
+    """Return what a zshard optimizer declares of a parameter's state (InOneCall.state_layout)."""
+    declare = getattr(optimizer, "state_layout", None)
+    return {} if declare is None else cast(dict[str, Any], declare(group, param))
 
 
-def layout_of(optimizer: Optimizer) -> dict[str, int]:
-    """Return which state tensors have one element for so many of a parameter's, by name. Scales
-    need no declaration: a wrapper has the state of another optimizer, but not its methods."""
-    return _SCALES | {name: size for _, each in _layouts(optimizer) for name, size in each.items()}
-
-
-def with_own_dtypes(optimizer: Optimizer) -> set[int]:
-    """Return the ids of the parameters whose state torch must not cast to their dtypes."""
-    return {id(param) for group, _ in _layouts(optimizer) for param in group["params"]}
-
-
-def problem_with_codes(optimizer: Optimizer, state: Mapping[Any, Any]) -> str | None:
-    """Return what to do with the 8-bit moments in `state` that the optimizer does not step."""
-    scales = _SCALES.keys() - {name for _, each in _layouts(optimizer) for name in each}
-    own = (entries for entries in state.values() if isinstance(entries, Mapping))
-    if all(scales.isdisjoint(entries) for entries in own):
-        return None
-    return (
-        f"it has 8-bit moments, which this {type(optimizer).__name__} does not step: load it into "
-        "an optimizer with the options of the one that saved it, or convert it with "
-        "zshard.AdamW8bit.to_fp32(state_dict)"
+def bytes_declared(
+    layout: Mapping[str, torch.dtype | None], param: nn.Parameter, numel: int
+) -> int:
+    """Return the bytes of declared state, without counters. See SizeOf."""
+    return sum(
+        -(-numel // SCALES.get(key, 1)) * (dtype or param.dtype).itemsize
+        for key, dtype in layout.items()
+        if key not in SCALARS
     )
 
 
@@ -108,20 +100,19 @@ def scalar_keys(states: Iterable[tuple[tuple[int, ...], Mapping[Any, Any]]]) -> 
     return found
 
 
-@dataclass(frozen=True)
-class HeldState:
-    """A sharded parameter with its state on this rank, sorted: name, value, and which part of the
-    full state tensor it is; None: it is not sharded."""
+class HeldState(NamedTuple):
+    """A sharded parameter with its state on this rank, sorted by name."""
 
     param: Tensor
     part: Part
-    entries: list[tuple[Any, Any, Part | None]]
+    state: Mapping[Any, Any]
+    shards: Mapping[Any, Entry]  # the tensors in `state` that are sharded
 
     @property
     def nested(self) -> str | None:
         """Return the first entry with sharded tensors inside a list or dict; None if there is
         none."""
-        for key, value, _ in self.entries:
+        for key, value in self.state.items():
             leaves = [] if isinstance(value, Tensor) else tree_leaves(value)
             if self.part.shape != () and any(_is_cut(leaf, self.part) for leaf in leaves):
                 return f"'{key}' (a {type(value).__name__})"
@@ -137,6 +128,13 @@ class HeldState:
                 "own key"
             )
 
+    @property
+    def fact(self) -> Fact:
+        """What must agree between ranks."""
+        words = [f"{key} {_described(v, key in self.shards)}" for key, v in self.state.items()]
+        about = f"the state of '{self.part.name}' (shape {self.part.shape})"
+        return about, ", ".join(words) or "none"
+
 
 def held_by(optimizer: Optimizer) -> list[HeldState]:
     """Return all sharded parameters of the optimizer in its order, also those without state."""
@@ -146,25 +144,30 @@ def held_by(optimizer: Optimizer) -> list[HeldState]:
 @plain()
 def held_in(params: Iterable[Tensor], optimizer: Optimizer) -> list[HeldState]:
     """As held_by(), of these parameters of the optimizer."""
-    state, layout = optimizer.state, layout_of(optimizer)
+    state = optimizer.state
     cut = [(param, part) for param in params if (part := part_of(param)) and part.is_cut]
     states = [(param, part, entries_of(state, param)) for param, part in cut]
     scalars = scalar_keys((part.shape, entries) for _, part, entries in states)
     held = []
     for param, part, entries in states:
-        may_be_cut = {key for key in entries if part.shape != () or key not in scalars}
-        rows: list[tuple[Any, Any, Part | None]] = []
-        for key in sorted(entries, key=str):
-            own = part_of_state(part, key, layout)
-            is_cut = key in may_be_cut and _is_cut(entries[key], own)
-            rows.append((key, entries[key], own if is_cut else None))
-        held.append(HeldState(param, part, rows))
+        shards: dict[Any, Entry] = {}
+        for key, value in entries.items():
+            own = part_of_state(part, key)
+            if _is_cut(value, own) and (part.shape != () or key not in scalars):
+                shards[key] = Entry(f"{part.name}.{key}", own.shape, value.dtype, value, own)
+        ordered = {key: entries[key] for key in sorted(entries, key=str)}
+        held.append(HeldState(param, part, ordered, shards))
     return held
 
 
-def part_of_state(part: Part, key: Any, layout: Mapping[str, int]) -> Part:
+def part_of_state(part: Part, key: Any) -> Part:
     """Return which part of the full state tensor `key` this rank has, if it is sharded."""
-    return part.of_groups(layout[key]) if key in layout else part
+    return part.of_groups(SCALES[key]) if key in SCALES else part
+
+
+def shape_of_state(shape: tuple[int, ...], key: Any) -> tuple[int, ...]:
+    """Return the full shape of the state tensor `key` of a parameter of this shape."""
+    return (-(-math.prod(shape) // SCALES[key]),) if key in SCALES else shape
 
 
 def entries_of(state: Mapping[Any, Any], param: Tensor) -> Mapping[Any, Any]:
@@ -175,12 +178,6 @@ def entries_of(state: Mapping[Any, Any], param: Tensor) -> Mapping[Any, Any]:
 
 def _is_cut(value: object, part: Part) -> bool:
     return isinstance(value, Tensor) and tuple(value.shape) == part.local_shape
-
-
-def fact_of(each: HeldState) -> Fact:
-    told = [f"{key} {_described(value, own is not None)}" for key, value, own in each.entries]
-    about = f"the state of '{each.part.name}' (shape {each.part.shape})"
-    return about, ", ".join(told) or "none"
 
 
 def _described(value: object, is_cut: bool) -> str:
@@ -348,13 +345,12 @@ def full_state_of(optimizer: Optimizer) -> dict[Any, list[tuple[Tensor, Part]]]:
     """Return what is full in the state of sharded parameters: by key, each parameter with the part
     that this rank is to keep."""
     full: dict[Any, list[tuple[Tensor, Part]]] = {}
-    layout = layout_of(optimizer)
     for param in params_of(optimizer):
         part = part_of(param) if param in optimizer.state else None
         if part is None or not part.is_cut:
             continue
         for key, value in optimizer.state[param].items():
-            own = part_of_state(part, key, layout)
+            own = part_of_state(part, key)
             is_full = isinstance(value, Tensor) and tuple(value.shape) == own.shape
             if is_full and (own.shape != () or key not in SCALARS):
                 full.setdefault(key, []).append((param, own))
@@ -367,33 +363,11 @@ def full_state_of(optimizer: Optimizer) -> dict[Any, list[tuple[Tensor, Part]]]:
 def shard_state_of(optimizer: Optimizer) -> None:
     """Shard full state of sharded parameters. Not collective: each rank takes its shard of its own
     state, with which it would continue under DDP."""
-    layout = layout_of(optimizer)
     for key, found in full_state_of(optimizer).items():
         old = [(param, part.of(optimizer.state[param][key])) for param, part in found]
         for dtype in dict.fromkeys(value.dtype for _, value in old):
             alike = [(param, value) for param, value in old if value.dtype == dtype]
             params = [param for param, _ in alike]
-            places = zeros_side_by_side(params, dtype, layout.get(key, 1))
+            places = zeros_side_by_side(params, dtype, SCALES.get(key, 1))
             for (param, value), place in zip(alike, places, strict=True):
                 optimizer.state[param][key] = place.copy_(value)
-
-
-# --- loading with dtypes of its own ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Hidden:
-    """A tensor of a state dict that torch's load_state_dict() must not cast to the parameter's
-    dtype."""
-
-    value: Tensor
-
-
-def hidden(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict in which torch keeps the dtypes that the optimizer's state has."""
-    own, state = with_own_dtypes(optimizer), dict(state_dict["state"])
-    listed = (number for group in state_dict["param_groups"] for number in group["params"])
-    for param, number in zip(params_of(optimizer), listed, strict=False):
-        if id(param) in own and number in state:
-            state[number] = tree_map_only(Tensor, Hidden, state[number])
-    return {**state_dict, "state": state}

@@ -29,18 +29,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
 from zshard.guard.outside import call_at_barriers
 from zshard.guard.slices import plain
-from zshard.optim.sharded_state import HeldState, fact_of, held_in, move_together, params_of
-from zshard.ranks.agreement import Fact, first_difference
+from zshard.guard.whole_values import new_full
+from zshard.optim.sharded_state import HeldState, held_in, move_together, params_of
+from zshard.ranks.agreement import first_difference
 from zshard.units.units import State, session, units_of
 
-__all__ = ["FullState", "ModelRecord", "meet", "read_full"]
+__all__ = ["FullState", "ModelRecord", "meet", "read_peers"]
 
 _TOKEN = 8  # bytes that identify a model
 _LATE = 5.0  # seconds that a rank may take to post what this one has posted
@@ -49,18 +49,17 @@ _AGAIN = 0.05  # seconds between two looks
 FullState = list[tuple[Tensor, dict[Any, Tensor]]]
 """Parameters, each with the full tensors of its sharded state."""
 
-PostedTensor = tuple[int, str, int, int, int]
-"""A posted tensor: the index of its parameter, its name, its first element in the full tensor, its
-number of elements, and where it lies."""
-
 
 @dataclass(eq=False)
 class OptimizerRecord:
-    """This rank's share of one optimizer and one model, as posted."""
+    """This rank's share of one optimizer and one model.
 
-    facts: list[Fact] = field(default_factory=list)
-    nested: list[bool] = field(default_factory=list)
-    rows: list[PostedTensor] = field(default_factory=list)
+    posted: "facts": what must agree between ranks; "nested": per parameter, whether shards lie in a
+    list or dict; "rows": per tensor the index of its parameter, its name, its first element in the
+    full tensor, its number of elements, and where it lies.
+    """
+
+    posted: dict[str, Any] = field(default_factory=dict)
     tensors: list[tuple[weakref.ref[Tensor], Any, Tensor]] = field(default_factory=list)
     """Parameter, name and value of each row. Values stay alive as long as they are posted."""
     entries: int = -1  # in the optimizer's state when it was posted
@@ -138,20 +137,16 @@ class ModelRecord:
         ids = {id(ref()) for ref in self._params}
         params = [param for param in params_of(optimizer) if id(param) in ids]
         held = held_in(params, optimizer)
-        cut = [
-            (index, key, value, own)
-            for index, each in enumerate(held)
-            for key, value, own in each.entries
-            if own is not None
+        cut = [(i, key, entry) for i, each in enumerate(held) for key, entry in each.shards.items()]
+        places = self.board.places([entry.value for _, _, entry in cut])
+        rows = [
+            (index, str(key), entry.part.begin, entry.part.numel, place)
+            for (index, key, entry), place in zip(cut, places, strict=True)
+            if entry.part is not None
         ]
-        places = self.board.places([value for _, _, value, _ in cut])
-        record.rows = [
-            (index, str(key), own.begin, own.numel, place)
-            for (index, key, _, own), place in zip(cut, places, strict=True)
-        ]
-        record.tensors = [(weakref.ref(held[i].param), key, value) for i, key, value, _ in cut]
-        record.facts = [fact_of(each) for each in held]
-        record.nested = [each.nested is not None for each in held]
+        record.tensors = [(weakref.ref(held[i].param), key, e.value) for i, key, e in cut]
+        facts, nested = [each.fact for each in held], [each.nested is not None for each in held]
+        record.posted = {"facts": facts, "nested": nested, "rows": rows}
         record.entries = _entries_in(optimizer.state)
         record.stamp = getattr(optimizer, "state_changes", None)
 
@@ -194,11 +189,11 @@ class Board:
                 self._lock.release()
 
     def _text(self) -> dict[str, Any]:
-        states: dict[str, Any] = {}
-        for token, model in list(self.models.items()):
-            for key, record in list(model.optimizers.items()):
-                text = {"facts": record.facts, "nested": record.nested, "rows": record.rows}
-                states[f"{token} {key}"] = text
+        states = {
+            f"{token} {key}": record.posted
+            for token, model in list(self.models.items())
+            for key, record in list(model.optimizers.items())
+        }
         return {"states": states, "dropped": sorted(self._dropped)}
 
     def read(self, rank: int) -> dict[str, Any]:
@@ -278,25 +273,40 @@ call_at_barriers(_note_all)
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_full(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldState]) -> FullState:
+def read_peers(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldState]) -> FullState:
     """Return the parameters of one model with the full tensors of their sharded state.
 
     Raises DivergenceError if another rank's state differs in parameters, names, shapes or dtypes;
     RuntimeError for shards within a list or dict; what a forward on one rank alone raises.
     """
-    name, board = f"{model.token} {model.note(optimizer)}", model.board
-    full = _FullTensors(held)
-    late = _LATE if any(each.entries for each in held) else 0.0
-    with session(unit for each in held if (unit := each.part.unit)):
+    name, board = model.note(optimizer), model.board
+    entries = {(i, str(key)): e for i, each in enumerate(held) for key, e in each.shards.items()}
+    full = {at: new_full(entry) for at, entry in entries.items()}
+    missing = {at: entry.part.whole_numel for at, entry in entries.items() if entry.part}
+    late = _LATE if any(each.state for each in held) else 0.0
+    with session(unit for each in held if (unit := each.part.unit)), plain():
         for rank in range(board.comm.world):
             if rank == board.comm.rank:
-                full.take_own()
-                continue
-            posted = _posted_by(board, rank, name, late)
-            full.check(posted, board.comm.rank, rank)
-            for index, key, begin, numel, at in posted["rows"]:
-                _core.read_state(board.comm, rank, at, full.place(index, key, begin, numel))
-    return full.result()
+                posted = model.optimizers[name].posted
+            else:
+                posted = _posted_by(board, rank, f"{model.token} {name}", late)
+                _check(held, posted, board.comm.rank, rank)
+            places, targets = [], []
+            for index, key, begin, numel, place in posted["rows"]:
+                missing[index, key] -= numel
+                places.append(place)
+                targets.append(full[index, key].view(-1)[begin : begin + numel])
+            _core.read_state(board.comm, rank, places, targets)
+    for (index, _), numel in missing.items():
+        if numel != 0:
+            raise RuntimeError(
+                f"the ranks' shards of '{held[index].part.name}' do not add up to the full "
+                "parameter; please report this"
+            )
+    return [
+        (each.param, {key: full[index, str(key)] for key in each.shards})
+        for index, each in enumerate(held)
+    ]
 
 
 def _posted_by(board: Board, rank: int, name: str, late: float) -> dict[str, Any]:
@@ -312,66 +322,24 @@ def _posted_by(board: Board, rank: int, name: str, late: float) -> dict[str, Any
         time.sleep(_AGAIN)
 
 
-class _FullTensors:
-    """Full tensors while they are being assembled."""
-
-    def __init__(self, held: Sequence[HeldState]) -> None:
-        self._held = held
-        self._cut = [{str(key): (key, v, own) for key, v, own in h.entries if own} for h in held]
-        self._made: dict[tuple[int, str], Tensor] = {}
-        self._filled: Counter[tuple[int, str]] = Counter()
-
-    def check(self, posted: dict[str, Any], own_rank: int, rank: int) -> None:
-        """Raise if another rank's state does not match this rank's."""
-        ours = list(map(fact_of, self._held))
-        theirs, remedy = posted["facts"], "use the same on all ranks"
-        if theirs is None:
-            theirs = [(about, "none") for about, _ in ours]
-            remedy = (
-                f"rank {rank} has neither stepped nor loaded this optimizer, or it is a copy: "
-                "call state_dict() on all ranks"
-            )
-        facts = {own_rank: ours, rank: [(about, said) for about, said in theirs]}
-        low, high = sorted(facts)
-        difference = first_difference(facts[low], facts[high], (low, high))
-        if difference is not None:
-            raise _core.DivergenceError(
-                f"the optimizers differ between ranks: {difference}; {remedy}"
-            )
-        for each, is_nested in zip(self._held, posted["nested"], strict=False):
-            if is_nested:
-                each.refuse_nested()
-
-    def place(self, index: int, key: str, begin: int, numel: int) -> Tensor:
-        """Return the memory for elements of the full tensor."""
-        if (index, key) not in self._made:
-            _, value, part = self._cut[index][key]
-            self._made[index, key] = torch.empty(part.whole_numel, dtype=value.dtype)
-        self._filled[index, key] += numel
-        return self._made[index, key][begin : begin + numel]
-
-    @plain()
-    def take_own(self) -> None:
-        for index, cut in enumerate(self._cut):
-            for name, (_, value, part) in cut.items():
-                place = self.place(index, name, part.begin, part.numel)
-                place.copy_(value.detach().reshape(-1))
-
-    def result(self) -> FullState:
-        full: FullState = []
-        for index, (each, cut) in enumerate(zip(self._held, self._cut, strict=True)):
-            for name, (_, _, part) in cut.items():
-                if self._filled[index, name] != part.whole_numel:
-                    raise RuntimeError(
-                        f"the ranks' shards of '{each.part.name}' do not add up to the full "
-                        "parameter; please report this"
-                    )
-            own = {
-                key: self._made[index, name].view(part.shape)
-                for name, (key, _, part) in cut.items()
-            }
-            full.append((each.param, own))
-        return full
+def _check(held: Sequence[HeldState], posted: dict[str, Any], own_rank: int, rank: int) -> None:
+    """Raise if what another rank has posted does not match this rank's state."""
+    ours = [each.fact for each in held]
+    theirs, remedy = posted["facts"], "use the same on all ranks"
+    if theirs is None:
+        theirs = [(about, "none") for about, _ in ours]
+        remedy = (
+            f"rank {rank} has neither stepped nor loaded this optimizer, or it is a copy: call "
+            "state_dict() on all ranks"
+        )
+    facts = {own_rank: ours, rank: [(about, value) for about, value in theirs]}
+    low, high = sorted(facts)
+    difference = first_difference(facts[low], facts[high], (low, high))
+    if difference is not None:
+        raise _core.DivergenceError(f"the optimizers differ between ranks: {difference}; {remedy}")
+    for each, is_nested in zip(held, posted["nested"], strict=False):
+        if is_nested:
+            each.refuse_nested()
 
 
 def _in_child() -> None:

@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zshard import _core
 from zshard.guard.whole_values import full_numel
-from zshard.optim.sharded_state import SizeOf, one_tensor, problem_with_codes, zeros_side_by_side
-from zshard.units.shards import part_of
+from zshard.optim.sharded_state import SCALES, zeros_side_by_side
 
 
 @dataclass
@@ -50,11 +49,16 @@ class InOneCall(torch.optim.Optimizer):
     _counts_steps = False  # whether its state has a "step" per parameter
     _begins_as_grad: str | None = None  # the state tensor whose first value is the gradient
     multiplies_gradients = True  # by what is pending for them (csrc/device/pending.h), in its step
-    _group_size = 1  # elements that share state; numbers of parameters begin at multiples of it
+    scale_group = 1  # elements that share a scale; numbers of parameters begin at multiples of it
 
     _plans: dict[Any, _core.OptimPlan]  # by group index; for a part, also its unit
     prepared: Prepared | None = None  # not None: step() only prepares
     state_changes = 0  # how often tensors of its state were made or replaced
+
+    def prepare_only(self) -> Prepared:
+        """Make step() only prepare, until `prepared` is None again; return what it prepares."""
+        self.prepared = Prepared()
+        return self.prepared
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
@@ -155,25 +159,13 @@ class InOneCall(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "param_groups" in vars(self):  # a load, not a copy
-            wrong = problem_with_codes(self, state["state"])
-            if wrong is not None:
-                raise ValueError(f"cannot load the state dict: {wrong}")
             for group, own in zip(state["param_groups"], self.param_groups, strict=True):
                 keep_options(group, own)
                 self._take_group(group)
-            check_state(self, state, self._problem)
         super().__setstate__(state)
         self._plans = {}
         self.state_changes += 1
         self._set_scaler_flag()
-
-    def _problem(
-        self, param: Tensor, own: Mapping[str, Any], group: Mapping[str, Any]
-    ) -> str | None:
-        """Return what is wrong with a parameter's loaded state, if anything is."""
-        always = [name for name, option in self._state.items() if option is None]
-        wanted = [*(always or self._state_names(group)), *["step"] * self._counts_steps]
-        return state_problem(param, own, wanted, self._state)
 
     def _set_scaler_flag(self) -> None:
         """Whether torch's GradScaler may leave checking `found_inf` to the step, on the GPU.
@@ -234,7 +226,7 @@ class InOneCall(torch.optim.Optimizer):
             for param in group["params"]:
                 info = _core.shard_info(param)
                 begins[param] = start + (info["begin"] if info else 0)
-                start += -(-full_numel(param) // self._group_size) * self._group_size
+                start += -(-full_numel(param) // self.scale_group) * self.scale_group
         return [begins[param] for param in params]
 
     def _step_with_new_plan(
@@ -274,37 +266,34 @@ class InOneCall(torch.optim.Optimizer):
                     f"zshard.{type(self).__name__} does not support {type(param).__name__} "
                     f"parameters: use torch.optim.{type(self).__name__} for them"
                 )
-        if self._counts_steps:
-            new = [param for param in params if "step" not in self.state[param]]
-            for param, step in zip(new, _counters(len(new), group), strict=True):
-                self.state[param]["step"] = step
         fresh: set[Tensor] = set()
-        for name in self._state_names(group):
-            missing = [p for p in params if self.state[p].get(name) is None]
-            for param, zeros in zip(missing, self._zeros(group, name, missing), strict=True):
-                self.state[param][name] = zeros
+        layouts = [(param, self.state_layout(group, param)) for param in params]
+        for name in dict.fromkeys(name for _, layout in layouts for name in layout):
+            having = [(param, layout[name]) for param, layout in layouts if name in layout]
+            missing = [(p, dtype) for p, dtype in having if self.state[p].get(name) is None]
+            for dtype in dict.fromkeys(dtype for _, dtype in missing):
+                alike = [param for param, own in missing if own == dtype]
+                if name == "step":
+                    made = _counters(len(alike), group)
+                else:
+                    made = zeros_side_by_side(alike, dtype, SCALES.get(name, 1))
+                for param, value in zip(alike, made, strict=True):
+                    self.state[param][name] = value
             if name == self._begins_as_grad:
-                fresh.update(missing)
+                fresh.update(param for param, _ in missing)
         return fresh
-
-    def _zeros(self, group: Mapping[str, Any], name: str, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return new state tensors of one name."""
-        return zeros_side_by_side(params)
 
     def _state_names(self, group: Mapping[str, Any]) -> list[str]:
         """Return the names of the tensors that the group's rule keeps for each parameter."""
         return [name for name, option in self._state.items() if option is None or group[option]]
 
-    def state_layout(self, group: Mapping[str, Any]) -> Mapping[str, int] | None:
-        """Return None if all state of a param group is like its parameters; otherwise it has dtypes
-        of its own, and these tensors, by name, have one element for so many of a parameter's."""
-        return None
-
-    def state_bytes(self, group: Mapping[str, Any]) -> SizeOf | None:
-        """Return the function for the bytes of state that a step creates for parameters of this
-        group; None if it creates none."""
-        count = len(self._state_names(group))
-        return (lambda param, numel: count * one_tensor(param, numel)) if count > 0 else None
+    def state_layout(
+        self, group: Mapping[str, Any], param: Tensor
+    ) -> Mapping[str, torch.dtype | None]:
+        """Declare the state of a parameter in a group with these options: each name with its dtype;
+        None: the parameter's. SCALARS and SCALES (sharded_state.py) name what has another shape
+        than the parameter. What makes, saves, loads and sizes state asks here."""
+        return dict.fromkeys([*["step"] * self._counts_steps, *self._state_names(group)])
 
     def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Update parameters that the C loop does not support, with torch's own function."""
@@ -319,50 +308,6 @@ def keep_options(group: dict[str, Any], own: Mapping[str, Any]) -> None:
     zshard's in torch's: those of the optimizer's own group. Random bits begin anew."""
     for option in own.keys() - group.keys() - {"rounding_step"}:
         group[option] = own[option]
-
-
-def check_state(
-    optimizer: torch.optim.Optimizer,
-    given: Mapping[str, Any],
-    problem: Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], str | None],
-) -> None:
-    """Raise ValueError for loaded state that the step would not find or could not use.
-
-    problem: returns what is wrong with a parameter's state; it gets that and the param group.
-    """
-    for group in given["param_groups"]:
-        for number, param in enumerate(group["params"]):
-            own = given["state"].get(param)
-            wrong = problem(param, own, group) if own else None
-            if wrong:
-                part = part_of(param)
-                name = f"'{part.name}'" if part is not None else f"{number} of its param group"
-                raise ValueError(
-                    f"cannot load the state dict into {type(optimizer).__name__}: in the state of "
-                    f"parameter {name}, {wrong}; load state of the same parameters that an "
-                    "optimizer of this kind has saved"
-                )
-
-
-def state_problem(
-    param: Tensor, own: Mapping[str, Any], wanted: Iterable[str], names: Iterable[str]
-) -> str | None:
-    """Return what is wrong with a parameter's loaded state, if anything is.
-
-    wanted: what must be there, except where a script has put only numbers. names: of all tensors of
-        the parameter's shape.
-    """
-    if "step" in wanted or any(isinstance(value, Tensor) for value in own.values()):
-        for name in wanted:
-            if own.get(name) is None:
-                return f"'{name}' is missing"
-    part = part_of(param)
-    full = tuple(param.shape) if part is None else part.shape
-    for name in names:
-        value = own.get(name)
-        if value is not None and tuple(value.shape) not in (tuple(param.shape), full):
-            return f"'{name}' has shape {tuple(value.shape)}, expected {full}"
-    return None
 
 
 # --- options --------------------------------------------------------------------------------------

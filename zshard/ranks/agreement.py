@@ -79,11 +79,6 @@ def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models
             )
 
 
-def on_any_rank(comm: _core.Comm, fact: bool) -> bool:
-    """Return whether the fact is true on some rank. Collective."""
-    return b"\1" in comm.exchange(b"\1" if fact else b"\0")
-
-
 def gather(comm: _core.Comm, mine: Any) -> list[Any]:
     """Return the value of every rank in rank order, as JSON keeps it: numbers, texts, None, lists,
     dicts by text. Collective."""
@@ -270,15 +265,15 @@ def _said(fact: Fact) -> str:
     return f"{fact[0]} ({fact[1]})"
 
 
-def tensor_fact(kind: str, name: str, tensor: torch.Tensor) -> Fact:
-    """Return the fact that ranks must agree on about a parameter or buffer."""
+def tensor_facts(
+    kind: str, name: str, tensor: torch.Tensor, values: bool = False
+) -> Iterator[Fact]:
+    """Yield what ranks must agree on about a parameter or buffer; with `values`, also a checksum of
+    its values."""
     grad = ", trainable" if tensor.requires_grad else ""
-    return f"{kind} '{name}'", f"shape {tuple(tensor.shape)}, {tensor.dtype}{grad}"
-
-
-def value_fact(name: str, tensor: torch.Tensor) -> Fact:
-    """Return a checksum of the values, as a fact."""
-    return f"the checksum of the values of '{name}'", f"{checksum(tensor):08x}"
+    yield f"{kind} '{name}'", f"shape {tuple(tensor.shape)}, {tensor.dtype}{grad}"
+    if values:
+        yield f"the checksum of the values of '{name}'", f"{checksum(tensor):08x}"
 
 
 def checksum(tensor: torch.Tensor) -> int:

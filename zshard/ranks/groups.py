@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
@@ -38,6 +39,11 @@ class Groups:
     world: Group | None  # all ranks
     shard_group: Group | None  # ranks that gather from each other
     replica_group: Group | None  # with secondary shards: ranks that have the same one
+
+    def split(self, size: int) -> tuple[Group, Group]:
+        """Return the block of `size` consecutive ranks that includes this one, and the ranks at its
+        position in all such blocks; `size` divides the ranks. Collective on first use."""
+        return _block(self.world, size), _column(self.world, size)
 
 
 def resolve_groups(
@@ -126,17 +132,13 @@ def _union(shard: Group, replicate: Group) -> Group | None:
 _parts: dict[tuple[int, ...], Group] = {}  # groups of some of a group's ranks, by these ranks
 
 
-def block_of(group: Group | None, size: int) -> Group:
-    """Return the block of `size` consecutive ranks of `group` that includes this one; `size`
-    divides the group. Collective over the block on first use."""
+def _block(group: Group | None, size: int) -> Group:
     ranks = dist.get_process_group_ranks(group)
     first = dist.get_rank(group) // size * size
     return _part(ranks[first : first + size])
 
 
-def column_of(group: Group | None, size: int) -> Group:
-    """Return the ranks at this rank's position in all such blocks. Collective over them on first
-    use."""
+def _column(group: Group | None, size: int) -> Group:
     return _part(dist.get_process_group_ranks(group)[dist.get_rank(group) % size :: size])
 
 
@@ -157,8 +159,8 @@ def _split_by_host(world: Group, keeps: bool) -> Groups:
             f"world size {whole} is not a multiple of LOCAL_WORLD_SIZE={size}: pass "
             "process_group=(shard group, replica group) or device_mesh"
         )
-    shard_group = block_of(world, size) if size > 1 else None
-    return Groups(world, shard_group, column_of(world, size) if keeps else None)
+    shard_group = _block(world, size) if size > 1 else None
+    return Groups(world, shard_group, _column(world, size) if keeps else None)
 
 
 def _resolve_one(process_group: Group | None) -> Group | None:
@@ -204,12 +206,17 @@ def _named(name: str) -> Iterator[None]:
         distributed_c10d._hash_ranks_to_str = usual
 
 
-def make_default_group(backend: str, **arguments: Any) -> None:
-    """Create the default process group, which ends with the process. Collective.
+def make_default_group(backend: str, alone: bool = False, **arguments: Any) -> None:
+    """Create the default process group, which ends with the process. Collective. alone: of this
+    rank, the only one; RuntimeError if it is one of several.
 
     After a restart by torchrun, the store still has the addresses of the processes before, and a
     rank may read one before the new process has replaced it. So each attempt has keys of its own.
     """
+    if alone:
+        _check_launcher()
+        _say_alone()
+        arguments |= {"store": HashStore(), "rank": 0, "world_size": 1}
     attempt = _env_int("TORCHELASTIC_RESTART_COUNT")
     if attempt and "store" not in arguments and "init_method" not in arguments:
         store, rank, world = next(rendezvous("env://"))
@@ -226,7 +233,8 @@ def _launched() -> bool:
     world = _env_int("WORLD_SIZE")
     rank = _env_int("RANK")
     if world is None or rank is None:
-        start_alone()
+        _check_launcher()
+        _say_alone()
         return False
     if not 0 <= rank < world:
         raise ValueError(
@@ -245,14 +253,9 @@ _LAUNCHERS = (  # the variables of the rank and the number of ranks
 )
 
 
-def start_alone() -> None:
-    """Say that this process is the only rank. Raises RuntimeError if SLURM or MPI started it as one
-    of several, but no variable says how they connect."""
-    _check_launcher()
-    _say_alone()
-
-
 def _check_launcher() -> None:
+    """Raise RuntimeError if SLURM or MPI started this process as one of several ranks, but no
+    variable says how they connect."""
     for rank, world in _LAUNCHERS:
         size = _env_int(world)
         if size is None or (os.environ.get(rank) is None and world != "WORLD_SIZE"):

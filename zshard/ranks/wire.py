@@ -46,16 +46,20 @@ class Wire:
         """Return the arguments of Engine.set_codes."""
         return CODES[self.gradients], CODES[self.parameters]
 
+    @staticmethod
+    def of(given: str | Wire | None) -> Wire:
+        """Parse FSDP()'s argument. Raises ValueError for an unknown name."""
+        if not isinstance(given, Wire) and not _is_code(given):
+            raise ValueError(f"wire must be 'bf16', 'int8', a zshard.Wire or None, got {given!r}")
+        return given if isinstance(given, Wire) else Wire(given, given)
+
+    def spelled(self) -> str:
+        """Return it as a script would write it."""
+        return repr(self.gradients if self.gradients == self.parameters else self)
+
 
 def _is_code(value: object) -> bool:
     return value is None or (isinstance(value, str) and value in CODES)
-
-
-def check_wire(given: str | Wire | None) -> Wire:
-    """Parse FSDP()'s argument. Raises ValueError for an unknown name."""
-    if not isinstance(given, Wire) and not _is_code(given):
-        raise ValueError(f"wire must be 'bf16', 'int8', a zshard.Wire or None, got {given!r}")
-    return given if isinstance(given, Wire) else Wire(given, given)
 
 
 _BETWEEN_HOSTS = {"c10d": "hosts", "c10d_gpu": "nccl"}
@@ -68,7 +72,7 @@ def check_wire_over(comm: _core.Comm, wire: Wire) -> None:
     if wire != Wire() and comm.transport in _BETWEEN_HOSTS:
         instead = _BETWEEN_HOSTS[comm.transport]
         raise NotImplementedError(
-            f"wire={spelled(wire)} is not supported by transport='c10d': between hosts with the "
+            f"wire={wire.spelled()} is not supported by transport='c10d': between hosts with the "
             f"same number of ranks each, pass transport='{instead}' (or 'auto'); else omit wire"
         )
 
@@ -79,7 +83,7 @@ def wire_words(comm: _core.Comm, wire: Wire, units: list[_core.Unit]) -> str:
         return ""
     if comm.per_host == 0:
         other = ", or with unequal numbers of ranks on hosts" if comm.transport == "nccl" else ""
-        return f"wire={spelled(wire)} has no effect on one host{other}"
+        return f"wire={wire.spelled()} has no effect on one host{other}"
     words = []
     if wire.gradients is not None:
         words.append(f"gradients cross hosts as {wire.gradients}")
@@ -88,8 +92,3 @@ def wire_words(comm: _core.Comm, wire: Wire, units: list[_core.Unit]) -> str:
         how = f"as {wire.parameters}" if coded else "as they are"
         words.append(f"parameters {how}" if words else f"parameters cross hosts {how}")
     return ", ".join(words)
-
-
-def spelled(wire: Wire) -> str:
-    """Return it as a script would write it."""
-    return repr(wire.gradients if wire.gradients == wire.parameters else wire)

@@ -29,7 +29,8 @@ from zshard.guard.slices import to_local
 from zshard.ranks.agreement import PublicCall, on_all_ranks
 from zshard.state.source import Copy, FromRank0, Source, pending, told_by_rank_0
 from zshard.state.stand_ins import Pending
-from zshard.units.units import refuse_replaced, units_of, writing
+from zshard.units.moment import PASS, refuse
+from zshard.units.units import units_of, writing
 
 _SETTER, _HOOKS = "set_extra_state", "_load_state_dict_post_hooks"
 _SAMPLES = 16  # elements of a loaded tensor that identify it
@@ -164,9 +165,7 @@ def carry_out(plan: LoadPlan, source: Source | None) -> None:
 def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> LoadPlan:
     """Return what model.load_state_dict(state) would do; change nothing. Raise RuntimeError, which
     lists everything that does not fit."""
-    for _, unit_state in units_of(model):
-        if unit_state.unit.in_forward:
-            raise RuntimeError("cannot load a model during a step: load it before its forward")
+    refuse((each for _, each in units_of(model)), "load", PASS)
     loads: list[NotedLoad] = []
     token = planned_loads.set(loads)
     with _Recorder(model) as recorder, _Later(model) as later:
@@ -263,8 +262,6 @@ class _Later(contextlib.AbstractContextManager["_Later"]):
 
 def note_loads(loads: Iterable[NotedLoad]) -> None:
     """Report to the models what has been loaded, since ranks that load alone are an error."""
-    loads = list(loads)
-    refuse_replaced((unit for unit, _, _ in loads), "load")
     planned = planned_loads.get()
     if planned is not None:
         planned += loads

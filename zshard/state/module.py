@@ -33,19 +33,16 @@ from zshard.state.load_state_dict import NotedLoad, content_of, note_loads, plan
 from zshard.state.source import shard_of
 from zshard.state.stand_ins import (
     FullCopies,
-    Place,
     StandIn,
     StandIns,
     current_copies,
 )
+from zshard.units.moment import REPLACED, UNSHARDED, is_for_now, refuse, refuse_writes
 from zshard.units.returned import note_returned, note_used
-from zshard.units.shards import part_of
+from zshard.units.shards import Entry, entry_of, part_of
 from zshard.units.units import (
     State,
-    is_for_now,
     is_unit,
-    refuse_unsharded,
-    refuse_writes,
     session,
     units_of,
     writing,
@@ -58,9 +55,9 @@ def attach(state: State, spec: UnitSpec) -> None:
     the call starts at."""
     # The unit's module too, even if it owns none: it runs first, so it refuses before a change.
     _places_of(spec.module)
-    for index, ref in enumerate(spec.params):
+    for ref in spec.params:
         for owner, attribute in ref.owners:
-            _places_of(owner)[attribute] = Place(state.unit, index, ref.param)
+            _places_of(owner)[attribute] = ref.param, state.unit
     for module in spec.module.modules():
         is_top = module is spec.module or is_unit(module)
         is_leaf = not module._modules  # a single call covers it
@@ -87,6 +84,7 @@ def _before_replicated(
     """A pre-hook of nn.Module's loading."""
     note_used(state.get(prefix + name) for name in module._parameters)
     _refuse_assignment(metadata)
+    _refuse_load(module)
 
 
 def _copy_replicated(module: nn.Module, state: Any, prefix: str, _metadata: object) -> None:
@@ -106,6 +104,16 @@ def _refuse_assignment(metadata: dict[str, Any]) -> None:
             "load_state_dict(assign=True) is not supported: it would replace the parameters that "
             "zshard trains; omit assign to copy values into them"
         )
+
+
+def _refuse_load(module: nn.Module) -> None:
+    """Raise RuntimeError where parameters of the module, or below a unit, may not be loaded now."""
+    parts = (part_of(param) for param in module._parameters.values() if param is not None)
+    states = [part.state for part in parts if part is not None and part.state is not None]
+    states += [state for _, state in units_of(module)] if is_unit(module) else []
+    refuse(states, "load", REPLACED)
+    refuse((each for each in states if each.summons), "load", UNSHARDED)
+    refuse_writes((each.unit for each in states), "load_state_dict()")
 
 
 def _note_replicated(module: nn.Module, _keys: object) -> None:
@@ -153,13 +161,9 @@ def _settle_replicas(module: nn.Module) -> None:
     for its backward, which then makes another one. Raises RuntimeError within that forward."""
     for _, state in units_of(module):
         unit = state.unit
-        if unit.replicated and any(_is_cast(param) for param in unit.params):
+        parts = ((param, part_of(param)) for param in unit.params if unit.replicated)
+        if any(part is not None and param.dtype != part.dtype for param, part in parts):
             unit.unpin()
-
-
-def _is_cast(param: nn.Parameter) -> bool:
-    part = part_of(param)
-    return part is not None and param.dtype != part.dtype
 
 
 def _refuse_shards(state: object) -> None:
@@ -213,17 +217,26 @@ class _StateDictMethod(_Override):
         return whole_state_dict(self.module, self.original(), args, kwargs)
 
 
-class _OwnersMethod(_Override):
-    """A method of an owner; `places` are its attributes that units hold."""
+_Places = dict[str, tuple[nn.Parameter, _core.Unit]]
+"""An owner's attributes that are parameters of units. No module is held: a submodule that outlives
+the model keeps the unit whose memory it uses, and no other modules."""
 
-    def __init__(self, module: nn.Module, places: dict[str, Place]) -> None:
+
+class _OwnersMethod(_Override):
+    """A method of an owner."""
+
+    def __init__(self, module: nn.Module, places: _Places) -> None:
         super().__init__(module)
         self.places = places
 
-    def in_use(self) -> dict[str, Place]:
-        """Return the places that still have their parameter, without those that users replaced."""
+    def in_use(self) -> dict[str, Entry]:
+        """Return the parameters that are still in place, without those that users replaced."""
         there = self.module._parameters
-        return {name: p for name, p in self.places.items() if there.get(name) is p.param}
+        return {
+            name: entry_of(param, unit)
+            for name, (param, unit) in self.places.items()
+            if there.get(name) is param
+        }
 
 
 class _SaveMethod(_OwnersMethod):
@@ -233,10 +246,10 @@ class _SaveMethod(_OwnersMethod):
 
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         used = self.in_use()
-        params = (place.param for place in used.values())
+        params = (entry.value for entry in used.values())
         around = current_copies.get()
         copies = around or FullCopies(params, lambda: None)
-        with StandIns(self.module, {name: copies.of(place) for name, place in used.items()}):
+        with StandIns(self.module, {name: copies.of(entry) for name, entry in used.items()}):
             self.original()(destination, prefix, keep_vars)
         if around is None:
             note_returned(copies.owners, destination)
@@ -258,20 +271,15 @@ class _LoadMethod(_OwnersMethod):
     ) -> None:
         _refuse_assignment(local_metadata)
         used = self.in_use()
-        states = [state for _, state in units_of(self.module)] if is_unit(self.module) else []
-        owners = (part_of(place.param) for place in used.values())
-        states += [part.state for part in owners if part is not None and part.state is not None]
-        refuse_unsharded((each for each in states if each.summons), "load")
+        units = {entry.unit: None for entry in used.values() if entry.unit is not None}
+        _refuse_load(self.module)
         note_used(state_dict.get(prefix + name) for name in used)
-        refuse_writes((place.unit for place in used.values()), "load_state_dict()")
         loads: list[NotedLoad] = []
-        with writing(place.unit for place in used.values() if planned_loads.get() is None):
-            for place in used.values():
-                if place.unit.is_full:  # a forward kept it for its backward, which gathers it again
-                    place.unit.reshard()
-            placeholders = {
-                n: StandIn.of(place.param, place.shape, place.name) for n, place in used.items()
-            }
+        with writing(units if planned_loads.get() is None else ()):
+            for unit in units:
+                if unit.is_full:  # a forward kept it for its backward, which gathers it again
+                    unit.reshard()
+            placeholders = {n: StandIn.of(e.value, e.shape, e.name) for n, e in used.items()}
             with StandIns(self.module, placeholders) as stand_ins:
                 # Registered now, to run after all other hooks: those see full shapes, and
                 # nn.Module, which continues after this hook, sees the shards.
@@ -290,35 +298,35 @@ class _LoadMethod(_OwnersMethod):
     ) -> None:
         """The last load hook: restore the module's shards, and cut the values to copy into them."""
         stand_ins.end()
-        for name, place in self.in_use().items():
+        for name, entry in self.in_use().items():
             key = prefix + name
             if key in state:
                 value, errors = state[key], len(rest[-1])
-                state[key] = _shard_to_copy(place, key, value, rest[-1])
-                own = value is place.param or isinstance(value, StandIn)
-                if not own and len(rest[-1]) == errors:
-                    loads.append((place.unit, place.index, content_of(value)))
+                state[key] = _shard_to_copy(entry, key, value, rest[-1])
+                is_own = value is entry.value or isinstance(value, StandIn)
+                if entry.unit and entry.part and not is_own and len(rest[-1]) == errors:
+                    loads.append((entry.unit, entry.part.index, content_of(value)))
 
 
-def _places_of(module: nn.Module) -> dict[str, Place]:
+def _places_of(module: nn.Module) -> _Places:
     """Return the mutable places of an owner; on the first call, replace its methods."""
     known = module.__dict__.get(_SaveMethod.name)
     if isinstance(known, _SaveMethod):
         return known.places
-    places: dict[str, Place] = {}
+    places: _Places = {}
     for method in (_SaveMethod, _LoadMethod):
         module.__dict__[method.name] = method(module, places)
     return places
 
 
-def _shard_to_copy(place: Place, key: str, value: Any, error_msgs: list[str]) -> Any:
+def _shard_to_copy(entry: Entry, key: str, value: Any, error_msgs: list[str]) -> Any:
     """Return what nn.Module must copy into this rank's shard, given a full tensor."""
     if not torch.overrides.is_tensor_like(value):  # type: ignore[no-untyped-call]
         return value  # raises nn.Module's own error
-    local, whole = place.param.detach(), place.shape
-    if isinstance(value, StandIn) and value.origin is place.param:
+    local, whole = entry.value.detach(), entry.shape
+    if isinstance(value, StandIn) and value.origin is entry.value:
         return local
-    if value is place.param:  # torch.distributed.checkpoint's filler for a missing entry
+    if value is entry.value:  # torch.distributed.checkpoint's filler for a missing entry
         return local
     if whole == () and tuple(value.shape) == (1,):
         value = value[0]  # nn.Module accepts scalars from old files like this
@@ -330,6 +338,5 @@ def _shard_to_copy(place: Place, key: str, value: Any, error_msgs: list[str]) ->
         return local
     if tuple(local.shape) == whole:  # this rank's alone, or the user's `p.data = whole`
         return value
-    part = part_of(place.param)
-    assert part is not None, "it has been remembered with its unit"
-    return guard_like(shard_of(part, value), place.param)
+    assert entry.part is not None, "it is in a unit"
+    return guard_like(shard_of(entry.part, value), entry.value)

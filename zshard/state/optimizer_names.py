@@ -24,8 +24,10 @@ from zshard import _core
 from zshard.optim.sharded_state import params_of, without_parameters
 from zshard.ranks.agreement import PublicCall, gather, on_all_ranks
 from zshard.ranks.transports import comm_for
-from zshard.state.optimizer import OptimizerPlan, gather_state, problems_with, taken
+from zshard.state.optimizer import gather_state
+from zshard.state.optimizer_load import entries_to_load, problems_with, read_entries
 from zshard.state.source import FromRank0, pending, told_by_rank_0
+from zshard.state.stand_ins import Pending
 from zshard.units.returned import note_used, tensors_in
 from zshard.units.shards import part_of
 from zshard.units.units import plain_name, units_of
@@ -35,7 +37,6 @@ __all__ = [
     "by_number",
     "load_optim_state_dict",
     "names_of",
-    "of_params",
     "optim_state_dict",
     "outermost_comm",
     "refuse_clash",
@@ -210,15 +211,17 @@ def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) ->
     told = told_by_rank_0(comm, {**made, "state": outline})
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in told["param_groups"]]
-    params = dict(enumerate(params_of(optimizer)))
     if sizes == theirs:
-        problems = problems_with(optimizer, params, of_params(told["state"]))
+        problems = problems_with(optimizer, told)
     else:
         problems = [f"its param groups have {theirs} parameters, but this rank's have {sizes}"]
     _raise_together(comm, problems)
-    plan, source = OptimizerPlan(optimizer, params, told["state"]), FromRank0(comm)
-    state = taken(optimizer, plan.take(source))
-    plan.read(source)
+    state = {n: dict(own) for n, own in told["state"].items() if type(n) is int}
+    entries = [e for e in entries_to_load(optimizer, told) if isinstance(e.full, Pending)]
+    for each, value in read_entries(optimizer, entries, FromRank0(comm)):
+        whole = tuple(each.full.shape)  # which hooks see
+        shown = value if each.part is None else Pending.of(str(each.key), value, whole)
+        state[each.param.number][each.key] = shown
     return {**told, "state": {**told["state"], **state}}
 
 
@@ -260,17 +263,12 @@ def by_number(
     state = dict(found)
     if len(state) < len(found):
         problems.append("it has state for a tied parameter twice, under two of its names")
-    problems += problems_with(optimizer, params, state, same_dtypes=True)
     groups = [
         {**_options_of(other), "params": [numbers[id(p)] for p in own["params"]]}
         for own, other in zip(ours, theirs, strict=True)
     ]
-    return problems, {"state": {**state, **other}, "param_groups": groups}
-
-
-def of_params(state: Mapping[Any, Any]) -> dict[int, Any]:
-    """Return the state of parameters in the result of by_number(), which has their numbers."""
-    return {number: own for number, own in state.items() if type(number) is int}
+    numbered = {"state": {**state, **other}, "param_groups": groups}
+    return problems + problems_with(optimizer, numbered, same_dtypes=True), numbered
 
 
 def _plain(name: object) -> Any:

@@ -6,15 +6,14 @@ dtype and device. Any use of its values is an error that names the tensor, so no
 values that do not exist. zshard's own code reads many shapes and dtypes, so it runs within `with
 plain():`, where that is fast and unchecked.
 
-Where state_dict() needs values, full copies replace the placeholders. An owner's attribute refers
-to a Place; the first copy of a unit gathers the unit, for all places in the call.
+Where state_dict() needs values, full copies replace the placeholders. The first copy of a unit's
+parameter gathers the unit, for all that the call copies of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -22,8 +21,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zshard import _core
-from zshard.units.shards import part_of
-from zshard.units.units import State, is_elsewhere, unsharded, without_memory
+from zshard.guard.whole_values import new_full, read_full
+from zshard.units.moment import ELSEWHERE, is_now, refuse
+from zshard.units.shards import Entry, entry_of
+from zshard.units.units import State, without_memory
 
 # Allowed queries: facts, and other tensors of its shape and dtype.
 _FACTS = {
@@ -64,6 +65,8 @@ class _Valueless:
                 return func(*args, **(kwargs or {}))
         if func is Tensor.__getitem__ and isinstance(args[0], Pending) and args[1] == 0:
             return args[0].only()
+        if func is Tensor.__deepcopy__ and isinstance(args[0], Pending):
+            return args[0]
         used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Valueless))
         raise RuntimeError(f"cannot call {getattr(func, '__name__', func)}() on {used.complaint()}")
 
@@ -119,7 +122,7 @@ class Pending(_Valueless, Tensor):
 
     origin: Any
     begin: int
-    keeps_dtype = False  # in an optimizer's state, even if the parameter's dtype differs
+    keeps_dtype = False  # of optimizer state, whose parameter was saved in the dtype it has here
 
     @staticmethod
     def of(name: str, origin: Any, shape: tuple[int, ...] | None = None, begin: int = 0) -> Pending:
@@ -144,7 +147,7 @@ class Pending(_Valueless, Tensor):
     def complaint(self) -> str:
         return (
             f"'{self.label}', whose values are read only after all checks: load hooks may rename, "
-            "drop or replace it. If a hook needs values, use model.load_state_dict() with full "
+            "drop or replace it. If a hook needs values, use load_state_dict() with full "
             "tensors"
         )
 
@@ -174,45 +177,6 @@ class StandIns:
 # --- full copies ----------------------------------------------------------------------------------
 
 
-@dataclass(eq=False, frozen=True)
-class Place:
-    """The target of one owner's attribute: the parameter `index` of a unit. It holds no module: a
-    submodule that outlives the model keeps the unit whose memory it uses, and no other modules."""
-
-    unit: _core.Unit
-    index: int
-    param: nn.Parameter
-
-    @property
-    def name(self) -> str:
-        return str(self.unit.param(self.index)["name"])
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the full shape."""
-        return tuple(self.unit.param(self.index)["shape"])
-
-
-def copies_of(unit: _core.Unit, wanted: Collection[int], keep: bool) -> dict[int, nn.Parameter]:
-    """Return full copies of the unit's parameters whose id is wanted, by id. Collective. keep:
-    otherwise they have shapes only."""
-    with unsharded(unit):
-        chosen = [(i, p) for i, p in enumerate(unit.params) if id(p) in wanted]
-        return {id(param): _copy(unit, i, param, keep) for i, param in chosen}
-
-
-def _copy(unit: _core.Unit, index: int, param: nn.Parameter, keep: bool) -> nn.Parameter:
-    shape = unit.param(index)["shape"]
-    if not keep:
-        return without_memory(param, shape, param.device)
-    with torch.inference_mode(False):  # callers may write to it
-        data = torch.empty(shape, dtype=param.dtype, device=param.device)
-        unit.read_param(index, data)
-        made = nn.Parameter(data, requires_grad=param.requires_grad)
-    vars(made).update(vars(param))
-    return made
-
-
 class FullCopies:
     """The full copies of one call of state_dict(). Tied parameters share theirs.
 
@@ -223,39 +187,47 @@ class FullCopies:
     def __init__(
         self, params: Iterator[nn.Parameter], begin: Callable[[], object], keep: bool = True
     ) -> None:
+        """keep: if False, this rank only takes part: copies have shapes only."""
         self._below = {id(param) for param in params}  # a unit's, in this call
         self._begin = begin
         self._keep = keep
         self._has_begun = False
-        self._made: dict[int, nn.Parameter] = {}
+        self._copies: dict[int, nn.Parameter] = {}
         self.owners: dict[int, State] = {}
         """The units of the copies in the result, by the identity of the copies' storages."""
 
-    def of(self, place: Place) -> nn.Parameter:
-        """Return the copy of a parameter; the first one of a unit gathers it. Raises RuntimeError
-        if another rank has been given all of it."""
-        key = id(place.param)
-        part = part_of(place.param)
-        state = None if part is None else part.state
-        if key not in self._made:
-            if state is not None and is_elsewhere(state):
-                return self._elsewhere(place)
-            if not (place.unit.is_pinned or self._has_begun):
-                self._has_begun = True
-                self._begin()
-            self._made.update(copies_of(place.unit, self._below | {key}, self._keep))
-        copy = self._made[key]
+    def of(self, entry: Entry) -> nn.Parameter:
+        """Return the copy of a unit's parameter; the first one of a unit gathers it. Raises
+        RuntimeError if another rank has been given all of it."""
+        param, state = entry.value, entry.part.state if entry.part is not None else None
+        if id(param) not in self._copies:
+            if state is not None and is_now(state, ELSEWHERE):
+                if self._keep:
+                    refuse([state], f"read the full '{entry.name}'", ELSEWHERE)
+                return without_memory(param, entry.shape, param.device)
+            if entry.unit is not None:
+                self._gather(entry.unit, self._below | {id(param)})
+        copy = self._copies[id(param)]
         if self._keep and state is not None and copy.numel() > 0:
             self.owners[copy.untyped_storage()._cdata] = state
         return copy
 
-    def _elsewhere(self, place: Place) -> nn.Parameter:
-        if self._keep:
-            raise RuntimeError(
-                f"state_dict() needs the full '{place.name}', which is on rank 0 alone within "
-                "summon_full_params(rank0_only=True): call it there, or omit rank0_only"
-            )
-        return without_memory(place.param, place.shape, place.param.device)
+    def _gather(self, unit: _core.Unit, wanted: Collection[int]) -> None:
+        """Copy those of the unit's parameters whose id is wanted. Collective."""
+        if not (unit.is_pinned or self._has_begun):
+            self._has_begun = True
+            self._begin()
+        entries = [entry_of(param, unit) for param in unit.params if id(param) in wanted]
+        values = [new_full(entry) if self._keep else None for entry in entries]
+        read_full(entries, values)
+        for entry, value in zip(entries, values, strict=True):
+            param = entry.value
+            copy = without_memory(param, entry.shape, param.device)
+            if value is not None:
+                with torch.inference_mode(False):
+                    copy = nn.Parameter(value, requires_grad=param.requires_grad)
+                vars(copy).update(vars(param))
+            self._copies[id(param)] = copy
 
 
 current_copies: ContextVar[FullCopies | None] = ContextVar("zshard_state_dict", default=None)

@@ -117,21 +117,12 @@ class Extension:
 
     # --- norms ------------------------------------------------------------------------------------
 
-    def norms(self) -> bool:
-        """Return whether all norms are this extension's from now on."""
+    def exact_norms(self) -> bool:
+        """Return whether norms, from now on, must not depend on the number of ranks."""
         return False
 
     def check_norm(self, norm_type: float) -> None:
         """Raise NotImplementedError for norms of an order."""
-
-    def norm(
-        self,
-        sharded: Mapping[_core.Engine, Sequence[Tensor]],
-        whole: Sequence[Tensor],
-        norm_type: float,
-    ) -> float:
-        """Return the norm over all ranks of sharded gradients and of others, each once."""
-        raise NotImplementedError
 
     # --- checkpoints ------------------------------------------------------------------------------
 

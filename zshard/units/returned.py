@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zshard._errors import warn
+from zshard.units.moment import is_for_now
 from zshard.units.shards import known_parts
-from zshard.units.units import State, is_for_now
+from zshard.units.units import State
 
 __all__ = ["is_plain", "known", "look", "note", "note_returned", "note_used"]
 

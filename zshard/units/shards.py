@@ -13,17 +13,18 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zshard import _core
-from zshard.units.units import State, refuse_unsharded, refuse_writes, writers
+from zshard.units.moment import UNSHARDED, refuse, refuse_writes, writers
+from zshard.units.units import State
 
 __all__ = [
-    *("Part", "Stepped", "asked_for_size", "known_parts", "part_of", "remember_parts"),
-    *("replicas_of", "sizes_for_torch", "stepped_by", "units_stepped_by"),
+    *("Entry", "Part", "Stepped", "asked_for_size", "entry_of", "known_parts", "part_of"),
+    *("remember_parts", "replicas_of", "sizes_for_torch", "stepped_by", "units_stepped_by"),
 ]
 
 
@@ -119,7 +120,7 @@ class Part:
         return self._peers[0]() if self._peers else None
 
     def is_whole_now(self) -> bool:
-        """Return whether the parameter's unit is unsharded."""
+        """Return whether the parameter's unit is unsharded. Called by C."""
         unit = self.unit
         return unit is not None and unit.is_full
 
@@ -151,10 +152,11 @@ class Part:
         return bool((values == values[0]).all())
 
     def watch_data(self) -> None:
-        """Note that a script is about to get the full parameter's `.data`; see Unit.watch()."""
-        unit = self.unit
-        if unit is not None:
-            unit.watch(self.index)
+        """Note that a script is about to get the full parameter's `.data`; see Unit.watch(). Not
+        within summon_full_params(), which keeps or discards what is written."""
+        state = self.state
+        if state is not None and not state.summons:
+            state.unit.watch(self.index)
 
     def begin_write(self, tensor: Tensor) -> bool:
         """Note that a script is about to write to a shard of these elements in place. Waits until
@@ -198,26 +200,43 @@ class Part:
         """Note that a script has drawn random numbers for these elements in place. drawn: the same
         number on ranks that drew the same. No-op for a copy."""
         unit = self.unit
-        if unit is not None and self._is_own(unit, tensor):
+        if unit is not None and self.is_own(unit, tensor):
             unit.note_draw(self.index, drawn)
 
     def _refuse_write(self, unit: _core.Unit, tensor: Tensor) -> None:
-        if writers and self._is_own(unit, tensor):
+        if writers and self.is_own(unit, tensor):
             refuse_writes([unit], f"a write to '{self.name}' in place")
 
-    def _is_own(self, unit: _core.Unit, tensor: Tensor) -> bool:
+    def is_own(self, unit: _core.Unit, tensor: Tensor) -> bool:
         """Return whether a tensor lies where the parameter does, also after p.data = t."""
         own = unit.params[self.index].untyped_storage()
         return bool(own._cdata == tensor.untyped_storage()._cdata)
 
     def settle(self) -> None:
         """Reshard a parameter that a forward has kept, so that it has its between-steps shape and
-        dtype. Raises RuntimeError as refuse_unsharded() does, and during a forward or backward."""
+        dtype. Raises RuntimeError while it is unsharded by hand, and during a forward or backward.
+        """
         state = self.state
         if state is not None:
-            refuse_unsharded([state], "load an optimizer's state")
+            refuse([state], "load an optimizer's state", UNSHARDED)
             if state.unit.is_full:
                 state.unit.unpin()
+
+
+class Entry(NamedTuple):
+    """A tensor of a model, an optimizer, an average or a file, and what this rank has of it."""
+
+    name: str
+    shape: tuple[int, ...]  # of the full tensor
+    dtype: torch.dtype  # in which it is saved or given
+    value: Any = None  # a Tensor; None: this rank has nothing of it
+    part: Part | None = None  # which elements `value` has; None: all, and they are this rank's own
+    unit: _core.Unit | None = None  # whose parameter it is, if it is sharded
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the full tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 asked_for_size: weakref.WeakSet[Part] = weakref.WeakSet()
@@ -290,9 +309,15 @@ def _forget(
 
 
 def part_of(param: Tensor) -> Part | None:
-    """Return the entry of a parameter that FSDP has wrapped, sharded or not; None for others."""
-    entry = _parts.get(id(param))
-    return entry[1] if entry is not None and entry[0]() is param else None
+    """Return the Part of a parameter that FSDP has wrapped, sharded or not; None for others."""
+    known = _parts.get(id(param))
+    return known[1] if known is not None and known[0]() is param else None
+
+
+def entry_of(param: Tensor, unit: _core.Unit) -> Entry:
+    """Return the entry of a sharded parameter of a unit, as it is now."""
+    part = _parts[id(param)][1]
+    return Entry(part.name, part.shape, param.dtype, param, part, unit)
 
 
 @dataclass(eq=False)

@@ -134,6 +134,22 @@ class State:
         """Let the ranks of the unit's model read each other's optimizer state."""
         self.peers, self.peers_seen[:] = peers, [weakref.ref(peers)]
 
+    def is_apart(self, comms: Comms) -> bool:
+        """Return whether a nested unit was sharded over other ranks than the model around it, such
+        as an expert that each rank has for itself. It remains a separate model."""
+        return ranks_of(self.comms.all) != ranks_of(comms.all)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several ranks have the same values of the unit."""
+        return self.unit.replicated or self.comms.all.world > self.comms.shards.world
+
+    def note_hooks(self, module: nn.Module, handles: Iterable[RemovableHandle]) -> list[Hook]:
+        """Add hooks on a module, which copies of the model do not get; return them."""
+        hooks: list[Hook] = [(weakref.ref(module), handle.id) for handle in handles]
+        self.hooks += hooks
+        return hooks
+
     def rename(self, name: str) -> None:
         """Rename the unit and its parameters, which outlive it in Parts."""
         if self.unit.name == name:
@@ -179,89 +195,6 @@ def unsharded(unit: _core.Unit) -> Iterator[None]:
                 unit.reshard()
 
 
-# --- what the parameters are at the moment --------------------------------------------------------
-
-replaced: dict[int, str] = {}
-"""By engine: the context in which a model's parameters have other values, and which restores them,
-as a script writes it."""
-
-
-def is_elsewhere(state: State) -> bool:
-    """Return whether summon_full_params(rank0_only=True) has the unit's parameters on rank 0."""
-    by_rank_0 = any(each.rank0_only for each in state.summons) and not state.unit.replicated
-    return by_rank_0 and not state.unit.is_pinned
-
-
-def is_for_now(state: State) -> bool:
-    """Return whether a context takes back at its end the values that the parameters have now."""
-    others = state.unit.engine_id in replaced
-    return others or any(not each.writeback for each in state.summons)
-
-
-def refuse_unsharded(states: Iterable[State], to: str) -> None:
-    """Raise RuntimeError, which says that it is too early `to` do something, while unshard() or
-    summon_full_params() keeps parameters unsharded: what it reads or writes would be this rank's
-    copy, or the shard that the copy replaces."""
-    for state in states:
-        if state.unit.is_pinned or is_elsewhere(state):
-            raise RuntimeError(
-                f"cannot {to} while unshard() or summon_full_params() keeps the parameters of unit "
-                f"'{state.unit.name or '(root)'}' unsharded: call reshard() or leave the context "
-                "first"
-            )
-
-
-def refuse_replaced(units: Iterable[_core.Unit], what: str) -> None:
-    """Raise RuntimeError if the parameters of one of the units' models are replaced for now."""
-    for unit in units if replaced else ():
-        if unit.engine_id in replaced:
-            raise RuntimeError(
-                f"cannot {what} within {replaced[unit.engine_id]}, which restores the parameters "
-                "at its end: leave the context first"
-            )
-
-
-class SoleWriter(Protocol):
-    """Who alone writes to a model between its passes: a zshard.Keep."""
-
-    def refuse_write(self, what: str, optimizer: torch.optim.Optimizer | None) -> None:
-        """Raise RuntimeError if `what`, a step of `optimizer` or another write, is not allowed."""
-
-
-writers: weakref.WeakValueDictionary[int, SoleWriter] = weakref.WeakValueDictionary()
-"""By the model's engine."""
-
-
-def refuse_writes(
-    units: Iterable[_core.Unit], what: str, optimizer: torch.optim.Optimizer | None = None
-) -> None:
-    """Raise RuntimeError if one of the units' models may not be written now, since it is kept.
-    optimizer: what is about to step them. It must step no other models while one is kept."""
-    for unit in units if writers else ():
-        writer = writers.get(unit.engine_id)
-        if writer is not None:
-            writer.refuse_write(what, optimizer)
-        elif optimizer is not None:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} trains an FSDP(...) model that zshard.Keep() was not "
-                "given, so a restart would lose its steps: keep one module that contains all "
-                "models, and step it with one optimizer, with a param group for each model"
-            )
-
-
-def settle(model: nn.Module, to: str = "save") -> None:
-    """Bring all parameters to their state between steps. Raise RuntimeError, which says that it is
-    too early `to` do something, during forward or backward, and as refuse_unsharded() does. to:
-    ends with "of" if it is something of the model's."""
-    states = [state for _, state in units_of(model)]
-    refuse_unsharded(states, to.removesuffix(" of"))
-    for state in states:
-        try:
-            state.unit.unpin()
-        except RuntimeError as error:
-            raise RuntimeError(f"cannot {to} a model during a step: {error}") from None
-
-
 def is_unit(module: nn.Module) -> bool:
     """Return whether an FSDP(...) call has made `module` a unit."""
     return ATTRIBUTE in module.__dict__
@@ -291,12 +224,6 @@ def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, State]]:
             yield each, state_of(each)
 
 
-def is_apart(state: State, comms: Comms) -> bool:
-    """Return whether a nested unit was sharded over other ranks than the model around it, such as
-    an expert that each rank has for itself. It remains a separate model."""
-    return ranks_of(state.comms.all) != ranks_of(comms.all)
-
-
 def without_memory(
     param: nn.Parameter, shape: tuple[int, ...], device: torch.device | str
 ) -> nn.Parameter:
@@ -324,11 +251,6 @@ def hook_forward(module: nn.Module, unit: _core.Unit) -> list[RemovableHandle]:
         module.register_forward_pre_hook(unit.pre_forward, prepend=True),
         module.register_forward_hook(unit.post_forward, always_call=True),
     ]
-
-
-def known_hooks(module: nn.Module, handles: Iterable[RemovableHandle]) -> list[Hook]:
-    """Return hooks on `module` in the form of State.hooks."""
-    return [(weakref.ref(module), handle.id) for handle in handles]
 
 
 def modules_of(kind: type[_M], module: nn.Module, root_only: bool) -> list[_M]:

@@ -22,8 +22,7 @@ from zshard.ranks.agreement import (
     Fact,
     checksum,
     take_from,
-    tensor_fact,
-    value_fact,
+    tensor_facts,
 )
 from zshard.ranks.devices import move
 from zshard.ranks.transports import Comms
@@ -62,11 +61,11 @@ def facts_of(module: nn.Module, specs: list[UnitSpec], values: bool) -> list[Fac
     for spec in specs:
         facts.append((f"unit '{spec.name or '(root)'}'", f"a {type(spec.module).__name__}"))
         for name, ref in zip(spec.param_names, spec.params, strict=True):
-            facts.append(tensor_fact("parameter", name, ref.param))
-            if values and not ref.param.is_meta:
-                facts.append(value_fact(name, ref.param))
+            with_values = values and not ref.param.is_meta
+            facts.extend(tensor_facts("parameter", name, ref.param, with_values))
             facts.extend(f for each in EXTENSIONS for f in each.facts(name, ref.param, values))
-    facts.extend(tensor_fact("buffer", name, b) for name, b in module.named_buffers())
+    for name, buffer in module.named_buffers():
+        facts.extend(tensor_facts("buffer", name, buffer))
     if specs[-1].options.precision.override is not None:
         kept = ((spec.name, dtypes_of(spec)[2]) for spec in specs)
         facts += [(f"what keeps its dtype in unit '{name}'", str(sorted(at))) for name, at in kept]

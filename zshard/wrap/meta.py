@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from zshard.guard.slices import to_local
 from zshard.ranks.agreement import PublicCall
-from zshard.units.units import is_unit, known_hooks, like, state_of
+from zshard.units.units import is_unit, like, state_of
 
 Init = Callable[[nn.Module], Any]
 
@@ -297,7 +297,7 @@ def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str
             handle.remove()
 
     handle = module.register_forward_pre_hook(check, prepend=True)
-    state_of(module).hooks += known_hooks(module, [handle])
+    state_of(module).note_hooks(module, [handle])
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -31,8 +31,7 @@ from zshard.api import (
     may_stay_open,
     on_all_ranks,
     plain,
-    refuse_replaced,
-    refuse_unsharded,
+    refuse,
     replaced,
     session,
     settle,
@@ -93,7 +92,7 @@ class EMA:
                 "a kept run cannot restore averages: use zshard.save(..., ema=) in a run that is "
                 "not kept"
             )
-        self._comm, self._unit = comm_of(self.model), states[0].unit
+        self._comm, self._states = comm_of(self.model), states
         self._every, self._warmup = every, warmup
         self.calls = 0  # of update()
         self.updates = 0  # of the averages
@@ -125,10 +124,9 @@ class EMA:
         Raises RuntimeError within swapped(), in a forward or backward, and if a parameter's shape
         or dtype was changed; OSError if a disk with offloaded averages fails.
         """
-        refuse_replaced((state.unit for _, state in units_of(self.model)), "update()")
-        self._refuse_in_step("update the averages of")
+        refuse(self._states[:1], "update the averages", api.REPLACED, api.PASS)
         if api.has_held_units():  # a rank that has all of a parameter would not notice
-            refuse_unsharded((state for _, state in units_of(self.model)), "update the averages")
+            refuse(self._states, "update the averages", api.UNSHARDED)
         if (self.calls + 1) % self._every == 0:
             if self.updates == 0:
                 self._copy()
@@ -136,12 +134,6 @@ class EMA:
                 self._move([1 - decay for decay in self._decays_now()])
             self.updates += 1
         self.calls += 1
-
-    def _refuse_in_step(self, to: str) -> None:
-        if self._unit.in_forward or torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                f"cannot {to} a model during a step: do it after the optimizer's step"
-            )
 
     def _decays_now(self) -> list[float]:
         if not self._warmup:
@@ -152,7 +144,7 @@ class EMA:
     @torch.no_grad()
     @plain()
     def _copy(self) -> None:
-        settle(self.model, "update the averages of")
+        settle(self.model, "update the averages")
         for averages in self.averages:
             torch._foreach_copy_(averages, list(self.params.values()))
 
@@ -163,7 +155,7 @@ class EMA:
             return
         if api.average(params, self.averages, weights):
             return
-        settle(self.model, "update the averages of")  # a forward has left some unsharded
+        settle(self.model, "update the averages")  # a forward has left some unsharded
         if not api.average(params, self.averages, weights):
             raise RuntimeError(
                 "EMA.update() found a parameter whose shape, strides, dtype or device was changed "
@@ -174,7 +166,7 @@ class EMA:
     @plain()
     def _move_by_torch(self, params: list[Tensor], weights: list[float]) -> None:
         """On GPUs."""
-        settle(self.model, "update the averages of")
+        settle(self.model, "update the averages")
         for averages, weight in zip(self.averages, weights, strict=True):
             pairs = zip(params, averages, strict=True)
             ends = [param.detach().to(average.dtype) for param, average in pairs]
@@ -203,7 +195,7 @@ class EMA:
         with PublicCall("ema.swapped()"):
             self.check_ranks()
             with on_all_ranks(self._comm):
-                refuse_replaced((state.unit for _, state in units_of(self.model)), "enter it again")
+                refuse(self._states[:1], "enter it again", api.REPLACED)
                 self.prepare("average")
                 live = _Live(self.model, list(self.params.values()), averages)
             try:
@@ -248,7 +240,6 @@ class EMA:
     def prepare(self, to: str) -> None:
         """Bring the model and the averages to their state between steps, to swap or to save them.
         Raises RuntimeError where swapped() does."""
-        self._refuse_in_step(to)
         settle(self.model, to)
         known, now = set(map(id, self.params.values())), dict(self.model.named_parameters())
         for name, param in self.params.items():
@@ -329,9 +320,10 @@ class _Live:
         for engine in self.engines:
             replaced.pop(engine, None)
         try:
-            for unit in self._units:
-                unit.unpin(True)  # a forward has kept it for a backward, or unshard()
-            self._write(self._values)
+            with contextlib.ExitStack() as ends:  # also if a unit refuses what was written to it
+                ends.callback(self._write, self._values)
+                for unit in self._units:  # a forward has kept it for a backward, or unshard()
+                    ends.callback(unit.unpin, True)
         finally:
             versions = torch._C._autograd._unsafe_set_version_counter
             versions(tuple(self._params), tuple(self._versions))

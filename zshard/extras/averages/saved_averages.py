@@ -21,16 +21,15 @@ from zshard.api import (
     CheckpointError,
     Contents,
     Copy,
-    Item,
+    Entry,
     Pending,
     Readable,
-    Replicas,
     Source,
     bare,
-    open_tensors,
     part_of,
     plain_name,
     shard_of,
+    to_local,
 )
 from zshard.extras.averages.ema import EMA
 
@@ -43,20 +42,19 @@ def stem_of(decay: float) -> str:
     return f"{AVERAGE}{decay!r}"
 
 
-def to_save(ema: object, model: nn.Module, copies: Replicas) -> Beside:
+def to_save(ema: object, model: nn.Module) -> Beside:
     """Return what to save. Raises TypeError for what is not an EMA, ValueError for one of another
     model, and what EMA.prepare() does."""
     ema = _checked(ema, model)
     ema.prepare("save")
     found = {}
     for decay, averages in zip(ema.decays, ema.averages, strict=True):
-        items = []
+        entries = []
         for (name, param), value in zip(ema.params.items(), averages, strict=True):
             part = part_of(param)
             shape = tuple(value.shape) if part is None else part.shape
-            held = copies.from_rank_0(value) if part is None else copies.held(part, value)
-            items.append(Item(plain_name(name), shape, value.dtype, held))
-        found[stem_of(decay)] = Contents(items, {}, {}, [])
+            entries.append(Entry(plain_name(name), shape, value.dtype, to_local(value), part))
+        found[stem_of(decay)] = Contents(entries, {}, {}, [])
     entry = {"decays": list(ema.decays), "calls": ema.calls, "updates": ema.updates}
     return Beside(_ENTRY, entry, found)
 
@@ -90,7 +88,7 @@ class SavedAverages(NamedTuple):
         if type(calls) is not int or type(updates) is not int or not 0 <= updates <= calls:
             counts = (calls, updates)
             raise CheckpointError(f"'{where}' has invalid counts of averages: {counts!r:.80}")
-        tensors = {each: open_tensors(found, found.manifest, stem_of(each)) for each in decays}
+        tensors = {each: found.tensors(stem_of(each)) for each in decays}
         return SavedAverages(tensors, calls, updates)
 
 

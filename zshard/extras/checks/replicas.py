@@ -13,15 +13,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from zshard import api
-from zshard.api import State, checksum, gather, is_apart, plain, state_of, units_of
-
-__all__ = ["ReplicaCheck", "has_replicas"]
+from zshard.api import checksum, gather, plain, state_of, units_of
 
 
 class Sums(NamedTuple):
@@ -65,26 +63,22 @@ class ReplicaCheck:
         full: dict[str, int] = {}
         shards: dict[str, int] = {}
         units = list(units_of(module))
-        apart = [one for one, each in units if is_apart(each, state.comms)]  # other ranks' values
+        apart = [one for one, each in units if each.is_apart(state.comms)]  # other ranks' values
         left = {id(buffer) for one in apart for buffer in one.buffers()}
         for one, each in units:
-            if one not in apart and has_replicas(each):
-                (full if each.unit.replicated else shards).update(_of_params(each))
+            if one not in apart and each.has_replicas:
+                sums = full if each.unit.replicated else shards
+                sums.update(_of_params(each.names, each.unit.params))
         buffers = dict(_of_buffers(module, left))
         changed = [name for name, value in buffers.items() if self._buffers.get(name) != value]
         return Sums(state.comms.shards.rank, full, shards, buffers, changed)
 
 
-def has_replicas(state: State) -> bool:
-    """Return whether several ranks have the same values of the unit."""
-    return state.unit.replicated or state.comms.all.world > state.comms.shards.world
-
-
 @plain()
-def _of_params(state: State) -> dict[str, int]:
+def _of_params(names: Sequence[str], params: Sequence[Tensor | None]) -> dict[str, int]:
     return {
         name: checksum(param)
-        for name, param in zip(state.names, state.unit.params, strict=True)
+        for name, param in zip(names, params, strict=True)
         if param is not None
     }
 

@@ -22,7 +22,6 @@ from zshard import api
 from zshard.api import (
     EXTENSIONS,
     Extension,
-    NonFiniteError,
     PublicCall,
     gather,
     grads_of,
@@ -34,7 +33,8 @@ from zshard.api import (
     warn,
     warn_on_rank_0,
 )
-from zshard.extras.checks.replicas import ReplicaCheck, has_replicas
+from zshard.extras.checks import NonFiniteError
+from zshard.extras.checks.replicas import ReplicaCheck
 
 __all__ = ["StepGuard", "parse"]
 
@@ -143,7 +143,7 @@ def _guard_steps(module: nn.Module, checks: StepChecks) -> StepGuard:
             "check_replicas= does not support offload: parameters would be read from the disk; "
             "omit one of them"
         )
-    if checks.every and not any(map(has_replicas, states)):
+    if checks.every and not any(each.has_replicas for each in states):
         warn_on_rank_0(
             state_of(module).comms.all,
             f"check_replicas={checks.every} compares only buffers: each rank has other parameters "

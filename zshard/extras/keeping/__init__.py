@@ -1,1 +1,6 @@
 """What survives the death of a run's ranks: the keeper process, and how ranks speak to it."""
+
+
+class KeeperError(ConnectionError):
+    """The keeper of a run does not answer, or refuses a request; the message names the reason and
+    what to do."""

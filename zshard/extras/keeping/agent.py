@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from zshard.api import KeeperError, warn
+from zshard.api import warn
+from zshard.extras.keeping import KeeperError
 from zshard.extras.keeping.client import SECONDS, VARIABLE, Keeper, checked_seconds, start
 
 _RUN = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")  # what torchrun gives its ranks

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zshard.api import KeeperError
+from zshard.extras.keeping import KeeperError
 from zshard.extras.keeping import keeper as _keeper
 
 VARIABLE = "ZSHARD_KEEPER"  # the token, in the environment of ranks

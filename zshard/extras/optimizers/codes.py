@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["GROUP", "LAYOUT", "MIN_8BIT_SIZE", "decode", "decoded", "encode", "scale_of"]
+__all__ = ["GROUP", "MIN_8BIT_SIZE", "decode", "decoded", "encode", "scale_of"]
 
 GROUP = 32
 """Elements that share a scale."""
@@ -52,10 +52,6 @@ _CODES = {"exp_avg": _FIRST, "exp_avg_sq": _SECOND, "momentum_buffer": _FIRST}
 def scale_of(name: str) -> str:
     """Return the name of the state tensor with the exponents of a moment's groups."""
     return f"{name}_scale"
-
-
-LAYOUT = dict.fromkeys(map(scale_of, _CODES), GROUP)
-"""State with one element for each group of a parameter's elements."""
 
 
 def _by_group(scale: Tensor, like: Tensor) -> Tensor:

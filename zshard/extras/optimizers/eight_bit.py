@@ -20,33 +20,23 @@ SGD8bit has momentum_buffer and momentum_buffer_scale. Moments without a scale a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
-from torch.utils._pytree import tree_map_only
 
-from zshard.api import (
-    Hidden,
-    InOneCall,
-    SizeOf,
-    full_numel,
-    hidden,
-    params_of,
-    part_of,
-    zeros_side_by_side,
-)
+from zshard.api import InOneCall, SizeOf, bytes_declared, full_numel, plain
 from zshard.extras.optimizers import codes
 
-__all__ = ["Adam8bit", "AdamW8bit", "EightBit", "SGD8bit", "hide_codes"]
+__all__ = ["Adam8bit", "AdamW8bit", "EightBit", "SGD8bit"]
 
 
 class EightBit(InOneCall):
     """What the three have in common: their options, their state, and its conversions."""
 
-    _group_size = codes.GROUP
+    scale_group = codes.GROUP
     _forms: dict[object, tuple[object, ...]]  # by the keys of _plans: _FORM's options in its state
 
     def _set_eight_bit(self, master: str | None, min_8bit_size: int) -> None:
@@ -67,11 +57,17 @@ class EightBit(InOneCall):
 
     # --- state ------------------------------------------------------------------------------------
 
-    def state_layout(self, group: Mapping[str, Any]) -> Mapping[str, int] | None:
-        return codes.LAYOUT
-
-    def state_bytes(self, group: Mapping[str, Any]) -> SizeOf | None:
-        return _bytes_of(len(self._state_names(group)), group)
+    def state_layout(
+        self, group: Mapping[str, Any], param: Tensor
+    ) -> Mapping[str, torch.dtype | None]:
+        layout = dict(super().state_layout(group, param))
+        for name in self._state_names(group):
+            layout[name] = torch.uint8 if _is_coded(group, param) else torch.float32
+            if _is_coded(group, param):
+                layout[codes.scale_of(name)] = torch.uint8
+        if param.dtype == torch.bfloat16 and group["master"] is not None:
+            layout["low_bits"] = torch.int8
+        return layout
 
     def _step_params(self, key: object, group: dict[str, Any], state: dict[Any, Any]) -> None:
         if any(group.get(option) for option in _REFUSED):  # a script has set it since
@@ -90,74 +86,29 @@ class EightBit(InOneCall):
 
     def _has_form(self, group: Mapping[str, Any], param: Tensor, own: Mapping[str, Any]) -> bool:
         """Return whether the state of a parameter, if it has any, follows the group's options."""
+        layout, low = self.state_layout(group, param), "low_bits" in own
         names = [name for name in self._state_names(group) if own.get(name) is not None]
-        coded, low = _is_coded(group, param), "low_bits" in own
-        if any((codes.scale_of(name) in own) != coded for name in names):
+        if any((codes.scale_of(name) in own) != (codes.scale_of(name) in layout) for name in names):
             return False
-        return low == _keeps_low_bits(group, param) if names or low else True
-
-    def _make_state(self, group: dict[str, Any], params: Sequence[Tensor]) -> set[Tensor]:
-        halves = [param for param in params if _keeps_low_bits(group, param)]
-        new = [param for param in halves if "low_bits" not in self.state[param]]
-        for param, low in zip(new, zeros_side_by_side(new, torch.int8), strict=True):
-            self.state[param]["low_bits"] = low
-        return super()._make_state(group, params)
-
-    def _zeros(self, group: Mapping[str, Any], name: str, params: Sequence[Tensor]) -> list[Tensor]:
-        coded = [_is_coded(group, param) for param in params]
-        eight = [param for param, is_coded in zip(params, coded, strict=True) if is_coded]
-        wide = [param for param, is_coded in zip(params, coded, strict=True) if not is_coded]
-        scales = zeros_side_by_side(eight, torch.uint8, codes.GROUP)
-        for param, scale in zip(eight, scales, strict=True):
-            self.state[param][codes.scale_of(name)] = scale
-        of_eight = iter(zeros_side_by_side(eight, torch.uint8))
-        of_wide = iter(zeros_side_by_side(wide, torch.float32))
-        return [next(of_eight) if is_coded else next(of_wide) for is_coded in coded]
+        return low == ("low_bits" in layout) if names or low else True
 
     # --- state dicts ------------------------------------------------------------------------------
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what state_dict() returned, under this or another sharding, or torch's and zshard's
-        32-bit optimizers' state, which is converted to 8 bits.
-
-        Raises ValueError for state that does not fit the parameters.
-        """
-        with self.register_load_state_dict_pre_hook(hide_codes):
-            super().load_state_dict(state_dict)
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        shown = tree_map_only(Hidden, lambda each: each.value, state["state"])
         own_groups = vars(self).get("param_groups", ())  # of a copy: none
         for group, own in zip(state["param_groups"], own_groups, strict=False):
             group["master"] = group.get("master") or own["master"]  # the saved run may lack it
-        super().__setstate__({**state, "state": shown})
+        super().__setstate__(state)
         self._forms = {}  # no plan is left
         for group in self.param_groups:
             for param in group["params"]:
                 self._convert(group, param)
 
-    def _problem(
-        self, param: Tensor, own: Mapping[str, Any], group: Mapping[str, Any]
-    ) -> str | None:
-        wrong = super()._problem(param, own, group)
-        for name in self._state if wrong is None else ():
-            value, scale = own.get(name), own.get(codes.scale_of(name))
-            if value is None or (scale is None and value.is_floating_point()):
-                continue
-            if scale is None or value.dtype != torch.uint8 or scale.dtype != torch.uint8:
-                return f"'{name}' and '{codes.scale_of(name)}' are not 8-bit codes and their scales"
-            n = -(-value.numel() // codes.GROUP)
-            if scale.shape != (n,):
-                return f"'{codes.scale_of(name)}' has shape {tuple(scale.shape)}, expected {(n,)}"
-        return wrong
-
     @torch.no_grad()
+    @plain()
     def _convert(self, group: Mapping[str, Any], param: Tensor) -> None:
         """Give a parameter's loaded state the form that the step expects."""
         own = self.state.get(param, {})
-        for key in own.keys() - {"step"}:
-            if isinstance(own[key], Tensor):  # not a script's number
-                own[key] = own[key].to(param.device)
         for name in self._state_names(group):
             if own.get(name) is None or codes.scale_of(name) in own:
                 continue
@@ -193,22 +144,15 @@ def _is_coded(group: Mapping[str, Any], param: Tensor) -> bool:
     return bool(group["bits"] == 8 and full_numel(param) >= group["min_8bit_size"])
 
 
-def _bytes_of(moments: int, group: Mapping[str, Any]) -> SizeOf | None:
-    def bytes_of(param: nn.Parameter, numel: int) -> int:
-        each = numel + -(-numel // codes.GROUP) if _is_coded(group, param) else 4 * numel
-        return moments * each + _keeps_low_bits(group, param) * numel
-
-    return bytes_of if moments > 0 or group["master"] else None
-
-
-def bytes_by_name(name: str, model: nn.Module) -> SizeOf | None:
+def bytes_by_name(name: str, model: nn.Module) -> SizeOf:
     """Return the function for the bytes of an optimizer's state, by its name in lower case."""
-    defaults = {"bits": 8, "min_8bit_size": codes.MIN_8BIT_SIZE, "master": None}
-    return _bytes_of(1 if name == "sgd8bit" else 2, defaults)
-
-
-def _keeps_low_bits(group: Mapping[str, Any], param: Tensor) -> bool:
-    return param.dtype == torch.bfloat16 and group["master"] is not None
+    nothing: list[Any] = [{"params": []}]
+    if name == "sgd8bit":
+        made: EightBit = SGD8bit(nothing, momentum=0.9)
+    else:
+        made = AdamW8bit(nothing)
+    group = made.param_groups[0]
+    return lambda param, numel: bytes_declared(made.state_layout(group, param), param, numel)
 
 
 def _check_options(name: str, group: Mapping[str, Any]) -> None:
@@ -233,18 +177,6 @@ def _check_options(name: str, group: Mapping[str, Any]) -> None:
                 f"{tuple(param.shape)} is {param.dtype}: convert the model, or give that parameter "
                 "to another optimizer"
             )
-
-
-# --- loading with dtypes of its own ---------------------------------------------------------------
-
-
-def hide_codes(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-) -> dict[str, Any] | None:
-    """Pre-hook of load_state_dict(); for sharded parameters state/optimizer.py does it, once it has
-    taken their shards."""
-    sharded = any(part_of(param) is not None for param in params_of(optimizer))
-    return None if sharded else hidden(optimizer, state_dict)
 
 
 # --- the optimizers -------------------------------------------------------------------------------

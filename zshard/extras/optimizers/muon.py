@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from zshard import api
-from zshard.api import AdamW, check_state, keep_options, part_of, state_problem, zeros_side_by_side
-from zshard.extras.optimizers.eight_bit import AdamW8bit, hide_codes
+from zshard.api import AdamW, keep_options, load_state_of_optimizer, part_of, zeros_side_by_side
+from zshard.extras.optimizers.eight_bit import AdamW8bit
 from zshard.extras.optimizers.matrices import groups_of
 from zshard.extras.optimizers.newton_schulz import cost_of, orthogonalized
 from zshard.extras.optimizers.whole_steps import Stepping, WholeSteps, full_shape, refuse_copy
@@ -106,6 +105,7 @@ class Muon(torch.optim.Optimizer):
         }
         _check_options(self._of_muon)
         self._adamw = _adamw_of({} if adamw is None else adamw)
+        self.scale_group = self._adamw.scale_group
         self._of_adamw = {**self._adamw.defaults, "use_muon": False}
         self._whole = WholeSteps("Muon", 1, _BATCH)
         if isinstance(params, nn.Module):
@@ -120,11 +120,13 @@ class Muon(torch.optim.Optimizer):
         # Each group keeps those of its kind. Torch's schedulers would cycle all groups' betas.
         super().__init__(params, {k: v for k, v in self.options.items() if k != "betas"})
 
-    def state_layout(self, group: Mapping[str, Any]) -> Mapping[str, int] | None:
-        return None if group["use_muon"] else self._adamw.state_layout(group)
-
-    def state_bytes(self, group: Mapping[str, Any]) -> api.SizeOf | None:
-        return api.one_tensor if group["use_muon"] else self._adamw.state_bytes(group)
+    def state_layout(
+        self, group: Mapping[str, Any], param: Tensor
+    ) -> Mapping[str, torch.dtype | None]:
+        """Declare the state of a parameter, as zshard.AdamW does."""
+        if group["use_muon"]:
+            return {"momentum_buffer": None}
+        return self._adamw.state_layout({**self._of_adamw, **group}, param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch.optim.
@@ -162,16 +164,7 @@ class Muon(torch.optim.Optimizer):
             )
         self._adamw._take_group(group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what state_dict() returned, under this or another sharding. With 8 bits, AdamW's
-        state in float32 is converted.
-
-        Raises ValueError for state that does not fit the parameters, and for state in 8 bits if
-        AdamW has none.
-        """
-        with self.register_load_state_dict_pre_hook(hide_codes):
-            super().load_state_dict(state_dict)
-
+    load_state_dict = load_state_of_optimizer  # type: ignore[assignment]
     __getstate__ = refuse_copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -184,7 +177,6 @@ class Muon(torch.optim.Optimizer):
                 )
             keep_options(group, own)
             self._take_group(group)
-        check_state(self, state, _problem)
         self._adamw.param_groups = _of_adamw(self.param_groups)
         self._adamw.__setstate__({**state, "param_groups": _of_adamw(state["param_groups"])})
         super().__setstate__({**state, "state": self._adamw.state})
@@ -307,11 +299,6 @@ def _check_matrix(param: Tensor, split: Any) -> None:
 
 def _of_adamw(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [group for group in groups if not group["use_muon"]]
-
-
-def _problem(param: Tensor, own: Mapping[str, Any], group: Mapping[str, Any]) -> str | None:
-    names = ["momentum_buffer"]  # the others' state is AdamW's to check
-    return state_problem(param, own, names, names) if group["use_muon"] else None
 
 
 class _Blocks(NamedTuple):

@@ -30,6 +30,7 @@ from zshard.api import (
     params_of,
     part_of,
     plain,
+    run_post_hooks,
 )
 from zshard.extras.optimizers.whole_steps import (
     Stepping,
@@ -201,8 +202,7 @@ class WholeMatrix(Optimizer):
         kept = copy.deepcopy(kept)
         self._inner.load_state_dict({**state_dict, "state": kept, "param_groups": groups})
         _copy_options(self._inner.param_groups, self.param_groups)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        run_post_hooks(self)
 
     def _stepped(self) -> list[Stepping]:
         found = []

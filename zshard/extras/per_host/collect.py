@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import torch.distributed as dist
+from torch import nn
 
 from zshard import api
 from zshard.api import NAME as MANIFEST
@@ -21,15 +22,11 @@ from zshard.api import (
     FileRecord,
     OpenFile,
     PublicCall,
-    ShardingStrategy,
     Staging,
     Target,
-    check_blocks,
-    comm_for,
-    copy_file,
-    dump,
+    make_default_group,
     on_all_ranks,
-    resolve_groups,
+    ranks_of,
     write_text,
 )
 from zshard.extras.per_host.hosts import folders_together, opened_together
@@ -49,7 +46,7 @@ def collect(folders: Sequence[str], out: str) -> str | None:
         return _collect_from_hosts(folders, out)
     spread = folders_together(folders)
     try:
-        check_blocks(spread.blocks())
+        spread.blocks().check()
         return _write(spread, out)
     finally:
         spread.close()
@@ -60,9 +57,10 @@ def _collect_from_hosts(folders: Sequence[str], out: str) -> str | None:
     if len(folders) != 1:
         raise ValueError("under torchrun, pass one folder, which each host has under this path")
     is_callers = dist.is_initialized()
-    group = resolve_groups(None, None, ShardingStrategy.FULL_SHARD).world
+    if not is_callers:
+        make_default_group("gloo")
     try:
-        return _collected(comm_for(group, None, None), folders[0], out)
+        return _collected(ranks_of(nn.Module()), folders[0], out)
     finally:
         if dist.is_initialized() and not is_callers:
             dist.destroy_process_group()
@@ -77,7 +75,7 @@ def _collected(comm: api.Comm, folder: str, out: str) -> str | None:
         mine = spread.own_blocks(comm, everything if comm.rank == 0 else ())
         line = None
         with on_all_ranks(comm):
-            check_blocks(mine)
+            mine.check()
         with on_all_ranks(comm):
             if comm.rank == 0:
                 line = _write(spread, out)
@@ -92,10 +90,12 @@ def _write(spread: Spread, out: str) -> str:
         staging.open()
         for name, size in spread.manifest.whole.items():
             source = spread.open(name, OpenFile)
-            records[name] = copy_file(os.path.join(staging.path, name), size, source.read_into)
+            records[name] = FileRecord.copy(
+                os.path.join(staging.path, name), size, source.read_into
+            )
         more = {name: told for name, told in spread.manifest.more.items() if name != "parts"}
         manifest = replace(spread.manifest, files=records, whole={}, more=more)
-        write_text(os.path.join(staging.path, MANIFEST), dump(manifest))
+        write_text(os.path.join(staging.path, MANIFEST), manifest.dump())
         staging.commit()
     finally:
         staging.discard()

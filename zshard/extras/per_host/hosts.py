@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 import torch
@@ -18,21 +18,18 @@ from torch import nn
 from zshard import api
 from zshard.api import (
     BLOCK,
-    Block,
     CheckpointError,
+    FileBlocks,
     Manifest,
     OpenFile,
     bare,
-    finished,
     gather,
     gather_bytes,
     group_beside,
     names_at,
     on_all_ranks,
-    on_any_rank,
     path_of,
     ranks_of,
-    read_manifest,
     warn_on_rank_0,
 )
 from zshard.extras.per_host.parts import Spread, part_files_in, parts_of
@@ -133,7 +130,7 @@ def report_of(folder: str) -> HostReport:
     if not os.path.lexists(where):
         return HostReport()
     try:
-        manifest = read_manifest(folder)
+        manifest = Manifest.read(folder)
         parts = parts_of(manifest, folder)
     except (OSError, CheckpointError) as error:
         return HostReport(problem=str(error))
@@ -194,9 +191,10 @@ def latest_of_hosts(directory: str | os.PathLike[str], model: nn.Module) -> str 
     path = path_of(directory)
     own: list[str] = []
     with on_all_ranks(comm):
-        finished(path)  # for its errors
+        with suppress(FileNotFoundError):
+            os.listdir(path)  # for its other errors
         own += names_at(path)
-    if not on_any_rank(comm, bool(own)):
+    if not any(gather(comm, bool(own))):
         return None
     return os.path.join(path, choose(comm, Hosts(comm), path).name)
 
@@ -218,7 +216,7 @@ def folders_together(paths: Sequence[str]) -> Spread:
         for f, reports in zip(folders, chosen.reports, strict=True)
         if reports.id == chosen.found.id
     ]
-    manifest = read_manifest(ours[0])
+    manifest = Manifest.read(ours[0])
     if not manifest.whole:
         raise CheckpointError(f"'{ours[0]}' is not in parts: it needs no collecting")
     spread = Spread(ours[0], manifest, ours)
@@ -242,7 +240,7 @@ class HostsSpread(Spread):
         self.servers = [_servers(hosts, found.holders, rank) for rank in range(len(hosts.of))]
         super().__init__(path, manifest, [path] * is_here, self.servers[hosts.rank])
 
-    def own_blocks(self, comm: api.Comm, wanted: Iterable[tuple[str, int, int]]) -> list[Block]:
+    def own_blocks(self, comm: api.Comm, wanted: Iterable[tuple[str, int, int]]) -> FileBlocks:
         """Return those that its host has, or that it sends to other hosts, of all blocks that ranks
         will read."""
         marks: dict[str, int] = {}
@@ -258,7 +256,7 @@ class HostsSpread(Spread):
                 if self._hosts.of[source] == self._hosts.of[comm.rank]:
                     ours[name] = ours.get(name, 0) | int(mask, 16)
         near = self._hosts.near
-        return list(api.share_blocks(self.blocks(ours), near.index(comm.rank), len(near)))
+        return self.blocks(ours).share(near.index(comm.rank), len(near))
 
 
 def opened_together(stack: ExitStack, comm: api.Comm, path: str) -> tuple[str, HostsSpread | None]:
@@ -276,7 +274,7 @@ def opened_together(stack: ExitStack, comm: api.Comm, path: str) -> tuple[str, H
         if comm.rank == first:
             with OpenFile(where, follow=False) as file:
                 text = bytes(file.bytes_of(file.size))
-    manifest = api.parse_manifest(gather_bytes(comm, text)[first], where)
+    manifest = Manifest.parse(gather_bytes(comm, text)[first], where)
     if not manifest.whole:
         return folder, None
     spread = HostsSpread(folder, manifest, hosts, found, reports[comm.rank].id == found.id)

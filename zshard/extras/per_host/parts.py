@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple, TypeVar
 
 from zshard import api
-from zshard.api import NAME, Block, CheckpointError, Manifest, OpenFile, SafetensorsFile
+from zshard.api import NAME, CheckpointError, FileBlocks, Manifest, OpenFile, SafetensorsFile
 
 _HERE, _ELSEWHERE, _LOST = range(3)  # nearest first
 
@@ -132,18 +132,17 @@ class Spread:
             self._opened[name] = PartFile(self, name)
         return self._opened[name]
 
-    def blocks(self, masks: Mapping[str, int] | None = None) -> list[Block]:
+    def blocks(self, masks: Mapping[str, int] | None = None) -> FileBlocks:
         """Return blocks of part files here: of each one, those whose bits its mask has; or all."""
         records = self.manifest.files
         masks = dict.fromkeys(self.here, -1) if masks is None else masks
-        return [
-            Block(self.part(name), records[name], number)
-            for name, mask in sorted(masks.items())
-            for number in range(len(records[name].checksums))
-            if mask >> number & 1
-        ]
+        blocks = FileBlocks()
+        for name, mask in sorted(masks.items()):
+            numbers = range(len(records[name].checksums))
+            blocks.add(self.part(name), records[name], (n for n in numbers if mask >> n & 1))
+        return blocks
 
-    def own_blocks(self, comm: api.Comm, wanted: Iterable[tuple[str, int, int]]) -> list[Block]:
+    def own_blocks(self, comm: api.Comm, wanted: Iterable[tuple[str, int, int]]) -> FileBlocks:
         """Return the blocks of part files that this rank verifies. Collective. Here, where a
         process has opened it alone: all that it has.
 

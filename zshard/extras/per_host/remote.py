@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from zshard import api
-from zshard.api import CheckpointError, Group, OpenFile, bytes_of
+from zshard.api import CheckpointError, OpenFile, bytes_of
 
 _REQUEST, _ANSWER = 1, 2  # tags
 _CHUNK = 2**22  # bytes
@@ -35,7 +36,7 @@ class RemoteParts:
 
     def __init__(
         self,
-        group: Group,
+        group: ProcessGroup,
         names: Sequence[str],
         paths: Mapping[str, str],
         servers: Mapping[str, int],

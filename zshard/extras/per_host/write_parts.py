@@ -10,35 +10,28 @@ leaves the checkpoint before this one complete.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup
 
 from zshard import api
 from zshard.api import NAME as MANIFEST
 from zshard.api import (
     PART,
     FileRecord,
-    Group,
-    Piece,
     PublicCall,
     SavePlan,
     Staging,
     Target,
     Writer,
-    chunk_for,
-    clean_up,
-    copy_file,
     gather,
     gather_bytes,
     group_beside,
-    int_of,
-    joined,
-    names_of_all,
     on_all_ranks,
-    record_of,
     warn_on_rank_0,
     write_text,
 )
@@ -52,23 +45,22 @@ class PerHost(NamedTuple):
 
     hosts: Hosts
     replicas: int  # copies of each part file on other hosts
-    group: Group | None  # for copying
+    group: ProcessGroup | None  # for copying
 
 
-def parse(per_host: object, replicas: object, overwrite: bool) -> int | None:
-    """Return the number of copies; None for hosts that share a disk. Raise TypeError or ValueError
-    for invalid arguments of save()."""
-    count = int_of("replicas", replicas)
-    if count < 0:
-        raise ValueError(f"replicas must be at least 0, got {count}")
-    if count and not per_host:
+def parse(per_host: object, replicas: int, overwrite: bool) -> int | None:
+    """Return the number of copies; None for hosts that share a disk. Raise ValueError for
+    invalid arguments of save()."""
+    if replicas < 0:
+        raise ValueError(f"replicas must be at least 0, got {replicas}")
+    if replicas and not per_host:
         raise ValueError("replicas are copies on other hosts' disks: pass per_host=True as well")
     if per_host and overwrite:
         raise ValueError(
             "overwrite=True is not available with per_host=True, since hosts cannot replace a "
             "checkpoint at one moment: save to another path, or pass step= and keep_last="
         )
-    return count if per_host else None
+    return replicas if per_host else None
 
 
 def writer(comm: api.Comm, beside: api.Comm, replicas: int) -> Callable[[SavePlan, api.Comm], None]:
@@ -110,11 +102,11 @@ def write_parts(plan: SavePlan, comm: api.Comm, per_host: PerHost) -> None:
         with on_all_ranks(comm):
             if hosts.leads:
                 staging.open()
-        strange: list[str] = []
+        writer = Writer(plan)
         with on_all_ranks(comm), torch.no_grad():
-            own = _write_part(plan, staging.path, comm, hosts, strange)
+            own = _write_part(plan, staging.path, comm, hosts, writer)
         written = _gather(comm, own)
-        names = names_of_all(comm, strange)
+        names = writer.strange_on_any(comm)
         if per_host.group is not None:
             _copy_parts(comm, per_host, staging.path, written)
         with on_all_ranks(comm):
@@ -135,7 +127,7 @@ def write_parts(plan: SavePlan, comm: api.Comm, per_host: PerHost) -> None:
             staging.withdraw()
             raise
         staging.discard()
-        clean_up(plan, comm, hosts.leads, names)
+        plan.clean_up(comm, hosts.leads, names)
     finally:
         staging.discard()
         staging.close()
@@ -150,7 +142,7 @@ def _refuse_shared_folder(comm: api.Comm, hosts: Hosts, target: Target, id: str)
         with on_all_ranks(comm):
             if hosts.leads:
                 target.make_parent()
-                api.make_folder(places[own])
+                os.mkdir(places[own])
                 made = True
         with on_all_ranks(comm):
             others = (i for i in range(len(places)) if i != own and os.path.lexists(places[i]))
@@ -164,21 +156,22 @@ def _refuse_shared_folder(comm: api.Comm, hosts: Hosts, target: Target, id: str)
                 )
     finally:
         if made:
-            api.remove_folder(places[own])
+            os.rmdir(places[own])
 
 
 # --- the part file of a rank ----------------------------------------------------------------------
 
 
 def _write_part(
-    plan: SavePlan, folder: str, comm: api.Comm, hosts: Hosts, strange: list[str]
+    plan: SavePlan, folder: str, comm: api.Comm, hosts: Hosts, writer: Writer
 ) -> _WrittenPart | None:
     """Write this rank's part file and sync it. None if this rank has nothing to write."""
-    todo = _runs(plan, headers=hosts.leads, texts=comm.rank == 0)
+    runs = plan.runs(headers=hosts.leads, texts=comm.rank == 0)  # each host has all headers, and so
+    # knows which tensors are missing
     part = PartRecord(
         hosts.names[comm.rank],
         comm.rank,
-        {file: tuple((offset, _size(what)) for offset, what in own) for file, own in todo.items()},
+        {file: [(offset, size) for offset, size, _ in own] for file, own in runs.items()},
     )
     name = f"rank-{comm.rank:05}-of-{comm.world:05}{PART}"
     if part.size == 0:
@@ -192,35 +185,13 @@ def _write_part(
             "created: all ranks of a host must save to the same folder"
         ) from None
     with created as file:
-        writer = Writer(file, chunk_for(plan.pieces), plan.parameters)
-        at = 0
-        for _, what in (each for own in todo.values() for each in own):
-            if isinstance(what, Piece):
-                writer.add(what._replace(offset=at))
-            else:
-                writer.add_bytes(at, what)
-            at += _size(what)
-        rows = joined(writer.end())
-        strange += writer.strange
+        todo, at = [], 0
+        for _, size, what in itertools.chain(*runs.values()):
+            todo.append((at, size, what))
+            at += size
+        rows = writer.write(file, todo)
         file.sync()
-    return _WrittenPart(name, part, record_of(name, part.size, rows))
-
-
-def _runs(plan: SavePlan, headers: bool, texts: bool) -> dict[str, list[tuple[int, Piece | bytes]]]:
-    """Return what this rank writes of each file, with its offset there: each host has all headers,
-    and so knows which tensors are missing."""
-    found: dict[str, list[tuple[int, Piece | bytes]]] = {}
-    for file in plan.files if headers else ():
-        found[file.name] = [(0, file.header)]
-    for piece in plan.pieces:
-        found.setdefault(plan.files[piece.file].name, []).append((piece.offset, piece))
-    for name, text in plan.texts.items() if texts else ():
-        found[name] = [(0, text)]
-    return found
-
-
-def _size(what: Piece | bytes) -> int:
-    return what.size if isinstance(what, Piece) else len(what)
+    return _WrittenPart(name, part, FileRecord.of(name, part.size, rows))
 
 
 def _gather(comm: api.Comm, own: _WrittenPart | None) -> list[_WrittenPart]:
@@ -255,5 +226,5 @@ def _copy_parts(
     with served as remote, on_all_ranks(comm):
         for each in mine:
             read = functools.partial(remote.read, each.name)
-            if copy_file(paths[each.name], each.record.size, read) != each.record:
+            if FileRecord.copy(paths[each.name], each.record.size, read) != each.record:
                 raise RuntimeError(f"'{paths[each.name]}' was changed on its way from another host")

@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from zshard.api import (
     Offload,
-    OffloadLike,
     Wire,
-    check_wire,
-    offload_of,
-    offload_on,
     removal,
-    spelled,
 )
 from zshard.extras.planner.gpus import GIB, Network, cluster_network, device_of
 from zshard.extras.planner.prediction import Prediction, predict
@@ -90,7 +86,7 @@ class Plan:
         if way.offload is not None:
             words.append(f"offload={way.offload.spelled()}")
         if way.wire != Wire():
-            words.append("wire=" + spelled(way.wire).replace("'", '"'))
+            words.append("wire=" + way.wire.spelled().replace("'", '"'))
         comment = COMMENTS.get(way.checkpointing, "")
         return f"FSDP({', '.join(words)}){comment}"
 
@@ -195,7 +191,7 @@ def plan(
     precision: str = "bf16",
     optimizer: str | int | None = "adamw",
     compiled: bool = False,
-    offload: OffloadLike | bool | None = None,
+    offload: Offload | str | os.PathLike[str] | bool | None = None,
     wire: str | Wire | None = None,
     per_host: int | None = None,
     nic: float | None = None,
@@ -238,12 +234,13 @@ def plan(
     if precision not in PRECISIONS:
         known = ", ".join(repr(each) for each in PRECISIONS)
         raise ValueError(f"unknown precision {precision!r}: expected one of {known}")
+    offloaded = Offload.of(offload)
     usual = Way(
         precision=precision,
         optimizer=optimizer,
         compiled=compiled,
-        offload=offload_on(offload_of(offload), "cuda"),
-        wire=check_wire(wire),
+        offload=offloaded and offloaded.on("cuda"),
+        wire=Wire.of(wire),
     )
     workload = workload_of(model, step, seq)._replace(traces={})
     name, device = device_of(gpu)
@@ -276,7 +273,7 @@ def _title(workload: Workload, way: Way, cluster: Cluster, gpu: str) -> str:
     hosts = ""
     if cluster.ranks > network.per_host:
         hosts = f", {network.per_host} in a host, {network.nic:g} Gbit/s between hosts"
-    wire = f", wire {spelled(way.wire)}" if hosts and way.wire != Wire() else ""
+    wire = f", wire {way.wire.spelled()}" if hosts and way.wire != Wire() else ""
     return (
         f"{numel / 1e6:,.1f} M parameters{sample}, {way.precision}, optimizer {way.optimizer}, on "
         f"{cluster.ranks} x {gpu}{hosts}{wire}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from zshard.api import MixedPrecision, Offload, Options, Wire, World, parse_options
+from zshard.api import MixedPrecision, Offload, Wire
 from zshard.extras.planner.gpus import Device, Network
 
 PRECISIONS = ("bf16", "fp32", "fp8")
@@ -25,11 +25,11 @@ class Cluster(NamedTuple):
     transport: str = "nccl"
     reduces_by_ring: bool = False
 
-    def world(self, group: int) -> World:
-        """Return the ranks for FSDP, with shard groups of that size."""
+    def world(self, group: int) -> tuple[int, int, str, str, int]:
+        """Return the ranks that a dry run assumes, with shard groups of that size."""
         kind, per_host = self.transport, self.network.per_host
         equal = self.ranks > per_host and self.ranks % per_host == 0
-        return World(self.ranks, group, kind, kind, per_host if equal else 0)
+        return self.ranks, group, kind, kind, per_host if equal else 0
 
 
 class Way(NamedTuple):
@@ -56,9 +56,8 @@ class Way(NamedTuple):
     wire: Wire = Wire()
 
 
-def options_of(way: Way) -> Options:
-    """Return the options of FSDP(...) that a way stands for."""
+def arguments_of(way: Way) -> dict[str, Any]:
+    """Return the arguments of FSDP(...) that a way stands for."""
     low = None if way.precision == "fp32" else MixedPrecision(param_dtype=torch.bfloat16)
     given = {"strategy": way.strategy, "mixed_precision": low, "wire": way.wire}
-    more = {"device": "cuda", "offload": way.offload, "keep_gathered": False}
-    return parse_options(given | more)
+    return given | {"device": "cuda", "offload": way.offload, "keep_gathered": False}

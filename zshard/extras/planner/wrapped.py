@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from zshard import api
-from zshard.api import ShardingStrategy, UnitSpec, dry_run_of, size_of_state
+from zshard.api import ShardingStrategy, dry_run_of
 from zshard.extras.planner.kernels import Segment, Traced
 from zshard.extras.planner.traffic import CODE_BYTES
 from zshard.extras.planner.update import Held, matrices_of
-from zshard.extras.planner.ways import Cluster, Way, options_of
+from zshard.extras.planner.ways import Cluster, Way, arguments_of
 from zshard.extras.planner.workloads import Workload
 
 COMPILED = 0.8
@@ -62,23 +64,21 @@ class Wrapped:
 
     def __init__(self, workload: Workload, way: Way, cluster: Cluster) -> None:
         self.way, self.cluster = way, cluster
-        model, options = workload.model, options_of(way)
+        model = workload.model
         group = way.group or min(cluster.network.per_host, cluster.ranks)
-        self.over = _over(options.strategy, group, cluster.ranks)
-        self.run = dry_run_of(model, "auto", options, cluster.world(group))
-        size_of = size_of_state(way.optimizer, model)
-        self.state = self.run.trained_bytes(False, size_of)
-        self.offloaded_state = self.run.trained_bytes(True, size_of)
+        self.over = _over(ShardingStrategy(way.strategy), group, cluster.ranks)
+        self.run = dry_run_of(model, "auto", arguments_of(way), cluster.world(group))
+        self.state, self.offloaded_state = self.run.state_bytes(way.optimizer)
         self.matrices = matrices_of(model) if way.optimizer == "muon" else []
         found = self.run.in_order
         self.units = [unit for unit, _ in found]
         self.names = [unit.name or "root" for unit in self.units]
         self.modules = [spec.module for _, spec in found]
-        self.sizes = [self._size_of(unit, spec) for unit, spec in found]
-        self.parts = [self._part_of(unit, spec) for unit, spec in found]
+        params = [[ref.param for ref in spec.params] for _, spec in found]
+        self.sizes = list(map(self._size_of, self.units, params))
+        self.parts = list(map(self._part_of, self.units, params))
 
-    def _size_of(self, unit: api.Unit, spec: UnitSpec) -> Size:
-        params = [ref.param for ref in spec.params]
+    def _size_of(self, unit: api.Unit, params: Sequence[nn.Parameter]) -> Size:
         trained = [param for param in params if param.requires_grad]
         numel, of_trained = (sum(param.numel() for param in some) for some in (params, trained))
         full: float = sum(param.numel() * self._itemsize(param) for param in params)
@@ -88,13 +88,13 @@ class Wrapped:
         own = sum(param.numel() * param.itemsize for param in params)
         return Size(numel, of_trained, full, grads, own)
 
-    def _part_of(self, unit: api.Unit, spec: UnitSpec) -> Held:
+    def _part_of(self, unit: api.Unit, params: Sequence[nn.Parameter]) -> Held:
         trained = cast = copy = 0
-        for i, ref in enumerate(spec.params):
-            numel, itemsize = unit.param(i)["numel"], ref.param.itemsize
-            trained += numel * itemsize if ref.param.requires_grad else 0
-            if self._itemsize(ref.param) != itemsize:
-                cast, copy = cast + numel * itemsize, copy + numel * self._itemsize(ref.param)
+        for i, param in enumerate(params):
+            numel, itemsize = unit.param(i)["numel"], param.itemsize
+            trained += numel * itemsize if param.requires_grad else 0
+            if self._itemsize(param) != itemsize:
+                cast, copy = cast + numel * itemsize, copy + numel * self._itemsize(param)
         return Held(trained, cast, copy, unit.offloads[:2])
 
     def _itemsize(self, param: torch.Tensor) -> int:

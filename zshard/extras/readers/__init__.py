@@ -19,8 +19,6 @@ from zshard.api import (
     CheckpointError,
     OpenFile,
     SafetensorsFile,
-    absolute,
-    files_of,
 )
 from zshard.extras.readers import chunked, dcp
 
@@ -52,7 +50,7 @@ def open_into(found: Checkpoint, with_optimizer: bool) -> bool:
 
 def _open_huggingface(found: Checkpoint, first: str) -> None:
     """first: the file that has the tensors or their index."""
-    if re.fullmatch(r"\..*\.[0-9a-f]{32}\.tmp", os.path.basename(absolute(found.path))):
+    if re.fullmatch(r"\..*\.[0-9a-f]{32}\.tmp", os.path.basename(os.path.abspath(found.path))):
         # The files have their full length, but zeros where nothing was written.
         raise CheckpointError(
             f"'{found.path}' is not a checkpoint: an interrupted save left it; load another one"
@@ -67,7 +65,7 @@ def _open_huggingface(found: Checkpoint, first: str) -> None:
             )
         return kind(path)
 
-    _note(found, files_of(found, first, opened_file))
+    _note(found, found.open_listed(first, opened_file))
 
 
 def _note(found: Checkpoint, files: dict[str, SafetensorsFile]) -> None:

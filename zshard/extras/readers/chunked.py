@@ -13,18 +13,16 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 import torch
 
 from zshard.api import (
-    HEADER_LIMIT,
     Checkpoint,
     CheckpointError,
     Readable,
     SafetensorsFile,
-    are_counts,
-    object_of,
-    read_whole,
+    bytes_of,
 )
 
 Index = tuple[int, ...]
@@ -60,7 +58,10 @@ class Chunked:
 
     def value(self) -> torch.Tensor:
         """Read the full tensor."""
-        return read_whole(self)
+        full = torch.empty(self.shape, dtype=self.dtype)
+        if full.numel() > 0:
+            self.read_into(bytes_of(full), 0)
+        return full
 
     def read_into(self, memory: memoryview, offset: int) -> None:
         """Fill `memory` with the tensor's bytes, in row-major order, from byte `offset` on."""
@@ -113,18 +114,21 @@ def shards_in(path: str) -> list[str]:
     return sorted(name for name in os.listdir(path) if _SHARD.fullmatch(name))
 
 
+def _is_index(begin: object) -> TypeGuard[list[int]]:
+    return isinstance(begin, list) and all(type(each) is int and each >= 0 for each in begin)
+
+
 def open_shards_into(found: Checkpoint, names: Sequence[str]) -> None:
     """Open these files of a folder. Raise CheckpointError if parts overlap or leave gaps."""
     parts: dict[str, list[tuple[Index, Readable]]] = {}
     for file_name in names:
         found.files[file_name] = file = SafetensorsFile(os.path.join(found.path, file_name))
         where = f"the header of '{file.path}'"
-        note = file.notes.get("DCP_SHARDING_INFO", "{}").encode(errors="surrogatepass")
-        told = object_of(note, where, HEADER_LIMIT)
+        told = file.note("DCP_SHARDING_INFO")
         for name, entry in file.entries.items():
             facts = told.get(name)
             begin = facts.get("saved_offsets") if isinstance(facts, dict) else None
-            if not are_counts(begin) or len(begin) != len(entry.shape):
+            if not _is_index(begin) or len(begin) != len(entry.shape):
                 raise CheckpointError(f"{where} has no valid saved_offsets for '{name}'")
             parts.setdefault(name, []).append((tuple(begin), entry))
     model = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zshard.api import CODES, LIMIT, Checkpoint, CheckpointError, OpenFile, is_extra_state
+from zshard.api import CODES, Checkpoint, CheckpointError, OpenFile
 from zshard.extras.readers.chunked import Chunked
 from zshard.extras.readers.other_states import KeyPath, optimizer_of_paths
 from zshard.extras.readers.torch_file import (
@@ -28,6 +28,7 @@ from zshard.extras.readers.torch_file import (
 )
 
 METADATA = ".metadata"
+_LIMIT = 2**30  # bytes of it
 
 _MODELS = ("model", "model_state_dict", "state_dict", "module", "net")
 _OPTIMIZERS = (
@@ -50,7 +51,7 @@ def open_into(found: Checkpoint, with_optimizer: bool) -> None:
     """
     where = os.path.join(found.path, METADATA)
     with OpenFile(where) as file, reading(f"'{where}'"):
-        entries = _entries(found, where, parse(bytes(file.bytes_of(min(file.size, LIMIT + 1)))))
+        entries = _entries(found, where, parse(bytes(file.bytes_of(min(file.size, _LIMIT + 1)))))
     roots = _root(_MODELS, entries), _root(_OPTIMIZERS, entries)
     own, theirs = (
         {path[len(root) :]: each for path, each in entries.items() if path[: len(root)] == root}
@@ -60,7 +61,9 @@ def open_into(found: Checkpoint, with_optimizer: bool) -> None:
     if not own:
         tensors = [path for path, entry in rest.items() if isinstance(entry, Chunked)]
         paths = [path for path in tensors if len(path) == 1] or tensors
-        paths += [p for p in rest if is_extra_state(str(p[-1])) and p not in tensors]
+        paths += [
+            p for p in rest if str(p[-1]).split(".")[-1] == "_extra_state" and p not in tensors
+        ]
         own = {path: rest.pop(path) for path in paths}
     found.model = {_dotted(p): e for p, e in own.items() if isinstance(e, Chunked)}
     found.others = {_dotted(p): e.value() for p, e in own.items() if isinstance(e, Stored)}

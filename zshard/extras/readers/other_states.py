@@ -8,14 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zshard.api import (
-    OptimizerState,
-    Readable,
-    params_of,
-    plain_name,
-    read_whole,
-    without_parameters,
-)
+from zshard.api import OptimizerState, params_of, plain_name, without_parameters
+from zshard.extras.readers.chunked import Chunked
 
 KeyPath = tuple[Any, ...]  # keys of nested dicts and lists
 
@@ -71,7 +65,7 @@ class _Flat(OptimizerState):
 
 
 def optimizer_of_paths(
-    tensors: Mapping[KeyPath, Readable], values: Mapping[KeyPath, Any], params: Sequence[str]
+    tensors: Mapping[KeyPath, Chunked], values: Mapping[KeyPath, Any], params: Sequence[str]
 ) -> OptimizerState:
     """Accept the formats of torch.distributed.checkpoint.state_dict: ("state", name, key) and
     ("param_groups", i, option), or flat, ("state.name.key",) and ("param_groups.name.option",).
@@ -88,7 +82,7 @@ def optimizer_of_paths(
         group.update({k: [v[i] for i in range(len(v))] for k, v in group.items() if _is_list(v)})
     names = _names_by_number(listed)
     known = {str(param) for group in listed for param in group.get("params", ())}
-    state: dict[str, dict[str, Readable]] = {}
+    state: dict[str, dict[str, Any]] = {}
     others: dict[str, dict[str, Any]] = {}
     rest: dict[Any, Any] = {}
     for kind, into in ((tensors, state), (values, others)):
@@ -112,10 +106,10 @@ def optimizer_of_paths(
 
 
 def _flat_optimizer(
-    tensors: Mapping[KeyPath, Readable], values: Mapping[KeyPath, Any], params: set[str]
+    tensors: Mapping[KeyPath, Chunked], values: Mapping[KeyPath, Any], params: set[str]
 ) -> OptimizerState:
     """Return the state of the flat format, in which each parameter has its own options."""
-    state: dict[str, dict[str, Readable]] = {}
+    state: dict[str, dict[str, Any]] = {}
     others: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for kind, prefix, into in (
@@ -151,9 +145,9 @@ def _put(into: dict[Any, Any], path: KeyPath, value: object) -> None:
     into[path[-1]] = value
 
 
-def _option(value: Any, tensor: Readable | None) -> Any:
+def _option(value: Any, tensor: Chunked | None) -> Any:
     """Return the value of an option, which is read if it is a tensor, such as a learning rate."""
-    return value if tensor is None else read_whole(tensor)
+    return value if tensor is None else tensor.value()
 
 
 def _is_list(value: object) -> bool:

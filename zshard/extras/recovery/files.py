@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
 
 from zshard import api
 from zshard.extras.recovery.layout import Counters
-from zshard.extras.recovery.recover import Mark
+
+_NUMBER = struct.Struct("Q")
+
+
+class Mark(IntEnum):
+    """Where the header file has a number: the last step that this rank has written, and done."""
+
+    READY = 0
+    DONE = 8
 
 
 class Files:
@@ -21,31 +31,25 @@ class Files:
         self.runs, self.changes = runs, changes
         self.counters: Counters = []
         self.held: Sequence[int] = ()  # the keeper has these descriptors, too
-        self._area: int
-        self.area: mmap.mmap
         if before is None:
-            self._head, head = _file("zshard-kept-head", mmap.PAGESIZE)
-            self._slots = [os.memfd_create(f"zshard-kept-slot-{i}") for i in range(2)]
-            self.header = head
+            self._head = _file("zshard-kept-head", _NUMBER.size * len(Mark))
+            self._slots = [_file(f"zshard-kept-slot-{i}", 0) for i in range(2)]
         else:
-            self._head, self.header, self._slots = before._head, before.header, before._slots
-        threads = torch.get_num_threads()
-        self._area, self.area = _file("zshard-kept-step", api.kept_bytes(runs, threads))
-        api.kept_format(self.area, runs, threads)
+            self._head, self._slots = before._head, before._slots
+        room = (runs, torch.get_num_threads())
+        self._area = _file("zshard-kept-step", api.KeptStep.bytes(*room))
+        self.step = api.KeptStep(mmap.mmap(self._area, 0), *room)
 
     @property
     def fds(self) -> list[int]:
         return [self._head, *self._slots, self._area]
 
     def close(self) -> None:
-        """Close this rank's descriptors and mappings; the keeper has descriptors of its own."""
-        self.close_area()
-        self.header.close()
-        for fd in [self._head, *self._slots]:
+        """Close this rank's descriptors; the keeper has its own."""
+        for fd in self.fds:
             os.close(fd)
 
     def close_area(self) -> None:
-        self.area.close()
         os.close(self._area)
 
     def fit(self, runs: int, changes: int, files: Sequence[int]) -> bool:
@@ -64,10 +68,20 @@ class Files:
             at += os.pwrite(fd, view[at:], at)
 
     def mark(self, what: Mark, number: int) -> None:
-        api.kept_mark(self.header, int(what), number)
+        mark(self._head, what, number)
 
 
-def _file(name: str, size: int) -> tuple[int, mmap.mmap]:
+def mark(head: int, what: Mark, number: int) -> None:
+    """Write a number to a header file, in one system call: a kill cannot cut it in two."""
+    os.pwrite(head, _NUMBER.pack(number), what)
+
+
+def marked(head: int, what: Mark) -> int:
+    """Return the number that a header file has."""
+    return int(_NUMBER.unpack(os.pread(head, _NUMBER.size, what))[0])
+
+
+def _file(name: str, size: int) -> int:
     fd = os.memfd_create(name)
     os.ftruncate(fd, size)
-    return fd, mmap.mmap(fd, size)
+    return fd

@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 
 from zshard import api
 from zshard.api import (
-    Prepared,
     PublicCall,
     bytes_of,
     grads_of,
@@ -48,7 +47,7 @@ from zshard.api import (
 )
 from zshard.extras.keeping.client import Keeper, keeper_of_run
 from zshard.extras.recovery.checks import check, check_others
-from zshard.extras.recovery.files import Files
+from zshard.extras.recovery.files import Files, Mark
 from zshard.extras.recovery.layout import (
     counters_of,
     layout_of,
@@ -59,7 +58,6 @@ from zshard.extras.recovery.layout import (
 )
 from zshard.extras.recovery.recover import (
     KeptName,
-    Mark,
     Old,
     generations,
     names_at,
@@ -266,13 +264,14 @@ class Keep:
         self._phase, optimizer = Phase.BETWEEN, self._optimizer
         if self._files is None or self._files.changes != optimizer.state_changes:
             own_state(optimizer)
-        prepared = Prepared()
         before = [group.get("rounding_step") for group in optimizer.param_groups]
-        self._phase, optimizer.prepared = Phase.BLOCK, prepared
+        prepared = optimizer.prepare_only()
+        self._phase = Phase.BLOCK
         try:
             yield
-            api.kept_look_again(prepared.plans)
-            self._complete(script, prepared.plans)
+            for plan in prepared.plans:
+                plan.look_again()
+            self._complete(script, prepared)
         except BaseException:
             for group, count in zip(optimizer.param_groups, before, strict=False):
                 if count is not None:
@@ -316,14 +315,16 @@ class Keep:
         self._keeper.drop(str(name))
         _held.pop(str(name), None)
 
-    def _complete(self, script: bytes, plans: list[api.OptimPlan]) -> None:
+    def _complete(self, script: bytes, prepared: Any) -> None:
+        plans = prepared.plans
         number = self._step + 1
-        files = self._files_for(plans)
+        files = self._files_for(prepared)
         state = self._snapshot(script, bool(plans))
         if plans:
-            api.kept_write(files.area, number, plans)
+            files.step.write(number, plans)
         self._phase = Phase.CUT_OFF
-        api.kept_count(plans)
+        for plan in plans:
+            plan.count()
         files.write(number, pickle.dumps(values_of(files.counters)) + state)
         grads = grads_of(params_of(self._optimizer))
         _held["in hand"] = [each for each in grads if each is not None]  # others may finish it
@@ -332,7 +333,7 @@ class Keep:
             self._comm.exchange(number.to_bytes(8, "little"))
         self._forget_older()
         if plans:
-            api.kept_finish(files.area, number)
+            files.step.finish(number)
         files.mark(Mark.DONE, number)
         del _held["in hand"]
         self._step, self._script, self._phase = number, script, Phase.BETWEEN
@@ -358,11 +359,12 @@ class Keep:
         }
         return _pickled("Keep()", state)
 
-    def _files_for(self, plans: list[api.OptimPlan]) -> Files:
+    def _files_for(self, prepared: Any) -> Files:
         """Return the files to write to; new ones if the optimizer's state or its runs changed, or
         if gradients lie in files that the keeper does not have."""
         optimizer, before = self._optimizer, self._files
-        runs, with_grads = api.kept_runs(plans), api.kept_files(plans)
+        files_of_runs = [fd for plan in prepared.plans for fd in plan.grad_files()]
+        runs, with_grads = len(files_of_runs), sorted({*files_of_runs} - {-1})
         if before is not None and before.fit(runs, optimizer.state_changes, with_grads):
             return before
         layout = layout_of(self._model, optimizer, self._comm)

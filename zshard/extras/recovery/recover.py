@@ -12,11 +12,9 @@ import io
 import mmap
 import os
 import pickle
-import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +34,7 @@ from zshard.api import (
     writing,
 )
 from zshard.extras.keeping.client import Keeper
+from zshard.extras.recovery.files import Mark, mark, marked
 from zshard.extras.recovery.layout import (
     KeptLayout,
     KeptPlace,
@@ -47,13 +46,6 @@ from zshard.extras.recovery.layout import (
 
 HEAD, SLOTS, AREA, REST = 0, (1, 2), 3, 4
 """The order of a rank's descriptors at the keeper; the layout's files follow."""
-
-
-class Mark(IntEnum):
-    """Where the header file has a number: the last step that this rank has written, and done."""
-
-    READY = 0
-    DONE = 8
 
 
 class KeptName(NamedTuple):
@@ -95,7 +87,10 @@ def generations(keeper: Keeper, comm: api.Comm, own: KeptName) -> Generations:
     for name in known:
         if name == own._replace(generation=name.generation):
             held = keeper.get(str(name))
-            steps[str(name.generation)] = _ready(held.fds) if held is not None else 0
+            if held is not None:
+                steps[str(name.generation)] = marked(held.fds[HEAD], Mark.READY)
+                for fd in held.fds:
+                    os.close(fd)
     mine = [max((name.generation for name in known), default=-1), steps]
     everyone = gather(comm, mine)
     newest = max(newest for newest, _ in everyone)
@@ -104,15 +99,6 @@ def generations(keeper: Keeper, comm: api.Comm, own: KeptName) -> Generations:
         if step > 0:
             return Generations(newest, (generation, step), own)
     return Generations(newest, None, own)
-
-
-def _ready(fds: Sequence[int]) -> int:
-    try:
-        (ready,) = struct.unpack("Q", os.pread(fds[HEAD], 8, Mark.READY))
-        return int(ready)
-    finally:
-        for fd in fds:
-            os.close(fd)
 
 
 class Old:
@@ -147,7 +133,7 @@ def recovered(
         _check(layout, model, optimizer, old.comm)
         state = _read_slot(fds[SLOTS[number % 2]])
         _check_rest(state, model, others)
-        if _number(fds, Mark.DONE) < number and state["stepped"]:
+        if marked(fds[HEAD], Mark.DONE) < number and state["stepped"]:
             _finish(layout, fds, number)
     with on_all_ranks(old.comm), old.opened(generation) as (layout, fds):
         _restore(layout, fds, state, model, optimizer)
@@ -218,11 +204,6 @@ def _check_kinds(others: Sequence[Any], states: Sequence[Sequence[Any]]) -> None
         )
 
 
-def _number(fds: Sequence[int], what: Mark) -> int:
-    (found,) = struct.unpack("Q", os.pread(fds[HEAD], 8, int(what)))
-    return int(found)
-
-
 def _read_slot(fd: int) -> dict[str, Any]:
     data = bytearray(os.fstat(fd).st_size)
     _read_into(memoryview(data), fd, 0, "the script's data")
@@ -234,19 +215,9 @@ def _read_slot(fd: int) -> dict[str, Any]:
 
 def _finish(layout: KeptLayout, fds: Sequence[int], number: int) -> None:
     """Finish a step in the old memory."""
-    with contextlib.ExitStack() as opened:
-        area = opened.enter_context(_mapped(fds[AREA]))
-        files = [
-            (name, opened.enter_context(_mapped(fd)))
-            for name, fd in zip(layout.files, fds[REST:], strict=True)
-        ]
-        api.kept_finish(area, number, files)
-        with _mapped(fds[HEAD]) as head:
-            api.kept_mark(head, int(Mark.DONE), number)
-
-
-def _mapped(fd: int) -> mmap.mmap:
-    return mmap.mmap(fd, os.fstat(fd).st_size)
+    files = zip(layout.files, (mmap.mmap(fd, 0) for fd in fds[REST:]), strict=True)
+    api.KeptStep(mmap.mmap(fds[AREA], 0)).finish(number, list(files))
+    mark(fds[HEAD], Mark.DONE, number)
 
 
 # --- restoring ------------------------------------------------------------------------------------

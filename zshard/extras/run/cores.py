@@ -8,12 +8,13 @@ all of them are walked.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from zshard.api import ROOT, groups, read_text
+from zshard.api import ControlGroup
 
 BINDINGS = ("core", "numa", "none")
 _CPUS, _NODES = "sys/devices/system/cpu", "sys/devices/system/node"
@@ -57,7 +58,7 @@ class Share(NamedTuple):
     nodes: list[int]
 
 
-def read_host(root: Path = ROOT, affinity: Iterable[int] | None = None) -> Host:
+def read_host(root: Path = Path("/"), affinity: Iterable[int] | None = None) -> Host:
     """Return what this process may use of its host. affinity: its CPUs; by default, from the
     kernel."""
     allowed = set(os.sched_getaffinity(0) if affinity is None else affinity)
@@ -68,7 +69,7 @@ def read_host(root: Path = ROOT, affinity: Iterable[int] | None = None) -> Host:
     for cpu in sorted(allowed):
         siblings = _numbers(root / _CPUS / f"cpu{cpu}/topology/core_cpus_list") or {cpu}
         cores.setdefault(frozenset(siblings), Core(node_of.get(cpu, 0), cpu))
-    quotas = [_quota_of(folder, first) for folder, first in groups("cpu", root)]
+    quotas = list(map(_quota_of, ControlGroup.all("cpu", root)))
     return Host(sorted(cores.values()), min(filter(None, quotas), default=None))
 
 
@@ -102,10 +103,10 @@ def shares_of(host: Host, ranks: int, binding: str) -> tuple[list[Share], int, s
     return shares, each, ""
 
 
-def _quota_of(folder: Path, version_1: bool) -> float | None:
+def _quota_of(group: ControlGroup) -> float | None:
     """Return how many CPUs' time a control group allows; None: no limit."""
-    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version_1 else ("cpu.max",)
-    words = " ".join(read_text(folder / name) or "" for name in names).split()
+    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if group.is_old else ("cpu.max",)
+    words = " ".join(map(group.read, names)).split()
     if len(words) != 2 or not all(word.isdigit() for word in words):  # "max", "-1", no file
         return None
     quota, period = map(int, words)
@@ -136,4 +137,6 @@ def as_list(numbers: Iterable[int]) -> str:
 
 
 def _numbers(file: Path) -> set[int]:
-    return parse_list(read_text(file) or "")
+    with contextlib.suppress(OSError):
+        return parse_list(file.read_text())
+    return set()

@@ -18,8 +18,7 @@ import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from zshard.api import KeeperError
-from zshard.extras.keeping import client
+from zshard.extras.keeping import KeeperError, client
 from zshard.extras.run import rank
 from zshard.extras.run.cores import BINDINGS, Share, as_list, read_host, shares_of
 

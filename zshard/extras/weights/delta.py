@@ -14,16 +14,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zshard import api
-from zshard.api import PublicCall, bytes_of, chunks, gather, plain, to_local
-
-if TYPE_CHECKING:
-    from zshard.extras.weights.export import ExportEntry
+from zshard.api import Entry, PublicCall, bytes_of, chunks, gather, plain, to_local
 
 
 class Exported:
@@ -45,13 +41,11 @@ class Exported:
         self._digests = {}
 
     @contextlib.contextmanager
-    def news(
-        self, entries: Sequence[ExportEntry], comm: api.Comm | None
-    ) -> Iterator[list[ExportEntry]]:
+    def news(self, entries: Sequence[Entry], comm: api.Comm | None) -> Iterator[list[Entry]]:
         """Context manager around an export, with the entries that have changed on any rank.
         Collective."""
         before, self._digests = self._digests, {}
-        now = {f"{each.name} {each.dtype}": digest(each.source) for each in entries}
+        now = {f"{each.name} {each.dtype}": digest(each.value) for each in entries}
         changed = [before.get(key) != value for key, value in now.items()]
         if comm is not None and comm.world > 1:
             with PublicCall("export()"):

@@ -16,8 +16,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,20 +24,20 @@ from torch import Tensor, nn
 
 from zshard import api
 from zshard.api import (
+    Entry,
     PublicCall,
     bare,
     check_agreement,
     comm_of,
+    inventory,
     may_stay_open,
     on_all_ranks,
     parse_size,
-    plain,
+    read_full,
     removal,
     session,
     settle,
-    tensors_of,
     units_of,
-    unsharded,
 )
 from zshard.extras.weights.delta import Exported
 
@@ -49,31 +48,6 @@ ALIGN = 64  # bytes, of each tensor in a bucket
 
 Bucket = dict[str, Tensor]
 Rename = Callable[[str], str | None]
-
-
-class ExportEntry(NamedTuple):
-    """A tensor to export."""
-
-    name: str
-    source: Tensor  # a parameter, or what is in the state dict
-    unit: api.Unit | None  # which must be unsharded to read the source
-    shape: tuple[int, ...]  # of the full tensor
-    dtype: torch.dtype  # that it is given in
-    version: int  # of a source without a unit, at the start
-
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def read_into(self, target: Tensor) -> None:
-        """Copy the tensor. Raises RuntimeError if it has changed since the export began."""
-        if self.unit is None and version_of(self.source) != self.version:
-            raise RuntimeError(
-                f"'{self.name}' was written to during an export, which would mix two versions: "
-                "leave the loop of zshard.export() first"
-            )
-        target.copy_(self.source.detach())
 
 
 def version_of(tensor: Tensor) -> int:
@@ -89,8 +63,9 @@ class Rounds:
     comm: api.Comm | None  # its ranks; None: this one, which needs no other
     takes: bool  # this rank wants the tensors
     # All entries, also those that have not changed; and the batches to send.
-    entries: list[ExportEntry] = field(default_factory=list)
-    batches: list[list[ExportEntry]] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    batches: list[list[Entry]] = field(default_factory=list)
+    versions: dict[str, int] = field(default_factory=dict)  # of what is in no unit, at the start
     tied: dict[str, str] = field(default_factory=dict)  # alias: name
 
     @contextlib.contextmanager
@@ -105,19 +80,16 @@ class Rounds:
                     yield
 
     @PublicCall("export()")
-    @plain()
-    @torch.no_grad()
-    def fill(self, batch: Sequence[ExportEntry], targets: Sequence[Tensor]) -> None:
+    def fill(self, batch: Sequence[Entry], targets: Sequence[Tensor]) -> None:
         """Copy the tensors of a batch to contiguous targets of their shapes and dtypes; on a rank
         that takes nothing, only take part."""
-        pairs = zip(batch, targets, strict=True) if self.takes else ((each, None) for each in batch)
-        for _, group in groupby(pairs, lambda pair: id(pair[0].unit)):
-            inside = list(group)
-            unit = inside[0][0].unit
-            with contextlib.nullcontext() if unit is None else unsharded(unit):
-                for entry, target in inside:
-                    if target is not None:
-                        entry.read_into(target)
+        for entry in batch:
+            if version_of(entry.value) != self.versions.get(entry.name, version_of(entry.value)):
+                raise RuntimeError(
+                    f"'{entry.name}' was written to during an export, which would mix two "
+                    "versions: leave the loop of zshard.export() first"
+                )
+        read_full(batch, targets if self.takes else [None for _ in batch])
 
 
 class Export:
@@ -227,10 +199,9 @@ class Export:
         if by_all and comm is not None:
             with PublicCall("export()"):
                 check_agreement(comm, self._facts(made), "tensors to export")
-        if not (by_all or made.takes or self.since is not None):
-            yield made
-            return
         with contextlib.ExitStack() as stack:
+            # Of a rank that takes nothing, too: ranks that write wait for one that has read more
+            # often (csrc/comm/shm/shm_word.c).
             stack.enter_context(session(state.unit for state in states))
             wanted = made.entries
             if self.since is not None:
@@ -242,11 +213,12 @@ class Export:
     def _plan(self, made: Rounds) -> None:
         """Find the entries. Communicates nothing."""
         settle(self._model, "export")
-        found = tensors_of(self._model)
+        found = inventory(self._model)
         names: dict[str, str] = {}
-        for old, value in found.tensors.items():
-            new = old if old in found.tied or self._rename is None else self._rename(old)
-            if old in found.tied or new is None:
+        for entry in found.entries:
+            old = entry.name
+            new = old if self._rename is None else self._rename(old)
+            if new is None:
                 continue
             if not isinstance(new, str):
                 raise TypeError(f"rename('{old}') must return a string or None, got {new!r}")
@@ -256,12 +228,11 @@ class Export:
                     "tensor a name of its own"
                 )
             names[new] = old
-            part = found.parts.get(id(value))
-            unit = part.unit if part is not None and part.is_cut else None
-            shape = tuple(value.shape) if unit is None or part is None else part.shape
-            cast = self._dtype is not None and value.dtype.is_floating_point
-            dtype = self._dtype if cast and self._dtype is not None else value.dtype
-            made.entries.append(ExportEntry(new, value, unit, shape, dtype, version_of(value)))
+            cast = self._dtype is not None and entry.dtype.is_floating_point
+            dtype = self._dtype if cast and self._dtype is not None else entry.dtype
+            made.entries.append(entry._replace(name=new, dtype=dtype))
+            if entry.unit is None:
+                made.versions[new] = version_of(entry.value)
         order = {id(each.unit): i for i, each in reversed([*enumerate(made.entries)])}
         made.entries.sort(key=lambda entry: order[id(entry.unit)])  # a unit is gathered once
         made.tied = found.tied if self._rename is None else {}
@@ -344,13 +315,13 @@ def _rank_in(comm: api.Comm | None, ranks: frozenset[int] | None) -> int:
     return rank
 
 
-def _batches(entries: Iterable[ExportEntry], limit: int) -> list[list[ExportEntry]]:
+def _batches(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
     """Divide entries into batches of at most `limit` bytes, each on one device."""
-    made: list[list[ExportEntry]] = []
+    made: list[list[Entry]] = []
     filled = 0
     for entry in entries:
         size = aligned(entry.size)
-        if not made or filled + size > limit or entry.source.device != made[-1][0].source.device:
+        if not made or filled + size > limit or entry.value.device != made[-1][0].value.device:
             made.append([])
             filled = 0
         made[-1].append(entry)
@@ -373,12 +344,12 @@ def views_of(flat: Tensor, shapes: Iterable[tuple[torch.dtype, tuple[int, ...]]]
     return made
 
 
-def flat_for(batch: Sequence[ExportEntry]) -> Tensor:
+def flat_for(batch: Sequence[Entry]) -> Tensor:
     """Return new memory for a batch, as a uint8 tensor."""
     with torch.inference_mode(False):  # callers may write to it
         size = sum(aligned(entry.size) for entry in batch)
-        return torch.empty(size, dtype=torch.uint8, device=batch[0].source.device)
+        return torch.empty(size, dtype=torch.uint8, device=batch[0].value.device)
 
 
-def _room(batch: Sequence[ExportEntry]) -> Sequence[Tensor]:
+def _room(batch: Sequence[Entry]) -> Sequence[Tensor]:
     return views_of(flat_for(batch), ((entry.dtype, entry.shape) for entry in batch))

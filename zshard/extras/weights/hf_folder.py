@@ -16,7 +16,7 @@ import torch
 from zshard import api
 from zshard.api import (
     BLOCK,
-    Item,
+    Entry,
     Staging,
     Target,
     bytes_of,
@@ -27,7 +27,7 @@ from zshard.api import (
 )
 
 if TYPE_CHECKING:
-    from zshard.extras.weights.export import Export, ExportEntry, Rounds
+    from zshard.extras.weights.export import Export, Rounds
 
 
 def save(export: Export, path: str | os.PathLike[str], limit: int) -> None:
@@ -66,8 +66,7 @@ class _Folder:
 
     def open(self, rounds: Rounds) -> None:
         """Create the files with their headers."""
-        items = [Item(each.name, each.shape, each.dtype, None) for each in rounds.entries]
-        planned = lay_out(items, "model", self._limit, rounds.tied)
+        planned = lay_out(rounds.entries, "model", self._limit, rounds.tied)
         self._texts = texts_of(rounds.model, planned)
         if len(planned) > 1:
             self._texts["model.safetensors.index.json"] = index_of(planned)
@@ -78,11 +77,11 @@ class _Folder:
             file.write([(0, each.header)], BLOCK)
             self._places.update((item.name, (file, offset)) for item, offset in each.places)
 
-    def room(self, batch: list[ExportEntry]) -> list[torch.Tensor]:
+    def room(self, batch: list[Entry]) -> list[torch.Tensor]:
         """Return memory for a batch."""
         return [torch.empty(each.shape, dtype=each.dtype) for each in batch]
 
-    def write(self, batch: list[ExportEntry], tensors: list[torch.Tensor]) -> None:
+    def write(self, batch: list[Entry], tensors: list[torch.Tensor]) -> None:
         """Write the tensors of a batch to their places."""
         for entry, tensor in zip(batch, tensors, strict=True):
             file, offset = self._places[entry.name]

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard.api import (
     ARGUMENTS,
     FSDP,
-    DeviceLike,
-    ProcessGroupLike,
-    StrategyLike,
+    ShardingStrategy,
     checks_names,
-    either,
     is_unit,
 )
 
@@ -87,12 +86,12 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
     def __new__(
         cls,
         module: _M,
-        device_ids: Sequence[DeviceLike] | None = None,
-        output_device: DeviceLike | None = None,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
-        process_group: ProcessGroupLike | None = None,
+        process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
@@ -108,7 +107,7 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
         *,
-        strategy: StrategyLike = "no_shard",
+        strategy: str | ShardingStrategy = "no_shard",
         **options: Any,
     ) -> Wrapped[_M]:
         unsupported = delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision
@@ -130,9 +129,9 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
                 f"the module's {_IGNORED} is not supported: delete it, and pass the parameters as "
                 "ignored_states="
             )
-        sync = either(
-            broadcast_buffers=broadcast_buffers, forward_sync_buffers=forward_sync_buffers
-        )
+        if broadcast_buffers is not None and forward_sync_buffers is not None:
+            raise ValueError("pass either broadcast_buffers or forward_sync_buffers, not both")
+        sync = forward_sync_buffers if broadcast_buffers is None else broadcast_buffers
         return FSDP(
             module,
             process_group,

@@ -23,19 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard.api import (
     FSDP,
-    GradientReductionHandle,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    OffloadPolicyLike,
-    PrecisionLike,
+    Offload,
     ShardingStrategy,
-    UnshardHandle,
     Wire,
-    block_of,
     checks_names,
-    column_of,
-    has_forward,
-    offload_of,
     register_forward_method,
     reset_or_leave,
     resolve_groups,
@@ -48,8 +39,6 @@ if TYPE_CHECKING:
 __all__ = [
     "FSDPModule",
     "FullyShardedDataParallel",
-    "GradientReductionHandle",
-    "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
 ]
@@ -60,9 +49,6 @@ register_fsdp_forward_method = register_forward_method
 
 _M = TypeVar("_M", bound=nn.Module)
 
-_NO_CASTS = MixedPrecisionPolicy()
-_NO_OFFLOAD = OffloadPolicy()
-
 
 class _Arguments(TypedDict, total=False):
     """The arguments of fully_shard() besides the module, for type checkers."""
@@ -70,8 +56,8 @@ class _Arguments(TypedDict, total=False):
     mesh: DeviceMesh | None
     reshard_after_forward: bool | int | None
     shard_placement_fn: Callable[[nn.Parameter], Any] | None
-    mp_policy: PrecisionLike | None
-    offload_policy: OffloadPolicyLike | None
+    mp_policy: Any  # a MixedPrecisionPolicy, zshard's or torch's
+    offload_policy: Any  # an OffloadPolicy, likewise, or a zshard.Offload
     ignored_params: Iterable[nn.Parameter] | None
     dp_mesh_dims: object
     wire: str | Wire | None
@@ -98,8 +84,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: PrecisionLike | None = _NO_CASTS,
-    offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: object = None,
     wire: str | Wire | None = None,
@@ -192,7 +178,7 @@ def fully_shard(
         strategy=_strategy(reshard_after_forward, hybrid) if groups is None else "hybrid_full",
         device_mesh=mesh if groups is None else None,
         mixed_precision=mp_policy,
-        offload=offload_of(offload_policy, "offload_policy"),
+        offload=Offload.of(offload_policy, "offload_policy"),
         auto_wrap_policy=None,
         ignored_states=_params(ignored_params),
         param_init_fn=reset_or_leave,
@@ -207,7 +193,7 @@ def fully_shard(
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard expects an nn.Module, got {type(module).__name__}")
-    if not has_forward(module):
+    if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
         raise ValueError(
             f"{type(module).__name__} has no forward, so its parameters could not be unsharded in "
             "time: call fully_shard on each module in it"
@@ -246,15 +232,15 @@ def _groups_to_keep_in(
             f"fully_shard(reshard_after_forward={number}) is not supported with a two-dimensional "
             "mesh: pass True or False"
         )
-    group = resolve_groups(None, mesh, ShardingStrategy.FULL_SHARD).world
-    world = 1 if group is None else dist.get_world_size(group)
+    groups = resolve_groups(None, mesh, ShardingStrategy.FULL_SHARD)
+    world = 1 if groups.world is None else dist.get_world_size(groups.world)
     if number < 1 or world % number != 0:
         raise ValueError(
             f"reshard_after_forward={number} does not divide the {world} ranks to shard over"
         )
     if number in (1, world):
         return None
-    return block_of(group, number), column_of(group, number)
+    return groups.split(number)
 
 
 def _strategy(reshard_after_forward: bool | int | None, hybrid: bool) -> ShardingStrategy:

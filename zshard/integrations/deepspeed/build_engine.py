@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -27,9 +26,7 @@ from zshard.api import (
     check_agreement,
     is_unit,
     make_default_group,
-    name_of,
     reset_or_leave,
-    start_alone,
     state_of,
 )
 from zshard.integrations.deepspeed.ds_config import (
@@ -175,11 +172,9 @@ def init_distributed(
         given["timeout"] = timeout
     if init_method is not None:
         given["init_method"] = init_method
-    elif "RANK" not in os.environ and not given.get("world_size"):
-        start_alone()
-        given |= {"store": HashStore(), "rank": 0, "world_size": 1}
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    make_default_group(backend, **given)
+    alone = "init_method" not in given and "RANK" not in os.environ
+    make_default_group(backend, alone=alone and not given.get("world_size"), **given)
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -208,9 +203,10 @@ def _check_sums(module: nn.Module, settings: Settings) -> None:
         dtype = torch.float32 if settings.dtype and param.dtype in _HALF else param.dtype
         if asked is None or not param.requires_grad or dtype is asked:
             continue
+        wanted, actual = (str(each).removeprefix("torch.") for each in (asked, dtype))
         raise NotImplementedError(
-            f"'{ACCUMULATED}' in the DeepSpeed config is {name_of(asked)}, but parameter '{name}' "
-            f"is {name_of(dtype)}, and zshard sums micro-batches in the parameters' dtype: remove "
+            f"'{ACCUMULATED}' in the DeepSpeed config is {wanted}, but parameter '{name}' "
+            f"is {actual}, and zshard sums micro-batches in the parameters' dtype: remove "
             "the key, or for float32 sums enable 'bf16', which keeps float32 parameters"
         )
 

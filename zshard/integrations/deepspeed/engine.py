@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from zshard.api import FSDP, GradScaler, ShardingStrategy, clip_grad_norm, state_of
+from zshard.api import FSDP, GradScaler, ShardingStrategy, state_of
 from zshard.integrations.deepspeed.ds_config import BatchSizes, Settings
 from zshard.integrations.deepspeed.engine_checkpoints import EngineCheckpoints
 
@@ -225,7 +225,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         self._norm = None
         if settings.clipping or settings.computes_norm or settings.skips_overflows:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            self._norm = float(clip_grad_norm(params, settings.clipping or math.inf, 2.0, False))
+            self._norm = float(nn.utils.clip_grad_norm_(params, settings.clipping or math.inf))
             if settings.skips_overflows:
                 overflow = not math.isfinite(self._norm)
         if self._scaler is not None:

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from zshard import api
 from zshard.api import (
     CheckpointError,
-    Loaded,
     PublicCall,
     gather,
     load,
@@ -205,7 +204,7 @@ class EngineCheckpoints:
         state["lr_scheduler"] = None if scheduler is None else scheduler.state_dict()
         return state
 
-    def _take_state(self, loaded: Loaded, with_scheduler: bool) -> None:
+    def _take_state(self, loaded: Mapping[str, Any], with_scheduler: bool) -> None:
         own = loaded.get(_OURS)
         if own is None:  # saved by zshard.save(): the counts stay
             return

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zshard import api
 from zshard.api import (
     PublicCall,
     ShardParameter,
@@ -56,12 +55,12 @@ class _OfEngine:
         if "ds_id" not in vars(param):
             raise AttributeError(f"'{owner.__name__}' object has no attribute '{self._name}'")
         if self._name == "ds_tensor":
-            return to_local(param).view(-1) if _is_cut_now(param) else None
-        return ZeroParamStatus.NOT_AVAILABLE if _is_cut_now(param) else ZeroParamStatus.AVAILABLE
-
-
-def _is_cut_now(param: Tensor) -> bool:
-    return api.slice_part(param) is not None
+            return to_local(param).view(-1) if isinstance(param, ShardParameter) else None
+        return (
+            ZeroParamStatus.NOT_AVAILABLE
+            if isinstance(param, ShardParameter)
+            else ZeroParamStatus.AVAILABLE
+        )
 
 
 _ids = itertools.count()

@@ -23,7 +23,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zshard.api import (
     ARGUMENTS,
     FSDP,
-    absolute,
     broadcast_buffers,
     class_of,
     did_you_mean,
@@ -136,7 +135,7 @@ class Sharding:
         comm = ranks_of(module)
         with on_all_ranks(comm):
             if comm.rank == 0:
-                os.makedirs(os.path.dirname(absolute(path)), exist_ok=True)
+                os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
                 data = io.BytesIO()
                 torch.save(rest, data)
                 raw = data.getvalue()
