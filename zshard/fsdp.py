@@ -32,13 +32,11 @@ from zshard.options import (
     ProcessGroupLike,
     StrategyLike,
     WrapPolicyLike,
-    check_environment,
-    check_use_orig_params,
+    check_arguments,
     checks_names,
     either,
-    one_device,
     parse_options,
-    unit_options,
+    split_ignored,
 )
 from zshard.ranks.devices import device_of
 from zshard.ranks.nccl import NcclOptions
@@ -50,7 +48,6 @@ from zshard.units.shards import sizes_for_torch
 from zshard.units.units import MADE, BufferSync, OnNonfinite, is_unit, modules_of, state_of
 from zshard.upper import import_upper
 from zshard.wrap import plan_units
-from zshard.wrap.initial_values import check_module, check_values, split_ignored
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -252,23 +249,21 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         given = dict(locals())
         _patches.install()
         import_upper()
-        check_use_orig_params(use_orig_params)
-        check_module(module)
+        check_arguments(given)
         refuse_names(module)
         refuse_half(module)
-        device = device_of(module, either(device_id=device_id, device_ids=one_device(device_ids)))
+        device = device_of(
+            module, either(device_id=device_id, device_ids=device_ids and device_ids[0])
+        )
         options = parse_options(given | {"device": device})
-        check_environment(options)
-        check_values(param_init_fn, forward_sync_buffers)
         ignored = split_ignored(ignored_modules, ignored_states)
-        specs = plan_units(module, auto_wrap_policy, *ignored)
-        planned = [(spec, unit_options(spec, options)) for spec in specs]
-        warn_of_clashes(FSDP, [spec.module for spec in specs])
+        specs = plan_units(module, auto_wrap_policy, *ignored, options=options)
+        warn_of_clashes(FSDP, specs)
         settings = FsdpSettings(
             *(device, process_group, device_mesh, transport, timeout, param_init_fn),
             *(sync_module_states, forward_sync_buffers, ignored[0]),
         )
-        shard_model(FSDP, module, planned, settings)
+        shard_model(FSDP, module, specs, settings)
         return cast("Wrapped[_M]", module)
 
     def __init_subclass__(cls, **kwargs: object) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 
-from zshard import _core
 from zshard.ranks.devices import CPU
 
 
@@ -136,13 +135,3 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
-
-
-def set_offload(engine: _core.Engine, offload: Offload | None) -> None:
-    """Apply `offload` to the units that `engine` will get. Collective for a directory; raises
-    OSError on all ranks if a file cannot be created."""
-    if offload is None:
-        return
-    engine.set_offload(os.fspath(offload.directory or ""), *offload.what)
-    if offload.to_disk:
-        _core.set_pager_limit(offload.cache)

@@ -1,4 +1,4 @@
-"""The arguments of FSDP(), parsed once: their types, and the table of the Options that they make.
+"""The arguments of FSDP(), parsed once: their types, checks, and the Options that they make.
 
 A type checker accepts what the checks at run time accept: zshard's objects, their names as strings,
 and torch's objects. Enums, dataclasses and policies are recognized by name and fields, so only type
@@ -13,9 +13,9 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,10 +26,9 @@ from zshard.precision import MixedPrecision, MixedPrecisionPolicy, precision_of
 from zshard.ranks.devices import CPU
 from zshard.ranks.wire import Wire
 from zshard.strategy import ShardingStrategy, strategy_of
-from zshard.units.units import MemoryLimit, Options, Prefetch
+from zshard.units.units import Options, Prefetch
 from zshard.upper import ARGUMENTS, parse_extras
 from zshard.wrap import CustomPolicy
-from zshard.wrap.tree import UnitSpec
 
 if TYPE_CHECKING:
     import torch.distributed.fsdp as torch_fsdp
@@ -132,18 +131,6 @@ def either(**given: Any) -> Any:
     return other if one is None else one
 
 
-def one_device(device_ids: Sequence[DeviceLike] | None) -> DeviceLike | None:
-    """Return the device that DDP's list of one GPU specifies. Raises ValueError for any other."""
-    if device_ids is None:
-        return None
-    if not isinstance(device_ids, list | tuple) or len(device_ids) != 1:
-        raise ValueError(
-            f"device_ids={device_ids!r}: expected a list of one GPU, that of this rank"
-        )
-    found: DeviceLike = device_ids[0]
-    return found
-
-
 def parse_size(name: str, size: int | str, others: str = "", base: int = 1024) -> int:
     """Return an argument in bytes: a number, or a string such as "12GiB".
 
@@ -168,151 +155,128 @@ def parse_size(name: str, size: int | str, others: str = "", base: int = 1024) -
     return size
 
 
-# --- the table ------------------------------------------------------------------------------------
+# --- what FSDP() is passed ------------------------------------------------------------------------
 
 # Arguments of FSDP(), by name; "device": where the model trains. What is missing has its default.
 _Passed = Mapping[str, Any]
 
 
-class Option(NamedTuple):
-    """A field of Options, by the argument that scripts know it by.
-
-    parse: makes it, or raises TypeError, ValueError or NotImplementedError. compared: what of it
-    must be equal on all ranks; None: nothing.
-    """
-
-    argument: str
-    parse: Callable[[_Passed], Any]
-    compared: Callable[[Any], str] | None = repr
-
-
-def _strategy(given: _Passed) -> ShardingStrategy:
-    strategy, older = given.get("strategy"), given.get("sharding_strategy")
-    chosen = either(strategy=strategy, sharding_strategy=older)
-    return strategy_of("full_shard" if chosen is None else chosen)
-
-
-def _offload(given: _Passed) -> Offload | None:
-    offload = Offload.of(given.get("offload"))
-    cpu_offload = Offload.of(given.get("cpu_offload"), "cpu_offload")
-    chosen: Offload | None = either(offload=offload, cpu_offload=cpu_offload)
-    return chosen and chosen.on(given.get("device", CPU))
-
-
-def _said_offload(offload: Offload | None) -> str:
-    """Directories may differ: each host may have its own disk."""
-    return repr(offload and replace(offload, directory=None))
-
-
-def _prefetch(given: _Passed) -> Prefetch:
-    asked = given.get("backward_prefetch", "backward_pre")
-    name = asked.name if isinstance(asked, enum.Enum) else asked
-    name = name.lower() if isinstance(name, str) else name
-    if name not in (None, "backward_pre", "backward_post"):
-        raise ValueError(
-            f"backward_prefetch must be 'backward_pre', 'backward_post' or None, got {asked!r}"
-        )
-    units = 1 if given.get("limit_all_gathers", True) else 2
-    backward = units if name == "backward_pre" else 0
-    # On GPUs a late gather stalls the GPU.
-    early = given.get("forward_prefetch", False) or given.get("device", CPU) != CPU
-    return Prefetch(units if early else backward, backward)
-
-
-def parse_limit(limit: MemoryLimit) -> MemoryLimit:
-    """Return memory_limit as bytes, "auto" or None. "12GiB", "12GB": both mean 12 * 2**30 bytes.
-
-    Raises ValueError for a malformed size, TypeError for an argument of another type.
-    """
-    if limit is None or limit == "auto":
-        return limit
-    return parse_size("memory_limit", limit, ', "auto" or None')
-
-
-def _keep(given: _Passed) -> int | None:
-    asked = given.get("keep_gathered", "auto")
-    if isinstance(asked, bool):
-        return _ALL if asked else 0
-    if asked == "auto":
-        return None if given.get("memory_limit", "auto") is not None else 0
-    return parse_size("keep_gathered", asked, ', "auto", True or False')
-
-
-def _said_keep(keep: int | None) -> str:
-    if keep is None:
-        return "'auto'"
-    return str(keep > 0) if keep in (0, _ALL) else f"{keep} bytes"
-
-
-OPTIONS = (
-    Option("strategy", _strategy, lambda strategy: str(strategy.value)),
-    Option("mixed_precision", lambda given: precision_of(given.get("mixed_precision"))),
-    Option("backward_prefetch", _prefetch, None),
-    Option("offload", _offload, _said_offload),
-    Option(
-        "memory_limit",
-        lambda given: parse_limit(given.get("memory_limit", "auto")),
-        lambda limit: "None" if limit is None else "given",
-    ),
-    Option("keep_gathered", _keep, _said_keep),
-    Option("wire", lambda given: Wire.of(given.get("wire"))),
-    Option("extras", lambda given: tuple(parse_extras(given).items()), None),
-)
-"""In the order of the fields of Options. Extras' arguments have rows in zshard/upper.py."""
-
-
-def parse_options(given: _Passed) -> Options:
-    """Return the options that arguments of FSDP() ask for. Raises what their parsers raise."""
-    return Options(*(option.parse(given) for option in OPTIONS))
-
-
-def option_facts(options: Options) -> list[tuple[str, str]]:
-    """Return what ranks must agree on about a model's options."""
-    facts = [
-        (option.argument, option.compared(value))
-        for option, value in zip(OPTIONS, options, strict=True)
-        if option.compared is not None
-    ]
-    extras = dict(options.extras)
-    return facts + [(name, repr(extras.get(name))) for name in ARGUMENTS]
-
-
-# --- what is checked, and units of their own ------------------------------------------------------
-
-
-def check_use_orig_params(use_orig_params: bool) -> None:
-    """Raise NotImplementedError for a value that zshard does not support."""
-    if not use_orig_params:
+def check_arguments(given: _Passed) -> None:
+    """Raise for arguments that are not options, and for a module that FSDP() cannot wrap."""
+    module, init, devices = given["module"], given["param_init_fn"], given["device_ids"]
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FSDP expects an nn.Module, got {type(module).__name__}")
+    if not given["use_orig_params"]:
         raise NotImplementedError(
             "use_orig_params=False is not supported: zshard always keeps the original parameters; "
             "omit use_orig_params"
         )
+    if init is not None and not callable(init):
+        raise TypeError(f"param_init_fn must be a callable that takes a module, got {init!r}")
+    if given["forward_sync_buffers"] not in (False, True, "training"):
+        raise ValueError(
+            "forward_sync_buffers must be True, False or 'training', got "
+            f"{given['forward_sync_buffers']!r}"
+        )
+    if devices is not None and (not isinstance(devices, list | tuple) or len(devices) != 1):
+        raise ValueError(f"device_ids={devices!r}: expected a list of one GPU, that of this rank")
+    at: dict[torch.device, str] = {}
+    for name, param in module.named_parameters():
+        if not param.is_meta:  # it is materialized later
+            at.setdefault(param.device, name)
+    if len(at) > 1:
+        places = ", ".join(f"'{name}' on {device}" for device, name in at.items())
+        raise ValueError(
+            f"all parameters must be on one device, got {places}: move the model to one, or "
+            "pass device_id="
+        )
 
 
-def check_environment(options: Options) -> None:
-    """Raise NotImplementedError where FSDP1's environment variable would change numbers."""
+def split_ignored(
+    modules: Iterable[nn.Module] | None,
+    states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """Return the modules and parameters that FSDP()'s ignored_modules and ignored_states
+    exclude."""
+    ignored_modules, ignored_params = set(modules or ()), set()
+    for module in ignored_modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"ignored_modules must contain modules, got {module!r}")
+    for item in states or ():
+        if isinstance(item, nn.Module):
+            ignored_modules.add(item)
+        elif isinstance(item, nn.Parameter):
+            ignored_params.add(item)
+        else:
+            raise TypeError(f"ignored_states must contain modules or parameters, got {item!r}")
+    return ignored_modules, ignored_params
+
+
+def parse_options(given: _Passed) -> Options:
+    """Return the options that arguments of FSDP() ask for.
+
+    Raises TypeError, ValueError or NotImplementedError for an invalid argument. Extras' arguments
+    have rows in zshard/upper.py.
+    """
+    strategy = either(
+        strategy=given.get("strategy"), sharding_strategy=given.get("sharding_strategy")
+    )
+    offload = either(
+        offload=Offload.of(given.get("offload")),
+        cpu_offload=Offload.of(given.get("cpu_offload"), "cpu_offload"),
+    )
+    limit, keep = given.get("memory_limit", "auto"), given.get("keep_gathered", "auto")
+    if limit is not None and limit != "auto":
+        limit = parse_size("memory_limit", limit, ', "auto" or None')
+    if isinstance(keep, bool):
+        keep = _ALL if keep else 0
+    elif keep == "auto":
+        keep = None if limit is not None else 0
+    else:
+        keep = parse_size("keep_gathered", keep, ', "auto", True or False')
+    device, prefetch = given.get("device", CPU), given.get("backward_prefetch", "backward_pre")
+    name = prefetch.name if isinstance(prefetch, enum.Enum) else prefetch
+    name = name.lower() if isinstance(name, str) else name
+    if name not in (None, "backward_pre", "backward_post"):
+        raise ValueError(
+            f"backward_prefetch must be 'backward_pre', 'backward_post' or None, got {prefetch!r}"
+        )
+    units = 1 if given.get("limit_all_gathers", True) else 2
+    backward = units if name == "backward_pre" else 0
+    # On GPUs a late gather stalls the GPU.
+    forward = units if given.get("forward_prefetch", False) or device != CPU else backward
+    options = Options(
+        strategy_of("full_shard" if strategy is None else strategy),
+        precision_of(given.get("mixed_precision")),
+        Prefetch(forward, backward),
+        offload and offload.on(device),
+        limit,
+        keep,
+        Wire.of(given.get("wire")),
+        tuple(parse_extras(given).items()),
+    )
     rounds = options.precision.compute or options.precision.wire or options.wire.parameters
     if rounds is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
-        raise NotImplementedError(
+        raise NotImplementedError(  # FSDP1's variable would change numbers
             "FSDP_USE_FULL_PREC_IN_EVAL=1 is not supported: unset it; to evaluate in full "
             "precision, load model.state_dict() into a model that is not sharded"
         )
+    return options
 
 
-def unit_options(spec: UnitSpec, usual: Options) -> Options:
-    """Return the model's options with a CustomPolicy's overrides for this unit. Raises ValueError
-    for an override that only applies to an entire model."""
-    strategy, precision = usual.strategy, usual.precision
-    given = spec.overrides.get("sharding_strategy", spec.overrides.get("strategy"))
-    if given is not None:
-        strategy = strategy_of(given)
-    if strategy is not usual.strategy and (strategy.is_hybrid or strategy.keeps):
-        raise ValueError(
-            f"unit '{spec.name}' requests strategy {strategy.value!r}, but the model has "
-            f"{usual.strategy.value!r}: hybrid strategies and zero1 apply to whole models; set "
-            "them on the outermost FSDP(...)"
-        )
-    given = spec.overrides.get("mixed_precision")
-    if given is not None:
-        precision = precision_of(given)
-    return usual._replace(strategy=strategy, precision=precision)
+def option_facts(options: Options) -> list[tuple[str, str]]:
+    """Return what ranks must agree on about a model's options."""
+    keep, extras = options.keep, dict(options.extras)
+    said = "'auto'" if keep is None else f"{keep} bytes"
+    said = str(keep == _ALL) if keep in (0, _ALL) else said
+    # Directories may differ: each host may have its own disk.
+    offload = options.offload and replace(options.offload, directory=None)
+    return [
+        ("strategy", options.strategy.value),
+        ("mixed_precision", repr(options.precision)),
+        ("offload", repr(offload)),
+        ("memory_limit", "None" if options.limit is None else "given"),
+        ("keep_gathered", said),
+        ("wire", repr(options.wire)),
+        *((name, repr(extras.get(name))) for name in ARGUMENTS),
+    ]

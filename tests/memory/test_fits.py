@@ -23,7 +23,7 @@ import zshard
 from zshard import FSDP
 from zshard.memory import host_limits, spare
 from zshard.memory.host_limits import room_of_cgroup, room_of_host
-from zshard.options import parse_limit
+from zshard.options import parse_options
 from zshard.units.units import state_of
 
 MIB = 1 << 20
@@ -78,17 +78,24 @@ def test_refused_on_all_ranks(pool2, strategy, transport):
         assert "only 11.0 MiB are available (memory_limit)" in first
         assert re.search(r"shards \d+\.\d, grads \d+\.\d, (slots \d+\.\d, )?buckets", first)
         assert ('strategy="full_shard"' in first) == (strategy == "no_shard")
-        assert ("more ranks" in first) == (strategy == "full_shard")
+        assert re.search(r"full_shard on 4 ranks, .*: [\d.]+ MiB", first)
         for words in ("optimizer_in_backward", "bfloat16", "smaller units", "memory_limit=None"):
             assert words in first, first
 
 
 def around_the_border(transport):
-    """Check the limits just below and at the model's need."""
+    """Check the limits just below and at the model's need, and the need reported for twice as many
+    ranks."""
     total = predicted(transport=transport, optimizer=None)["total"]
     below, _ = refused("full_shard", transport, total - 1)
     at, changed = refused("full_shard", transport, total)
-    assert below is not None and at is None and changed != []
+    told = float(re.search(r"on 4 ranks, .*: ([\d.]+) MiB \(fits", below)[1])
+    with torch.device("meta"):
+        true = zshard.predict_memory(
+            stack(), 4, transport=transport, auto_wrap_policy={nn.Linear}, optimizer=None
+        )
+    assert at is None and changed != []
+    assert abs(told * MIB - true["total"]) < 0.1 * MIB
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -155,7 +162,7 @@ def by_hand(transport):
         message = str(error)
     FSDP(model, **options)
     loss_of(model(case.batch(0, dist.get_rank()))).backward()
-    assert "smaller units" in message
+    assert "smaller units" in message and "Alternatives" not in message
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -262,8 +269,9 @@ def test_hosts_and_no_limits(tmp_path):
 
 
 def test_limits_as_arguments():
-    assert parse_limit("1.5GiB") == parse_limit("1536m") == 3 << 29
-    assert (parse_limit(None), parse_limit("auto"), parse_limit(7)) == (None, "auto", 7)
+    limits = {"1.5GiB": 3 << 29, "1536m": 3 << 29, None: None, "auto": "auto", 7: 7}
+    for limit, parsed in limits.items():
+        assert parse_options({"memory_limit": limit}).limit == parsed
     for wrong, kind in (("much", ValueError), (0, ValueError), (True, TypeError), (1.5, TypeError)):
         with pytest.raises(kind, match="memory_limit"):
             FSDP(stack(8, 1), memory_limit=wrong)
@@ -427,9 +435,10 @@ def test_state_of_an_earlier_optimizer_counts():
         torch.optim.SGD(model.parameters(), 0.1, momentum=0.9).step()
 
 
-def test_a_model_that_fits_without_its_state_warns():
+def test_fitting_model_fits_with_its_state():
     with pytest.warns(RuntimeWarning) as caught:
         four_layers("5MiB")
     words = str(caught[0].message)
-    assert "needs 12.0 MiB for the model and Adam's state" in words
-    assert "offload=zshard.Offload(directory=..., grads=True); " in words
+    assert "offload=zshard.Offload(directory=..., grads=True), which also puts" in words
+    assert "(fits, with Adam's state)" in words
+    assert "stochastic_rounding=True): 2.0 MiB (fits, but not with Adam's state, 4.0 MiB" in words

@@ -260,7 +260,7 @@ def test_failed_mapping_on_one_rank_fails_on_all(tmp_path: Path, when: str) -> N
 def fails_in_between(folder: Path) -> Told:
     """Rank 1 runs out of memory between two exchanges."""
     rank = start()
-    from zshard.wrap.initial_values import InitialValues
+    from zshard.wrap.build import InitialValues
 
     original = InitialValues.give
 

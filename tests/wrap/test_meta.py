@@ -12,7 +12,7 @@ from torch import nn
 import zshard
 from benchmarks.memory import high_water, reset_high_water, trim
 from zshard import FSDP, fully_shard
-from zshard.wrap import initial_values as _values
+from zshard.wrap import build as _values
 from zshard.wrap.meta import MemoryCache
 
 

@@ -192,9 +192,9 @@ def test_custom_policy_carries_overrides() -> None:
     for policy in (CustomPolicy(choose), torch_wrap.CustomPolicy(choose)):
         units = plan_units(model, policy)
         assert names(units) == [*BLOCKS[:3], "head", ""]
-        assert [u.overrides for u in units] == [{}] * 3 + [
-            {"sharding_strategy": "shard_grad_op"},
-            {},
+        assert [u.options.strategy.value for u in units] == ["full_shard"] * 3 + [
+            "shard_grad_op",
+            "full_shard",
         ]
 
 

@@ -22,11 +22,9 @@ from zshard.optim.sharded_state import SCALARS, SizeOf, bytes_declared, one_tens
 from zshard.ranks.transports import Comms
 from zshard.strategy import ShardingStrategy
 from zshard.units.extensions import ParamRef
-from zshard.units.units import Options, State, without_memory
+from zshard.units.units import State, without_memory
 from zshard.wrap.build import make_engine, make_unit, plan_forward
 from zshard.wrap.tree import UnitSpec
-
-Planned = tuple[UnitSpec, Options]
 
 
 class World(NamedTuple):
@@ -76,29 +74,28 @@ def dry_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Comms:
 class DryRun:
     """A dry run of wrapping `module` with these units over these ranks.
 
-    inner: units of earlier calls below `module`, included in the estimate.
+    inner: units of earlier calls below `module`, included in the estimate. dtype: assume that all
+        floating-point parameters have it.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        planned: Sequence[Planned],
+        specs: Sequence[UnitSpec],
         comms: Comms,
         inner: Sequence[tuple[nn.Module, State]] = (),
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self._module = module
-        self.engine = make_engine(module, comms, planned[-1][1], dry=True)
-        self.units = []
-        for spec, options in planned:
-            params = [ref.param for ref in spec.params]
-            self.units.append(make_unit(self.engine, spec, options, params))
-        pairs = list(zip((spec for spec, _ in planned), self.units, strict=True))
+        self.module, self.specs, self._dtype = module, specs, dtype
+        self.engine = make_engine(module, comms, specs[-1].options, dry=True)
+        self.units = [make_unit(self.engine, spec, self._params_of(spec)) for spec in specs]
+        pairs = list(zip(specs, self.units, strict=True))
         earlier = [self._make_again(each, state) for each, state in inner]
         self.inner = [unit for _, unit in earlier]
-        specs = {unit: spec for spec, unit in [*pairs, *earlier]}
+        of_units = {unit: spec for spec, unit in [*pairs, *earlier]}
         stand_ins = [(m, s.unit, unit) for (m, s), unit in zip(inner, self.inner, strict=True)]
         order = plan_forward(self.engine, module, pairs, stand_ins)
-        self._specs = {unit: specs[unit] for unit in order}
+        self._specs = {unit: of_units[unit] for unit in order}
 
     def _make_again(self, module: nn.Module, state: State) -> tuple[UnitSpec, _core.Unit]:
         """Return the dry-run counterpart of a unit of an earlier call, with its spec."""
@@ -109,11 +106,22 @@ class DryRun:
                 owners.setdefault(id(held), []).append((each, name))
         facts = [(param, unit.param(i)) for i, param in enumerate(unit.params)]
         refs = [ParamRef((f["name"],), p, tuple(owners.get(id(p), ()))) for p, f in facts]
-        spec = UnitSpec(module, unit.name, refs)
+        spec = UnitSpec(module, unit.name, state.options, refs)
         self.engine.set_offload(None, *unit.offloads, 1.0)
         self.engine.set_codes(*state.options.wire.codes)
         params = [without_memory(param, fact["shape"], "meta") for param, fact in facts]
-        return spec, make_unit(self.engine, spec, state.options, params)
+        return spec, make_unit(self.engine, spec, params)
+
+    def _params_of(self, spec: UnitSpec) -> list[nn.Parameter]:
+        return [
+            ref.param
+            if self._dtype is None or not ref.param.is_floating_point()
+            else nn.Parameter(
+                torch.empty_like(ref.param, dtype=self._dtype, device="meta"),
+                ref.param.requires_grad,
+            )
+            for ref in spec.params
+        ]
 
     @property
     def in_order(self) -> list[tuple[_core.Unit, UnitSpec]]:
@@ -127,13 +135,13 @@ class DryRun:
     def state_bytes(self, optimizer: str | int | None) -> tuple[int, int]:
         """Return the bytes of an optimizer's state in memory, and offloaded. optimizer: as for
         predict_memory()."""
-        size_of = _size_of_state(optimizer, self._module)
+        size_of = _size_of_state(optimizer, self.module)
         return self.trained_bytes(False, size_of), self.trained_bytes(True, size_of)
 
     def trained_bytes(self, offloaded: bool = False, size_of: SizeOf | None = None) -> int:
         """See the function of this name."""
         return trained_bytes(
-            ((unit, [ref.param for ref in spec.params]) for unit, spec in self._specs.items()),
+            ((unit, self._params_of(spec)) for unit, spec in self._specs.items()),
             offloaded,
             size_of or one_tensor,
         )

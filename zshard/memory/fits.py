@@ -1,7 +1,7 @@
 """Check at wrap time, before anything changes, whether a model fits in memory.
 
 Layouts determine how much zshard will allocate, so a model that cannot fit is an error on all
-ranks, with numbers and remedies, instead of a process that the kernel kills some steps later.
+ranks, with numbers and alternatives, instead of a process that the kernel kills some steps later.
 Only certain allocations count. A module's parameters are in memory already and are freed as their
 units are made, so that memory is not needed twice.
 """
@@ -11,33 +11,50 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from zshard import _core
-from zshard.memory.dry_run import DryRun, Planned, dry_comms, world_of
-from zshard.memory.host_limits import Room, Sharing, room_of_cgroup, room_of_mappings, rooms
+from zshard.memory.dry_run import DryRun, World, dry_comms, world_of
+from zshard.memory.host_limits import Room, Sharing, divided, left_on_host, room_of_mappings
+from zshard.offload import Offload
+from zshard.precision import MixedPrecision, precision_of
 from zshard.ranks.agreement import warn_on_rank_0
 from zshard.ranks.devices import torch_device
 from zshard.ranks.groups import _env_int
 from zshard.ranks.meeting import host_id
 from zshard.ranks.transports import Comms
 from zshard.strategy import ShardingStrategy
-from zshard.units.units import Options, State
+from zshard.units.units import State
+from zshard.wrap.tree import UnitSpec
 
 _MIB = 1 << 20
-_MESSAGE = 256  # bytes, for six numbers and a source
+_MESSAGE = 512  # bytes, for a _RankNeed
+
+
+class _RankNeed(NamedTuple):
+    """What a rank needs and has left, in bytes. optimizer: of Adam's state. mappings: the memory
+    mappings that it needs, and that it has left. host, cgroup: equal for ranks that share them.
+    local: the ranks of its host, as the launcher says. left: Rooms."""
+
+    needed: int
+    optimizer: int
+    mappings: tuple[int, int]
+    host: str
+    cgroup: str
+    local: int
+    left: Sequence[tuple[int, str]]
 
 
 class _Shortage(NamedTuple):
     """What a rank lacks under its tightest limit.
 
     missing: bytes short, that is, `needed` - `limit`; negative if there are enough. source: which
-    limit, for the message. optimizer: bytes of Adam's state on that rank. world: how many
-    ranks there are.
+    limit, for the message. optimizer: bytes of Adam's state on that rank.
     """
 
     missing: int
@@ -46,73 +63,90 @@ class _Shortage(NamedTuple):
     limit: int
     source: str
     optimizer: int
-    world: int
-
-    def with_optimizer(self) -> _Shortage:
-        """Return the same, where `needed` includes Adam's state."""
-        missing, needed = self.missing + self.optimizer, self.needed + self.optimizer
-        return self._replace(missing=missing, needed=needed)
 
 
 def check_fits(
     module: nn.Module,
-    planned: Sequence[Planned],
+    specs: Sequence[UnitSpec],
     comms: Comms,
     inner: Sequence[tuple[nn.Module, State]],
-    limit: int | str,
     device: str,
 ) -> Sharing:
     """Raise MemoryError on all ranks if `module` does not fit in the memory of one of them; warn on
-    rank 0 if it will not fit with the optimizer's state. Collective: two exchanges.
+    rank 0 if it will not fit with the optimizer's state. Collective: one exchange.
 
-    inner: units of earlier calls that become part of the model. limit: bytes that a rank may use;
-        "auto": what the hosts and control groups leave, or on a GPU its free memory.
+    inner: units of earlier calls that become part of the model.
 
     Returns how many ranks share what this rank's host and control group leave.
     """
-    world, strategy = world_of(comms), planned[-1][1].strategy
-    dry = dry_comms(world, strategy, comms.all.rank)
-    dry_run = DryRun(module, planned, dry, inner)
-    offload = planned[-1][1].offload
+    world, options, comm = world_of(comms), specs[-1].options, comms.all
+    dry_run = DryRun(module, specs, dry_comms(world, options.strategy, comm.rank), inner)
     # Steps in backward do not hold gradients, and such models train like that.
-    parts = dry_run.predict(stepped=offload is not None)
-    needed = parts["total"]
-    if not isinstance(limit, int):
-        needed = _needed(planned, dry_run, needed - parts["transport"], torch_device(device))
-    sharing = _sharing(comms.all)
-    rank, adam = comms.all.rank, 2 * dry_run.trained_bytes()
-    found = [
-        _Shortage(needed - room.bytes, rank, needed, *room, adam, comms.all.world)
-        for room in _rooms(limit, device, sharing)
-    ]
-    mine = max(found, default=_Shortage(-sys.maxsize, rank, 0, 0, "no limit", 0, comms.all.world))
-    left = room_of_mappings()
-    mappings = dry_run.engine.predict_mappings(), sys.maxsize if left is None else left
-    told = json.dumps([*mine, *mappings]).encode().ljust(_MESSAGE)
-    ranks = [json.loads(each) for each in comms.all.exchange(told)]
-    _check_mappings(module, [(needed, left) for *_, needed, left in ranks])
-    shortages = [_Shortage(*row) for *row, _, _ in ranks]
-    short = max(shortages)
-    if short.missing > 0:
-        raise MemoryError(_explain(module, planned[-1][1], dry_run, short, False))
-    short = max(each.with_optimizer() for each in shortages)
-    if short.missing > 0:
-        words = _explain(module, planned[-1][1], dry_run, short, True)
-        warn_on_rank_0(comms.all, words, RuntimeWarning)
-    return sharing
+    parts = dry_run.predict(stepped=options.offload is not None)
+    needed, left, cgroup = parts["total"], [], ""
+    if isinstance(options.limit, int):
+        left = [Room(options.limit, "memory_limit")]
+    else:
+        needed = _needed(specs, dry_run, needed - parts["transport"], torch_device(device))
+    if not left and torch_device(device).type == "cuda":
+        left = [Room(room_of_gpu(torch_device(device)), "free GPU memory")]
+    on_host, cgroup = left_on_host()
+    mappings = room_of_mappings()
+    need = _RankNeed(
+        needed,
+        2 * dry_run.trained_bytes(),
+        (dry_run.engine.predict_mappings(), sys.maxsize if mappings is None else mappings),
+        hashlib.sha256(host_id().encode()).hexdigest()[:32],
+        cgroup,
+        _env_int("LOCAL_WORLD_SIZE") or 1,
+        left or on_host,
+    )
+    told = comm.exchange(json.dumps(need).encode().ljust(_MESSAGE))
+    needs = [_RankNeed(*json.loads(each)) for each in told]
+    missing, rank = max((n.mappings[0] - n.mappings[1], rank) for rank, n in enumerate(needs))
+    if missing > 0:
+        there, allowed = needs[rank].mappings
+        raise MemoryError(
+            f"this {type(module).__name__} needs too many memory mappings: rank {rank} of "
+            f"{len(needs)} needs {there} for its units and the buckets of all ranks, but "
+            f"the kernel allows only {allowed} more: raise vm.max_map_count, or use fewer "
+            'units (auto_wrap_policy) or transport="c10d"'
+        )
+    short = max(_shortages(needs, False), default=None)
+    if short is not None and short.missing > 0:
+        raise MemoryError(_explain(dry_run, world, short, False))
+    short = max(_shortages(needs, True), default=None)
+    if short is not None and short.missing > 0:
+        warn_on_rank_0(comm, _explain(dry_run, world, short, True), RuntimeWarning)
+    return _sharing(needs, comm.rank)
+
+
+def _sharing(needs: Sequence[_RankNeed], rank: int) -> Sharing:
+    """Return how many ranks share the host and the control group of one."""
+    own = needs[rank]
+    host = sum(each.host == own.host for each in needs)
+    cgroup = sum((each.host, each.cgroup) == (own.host, own.cgroup) for each in needs)
+    return Sharing(max(host, own.local) if len(needs) > 1 else 1, cgroup)
+
+
+def _shortages(needs: Sequence[_RankNeed], has_optimizer: bool) -> Iterator[_Shortage]:
+    for rank, need in enumerate(needs):
+        needed = need.needed + (need.optimizer if has_optimizer else 0)
+        for room in divided([Room(*each) for each in need.left], _sharing(needs, rank)):
+            yield _Shortage(needed - room.bytes, rank, needed, *room, need.optimizer)
 
 
 # --- what a rank needs ----------------------------------------------------------------------------
 
 
-def _needed(planned: Sequence[Planned], dry_run: DryRun, total: int, device: torch.device) -> int:
+def _needed(specs: Sequence[UnitSpec], dry_run: DryRun, total: int, device: torch.device) -> int:
     """Return the bytes, of `total`, to allocate beyond existing parameters and inner units."""
     there = sum(
         _in_memory(unit) + (0 if unit.offloads[1] else unit.bytes["grad"]) for unit in dry_run.inner
     )
     given_back = 0
     within = peak = 0  # while units are made one after the other
-    for (spec, _), unit in zip(planned, dry_run.units, strict=True):
+    for spec, unit in zip(specs, dry_run.units, strict=True):
         storages = {ref.param.untyped_storage()._cdata: ref.param for ref in spec.params}
         here = [p for p in storages.values() if p.device == device]
         whole = sum(p.untyped_storage().nbytes() for p in here)
@@ -131,81 +165,90 @@ def _in_memory(unit: _core.Unit) -> int:
 # --- what a rank has left -------------------------------------------------------------------------
 
 
-def _rooms(limit: int | str, device: str, sharing: Sharing) -> list[Room]:
-    if isinstance(limit, int):
-        return [Room(limit, "memory_limit")]
-    if torch_device(device).type == "cuda":
-        return [Room(room_of_gpu(torch_device(device)), "free GPU memory")]
-    return rooms(sharing)
-
-
 def room_of_gpu(device: torch.device) -> int:
     """Return the bytes that torch can still allocate: free and cached ones."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
-def _sharing(comm: _core.Comm) -> Sharing:
-    """Return how many ranks share this rank's host and control group. Collective."""
-    own = [host_id(), f"{host_id()}/{room_of_cgroup()[1]}"]
-    mine = [hashlib.sha256(text.encode()).digest() for text in own]
-    everyone = comm.exchange(b"".join(mine))
-    host, cgroup = (sum(digest in each for each in everyone) for digest in mine)
-    local = _env_int("LOCAL_WORLD_SIZE") or 1
-    return Sharing(max(host, local) if comm.world > 1 else 1, cgroup)
-
-
-def _check_mappings(module: nn.Module, ranks: Sequence[tuple[int, int]]) -> None:
-    """Raise MemoryError if a rank may not create as many memory mappings as it will need.
-
-    ranks: of each rank, the mappings that it needs and those that it has left.
-    """
-    missing, rank = max((needed - left, rank) for rank, (needed, left) in enumerate(ranks))
-    if missing > 0:
-        needed, left = ranks[rank]
-        raise MemoryError(
-            f"this {type(module).__name__} needs too many memory mappings: rank {rank} of "
-            f"{len(ranks)} needs {needed} for its units and the buckets of all ranks, but "
-            f"the kernel allows only {left} more: raise vm.max_map_count, or use fewer "
-            'units (auto_wrap_policy) or transport="c10d"'
-        )
-
-
 # --- the message ----------------------------------------------------------------------------------
 
 
-def _explain(
-    module: nn.Module, usual: Options, dry_run: DryRun, short: _Shortage, has_optimizer: bool
-) -> str:
-    """Return the message: what is needed, and which settings need less. usual: the root's options.
-    has_optimizer: the shortage includes Adam's state."""
+def _explain(run: DryRun, world: World, short: _Shortage, has_optimizer: bool) -> str:
+    """Return the message: what is needed, and which settings need less. The estimates are those of
+    the check. has_optimizer: the shortage includes Adam's state."""
     what = "the model and Adam's state" if has_optimizer else "the model"
-    parts = dry_run.predict()
+    parts = run.predict()
+    total = parts["total"]
     by_part = ", ".join(
         f"{part} {_mib(size)}" for part, size in parts.items() if size and part != "total"
     )
-    net = " beyond what its parameters already occupy" if short.needed < parts["total"] else ""
-    largest = max(dry_run.units, key=lambda unit: unit.bytes["full"])
-    ways = [
-        "more ranks" if usual.strategy is ShardingStrategy.FULL_SHARD else 'strategy="full_shard"',
-        *(["offload=zshard.Offload(directory=..., grads=True)"] if usual.offload is None else []),
-        *(["keep_gathered=False"] if usual.keep else []),
-        "mixed_precision=MixedPrecision(torch.bfloat16)",
-        "model.bfloat16() with AdamW(..., stochastic_rounding=True)",
-        "model.optimizer_in_backward(...) with memory_limit=None",
-        f"smaller units (auto_wrap_policy): the largest, '{largest.name or '(root)'}', takes "
+    net = " beyond what its parameters already occupy" if short.needed < total else ""
+    lines = [
+        f"this {type(run.module).__name__} does not fit in memory: rank {short.rank} of "
+        f"{world.size} needs {_mib(short.needed)} MiB for {what}{net}, but only "
+        f"{_mib(short.limit)} MiB are available ({short.source}).",
+        f"By part, in MiB: {by_part}; Adam's state adds {_mib(short.optimizer)}.",
+    ]
+    room = total - short.missing + (short.optimizer if has_optimizer else 0)
+    ways = [] if run.inner else _ways_out(run, world, total, room)
+    if ways:
+        lines.append(f"Alternatives to these {_mib(total)} MiB:")
+        lines += [f"  {way}" for way in ways]
+    largest = max(run.units, key=lambda unit: unit.bytes["full"])
+    lines += [
+        f"  smaller units (auto_wrap_policy): the largest, '{largest.name or '(root)'}', takes "
         f"{_mib(largest.bytes['full'])} MiB unsharded, in each slot and again in each bucket "
         f"({_mib(largest.bytes['bucket'])} MiB)",
+        "Pass memory_limit=None to wrap the model anyway.",
     ]
-    return (
-        f"this {type(module).__name__} does not fit in memory: rank {short.rank} of "
-        f"{short.world} needs {_mib(short.needed)} MiB for {what}{net}, but only "
-        f"{_mib(short.limit)} MiB are available ({short.source}).\n"
-        f"By part, in MiB: {by_part}; Adam's state adds {_mib(short.optimizer)}.\n"
-        f"These need less, and zshard.predict_memory() says how much: {'; '.join(ways)}.\n"
-        "Pass memory_limit=None to wrap the model anyway."
-    )
+    return "\n".join(lines)
 
 
 def _mib(size: int) -> str:
     return f"{size / _MIB:.1f}"
+
+
+def _ways_out(run: DryRun, world: World, total: int, room: int) -> list[str]:
+    """Return a line for each alternative that takes less memory than `total`, with its size and
+    that of Adam's state there. room: bytes for both."""
+    usual, lines = run.specs[-1].options, []
+
+    def try_way(words: str, ranks: int = 0, stepped: bool = False, **changed: Any) -> None:
+        dtype = changed.pop("dtype", None)
+        specs = [replace(spec, options=spec.options._replace(**changed)) for spec in run.specs]
+        there = world._replace(size=ranks, shard_group=ranks) if ranks else world
+        comms = dry_comms(there, specs[-1].options.strategy)
+        other = DryRun(run.module, specs, comms, dtype=dtype)
+        size, adam = other.predict(stepped)["total"], 2 * other.trained_bytes()
+        fits = ""
+        if size + adam <= room:
+            fits = " (fits, with Adam's state)"
+        elif size <= room:
+            fits = f" (fits, but not with Adam's state, {_mib(adam)} MiB more)"
+        if size < total:
+            lines.append(f"{words}: {_mib(size)} MiB{fits}")
+
+    full, more, bf16 = ShardingStrategy.FULL_SHARD, 2 * world.size, torch.bfloat16
+    if usual.offload is None:
+        try_way(
+            "offload=zshard.Offload(directory=..., grads=True), which also puts Adam's state on "
+            "disk",
+            offload=Offload(directory=".", grads=True),
+        )
+    if usual.keep:
+        try_way("keep_gathered=False", keep=0)
+    if world.size > 1 and usual.strategy is not full:
+        try_way('strategy="full_shard"', strategy=full)
+    if world.size > 1:
+        try_way(
+            "memory_limit=None and model.optimizer_in_backward(...), which keeps no gradients",
+            stepped=True,
+        )
+    words = f"full_shard on {more} ranks, each with as much memory"
+    try_way(words, more, strategy=full)
+    if usual.precision.compute is None:
+        words = "mixed_precision=MixedPrecision(torch.bfloat16)"
+        try_way(words, precision=precision_of(MixedPrecision(bf16)))
+        try_way("model.bfloat16() and AdamW(..., stochastic_rounding=True)", dtype=bf16)
+    return lines

@@ -8,12 +8,13 @@ error of the allocation, and no process is killed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 _UNLIMITED = 1 << 60  # bytes; version 1 has no word for "unlimited" and reports a number above this
 
+_HOST, _CGROUP = "the host's MemAvailable", "the cgroup's limit"  # the sources, for messages
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
 _V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
@@ -34,15 +35,25 @@ class Room(NamedTuple):
 
 def rooms(sharing: Sharing) -> list[Room]:
     """Return what the host's memory and the cgroup's limit leave to this rank."""
-    found = []
-    for left, ranks, source in (
-        (room_of_host(), sharing.host, "the host's MemAvailable"),
-        (room_of_cgroup()[0], sharing.cgroup, "the cgroup's limit"),
-    ):
-        if left is not None:
-            words = f", divided among its {ranks} ranks" if ranks > 1 else ""
-            found.append(Room(left // ranks, source + words))
-    return found
+    return divided(left_on_host()[0], sharing)
+
+
+def left_on_host() -> tuple[list[Room], str]:
+    """Return what they leave to all ranks together, and a text that is equal for the processes in
+    the control group."""
+    in_cgroup, cgroup = room_of_cgroup()
+    left = {_HOST: room_of_host(), _CGROUP: in_cgroup}
+    return [Room(size, source) for source, size in left.items() if size is not None], cgroup
+
+
+def divided(left: Iterable[Room], sharing: Sharing) -> list[Room]:
+    """Return what is left to one of the ranks that share it."""
+    ranks_of, shares = {_HOST: sharing.host, _CGROUP: sharing.cgroup}, []
+    for room in left:
+        ranks = ranks_of.get(room.source, 1)
+        words = f", divided among its {ranks} ranks" if ranks > 1 else ""
+        shares.append(Room(room.bytes // ranks, room.source + words))
+    return shares
 
 
 def room_of_host(root: Path = Path("/")) -> int | None:
@@ -56,8 +67,18 @@ def room_of_host(root: Path = Path("/")) -> int | None:
 def room_of_cgroup(root: Path = Path("/")) -> tuple[int | None, str]:
     """Return the bytes that the tightest of this process's cgroups leaves (None: no limit), and a
     text that is equal for the processes in that cgroup."""
-    found = map(_room_of, ControlGroup.all("memory", root))
-    return min((room for room in found if room), default=(None, ""))
+    tightest: tuple[int | None, str] = None, ""
+    for group in ControlGroup.all("memory", root):
+        names = _V1 if group.is_old else _V2
+        limit, usage = _number(group.read(names[0])), _number(group.read(names[1]))
+        if limit is None or usage is None or limit >= _UNLIMITED:
+            continue
+        stat = dict(re.findall(r"^(\w+) (\d+)$", group.read("memory.stat"), re.MULTILINE))
+        cache = sum(int(stat.get(name, 0)) for name in names[2:])
+        left = max(limit - max(usage - cache, 0), 0)
+        if tightest[0] is None or left < tightest[0]:
+            tightest = left, str(group.folder.stat().st_ino)
+    return tightest
 
 
 class ControlGroup(NamedTuple):
@@ -108,16 +129,6 @@ def room_of_mappings(root: Path = Path("/")) -> int | None:
     limit = _number(read_text(root / "proc/sys/vm/max_map_count") or "")
     maps = read_text(root / "proc/self/maps")
     return None if limit is None or maps is None else max(limit - maps.count("\n"), 0)
-
-
-def _room_of(group: ControlGroup) -> tuple[int, str] | None:
-    names = _V1 if group.is_old else _V2
-    limit, usage = _number(group.read(names[0])), _number(group.read(names[1]))
-    if limit is None or usage is None or limit >= _UNLIMITED:
-        return None
-    stat = dict(re.findall(r"^(\w+) (\d+)$", group.read("memory.stat"), re.MULTILINE))
-    cache = sum(int(stat.get(name, 0)) for name in names[2:])
-    return max(limit - max(usage - cache, 0), 0), str(group.folder.stat().st_ino)
 
 
 def _number(text: str) -> int | None:

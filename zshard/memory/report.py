@@ -24,7 +24,6 @@ from zshard.options import (
     StrategyLike,
     WrapPolicyLike,
     parse_options,
-    unit_options,
 )
 from zshard.ranks.transports import Comms
 from zshard.ranks.wire import Wire, wire_words
@@ -182,7 +181,7 @@ def dry_run_of(
     """Return a dry run of a module that is not wrapped, with arguments of FSDP(). world: as World.
     Raises what predict_memory() raises."""
     options = parse_options(given)
-    specs = plan_units(module, policy)
+    specs = plan_units(module, policy, options=options)
     for name, each in module.named_modules():
         if each is not module and is_unit(each):
             raise ValueError(
@@ -191,8 +190,7 @@ def dry_run_of(
                 "group's size for a module that has one of its own, or FSDP(...) and then "
                 'model.memory("predicted")'
             )
-    planned = [(spec, unit_options(spec, options)) for spec in specs]
-    return DryRun(module, planned, dry_comms(World(*world), planned[-1][1].strategy))
+    return DryRun(module, specs, dry_comms(World(*world), options.strategy))
 
 
 def _world(size: int, local: int | None, transport: str) -> World:

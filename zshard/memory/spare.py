@@ -26,7 +26,6 @@ from zshard.optim.hooks import before_first_steps
 from zshard.optim.sharded_state import SizeOf
 from zshard.optim.step_digest import watch_steps
 from zshard.ranks.agreement import PublicCall, gather
-from zshard.ranks.devices import CPU
 from zshard.units.shards import units_stepped_by
 from zshard.units.units import MemoryLimit, State, state_of, units_of
 
@@ -41,9 +40,9 @@ _MIB = 1 << 20
 class Spare:
     """Decides what stays gathered of a model, after its second step. The root's State holds it."""
 
-    def __init__(self, module: nn.Module, limit: MemoryLimit, sharing: Sharing | None) -> None:
+    def __init__(self, module: nn.Module, limit: MemoryLimit, sharing: Sharing) -> None:
         self._module = weakref.ref(module)
-        self._limit, self._sharing = limit, sharing or Sharing()
+        self._limit, self._sharing = limit, sharing
         self._steps = 0
         self.is_open = True
         _spares.add(self)
@@ -112,13 +111,9 @@ class _Need(NamedTuple):
     source: str
 
 
-def watch_first_steps(
-    module: nn.Module, limit: MemoryLimit, sharing: Sharing | None, device: str
-) -> None:
-    """Refuse the first step of an optimizer of this model, on all ranks, if its state will not fit
-    into the remaining memory of one of them; not with limit=None."""
-    if limit is None or device != CPU:
-        return
+def watch_first_steps(module: nn.Module, limit: int | str, sharing: Sharing) -> None:
+    """Refuse the first step of an optimizer of this model, which is on the CPU, on all ranks if its
+    state will not fit into the remaining memory of one of them."""
     model, engine = weakref.ref(module), state_of(module).unit.engine_id
 
     def check(optimizer: torch.optim.Optimizer) -> bool:
@@ -126,7 +121,7 @@ def watch_first_steps(
         if found is None or state_of(found).unit.engine_id != engine:
             return False  # it is part of another model now, which has its own limit
         if any(unit.engine_id == engine for unit in units_stepped_by(optimizer)):
-            _check(found, optimizer, limit, sharing or Sharing())
+            _check(found, optimizer, limit, sharing)
         return True
 
     before_first_steps(check)

@@ -111,11 +111,12 @@ def _shard_copy(copied: Copied, model: nn.Module) -> ShardingPlan:
     }
     policy = CustomPolicy(lambda module: id(module) in options)
     specs = plan_units(copied.module, policy, (), copied.others, with_empty=True)
-    planned = [(spec, options[id(spec.module)]) for spec in specs]
-    made = ShardingPlan(type(model).__bases__[0], copied.module, planned)
+    for spec in specs:
+        spec.options = options[id(spec.module)]
+    made = ShardingPlan(type(model).__bases__[0], copied.module, specs)
     made.comms, made.group_given, made.is_alone = own.comms, own.group_given, own.is_alone
     engine = make_engine(copied.module, own.comms, made.options)
-    made.plan_step(engine, [made.make_unit(engine, *each) for each in planned])
+    made.plan_step(engine, [made.make_unit(engine, spec) for spec in specs])
     return made
 
 

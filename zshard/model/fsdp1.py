@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -36,18 +36,12 @@ from zshard.units.units import StateDictForm, units_of
 # --- state dict types -----------------------------------------------------------------------------
 
 
-class _StateDictKind(NamedTuple):
-    """The configs of a state dict type; torch's classes of the same names are accepted, too."""
-
-    config: type
-    optim_config: type
-
-
-_KINDS = {
-    "FULL_STATE_DICT": _StateDictKind(FullStateDictConfig, FullOptimStateDictConfig),
-    "SHARDED_STATE_DICT": _StateDictKind(ShardedStateDictConfig, ShardedOptimStateDictConfig),
-    "LOCAL_STATE_DICT": _StateDictKind(LocalStateDictConfig, LocalOptimStateDictConfig),
+_CONFIGS: dict[str, tuple[type, type]] = {
+    "FULL_STATE_DICT": (FullStateDictConfig, FullOptimStateDictConfig),
+    "SHARDED_STATE_DICT": (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    "LOCAL_STATE_DICT": (LocalStateDictConfig, LocalOptimStateDictConfig),
 }
+"""Of each type, those of the model and the optimizer; torch's of the same names count, too."""
 
 
 @contextlib.contextmanager
@@ -103,7 +97,8 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 
     Raises RuntimeError if the units of `module` have different settings.
     """
-    default = _settings("FULL_STATE_DICT", StateDictType.FULL_STATE_DICT, None, None)
+    full = StateDictType.FULL_STATE_DICT
+    default = StateDictSettings(full, *(kind() for kind in _CONFIGS[full.name]))
     found = [(state.unit.name, state.form.settings) for _, state in units_of(module)]
     settings = [default if given is None else given for _, given in found]
     for (name, _), given in zip(found, settings, strict=True):
@@ -117,35 +112,24 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 
 def _form(given: object, config: object, optim_config: object) -> StateDictForm:
     name = given.name if isinstance(given, enum.Enum) else given
-    if name not in _KINDS:
-        known = ", ".join(map(repr, _KINDS))
-        raise ValueError(f"unknown state_dict_type {name!r}: expected one of {known}")
-    kind = _KINDS[name]
-    _check_config("state_dict_config", name, config, kind.config)
-    _check_config("optim_state_dict_config", name, optim_config, kind.optim_config)
-    own, optim = (bool(getattr(each, "rank0_only", False)) for each in (config, optim_config))
-    chosen = StateDictType[name] if isinstance(given, str) else given
+    if not isinstance(name, str) or name not in _CONFIGS:
+        types = ", ".join(map(repr, _CONFIGS))
+        raise ValueError(f"unknown state_dict_type {name!r}: expected one of {types}")
+    configs = {"state_dict_config": config, "optim_state_dict_config": optim_config}
+    for (argument, passed), kind in zip(configs.items(), _CONFIGS[name], strict=True):
+        kinds = {each.__name__ for each in type(passed).__mro__}
+        if passed is None:
+            configs[argument] = kind()
+        elif kind.__name__ not in kinds:
+            raise TypeError(f"{argument} for {name} must be a {kind.__name__}, got {passed!r}")
     if name != "FULL_STATE_DICT":
         warn(
             f"{name} has full tensors here: zshard.save() writes each rank's shards instead, and "
             "gathers nothing"
         )
-    settings = _settings(name, chosen, config, optim_config)
-    return StateDictForm(own, optim, settings)
-
-
-def _settings(name: str, given: object, config: object, optim_config: object) -> StateDictSettings:
-    kind = _KINDS[name]
-    config = kind.config() if config is None else config
-    return StateDictSettings(
-        given, config, kind.optim_config() if optim_config is None else optim_config
-    )
-
-
-def _check_config(argument: str, name: str, config: object, expected: type) -> None:
-    known = {each.__name__ for each in type(config).__mro__}
-    if config is not None and expected.__name__ not in known:
-        raise TypeError(f"{argument} for {name} must be a {expected.__name__}, got {config!r}")
+    own, optim = (bool(getattr(each, "rank0_only", False)) for each in configs.values())
+    chosen = StateDictType[name] if isinstance(given, str) else given
+    return StateDictForm(own, optim, StateDictSettings(chosen, *configs.values()))
 
 
 # --- methods --------------------------------------------------------------------------------------

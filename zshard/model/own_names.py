@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zshard._errors import warn
 from zshard.units.units import ATTRIBUTE, State, stray_part
+from zshard.wrap.tree import UnitSpec
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -159,10 +160,11 @@ def refuse_names(model: nn.Module) -> None:
             )
 
 
-def warn_of_clashes(base: type[nn.Module], units: Iterable[nn.Module]) -> None:
+def warn_of_clashes(base: type[nn.Module], units: Sequence[UnitSpec]) -> None:
     """Warn of the attributes of modules that will hide names of FSDP, which is `base`."""
     names = sorted(each.name for each in _names_of(base) if not each.is_common)
-    clashes = {name: type(each).__name__ for each in units for name in names if _has(each, name)}
+    modules = [spec.module for spec in units]
+    clashes = {n: type(each).__name__ for each in modules for n in names if _has(each, n)}
     if clashes:
         listed = ", ".join(f"{name!r} of {kind}" for name, kind in clashes.items())
         name = next(iter(clashes))

@@ -1,4 +1,4 @@
-"""Shard a model: one object that knows its units and parameters, and five calls on it.
+"""Shard a model: one object that knows its units and parameters, and the calls on it.
 
 Plan, agree, check memory, build, publish. Nothing changes until every rank has found that it can
 continue, so an error leaves the module unchanged. A unit's module stays the same object with the
@@ -7,9 +7,8 @@ same parameters and names; its class becomes a subclass of (FSDP, its class).
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,8 +23,14 @@ from zshard.model.own_names import properties_in_place
 from zshard.optim.hooks import know_again
 from zshard.optim.shared_state import meet
 from zshard.options import option_facts
-from zshard.precision import cast_buffers, drop_root_casts, install_casts, install_kept
-from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks, told_to_all_ranks
+from zshard.precision import Precision, cast_buffers, drop_root_casts, install_casts, install_kept
+from zshard.ranks.agreement import (
+    PublicCall,
+    check_agreement,
+    gather,
+    on_all_ranks,
+    told_to_all_ranks,
+)
 from zshard.ranks.devices import CPU
 from zshard.ranks.groups import Group, resolve_groups
 from zshard.ranks.nccl import NcclOptions
@@ -38,24 +43,25 @@ from zshard.units.units import (
     ATTRIBUTE,
     MADE,
     BufferSync,
-    Options,
     State,
     hook_forward,
     is_unit,
     state_of,
     units_of,
 )
-from zshard.wrap.build import make_engine, make_unit, parts_to_guard, plan_forward
-from zshard.wrap.initial_values import InitialValues, check_unit, facts_of
+from zshard.wrap.build import (
+    InitialValues,
+    check_unit,
+    facts_of,
+    make_engine,
+    make_unit,
+    plan_forward,
+)
 from zshard.wrap.late_parameters import watch
 from zshard.wrap.meta import Init, Materializer, check_in_forward
 from zshard.wrap.tree import UnitSpec
 
 _HALF = "_zshard_half"  # marks a model while it is being sharded, or after that failed
-
-
-Given = tuple[str | NcclOptions | None, float | None, str]
-"""What a script asks of transports: which, a timeout in seconds, and the device."""
 
 
 class FsdpSettings(NamedTuple):
@@ -76,14 +82,6 @@ class FsdpSettings(NamedTuple):
     buffers_in_forward: BufferSync
     ignored: set[nn.Module]
 
-    @property
-    def group_given(self) -> dist.ProcessGroup | None:
-        """The process group to shard over, as the script passed it; None: the default."""
-        if self.device_mesh is not None:
-            return self.device_mesh.get_group(-1 if self.device_mesh.ndim > 1 else None)
-        pair = self.process_group
-        return pair[0] if isinstance(pair, tuple) else pair
-
 
 def crosses_hosts(comm: _core.Comm) -> bool:
     """Return whether the ranks that gather from each other are on several (equal) hosts."""
@@ -92,175 +90,155 @@ def crosses_hosts(comm: _core.Comm) -> bool:
 
 @PublicCall("FSDP()")
 def shard_model(
-    base: type[nn.Module],
-    module: nn.Module,
-    planned: list[tuple[UnitSpec, Options]],
-    settings: FsdpSettings,
+    base: type[nn.Module], module: nn.Module, specs: list[UnitSpec], settings: FsdpSettings
 ) -> None:
     """Shard a model in place. Collective.
 
-    base: FSDP, from which the class of each unit derives. planned: the units with their options,
-    children first, the root last.
+    base: FSDP, from which the class of each unit derives. specs: the units, children first, the
+    root last.
     """
-    model = ShardingPlan(base, module, planned)
+    model = ShardingPlan(base, module, specs)
     model.agree(settings)
-    model.check_memory(settings)
+    limit = model.options.limit
+    for ref in (ref for spec in specs for ref in spec.params):
+        for each in EXTENSIONS:
+            each.settle(ref)
+    if limit is not None:
+        from zshard.memory.fits import check_fits
+
+        sharing = check_fits(module, specs, model.comms, model.joined, settings.device)
     model.build(settings)
-    model.publish(settings)
+    if model.comms.all.world > 1:
+        watch(module, settings.ignored)
+    if model.options.precision.buffers is not None:
+        cast_buffers(module, model.options.precision, settings.ignored)
+    if settings.buffers_in_forward:
+        sync_buffers(module, settings.buffers_in_forward)
+    for each in EXTENSIONS:
+        each.finish(module)
+    if limit is not None:
+        from zshard.memory.spare import Spare, watch_first_steps
+
+        if settings.device == CPU:
+            watch_first_steps(module, limit, sharing)
+        if model.options.keep is None:
+            state_of(module).spare = Spare(module, limit, sharing)
+    introduce(module)
+    engine = state_of(module).unit.engine
+    engine.begin_write()  # the values are complete
+    engine.end_write()
 
 
 @dataclass(eq=False)
 class ShardingPlan:
     """A model that is being sharded, or a copy of one.
 
-    names: of all its modules, parents first. inner: its units of earlier calls, parents first.
+    names: of all its modules, parents first. inner: its units of earlier calls, parents first;
+    joined: those that become part of the model, as they are over the same ranks. options: the
+    root's, which apply to the model.
     """
 
     base: type[nn.Module]
     module: nn.Module
-    planned: list[tuple[UnitSpec, Options]]
+    specs: list[UnitSpec]
     names: dict[nn.Module, str] = field(init=False)
     inner: list[tuple[nn.Module, State]] = field(init=False)
+    joined: list[tuple[nn.Module, State]] = field(default_factory=list)
     comms: Comms = field(init=False)
     group_given: dist.ProcessGroup | None = None
     is_alone: bool = False
-    sharing: Any = None  # host_limits.Sharing, with a limit
 
     def __post_init__(self) -> None:
         self.names = {each: name for name, each in self.module.named_modules()}
         self.inner = [(each, state_of(each)) for each in self.names if is_unit(each)]
-
-    @property
-    def options(self) -> Options:
-        """The options of the root, which apply to the model."""
-        return self.planned[-1][1]
-
-    @property
-    def joined(self) -> list[tuple[nn.Module, State]]:
-        """The inner units that become part of the model: those over the same ranks."""
-        return [(each, state) for each, state in self.inner if not state.is_apart(self.comms)]
-
-    @property
-    def modules_apart(self) -> set[nn.Module]:
-        """The modules of the other inner units."""
-        apart = [each for each, state in self.inner if state.is_apart(self.comms)]
-        return {part for each in apart for part in each.modules()}
+        self.options = self.specs[-1].options
 
     # --- agree ------------------------------------------------------------------------------------
 
     def agree(self, settings: FsdpSettings) -> None:
         """Choose the transports, once all ranks agree on the model and can shard it."""
-        given = settings.transport, settings.timeout, settings.device
-        check_settings(*given)
-        groups = resolve_groups(settings.process_group, settings.device_mesh, self.options.strategy)
-        given = settings.transport, self._timeout(groups.world, settings.timeout), settings.device
-        comm, given = self._comm_for(groups.world, given)
-        specs = [spec for spec, _ in self.planned]
-        facts = option_facts(self.options)
-        facts += facts_of(self.module, specs, self.options, not settings.from_rank_0)
-        if self.options.micro_batches:
+        asked, timeout, device = settings.transport, settings.timeout, settings.device
+        check_settings(asked, timeout, device)
+        options, mesh, pair = self.options, settings.device_mesh, settings.process_group
+        groups = resolve_groups(pair, mesh, options.strategy)
+        inner = [state for _, state in self.inner]
+        if inner:
+            timeout = _timeout_of(inner, groups.world, timeout)
+        comm = comm_for(groups.world, asked, timeout, device)
+        if options.micro_batches and device == CPU:
+            if comm.transport == "hosts" and asked != "hosts":  # it adds gradients by host
+                asked = "c10d"
+                comm = comm_for(groups.world, asked, timeout, device)
+            for each in EXTENSIONS:
+                each.check_transport(options, comm, asked)
+        facts = option_facts(options)
+        facts += facts_of(self.module, self.specs, not settings.from_rank_0)
+        if options.micro_batches:
             facts.append(("OMP_NUM_THREADS", str(torch.get_num_threads())))
         check_agreement(comm, facts)
-        check_wire_over(comm, self.options.wire)
-        inner = [state for _, state in self.inner]
-        held = {id(ref.param) for spec in specs for ref in spec.params}
+        check_wire_over(comm, options.wire)
+        held = {id(ref.param) for spec in self.specs for ref in spec.params}
         held |= {id(param) for state in inner for param in state.unit.params}
-        ours = [each for _, each in self.planned]
-        theirs = [each.options for each in inner]
+        ours, theirs = ([each.options for each in some] for some in (self.specs, inner))
         for each in EXTENSIONS:
-            each.check_model(self.module, ours, theirs, held, settings.device)
-        self.comms = self._kept_comms(comms_for(groups, self.options.strategy, comm, given))
+            each.check_model(self.module, ours, theirs, held, device)
+        self.comms = comms_for(groups, options.strategy, comm, (asked, timeout, device))
+        for state in inner if self.comms.replica_group is None else ():
+            # Whether to keep copies between steps is one choice for the entire model.
+            if state.comms.replica_group is not None and state.comms.all is self.comms.all:
+                self.comms = state.comms
+                break
+        self.joined = [each for each in self.inner if not each[1].is_apart(self.comms)]
         with on_all_ranks(comm):
-            for spec in specs:  # these have their own error
+            for spec in self.specs:  # these have their own error
                 check_unit(spec)
                 class_for(self.base, type(spec.module))
-        keep = self.options.keep
-        if keep is None and not crosses_hosts(self.comms.shard_group):
-            keep = 0  # within one host, a gather is cheap
-        self.planned = [(spec, each._replace(keep=keep)) for spec, each in self.planned]
-        self.group_given = settings.group_given
-        by_default = settings.process_group is None and settings.device_mesh is None
-        self.is_alone = by_default and not dist.is_initialized()
-
-    def _timeout(self, group: Group | None, asked: float | None) -> float | None:
-        """Return the timeout to ask for: a model has one, so units of earlier calls decide. Raises
-        ValueError for another one than theirs."""
-        theirs = next((s.comms.all for _, s in self.inner if group_of(s.comms.all) is group), None)
-        if theirs is None or group is None:
-            return asked
-        if asked not in (None, theirs.timeout):
-            raise ValueError(
-                f"FSDP(timeout={asked}): a module inside was wrapped with a timeout of "
-                f"{theirs.timeout:g} s, and a model has one: pass the same to both"
-            )
-        return theirs.timeout
-
-    def _comm_for(self, group: Group | None, given: Given) -> tuple[_core.Comm, Given]:
-        """Return the transport of all ranks, and what to ask of those of parts of them."""
-        comm = comm_for(group, *given)
-        if self.options.micro_batches == 0 or given[2] != CPU:
-            return comm, given
-        if comm.transport == "hosts" and given[0] != "hosts":  # it adds gradients by host
-            given = ("c10d", *given[1:])
-            comm = comm_for(group, *given)
-        for each in EXTENSIONS:
-            each.check_transport(self.options, comm, given[0])
-        return comm, given
-
-    def _kept_comms(self, comms: Comms) -> Comms:
-        """Whether to keep copies between steps is one choice for the entire model: inner units that
-        keep them decide."""
-        for _, state in self.inner if comms.replica_group is None else ():
-            if state.comms.replica_group is not None and state.comms.all is comms.all:
-                return state.comms
-        return comms
-
-    # --- check memory -----------------------------------------------------------------------------
-
-    def check_memory(self, settings: FsdpSettings) -> None:
-        """Raise MemoryError on all ranks if the model does not fit on one of them."""
-        for ref in (ref for spec, _ in self.planned for ref in spec.params):
-            for each in EXTENSIONS:
-                each.settle(ref)
-        limit = self.options.limit
-        if limit is not None:
-            from zshard.memory.fits import check_fits
-
-            self.sharing = check_fits(
-                self.module, self.planned, self.comms, self.joined, limit, settings.device
-            )
+        if options.keep is None and not crosses_hosts(self.comms.shard_group):
+            for spec in self.specs:  # "auto": within one host a gather is cheap
+                spec.options = spec.options._replace(keep=0)
+            self.options = self.specs[-1].options
+        self.is_alone = pair is None and mesh is None and not dist.is_initialized()
+        self.group_given = pair[0] if isinstance(pair, tuple) else pair
+        if mesh is not None:
+            self.group_given = mesh.get_group(-1 if mesh.ndim > 1 else None)
 
     # --- build ------------------------------------------------------------------------------------
 
     def build(self, settings: FsdpSettings) -> None:
         """Make the units, children first, each with its values; then share buffers."""
-        everyone = self.comms.all
-        source = everyone if settings.from_rank_0 and everyone.world > 1 else None
-        materializer = Materializer(self.module, settings.init, settings.ignored)
-        initial = InitialValues(self.module, materializer, source, settings.device)
+        everyone, module = self.comms.all, self.module
+        initial = InitialValues(module, everyone, settings.device, settings.from_rank_0)
+        is_on_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
+        materializer = None
+        if any(gather(everyone, is_on_meta)):
+            materializer = Materializer(module, settings.init, settings.ignored)
         for comm in {id(each): each for each in self.comms if each is not None}.values():
             comm.align()  # an earlier FSDP() may have failed after some ranks had made a unit
         with on_all_ranks(everyone):
-            engine = make_engine(self.module, self.comms, self.options)
+            engine = make_engine(module, self.comms, self.options)
         made = []
-        with _begun(self.module):
-            for spec, options in self.planned:
+        module.__dict__[_HALF] = True
+        for spec in self.specs:
+            if materializer is not None:
                 with on_all_ranks(everyone):
-                    initial.make(spec)
-                with told_to_all_ranks(everyone):
-                    initial.give(spec)
-                with on_all_ranks(everyone):
-                    made.append(self.make_unit(engine, spec, options))
+                    materializer.up_to(spec.module)
+            with told_to_all_ranks(everyone):
+                initial.give(spec)
+            with on_all_ranks(everyone):
+                made.append(self.make_unit(engine, spec))
+        del module.__dict__[_HALF]
         self.take_in(engine)
         with on_all_ranks(everyone):
             self.plan_step(engine, made)
+        apart = [each for each, state in self.inner if state.is_apart(self.comms)]
         with told_to_all_ranks(everyone):
-            initial.give_buffers(settings.ignored | self.modules_apart)
-        check_in_forward(self.module, materializer.left_out)
+            initial.give_buffers({*settings.ignored, *apart})
+        if materializer is not None:
+            check_in_forward(module, materializer.left_out)
 
-    def make_unit(self, engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:
+    def make_unit(self, engine: _core.Engine, spec: UnitSpec) -> _core.Unit:
         """Turn a module into a unit: hook it, guard it and change its class."""
-        module, unit = spec.module, make_unit(engine, spec, options)
+        module, options, unit = spec.module, spec.options, make_unit(engine, spec)
         state = State(unit, self.comms, options, self.group_given, self.is_alone)
         remember_parts(state)
         if unit.is_hooked:
@@ -272,13 +250,14 @@ class ShardingPlan:
         module.__dict__[ATTRIBUTE] = state
         module.__class__ = class_for(self.base, type(module))
         refuse_wrappers_around(module)
-        casts = install_casts(module, options.precision, module is self.module)
-        state.note_hooks(module, casts)
-        install_kept({owner for ref in spec.params for owner, _ in ref.owners}, options.precision)
-        if unit.is_hooked and not unit.replicated:
-            for part in parts_to_guard(spec, self.module if len(self.planned) > 1 else None):
-                state.note_hooks(part, hook_forward(part, unit))
+        if options.precision != Precision():
+            casts = install_casts(module, options.precision, module is self.module)
+            state.note_hooks(module, casts)
+            owners = {owner for ref in spec.params for owner, _ in ref.owners}
+            install_kept(owners, options.precision)
         if not unit.replicated:
+            for part in spec.parts if unit.is_hooked else ():
+                state.note_hooks(part, hook_forward(part, unit))
             unit.guard()
         return unit
 
@@ -296,41 +275,23 @@ class ShardingPlan:
 
     def plan_step(self, engine: _core.Engine, made: Sequence[_core.Unit]) -> None:
         """Report the order of the units to the engine, and reserve the memory of a step."""
-        pairs = [(spec, unit) for (spec, _), unit in zip(self.planned, made, strict=True)]
         inner = [(module, state.unit, state.unit) for module, state in self.joined]
-        plan_forward(engine, self.module, pairs, inner)
+        plan_forward(engine, self.module, list(zip(self.specs, made, strict=True)), inner)
         engine.reserve()
 
-    # --- publish ----------------------------------------------------------------------------------
 
-    def publish(self, settings: FsdpSettings) -> None:
-        """Install the watchers of the model, and let other ranks use its shards."""
-        module, limit = self.module, self.options.limit
-        if self.comms.all.world > 1:
-            watch(module, settings.ignored)
-        cast_buffers(module, self.options.precision, settings.ignored)
-        if settings.buffers_in_forward:
-            sync_buffers(module, settings.buffers_in_forward)
-        for each in EXTENSIONS:
-            each.finish(module)
-        if limit is not None or self.options.keep is None:
-            from zshard.memory.spare import Spare, watch_first_steps
-
-            watch_first_steps(module, limit, self.sharing, settings.device)
-            if self.options.keep is None:
-                state_of(module).spare = Spare(module, limit, self.sharing)
-        introduce(module)
-        engine = state_of(module).unit.engine
-        engine.begin_write()  # the values are complete
-        engine.end_write()
-
-
-@contextlib.contextmanager
-def _begun(module: nn.Module) -> Iterator[None]:
-    """Context manager that marks a model while FSDP() takes its parameters apart."""
-    module.__dict__[_HALF] = True
-    yield
-    del module.__dict__[_HALF]
+def _timeout_of(inner: list[State], group: Group | None, asked: float | None) -> float | None:
+    """Return the timeout to ask for: a model has one, so units of earlier calls decide. Raises
+    ValueError for another one than theirs."""
+    theirs = next((s.comms.all for s in inner if group_of(s.comms.all) is group), None)
+    if theirs is None or group is None:
+        return asked
+    if asked not in (None, theirs.timeout):
+        raise ValueError(
+            f"FSDP(timeout={asked}): a module inside was wrapped with a timeout of "
+            f"{theirs.timeout:g} s, and a model has one: pass the same to both"
+        )
+    return theirs.timeout
 
 
 def refuse_half(module: nn.Module) -> None:

@@ -34,29 +34,21 @@ def _sharding_strategy(state: State) -> ShardingStrategy:
     return ShardingStrategy(state.unit.strategy)
 
 
-def _process_group(state: State) -> object:
-    """Return the group that the model is sharded over; as in torch, None is the default group."""
-    return group_of(state.comms.shards) if state.group_given is None else state.group_given
-
-
 def _device(state: State) -> torch.device:
     return next((param.device for param in state.unit.params), torch.device("cpu"))
-
-
-def _device_ids(state: State) -> list[int] | None:
-    device = _device(state)
-    return None if device.type == "cpu" else [device.index or 0]
 
 
 _OF_STATE: dict[str, Callable[[State], object]] = {
     # FSDP1
     "sharding_strategy": _sharding_strategy,
-    "process_group": _process_group,
+    "process_group": lambda state: (  # as in torch, None is the default group
+        group_of(state.comms.shards) if state.group_given is None else state.group_given
+    ),
     "rank": lambda state: state.comms.shards.rank,
     "world_size": lambda state: state.comms.shards.world,
     # DDP
     "device": _device,
-    "device_ids": _device_ids,
+    "device_ids": lambda state: [i] if (i := _device(state).index) is not None else None,
 }
 
 _PAGE = "docs/migration.md says what to use instead of names of torch's FSDP and DDP"
@@ -128,12 +120,9 @@ class TorchNames(ModelNamesFirst):
             state.unit.sync = bool(value)
 
 
-def _property_of(value: Callable[[State], object]) -> property:
-    return property(lambda model: value(state_of(model)))
-
-
 for _name, _value in _OF_STATE.items():
-    setattr(TorchNames, _name, YieldingName(_name, _property_of(_value), is_common=True))
+    _property = property(lambda model, value=_value: value(state_of(model)))  # type: ignore[misc]
+    setattr(TorchNames, _name, YieldingName(_name, _property, is_common=True))
 
 
 # --- state dicts ----------------------------------------------------------------------------------
@@ -141,25 +130,21 @@ for _name, _value in _OF_STATE.items():
 _PREFIX = "module."
 
 
-def _adds_prefix(model: nn.Module, names: list[str]) -> bool:
-    """Return whether names are the model's own after another "module." than that of its child."""
-    kinds = model.named_parameters, model.named_buffers
-    own = {name for kind in kinds for name, _ in kind(remove_duplicate=False)}
-    return any(name not in own and name.removeprefix(_PREFIX) in own for name in names)
-
-
 def names_without_module(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state dict of DDP, whose names all begin with "module.", under the model's own
     names; any other one unchanged."""
     names = list(state) if isinstance(state, Mapping) else []
-    is_ddps = all(isinstance(name, str) and name.startswith(_PREFIX) for name in names)
-    if not names or not is_ddps or ("module" in model._modules and not _adds_prefix(model, names)):
+    if not names or not all(isinstance(n, str) and n.startswith(_PREFIX) for n in names):
         return state
+    if "module" in model._modules:  # then the prefix must be another one than that of this child
+        kinds = model.named_parameters, model.named_buffers
+        own = {name for kind in kinds for name, _ in kind(remove_duplicate=False)}
+        if not any(n not in own and n.removeprefix(_PREFIX) in own for n in names):
+            return state
     made = OrderedDict((name.removeprefix(_PREFIX), value) for name, value in state.items())
     facts = getattr(state, "_metadata", None)
     if facts is not None:  # by module: DDP itself is ""
-        own = (
+        made._metadata = OrderedDict(  # type: ignore[attr-defined]
             (f"{name}.".removeprefix(_PREFIX)[:-1], each) for name, each in facts.items() if name
         )
-        made._metadata = OrderedDict(own)  # type: ignore[attr-defined]
     return made

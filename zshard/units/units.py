@@ -54,9 +54,9 @@ class Prefetch(NamedTuple):
 class Options(NamedTuple):
     """The options that a unit was wrapped with."""
 
-    strategy: ShardingStrategy
-    precision: Precision
-    prefetch: Prefetch
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    precision: Precision = Precision()
+    prefetch: Prefetch = Prefetch()
     offload: Offload | None = None
     limit: MemoryLimit = "auto"
     # Bytes of full parameters that stay gathered from forward to backward; None: decided after the

@@ -21,7 +21,10 @@ from typing import Any
 
 from torch import nn
 
+from zshard.precision import precision_of
+from zshard.strategy import strategy_of
 from zshard.units.extensions import ParamRef
+from zshard.units.units import Options
 from zshard.wrap.auto import auto_units
 from zshard.wrap.tree import ModuleTree, Node, UnitSpec
 
@@ -215,82 +218,94 @@ def plan_units(
     ignored_modules: Collection[nn.Module] = (),
     ignored_params: Collection[nn.Parameter] = (),
     with_empty: bool = False,
+    options: Options = Options(),  # noqa: B008 - a tuple
 ) -> list[UnitSpec]:
     """Choose the units of `root` and assign each of its parameters to exactly one.
 
     policy: as FSDP's auto_wrap_policy.
     ignored_modules, ignored_params: left out, with all parameters of ignored modules.
     with_empty: keep units without parameters of their own, as earlier outermost ones may be.
+    options: of the model, where a CustomPolicy does not override them.
 
     Returns the units children first, in module order; the last is `root` itself, which has the
     remaining parameters (possibly none). Every other unit has parameters. Modules that are units of
     an earlier FSDP call keep their parameters.
 
-    Raises TypeError or ValueError for an invalid policy; ValueError if the root is already wrapped,
-    if a parameter is shared with a nested unit, and if a lazy parameter has no shape yet.
+    Raises TypeError or ValueError for an invalid policy or override; ValueError if the root is
+    already wrapped, if a parameter is shared with a nested unit, and if a lazy parameter has no
+    shape yet.
     """
-    choose = _chooser(policy)
-    tree = ModuleTree(root, ignored_modules, ignored_params)
-    try:
-        return tree.assign(choose(tree, ignored_modules), with_empty)
-    finally:
-        tree.fell()
-
-
-def _chooser(policy: object) -> Callable[[ModuleTree, Collection[nn.Module]], _Choice]:
-    """Return the function that chooses the nodes. Checks the policy before looking at modules."""
-    if policy is None:
-        return lambda tree, ignored: {}
-    if isinstance(policy, str):
-        if policy != "auto":
-            raise ValueError(f"unknown auto_wrap_policy {policy!r}: {_ACCEPTED}")
-        return lambda tree, ignored: {node: {} for node in auto_units(tree)}
     if isinstance(policy, set | frozenset | list | tuple):
         policy = ModuleWrapPolicy(policy)
-    if isinstance(policy, ModuleWrapPolicy):
-        return lambda tree, ignored: _by_class(tree, policy)
-    if isinstance(policy, CustomPolicy):
-        return lambda tree, ignored: {
-            node: overrides
-            for node in tree.nodes
-            if node.may_be_unit and (overrides := policy.overrides(node.module)) is not None
-        }
-    if hasattr(policy, "_run_policy"):  # torch.distributed.fsdp.wrap's policy objects
-        return lambda tree, ignored: {
-            node: overrides
-            for module, overrides in policy._run_policy(tree.root.module, set(ignored), {}).items()
-            if (node := tree.find(module)) is not None and node.may_be_unit
-        }
-    if isinstance(policy, type | nn.Module) or not callable(policy):
-        raise TypeError(f"auto_wrap_policy={policy!r} is not a policy: {_ACCEPTED}")
-    ask = _fsdp1_signature(policy)
-    return lambda tree, ignored: _by_recursion(tree, ask)
+    tree = ModuleTree(root, ignored_modules, ignored_params)
+    try:
+        choice = _choose(tree, policy, ignored_modules)
+        by_node = {node: _overridden(options, each, node) for node, each in choice.items()}
+        return tree.assign({**by_node, tree.root: options}, with_empty)
+    finally:
+        for node in tree.nodes:  # cycles would keep the model until the next garbage collection
+            node.children.clear()
 
 
-def _by_class(tree: ModuleTree, policy: ModuleWrapPolicy) -> _Choice:
-    matching = [node for node in tree.nodes if policy(node.module)]
-    choice: _Choice = {node: {} for node in matching if node.may_be_unit}
-    if not choice and tree.root.numel and not tree.wrapped:
-        why = "no such modules" if not matching else "those modules cannot be units"
-        warnings.warn(
-            f"{policy!r} finds no units in this {type(tree.root.module).__name__} ({why}), so all "
-            "its parameters are gathered at once, which saves no memory: pass "
-            'auto_wrap_policy="auto" to choose units automatically',
-            stacklevel=2,
-        )
-    return choice
-
-
-def _by_recursion(tree: ModuleTree, ask: Callable[[nn.Module, bool, int], bool]) -> _Choice:
-    """FSDP1's recursion: `ask(module, True, numel)` decides whether to descend below a module, then
-    `ask(module, False, rest)` whether to make a unit of the parameters that have none yet."""
+def _choose(tree: ModuleTree, policy: object, ignored: Collection[nn.Module]) -> _Choice:
+    """Return the nodes that the policy chooses, with its overrides."""
     choice: _Choice = {}
-    _descend(tree.root, ask, choice)
+    if policy is None:
+        return choice
+    if isinstance(policy, ModuleWrapPolicy):
+        matching = [node for node in tree.nodes if policy(node.module)]
+        choice = {node: {} for node in matching if node.may_be_unit}
+        if not choice and tree.root.numel and not tree.wrapped:
+            why = "no such modules" if not matching else "those modules cannot be units"
+            warnings.warn(
+                f"{policy!r} finds no units in this {type(tree.root.module).__name__} ({why}), so "
+                "all its parameters are gathered at once, which saves no memory: pass "
+                'auto_wrap_policy="auto" to choose units automatically',
+                stacklevel=2,
+            )
+    elif isinstance(policy, CustomPolicy):
+        for node in tree.nodes:
+            overrides = policy.overrides(node.module) if node.may_be_unit else None
+            if overrides is not None:
+                choice[node] = overrides
+    elif hasattr(policy, "_run_policy"):  # torch.distributed.fsdp.wrap's policy objects
+        for module, overrides in policy._run_policy(tree.root.module, set(ignored), {}).items():
+            at = tree.find(module)
+            if at is not None and at.may_be_unit:
+                choice[at] = overrides
+    elif isinstance(policy, str):
+        if policy != "auto":
+            raise ValueError(f"unknown auto_wrap_policy {policy!r}: {_ACCEPTED}")
+        choice = {node: {} for node in auto_units(tree)}
+    elif isinstance(policy, type | nn.Module) or not callable(policy):
+        raise TypeError(f"auto_wrap_policy={policy!r} is not a policy: {_ACCEPTED}")
+    else:
+        _descend(tree.root, _fsdp1_signature(policy), choice)
     return choice
+
+
+def _overridden(usual: Options, overrides: Mapping[str, Any], node: Node) -> Options:
+    """Return a unit's options. Raises ValueError for an override that only applies to an entire
+    model."""
+    strategy, precision = usual.strategy, usual.precision
+    asked = overrides.get("sharding_strategy", overrides.get("strategy"))
+    if asked is not None:
+        strategy = strategy_of(asked)
+    if strategy is not usual.strategy and (strategy.is_hybrid or strategy.keeps):
+        raise ValueError(
+            f"unit '{node.name}' requests strategy {strategy.value!r}, but the model has "
+            f"{usual.strategy.value!r}: hybrid strategies and zero1 apply to whole models; set "
+            "them on the outermost FSDP(...)"
+        )
+    if overrides.get("mixed_precision") is not None:
+        precision = precision_of(overrides["mixed_precision"])
+    return usual._replace(strategy=strategy, precision=precision)
 
 
 def _descend(node: Node, ask: Callable[[nn.Module, bool, int], bool], choice: _Choice) -> int:
-    """Return how many elements are in units at or below `node`."""
+    """FSDP1's recursion: `ask(module, True, numel)` decides whether to descend below a module, then
+    `ask(module, False, rest)` whether to make a unit of the parameters that have none yet. Return
+    how many elements are in units at or below `node`."""
     if not ask(node.module, True, node.numel):
         return 0
     held = sum(_descend(child, ask, choice) for child in node.children if not child.barred)

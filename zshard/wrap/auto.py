@@ -1,17 +1,16 @@
 """auto_wrap_policy="auto": find the units of a model from what it states and from its structure.
 
-The blocks that a model states are its blocks. A class may say what to shard by two attributes,
-which models of several libraries have:
+What a model states to be its blocks are its blocks. Its class, or one above it, may say what to
+shard by two attributes, which models of several libraries have:
 
 - `_fsdp_plan`, a dict of paths below the module: in "layers.*" the star stands for a number. Its
   values say what stays gathered after a forward, which here is the strategy's to say.
 - `_no_split_modules`, names of classes whose modules stay in one piece.
 
-Elsewhere, big models repeat
-themselves: children of one container that share a class are the model's blocks. The outermost level
-whose blocks are small enough becomes the units; the remainder (embeddings, heads, models without
-repetition) is cut by size. All limits are fractions of the model, so a model and its tiny copy in a
-test get the same units.
+Elsewhere, big models repeat themselves: children of one container that share a class are the
+model's blocks. The outermost level whose blocks are small enough becomes the units; the remainder
+(embeddings, heads, models without repetition) is cut by size. All limits are fractions of the
+model, so a model and its tiny copy in a test get the same units.
 """
 
 from __future__ import annotations
@@ -160,7 +159,11 @@ class _AutoWrap:
             self._units[node] = None
 
 
-# --- what a model states --------------------------------------------------------------------------
+def is_list(node: Node) -> bool:
+    return isinstance(node.module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+
+
+# --- what models state ----------------------------------------------------------------------------
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
@@ -174,33 +177,33 @@ def stated_blocks(tree: ModuleTree) -> dict[Node, str]:
     for the layer.
     """
     found: dict[Node, str] = {}
-    for attribute, modules_of in _STATEMENTS.items():
-        for speaker in _with(tree, attribute):
-            statement = getattr(speaker.module, attribute)
+    for attribute in ("_fsdp_plan", "_no_split_modules"):
+        # Module.__getattr__() would be slow for the many that have none.
+        has = {kind: hasattr(kind, attribute) for kind in {type(n.module) for n in tree.nodes}}
+        for speaker in tree.nodes:
+            model = speaker.module
+            if not has[type(model)] and attribute not in vars(model):
+                continue
+            statement = getattr(model, attribute)
             if isinstance(statement, Mapping | list | tuple | set | frozenset):
-                for module in modules_of(speaker.module, set(statement)):
+                for module in _stated(model, attribute, set(statement)):
                     node = tree.find(module)
                     if node is not None:
                         found.setdefault(_layer_of(node, speaker), attribute)
     return found
 
 
-def _with(tree: ModuleTree, attribute: str) -> list[Node]:
-    """Return the nodes whose modules have an attribute. Module.__getattr__() would be slow for the
-    many that have not."""
-    kinds: dict[type, bool] = {}
-    found = []
-    for node in tree.nodes:
-        kind = node.module.__class__
-        if kind not in kinds:
-            kinds[kind] = hasattr(kind, attribute)
-        if kinds[kind] or attribute in node.module.__dict__:
-            found.append(node)
-    return found
-
-
-def is_list(node: Node) -> bool:
-    return isinstance(node.module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+def _stated(model: nn.Module, attribute: str, words: set[Any]) -> list[nn.Module]:
+    if attribute == "_fsdp_plan":
+        named = model.named_modules()
+        starred = [(_NUMBER.sub(".*", plain_name(name)), module) for name, module in named]
+        return [module for path, module in starred if "*" in path and path in words]
+    kinds = [
+        (parametrize.type_before_parametrizations(module).__name__, module)
+        for module in model.modules()
+    ]
+    counts = Counter(kind for kind, _ in kinds)
+    return [module for kind, module in kinds if kind in words and counts[kind] > 1]
 
 
 def _layer_of(node: Node, speaker: Node) -> Node:
@@ -210,21 +213,3 @@ def _layer_of(node: Node, speaker: Node) -> Node:
             return node if 2 * node.numel >= layer.numel else layer
         layer = layer.parent
     return node
-
-
-def _planned(model: nn.Module, paths: set[Any]) -> list[nn.Module]:
-    named = model.named_modules()
-    starred = ((_NUMBER.sub(".*", plain_name(name)), module) for name, module in named)
-    return [module for path, module in starred if "*" in path and path in paths]
-
-
-def _of_classes(model: nn.Module, classes: set[Any]) -> list[nn.Module]:
-    kinds = [
-        (parametrize.type_before_parametrizations(module).__name__, module)
-        for module in model.modules()
-    ]
-    counts = Counter(kind for kind, _ in kinds)
-    return [module for kind, module in kinds if kind in classes and counts[kind] > 1]
-
-
-_STATEMENTS = {"_fsdp_plan": _planned, "_no_split_modules": _of_classes}

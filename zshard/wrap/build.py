@@ -1,20 +1,33 @@
-"""Make the engine of a model and its units, real ones or dry ones: these have no memory.
+"""What makes a sharded model of a plain one: its checks, facts, values, engine, units and plan.
 
-The engine plans a step from the order of the units and the calls of a forward. Before the first
-forward, the order of registration is the best guess.
+Ranks agree on names, shapes and dtypes before anything changes. Values then come one unit at a
+time, from the model itself, from an initialization, or from rank 0. Engines and units are real, or
+dry: these have no memory. The engine plans a step from the order of the units and the calls of a
+forward. Before the first forward, the order of registration is the best guess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from zshard import _core
-from zshard.offload import set_offload
+from zshard.guard.words import refused_grad_dtype
+from zshard.precision import Precision, name_of
+from zshard.ranks.agreement import (
+    Fact,
+    checksum,
+    take_from,
+    tensor_facts,
+)
+from zshard.ranks.devices import move
 from zshard.ranks.transports import Comms
-from zshard.units.units import Options
-from zshard.wrap.initial_values import dtypes_of, names_of
+from zshard.units.extensions import EXTENSIONS
+from zshard.units.units import Options, without_memory
 from zshard.wrap.tree import UnitSpec
 
 Call = tuple[_core.Unit, int]
@@ -22,29 +35,143 @@ Call = tuple[_core.Unit, int]
 _ENTER, _EXIT = -1, -2  # csrc/engine/plan.h has the same
 _MOST_VISITS = 2  # further visits of a shared module add no information
 
+# --- checks and facts -----------------------------------------------------------------------------
+
+
+def dtypes_of(spec: UnitSpec) -> tuple[str | None, str | None, set[int]]:
+    """Return the last arguments of _core.Unit: compute dtype, reduce dtype, and the indices of
+    parameters that keep their dtype."""
+    precision = spec.options.precision
+    if precision == Precision():
+        return None, None, set()
+    keep = {
+        i
+        for i, ref in enumerate(spec.params)
+        if all(precision.keeps(owner) for owner, _ in ref.owners)
+        or precision.keeps_param(ref.param)
+        or any(each.keeps_dtype(ref) for each in EXTENSIONS)
+    }
+    wire = precision.wire_for(ref.param for ref in spec.params)
+    return name_of(precision.compute), name_of(wire), keep
+
+
+def facts_of(module: nn.Module, specs: list[UnitSpec], values: bool) -> list[Fact]:
+    """Return what ranks must agree on about a model; with `values`, also the parameters' values."""
+    facts: list[Fact] = [("torch", torch.__version__)]
+    for spec in specs:
+        facts.append((f"unit '{spec.name or '(root)'}'", f"a {type(spec.module).__name__}"))
+        for name, ref in zip(spec.param_names, spec.params, strict=True):
+            with_values = values and not ref.param.is_meta
+            facts.extend(tensor_facts("parameter", name, ref.param, with_values))
+            facts.extend(f for each in EXTENSIONS for f in each.facts(name, ref.param, values))
+    for name, buffer in module.named_buffers():
+        facts.extend(tensor_facts("buffer", name, buffer))
+    if specs[-1].options.precision.override is not None:
+        kept = ((spec.name, dtypes_of(spec)[2]) for spec in specs)
+        facts += [(f"what keeps its dtype in unit '{name}'", str(sorted(at))) for name, at in kept]
+    return facts
+
+
+def check_unit(spec: UnitSpec) -> None:
+    """Raise what creating the unit would raise, without changing anything; for a parameter without
+    dense memory of its own TypeError, ValueError or NotImplementedError. Parameters on the meta
+    device count as real ones."""
+    real = []
+    for name, ref in zip(spec.param_names, spec.params, strict=True):
+        param, kind = ref.param, type(ref.param)
+        if param.layout != torch.strided or param.is_nested or param.is_neg() or param.is_conj():
+            raise ValueError(
+                f"parameter '{name}' is not a dense tensor; pass its module in ignored_modules"
+            )
+        if getattr(param, "grad_dtype", param.dtype) != param.dtype:
+            raise NotImplementedError(refused_grad_dtype(name, param.grad_dtype))
+        if kind.__module__.startswith("torch.distributed.tensor"):
+            raise NotImplementedError(
+                f"parameter '{name}' is a {kind.__name__}, as parallelize_module() and "
+                "distribute_tensor() make them: zshard has no tensor parallelism. Omit them, or "
+                "train this model with torch's fully_shard"
+            )
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise TypeError(
+                f"parameter '{name}' is of class {kind.__name__}, which has no memory of its own; "
+                "zshard shards plain tensors only: pass the parameter in ignored_states=, so that "
+                "each rank keeps all of it, or convert the model after training"
+            )
+        for each in EXTENSIONS:
+            each.check(name, ref)
+        real.append(without_memory(param, param.shape, "cpu") if param.is_meta else param)
+    _core.Unit.check(spec.name, spec.param_names, real)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+class InitialValues:
+    """The source of a model's values: present, or initialized here; with `from_rank_0`, rank 0's.
+
+    comm: of all ranks. device: where they go. ignored: modules whose values stay as they are.
+    Collective.
+    """
+
+    def __init__(self, root: nn.Module, comm: _core.Comm, device: str, from_rank_0: bool) -> None:
+        self._root, self._comm, self._device = root, comm, device
+        # Ranks that have the same values need not send them: comparing checksums is faster.
+        self._compares = self._shares = from_rank_0 and comm.world > 1
+
+    def give(self, spec: UnitSpec) -> None:
+        """Share and move the parameters of a unit, which are materialized."""
+        params = [ref.param for ref in spec.params]
+        beside = [t for each in EXTENSIONS for param in params for t in each.tensors(param)]
+        self._share([*(param.detach() for param in params), *beside])
+        move(params, self._device)
+        for each in EXTENSIONS:
+            for param in params:
+                each.move(param)
+
+    def give_buffers(self, ignored: set[nn.Module]) -> None:
+        """Do the same for the buffers, except those of `ignored` modules."""
+        left_alone = {id(b) for m in ignored for b in m.buffers()}
+        buffers = [b for b in self._root.buffers() if id(b) not in left_alone]
+        self._share([b.detach() for b in buffers])
+        move(buffers, self._device)
+
+    def _share(self, tensors: Sequence[Tensor]) -> None:
+        """Take rank 0's values, unless all ranks have the same; compares until they differ."""
+        # The unit's error names what cannot be sharded.
+        dense = [each for each in tensors if not each.is_meta and each.layout == torch.strided]
+        if self._compares and dense:
+            digest = hashlib.sha256(repr([checksum(each) for each in dense]).encode()).digest()
+            self._compares = len(set(self._comm.exchange(digest))) == 1
+        if self._shares and not self._compares:
+            for tensor in dense:
+                take_from(0, self._comm, tensor)
+
+
+# --- engine and units -----------------------------------------------------------------------------
+
 
 def make_engine(
     module: nn.Module, comms: Comms, options: Options, dry: bool = False
 ) -> _core.Engine:
-    """Make an engine with the options that apply to the model."""
+    """Make an engine with the options that apply to the model. Collective for an offload directory;
+    raises OSError on all ranks if a file cannot be created."""
     engine = _core.Engine(type(module).__name__, *comms)
     engine.set_prefetch(*options.prefetch)
     engine.keep_gathered(options.keep or 0)
     engine.set_codes(*options.wire.codes)
     if options.micro_batches:
         engine.add_leaves(options.micro_batches)
-    if options.offload is not None and dry:
-        engine.set_offload(None, *options.offload.what)
-    else:
-        set_offload(engine, options.offload)
+    offload = options.offload
+    if offload is not None:
+        directory = None if dry else os.fspath(offload.directory or "")
+        engine.set_offload(directory, *offload.what)
+        if offload.to_disk and not dry:
+            _core.set_pager_limit(offload.cache)
     return engine
 
 
 def make_unit(
-    engine: _core.Engine,
-    spec: UnitSpec,
-    options: Options,
-    dry: Sequence[nn.Parameter] | None = None,
+    engine: _core.Engine, spec: UnitSpec, dry: Sequence[nn.Parameter] | None = None
 ) -> _core.Unit:
     """Make a unit; its module does not refer to it yet. dry: parameters of full shapes, for a unit
     without memory."""
@@ -56,9 +183,9 @@ def make_unit(
             for i, ref in enumerate(spec.params)
             for owner, attribute in ref.owners
         ]
-    kind = options.strategy.in_group.value
-    facts = engine, spec.name, kind, names_of(spec), list(params), places
-    return _core.Unit(*facts, *dtypes_of(spec, options), dry is not None)
+    kind = spec.options.strategy.in_group.value
+    facts = engine, spec.name, kind, spec.param_names, list(params), places
+    return _core.Unit(*facts, *dtypes_of(spec), dry is not None)
 
 
 def plan_forward(
@@ -72,94 +199,48 @@ def plan_forward(
     made: new units. inner: modules of earlier calls, each with its unit and the one that stands for
     it here. Neither includes units over other ranks. Returns the units in order, parents first.
     """
-    units = {spec.module: unit for spec, unit in made}
-    units |= {module: unit for module, _, unit in inner}
-    order = [units[module] for module in model.modules() if module in units]
+    at = {id(module): unit for module, _, unit in inner}
+    at |= {id(spec.module): unit for spec, unit in made}
+    modules = list(model.modules())
+    order = [at[id(module)] for module in modules if id(module) in at]
+    stands_for = {id(earlier): unit for _, earlier, unit in inner}
+    hooked: dict[int, _core.Unit] = {}  # by the ids of the modules whose hooks unshard them
+    used: dict[int, Call] = {}  # by the ids of parameters
+    for module in modules if inner else ():
+        for hook in module._forward_pre_hooks.values():
+            unit = stands_for.get(id(getattr(hook, "__self__", None)))
+            if unit is not None:
+                hooked[id(module)] = unit
+    for _, earlier, unit in inner:
+        used.update({id(param): (unit, i) for i, param in enumerate(earlier.params)})
+    for spec, unit in made:
+        used.update({id(ref.param): (unit, i) for i, ref in enumerate(spec.params)})
+        if unit.is_hooked:
+            parts = () if unit.replicated else spec.parts
+            hooked.update({id(part): unit for part in (spec.module, *parts)})
     engine.set_order(order)
-    engine.set_calls(calls_of(model, made, {earlier: unit for _, earlier, unit in inner}))
+    engine.set_calls(list(_calls(model, hooked, used, {})))
     return order
 
 
-def calls_of(
-    model: nn.Module,
-    planned: Sequence[tuple[UnitSpec, _core.Unit]],
-    inner: Mapping[_core.Unit, _core.Unit],
-) -> list[Call]:
-    """Return the calls of a model with these units, for Engine.set_calls.
-
-    planned: new units. inner: units of earlier calls, each with the one that stands for it here.
-    Neither includes units over other ranks.
-    """
-    hooked = {at: inner[unit] for at, unit in _hooked(model).items() if unit in inner}
-    used = {
-        id(param): (unit, i)
-        for earlier, unit in inner.items()
-        for i, param in enumerate(earlier.params)
-    }
-    for spec, unit in planned:
-        used.update({id(ref.param): (unit, i) for i, ref in enumerate(spec.params)})
-        if unit.is_hooked:
-            hooked[id(spec.module)] = unit
-        if unit.is_hooked and not unit.replicated:
-            parts = parts_to_guard(spec, model if len(planned) > 1 else None)
-            hooked.update({id(part): unit for part in parts})
-    return list(_Walk(hooked, used).of(model))
-
-
-def _hooked(model: nn.Module) -> dict[int, _core.Unit]:
-    """Return the units by the ids of the modules whose hooks unshard them."""
-    found = {}
-    for module in model.modules():
-        owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
-        found.update({id(module): each for each in owners if isinstance(each, _core.Unit)})
-    return found
-
-
-def parts_to_guard(spec: UnitSpec, root: nn.Module | None) -> Iterator[nn.Module]:
-    """Yield the submodules of a unit whose direct calls also unshard it. Scripts call submodules
-    directly, as generate() calls `model.encoder(ids)` with a shared embedding in the root's unit.
-
-    These are the modules that own parameters of a `root` with several units, usually few, and all
-    embeddings. Most modules fail on weights of a shard's shape, but an embedding would silently
-    read wrong rows.
-    """
-    owners = {id(owner): owner for ref in spec.params for owner, _ in ref.owners}
-    for owner in owners.values():
-        is_embedding = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
-        if owner is not spec.module and (spec.module is root or is_embedding):
-            yield owner
-
-
-class _Walk:
-    """One walk over a model's modules. hooked: units by the ids of the modules that unshard them;
-    used: (unit, index) by parameter id."""
-
-    def __init__(
-        self, hooked: Mapping[int, _core.Unit], used: Mapping[int, tuple[_core.Unit, int]]
-    ) -> None:
-        self._hooked = hooked
-        self._used = used
-        self._visits: dict[int, int] = {}
-        self._open: set[int] = set()
-        self._seen: set[int] = set()
-
-    def of(self, module: nn.Module) -> Iterator[Call]:
-        key = id(module)
-        visits = self._visits.get(key, 0)
-        if key in self._open or visits == _MOST_VISITS:
-            return
-        self._visits[key] = visits + 1
-        self._open.add(key)
-        unit = self._hooked.get(key)
-        if unit is not None:
-            yield unit, _ENTER
-        for param in module._parameters.values():
-            if id(param) in self._used and id(param) not in self._seen:
-                self._seen.add(id(param))
-                yield self._used[id(param)]
-        for child in module._modules.values():
-            if child is not None:
-                yield from self.of(child)
-        if unit is not None:
-            yield unit, _EXIT
-        self._open.remove(key)
+def _calls(
+    module: nn.Module, hooked: dict[int, _core.Unit], used: dict[int, Call], visits: dict[int, int]
+) -> Iterator[Call]:
+    """Yield the calls of a forward of `module`, for Engine.set_calls. Takes parameters out of
+    `used`: their first use counts."""
+    key, unit = id(module), hooked.get(id(module))
+    before = visits.get(key, 0)
+    if before == _MOST_VISITS:
+        return
+    visits[key] = _MOST_VISITS  # within a visit there is no other
+    if unit is not None:
+        yield unit, _ENTER
+    for param in module._parameters.values():
+        if id(param) in used:
+            yield used.pop(id(param))
+    for child in module._modules.values():
+        if child is not None:
+            yield from _calls(child, hooked, used, visits)
+    if unit is not None:
+        yield unit, _EXIT
+    visits[key] = before + 1

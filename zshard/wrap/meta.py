@@ -15,7 +15,7 @@ import inspect
 import math
 import mmap
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -107,10 +107,6 @@ class Materializer:
         if not torch.equal(state, torch.get_rng_state()):
             _rewind.note(state)
 
-    def has_made(self, params: Iterable[nn.Parameter]) -> bool:
-        """Return whether all of them have values from here."""
-        return all(id(param) in self._given for param in params)
-
     def _materialize(self, module: nn.Module) -> None:
         params = {k: p for k, p in module._parameters.items() if p is not None and p.is_meta}
         buffers = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
@@ -163,9 +159,7 @@ class Materializer:
             vars(on_meta).update(vars(param))
             torch.utils.swap_tensors(param, on_meta)  # type: ignore[no-untyped-call]
         for name in set(names) - params.keys():
-            buffer = module._buffers[name]
-            assert buffer is not None, "it has been on the meta device"
-            module._buffers[name] = torch.empty_like(buffer, device="meta")
+            module._buffers[name] = torch.empty_like(getattr(module, name), device="meta")
         self._initialise(module, names)
         for name, param in params.items():
             made = module._parameters[name]
@@ -218,22 +212,14 @@ def _initializing(module: nn.Module, around: Init | None) -> dict[int, Init]:
     """Return what initializes each module, by id(): the `_init_weights` of the nearest enclosing
     model, if it takes a module."""
     own = getattr(module, "_init_weights", None)
-    if own is None or not _takes_module(own):
+    try:
+        inspect.signature(own).bind(None)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # None, or it does not take a module
         own = around
     found = {} if own is None else {id(module): own}
     for child in module._modules.values():
         found.update({} if child is None else _initializing(child, own))
     return found
-
-
-def _takes_module(function: object) -> bool:
-    if not callable(function):
-        return False
-    try:
-        inspect.signature(function).bind(None)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _mark_of(tensor: Tensor) -> float | int:
@@ -288,8 +274,14 @@ def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str
         nonlocal checked
         if checked and not torch.is_grad_enabled():
             return
-        unset = (i for i, (owner, attribute, _) in enumerate(rest) if _is_unset(owner(), attribute))
-        first = next(unset, len(rest))
+        tensors = (getattr(owner(), attribute, None) for owner, attribute, _ in rest)
+        unset = (
+            i
+            for i, each in enumerate(tensors)
+            if isinstance(each, Tensor) and (each.is_meta or has_mark(to_local(each.detach())))
+        )
+        with torch.no_grad():
+            first = next(unset, len(rest))
         if torch.is_grad_enabled():  # all ranks run it, and some may have no elements of a tensor
             with PublicCall("forward()"):
                 all_first = state_of(model).comms.all.exchange(first.to_bytes(4, "big"))
@@ -306,14 +298,6 @@ def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str
 
     handle = module.register_forward_pre_hook(check, prepend=True)
     state_of(module).note_hooks(module, [handle])
-
-
-@torch.no_grad()
-def _is_unset(owner: nn.Module | None, attribute: str) -> bool:
-    tensor = getattr(owner, attribute, None)
-    if not isinstance(tensor, Tensor):
-        return False
-    return tensor.is_meta or has_mark(to_local(tensor.detach()))
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -11,10 +11,8 @@ sharing, the dominator tree is the module tree.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +21,8 @@ from torch.nn.utils import parametrize
 
 from zshard import _core
 from zshard.units.extensions import ParamRef
-from zshard.units.units import is_unit
+from zshard.units.shards import part_of
+from zshard.units.units import Options, is_unit
 
 # No module below these may be a unit. They use their children's weights without calling the
 # children (MultiheadAttention its out_proj, the transformer layers in their fast path), keep the
@@ -40,34 +39,39 @@ _SEALED: tuple[type[nn.Module], ...] = (
 @dataclass(eq=False)
 class UnitSpec:
     """One unit: its module, that module's dotted name relative to the root ('' for the root), its
-    own parameters in `named_parameters()` order, and what a CustomPolicy overrides for it."""
+    options, and its own parameters in `named_parameters()` order."""
 
     module: nn.Module
     name: str
+    options: Options = field(default=Options())
     params: list[ParamRef] = field(default_factory=list)
-    overrides: dict[str, Any] = field(default_factory=dict)
+    parts: list[nn.Module] = field(default_factory=list)  # whose direct calls also unshard it
 
     @property
     def numel(self) -> int:
         """Number of elements in this unit's parameters, without nested units."""
         return sum(ref.param.numel() for ref in self.params)
 
+    @property
+    def param_names(self) -> list[str]:
+        """The dotted names of its parameters, relative to the root."""
+        return [_join(self.name, ref.names[0]) for ref in self.params]
 
+
+@dataclass(eq=False, slots=True)
 class Node:
-    """A module in the dominator tree. `numel` counts the parameters whose home is here or below:
-    what a unit here would hold if there were none below it."""
+    """A module in the dominator tree, and its name, that of the first visit. `numel` counts the
+    parameters whose home is here or below: what a unit here would hold if there were none below."""
 
-    __slots__ = ("barred", "children", "depth", "edges", "module", "numel", "parent", "rank")
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.edges: list[tuple[Node, str]] = []  # every (holder, attribute), the first visit first
-        self.parent: Node | None = None
-        self.children: list[Node] = []
-        self.depth = 0
-        self.rank = -1  # post-order index; -1 until the walk has left this node
-        self.numel = 0
-        self.barred = False  # below a sealed module
+    module: nn.Module
+    name: str
+    edges: list[tuple[Node, str]] = field(default_factory=list)  # (holder, attribute), all
+    parent: Node | None = None
+    children: list[Node] = field(default_factory=list)
+    depth: int = 0
+    rank: int = -1  # post-order index; -1 until the walk has left this node
+    numel: int = 0
+    barred: bool = False  # below a sealed module
 
     @property
     def may_be_unit(self) -> bool:
@@ -114,18 +118,24 @@ class ModuleTree:
         for module in ignored_modules:
             self._ignored_params.update(id(param) for param in module.parameters())
         self._by_id: dict[int, Node] = {}
-        self.wrapped: list[tuple[nn.Module, Node, str]] = []  # units of earlier FSDP calls
+        self.wrapped: list[tuple[str, nn.Module]] = []  # units of earlier FSDP calls
         self._post_order: list[Node] = []
         self._names: dict[tuple[Node, Node], tuple[str, ...]] = {}
-        self.root = self._visit(root)
+        self.root = self._visit(root, "")
         self.nodes = list(self._by_id.values())  # in the order of root.modules()
-        self._refuse_equal(root)
+        known = {id(module) for module in root.modules()}
+        lost = next((node for node in self.nodes if id(node.module) not in known), None)
+        if lost is not None:  # torch finds modules by equality: of two equal ones, only the first
+            raise ValueError(
+                f"module {lost.name!r} compares equal to another one, so torch takes it for the "
+                "same, and model.parameters() lacks its parameters: remove __eq__ from "
+                f"{type(lost.module).__name__}"
+            )
         self._dominate()
         self._entries: dict[int, _ParamPlaces] = {}
         for node in self.nodes:
             self._collect(node)
-        self._refuse_params_of_wrapped()
-        self._refuse_common_memory()
+        self._refuse_shared()
         for entry in self._entries.values():
             entry.home.numel += entry.param.numel()
         for node in reversed(self.nodes):
@@ -150,18 +160,16 @@ class ModuleTree:
             )
         return known
 
-    def assign(
-        self, chosen: Mapping[Node, dict[str, Any]], with_empty: bool = False
-    ) -> list[UnitSpec]:
-        """Assign each parameter to its unit: the root and the `chosen` nodes, with their overrides.
+    def assign(self, options: Mapping[Node, Options], with_empty: bool = False) -> list[UnitSpec]:
+        """Assign each parameter to its unit, which the nodes with `options` become; the root is one
+        of them.
 
-        Children come before parents, in module order, the root last. A chosen node that is left
-        without parameters of its own is dropped, unless `with_empty`; the root never is.
+        Children come before parents, in module order, the root last. A node that is left without
+        parameters of its own is dropped, unless `with_empty`; the root never is.
         """
-        nodes = sorted({*chosen, self.root}, key=lambda node: node.rank)
         specs = {
-            node: UnitSpec(node.module, self._name(node), overrides=dict(chosen.get(node, {})))
-            for node in nodes
+            node: UnitSpec(node.module, node.name, options[node])
+            for node in sorted(options, key=lambda node: node.rank)
         }
         for entry in self._entries.values():
             unit = entry.home
@@ -176,26 +184,33 @@ class ModuleTree:
             owners = tuple((owner.module, attribute) for owner, attribute in entry.owners)
             specs[unit].params.append(ParamRef(names, entry.param, owners))
         root = self.root
-        return [spec for node, spec in specs.items() if spec.params or with_empty or node is root]
+        kept = [spec for node, spec in specs.items() if spec.params or with_empty or node is root]
+        # Scripts call submodules directly, as generate() calls `model.encoder(ids)` with a shared
+        # embedding in the root's unit: modules that own parameters of a root with several units,
+        # usually few, and all embeddings. Most modules fail on weights of a shard's shape, but an
+        # embedding would silently read wrong rows.
+        for spec in kept:
+            holders = {id(owner): owner for ref in spec.params for owner, _ in ref.owners}
+            all_count = spec is kept[-1] and len(kept) > 1
+            spec.parts = [
+                owner
+                for owner in holders.values()
+                if owner is not spec.module
+                and (all_count or isinstance(owner, nn.Embedding | nn.EmbeddingBag))
+            ]
+        return kept
 
-    def fell(self) -> None:
-        """Take the tree apart after use: its cycles would keep the model and its memory alive until
-        the next garbage collection."""
-        for node in self.nodes:
-            node.children.clear()
-
-    def _visit(self, module: nn.Module) -> Node:
-        node = Node(module)
-        self._by_id[id(module)] = node
+    def _visit(self, module: nn.Module, name: str) -> Node:
+        node = self._by_id[id(module)] = Node(module, name)
         for attribute, child in module._modules.items():
             if child is None or id(child) in self._ignored_modules:
                 continue
             if is_unit(child):
-                self.wrapped.append((child, node, attribute))
+                self.wrapped.append((_join(name, attribute), child))
                 continue
-            known = self.find(child)
+            known = self._by_id.get(id(child))
             if known is None:
-                known = self._visit(child)
+                known = self._visit(child, _join(name, attribute))
             elif known.rank < 0:
                 continue  # an edge back to a holder: a cycle does not affect dominance
             known.edges.append((node, attribute))
@@ -212,7 +227,10 @@ class ModuleTree:
                 node.parent = _common_ancestor(node.parent, holder)
             node.depth = node.parent.depth + 1
             node.barred = any(
-                holder.barred or _seals(holder.module, name) for holder, name in node.edges
+                holder.barred
+                or isinstance(holder.module, _SEALED)
+                or (name == "parametrizations" and parametrize.is_parametrized(holder.module))
+                for holder, name in node.edges
             )
         for node in self.nodes[1:]:
             assert node.parent is not None, "only the root has no holder"
@@ -225,7 +243,7 @@ class ModuleTree:
             entry = self._entries.setdefault(id(param), _ParamPlaces(param, [], node))
             entry.owners.append((node, attribute))
             entry.home = _common_ancestor(entry.home, node)
-            name = _join(self._name(node), attribute)
+            name = _join(node.name, attribute)
             if isinstance(node.module, torch.jit.ScriptModule):
                 raise ValueError(
                     f"parameter {name!r} is in a TorchScript module, which zshard cannot shard: "
@@ -238,70 +256,35 @@ class ModuleTree:
                     "before FSDP(...)"
                 )
 
-    def _refuse_equal(self, root: nn.Module) -> None:
-        """torch finds modules by equality: of two equal modules it trains only the first."""
-        found = {id(module) for module in root.modules()}
-        lost = next((node for node in self.nodes if id(node.module) not in found), None)
-        if lost is not None:
-            name, kind = self.names(lost, self.root)[0], type(lost.module).__name__
-            raise ValueError(
-                f"module {name!r} compares equal to another one, so torch takes it for the same, "
-                f"and model.parameters() lacks its parameters: remove __eq__ from {kind}"
-            )
-
-    def _refuse_params_of_wrapped(self) -> None:
-        for module, holder, attribute in self.wrapped:
-            prefix = _join(self._name(holder), attribute)
-            for name, param in module.named_parameters():
-                entry = self._entries.get(id(param))
-                if entry is None:
-                    continue
-                owner, own_name = entry.owners[0]
-                raise ValueError(
-                    f"parameter {_join(self._name(owner), own_name)!r} is tied to "
-                    f"{_join(prefix, name)!r}, which already belongs to the nested FSDP module "
-                    f"{prefix!r}: wrap a module that contains both instead, or leave the wrapping "
-                    "to auto_wrap_policy"
-                )
+    def _refuse_shared(self) -> None:
+        """Refuse parameters of units of earlier calls; and two with the same memory, as after
+        `a.data = b.data`: under DDP they train as one."""
+        areas, inner = [], {}
+        for prefix, unit in self.wrapped:
+            inner.update({id(param): _join(prefix, n) for n, param in unit.named_parameters()})
         for entry in self._entries.values():
-            info = _core.shard_info(entry.param)
-            if info is not None:
-                owner, attribute = entry.owners[0]
+            param, (owner, attribute) = entry.param, entry.owners[0]
+            name, part = _join(owner.name, attribute), part_of(param)
+            if part is not None and (id(param) in inner or _core.shard_info(param) is not None):
                 raise ValueError(
-                    f"parameter {_join(self._name(owner), attribute)!r} was sharded before, as "
-                    f"{info['name']!r} of unit {info['unit'] or '(root)'!r}: two modules share its "
-                    "module. Shard the shared module itself first, or call FSDP() once on the "
-                    "module around both"
+                    f"parameter {name!r} already belongs to a sharded module, as "
+                    f"{inner.get(id(param), part.name)!r}: two modules share its module, or the "
+                    "parameter. Shard the shared module itself first, call FSDP() once on the "
+                    "module around both, or leave the wrapping to auto_wrap_policy"
                 )
-
-    def _refuse_common_memory(self) -> None:
-        """Refuse two parameters with the same memory (`a.data = b.data`): under DDP they train as
-        one."""
-        there = [entry for entry in self._entries.values() if not entry.param.is_meta]
-        areas = sorted(((*_memory_of(e.param), e) for e in there), key=operator.itemgetter(0, 1))
-        for (_, end, first), (begin, _, second) in itertools.pairwise(areas):
+            # Views with gaps may contain others.
+            is_plain = type(param.data) is torch.Tensor and param.layout == torch.strided
+            if is_plain and not param.is_meta and param.numel() and param.is_contiguous():
+                begin = param.data_ptr()
+                areas.append((begin, begin + param.numel() * param.element_size(), name))
+        for (_, end, first), (begin, _, second) in itertools.pairwise(sorted(areas)):
             if 0 < begin < end:
-                names = [_join(self._name(e.owners[0][0]), e.owners[0][1]) for e in (first, second)]
                 raise ValueError(
-                    f"parameters {names[0]!r} and {names[1]!r} share memory (as after "
+                    f"parameters {first!r} and {second!r} share memory (as after "
                     "a.data = b.data) but are two nn.Parameters, which FSDP would train apart: tie "
                     "them before FSDP(...) by using one nn.Parameter for both "
                     "(module.weight = other.weight), or give one a copy"
                 )
-
-    def _name(self, node: Node) -> str:
-        return self.names(node, self.root)[0]
-
-
-def _memory_of(param: nn.Parameter) -> tuple[int, int]:
-    """Return the first address and the end; 0 for tensors without memory, and for views with gaps,
-    which may contain others."""
-    if type(param.data) is not torch.Tensor or param.layout != torch.strided:
-        return 0, 0
-    if param.numel() == 0 or not param.is_contiguous():
-        return 0, 0
-    begin = param.data_ptr()
-    return begin, begin + param.numel() * param.element_size()
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -320,10 +303,3 @@ def _common_ancestor(a: Node, b: Node) -> Node:
         assert a.parent is not None, "all nodes are below the root"
         a = a.parent
     return a
-
-
-def _seals(module: nn.Module, attribute: str) -> bool:
-    """Return whether `module` uses its child `attribute` without running the child's hooks."""
-    if isinstance(module, _SEALED):
-        return True
-    return attribute == "parametrizations" and parametrize.is_parametrized(module)
