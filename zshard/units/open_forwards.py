@@ -73,6 +73,11 @@ def call_guarded(
         check_still_alone(class_of(module).__name__)
     if state.summons and not _core.shares_state(state.comms.shards):
         refuse([state], "run a forward", ELSEWHERE)  # it would wait for rank 0
+        if state.options.strategy.keeps and any(each.rank0_only for each in state.summons):
+            raise RuntimeError(
+                f"cannot run a forward with strategy='{state.options.strategy.value}' within "
+                "summon_full_params(rank0_only=True), as all ranks take part in it: omit rank0_only"
+            )
     n_open = unit.n_open
     if n_open and unit.is_running and state.n_calls == 0:
         unit.unwind(0, "")  # left by another kind of call, such as model.module(x)
