@@ -222,12 +222,12 @@ class FullCopies:
         read_full(entries, values)
         for entry, value in zip(entries, values, strict=True):
             param = entry.value
-            copy = without_memory(param, entry.shape, param.device)
-            if value is not None:
-                with torch.inference_mode(False):
-                    copy = nn.Parameter(value, requires_grad=param.requires_grad)
-                vars(copy).update(vars(param))
-            self._copies[id(param)] = copy
+            if value is None:
+                self._copies[id(param)] = without_memory(param, entry.shape, param.device)
+                continue
+            with torch.inference_mode(False):
+                self._copies[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+            vars(self._copies[id(param)]).update(vars(param))
 
 
 current_copies: ContextVar[FullCopies | None] = ContextVar("zshard_state_dict", default=None)
