@@ -218,7 +218,7 @@ static zs_status reshard_kept(zs_engine *engine)
     return ZS_OK;
 }
 
-zs_status zs_engine_before_step(zs_engine *engine)
+zs_status zs_engine_before_step(zs_engine *engine, bool in_closure)
 {
     ZS_TRY(zs_engine_settle(engine));
     if (!zs_backward_runs(&engine->context.schedule)) ZS_TRY(reshard_kept(engine));
@@ -226,6 +226,6 @@ zs_status zs_engine_before_step(zs_engine *engine)
     ZS_TRY(zs_engine_check_spoiled(engine));
     zs_pace_step(engine);
     ZS_TRY(begin_to_write(engine));
-    engine->steps = true;
+    engine->steps = !in_closure; /* which may be called again, with forwards of any kind */
     return ZS_OK;
 }

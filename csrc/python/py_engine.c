@@ -176,10 +176,19 @@ static PyObject *engine_meet(engine_object *self, PyObject *unused)
     return without_gil(self, zs_writing_barrier);
 }
 
-static PyObject *engine_before_step(engine_object *self, PyObject *unused)
+static zs_status before_step_in_closure(zs_engine *engine)
 {
-    (void)unused;
-    return without_gil(self, zs_engine_before_step);
+    return zs_engine_before_step(engine, true);
+}
+
+static zs_status before_step(zs_engine *engine)
+{
+    return zs_engine_before_step(engine, false);
+}
+
+static PyObject *engine_before_step(engine_object *self, PyObject *in_closure)
+{
+    return without_gil(self, in_closure == Py_True ? before_step_in_closure : before_step);
 }
 
 static PyObject *engine_note_step(engine_object *self, PyObject *const *args, Py_ssize_t n)
@@ -288,8 +297,8 @@ static PyMethodDef engine_methods[] = {
     {"broadcast_buffers", (PyCFunction)zs_py_broadcast_buffers, METH_NOARGS, zs_py_broadcast_buffers_doc},
     {"open", (PyCFunction)engine_open, METH_NOARGS,
      "open($self, /)\n--\n\nOpen a session in which Unit.unshard() may be called. Collective."},
-    {"before_step", (PyCFunction)engine_before_step, METH_NOARGS,
-     "before_step($self, /)\n--\n\nbegin_write() for an optimizer's step."},
+    {"before_step", (PyCFunction)engine_before_step, METH_O,
+     "before_step($self, in_closure, /)\n--\n\nbegin_write() for an optimizer's step, or at the end of its closure."},
     {"note_step", (PyCFunction)(void (*)(void))engine_note_step, METH_FASTCALL,
      "note_step($self, settings, counts, /)\n--\n\nNote an optimizer's step, which all ranks make, or none."},
     {"tell_settings", (PyCFunction)engine_tell_settings, METH_O,

@@ -169,7 +169,8 @@ static PyMethodDef functions[] = {
     {"has_left", has_left, METH_VARARGS,
      "has_left($module, comm, rank, /)\n--\n\nWhether a rank has closed its Comm, so that it reads no more."},
     {"read_state", read_state, METH_VARARGS,
-     "read_state($module, comm, rank, places, tensors, /)\n--\n\nFill contiguous CPU tensors from the memory of a rank; "
+     "read_state($module, comm, rank, places, tensors, /)\n--\n\nFill contiguous CPU tensors from the memory of a "
+     "rank; "
      "places: from its state_place()."},
     {0},
 };

@@ -193,7 +193,7 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     if hasattr(optimizer, "wait_for_ranks"):  # as its step does, and till then one may read alone
         optimizer.wait_for_ranks()
     for unit in units_stepped_by(optimizer):
-        unit.engine.before_step()
+        unit.engine.before_step(in_closure)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -215,6 +215,7 @@ def read_entries(
     """
     found: dict[int, Tensor] = {}
     alike: dict[Any, list[int]] = {}
+    used: set[int] = set()
     for at, each in enumerate(entries):
         if isinstance(each.full, Pending) and source is None:
             found[at] = each.full.origin  # to_load() has read it
@@ -225,7 +226,11 @@ def read_entries(
     for (key, dtype), members in alike.items():
         tensors = [entries[at].param.tensor for at in members]
         places = [optimizer.state.get(tensor, {}).get(key) for tensor in tensors]
-        if later is None or not all(map(LoadEntry.fits, [entries[at] for at in members], places)):
+        pointers = [p.data_ptr() for p in places if isinstance(p, Tensor) and p.numel() > 0]
+        is_shared = len({*used, *pointers}) < len(used) + len(pointers)  # by two of its tensors
+        used.update(pointers)
+        fit = map(LoadEntry.fits, [entries[at] for at in members], places)
+        if later is None or is_shared or not all(fit):
             places = sharded_state.zeros_side_by_side(tensors, dtype, SCALES.get(key, 1))
         for at, place in zip(members, places, strict=True):
             found[at] = place
@@ -349,7 +354,7 @@ def _misfits(param: _Param, own: Mapping[Any, Any], same: bool) -> Iterator[tupl
     for key, value in tensors.items():
         is_declared = key in layout and key not in SCALARS
         expected, shape = sharded_state.shape_of_state(param.shape, key), tuple(value.shape)
-        if not is_declared and part is None:
+        if not is_declared and (part is None or not part.is_cut):
             continue
         if is_traceable_wrapper_subclass(value):
             yield key, f"is a {type(value).__name__}: pass a plain tensor (full_tensor())"

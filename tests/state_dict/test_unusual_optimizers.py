@@ -1,0 +1,123 @@
+"""Optimizers of scripts, whose state or steps are unlike torch's: they step and load as they do over
+a plain model.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import differences
+from models import make, wrapped
+from scenarios import Stack, floats
+from torch.optim import SGD, Optimizer
+
+import zshard
+
+SHM, C10D, REPLICATED = ("full_shard", "shm"), ("full_shard", "c10d"), ("no_shard", "shm")
+
+
+class Twins(Optimizer):
+    """Its first step keeps one tensor under two names."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            state, grad = self.state[param], param.grad
+            if not state:
+                state["fast"] = state["slow"] = grad.clone()
+            else:
+                state["fast"], state["slow"] = state["fast"] / 2 + grad, state["slow"] / 4 + grad
+            param.sub_(state["fast"] * 0.01 + state["slow"] * 0.02)
+
+
+class Remembers(Optimizer):
+    """It keeps numbers of other shapes than the parameter's."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["history"] = state.get("history", torch.zeros(10)) + 1
+            param.sub_(param.grad * state["history"][0] * 0.01)
+
+
+class TwoLooks(SGD):
+    """It calls its closure twice."""
+
+    def step(self, closure):
+        super().step(closure)
+        return super().step(closure)
+
+
+def train(model, optimizer, n):
+    for i in range(n):
+        optimizer.zero_grad()
+        model(floats(i)).sum().backward()
+        optimizer.step()
+
+
+def resumed(kind, combination, folder, how):
+    """Return the model after steps, a load of earlier state, and another step."""
+    model = make(Stack) if combination is None else wrapped(Stack, combination)
+    optimizer = kind(model.parameters())
+    train(model, optimizer, 2)
+    earlier = {**model.state_dict()}, optimizer.state_dict()
+    if how == "file" and combination is not None:
+        zshard.save(f"{folder}/saved", model, optimizer)
+        train(model, optimizer, 1)
+        zshard.load(f"{folder}/saved", model, optimizer)
+    else:
+        earlier = {n: t.clone() for n, t in earlier[0].items()}, earlier[1]
+        optimizer.load_state_dict(earlier[1])
+        model.load_state_dict(earlier[0])
+    train(model, optimizer, 2)
+    return {n: t.clone() for n, t in model.state_dict().items()}
+
+
+def resumes_like_a_plain_model(kind, combination, folder, how):
+    found = resumed(kind, combination, folder, how)
+    dist.barrier()
+    return differences(found, resumed(kind, None, folder, how))
+
+
+@pytest.mark.parametrize("how", ["file", "state dict"])
+@pytest.mark.parametrize(
+    ("kind", "combination"),
+    [(Twins, SHM), (Twins, C10D), (Twins, REPLICATED), (Remembers, REPLICATED)],
+)
+def test_their_state_loads(pool2, tmp_path, kind, combination, how):
+    assert pool2.run(resumes_like_a_plain_model, kind, combination, str(tmp_path), how) == [[], []]
+
+
+def looks(combination):
+    """Return the model after steps whose closure evaluates before it trains."""
+    model = make(Stack) if combination is None else wrapped(Stack, combination)
+    optimizer = TwoLooks(model.parameters(), 0.01)
+
+    def closure():
+        with torch.no_grad():
+            model(floats(0))
+        optimizer.zero_grad()
+        loss = model(floats(1)).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return {n: t.clone() for n, t in model.state_dict().items()}
+
+
+def looks_like_a_plain_model(combination):
+    return differences(looks(combination), looks(None))
+
+
+@pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
+def test_a_closure_may_evaluate_and_be_called_twice(pool2, combination):
+    assert pool2.run(looks_like_a_plain_model, combination) == [[], []]
