@@ -13,6 +13,7 @@ import shutil
 
 import pytest
 import torch
+from compare import differences
 from damage import check, files_of, flip, good_one, model_and_optimizer, open_files, state_of
 from file_faults import file_faults
 from guarded import same
@@ -393,6 +394,33 @@ def test_optimizer_that_raises_on_one_rank(pool2, good):
     for said, changed, seen in pool2.run(refusing, str(good), 1):
         assert "not with these options" in said and changed == []
         assert seen == [True], "post hooks see the values"
+
+
+def whole_refusing(path):
+    """A WholeMatrix's state is in another optimizer, which loads before a hook raises."""
+    model, _ = model_and_optimizer()
+    optimizer = zshard.WholeMatrix(torch.optim.Adam, list(model.parameters()), lr=0.1)
+    forward_backward(model, rank())
+    optimizer.step()
+    zshard.save(f"{path}/whole", model, optimizer)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 3.0
+    before = optimizer.state_dict()
+
+    def refuse(optimizer, state):
+        if rank() == 1:
+            raise NotImplementedError("not on this rank")
+
+    handle = optimizer.register_load_state_dict_pre_hook(refuse)
+    said = message_of(lambda: zshard.load(f"{path}/whole", model, optimizer), NotImplementedError)
+    handle.remove()
+    assert optimizer.param_groups[0]["lr"] == 3.0
+    return said, differences(optimizer.state_dict()["state"], before["state"])
+
+
+def test_a_whole_matrix_that_refuses_on_one_rank(pool2, tmp_path):
+    for said, changed in pool2.run(whole_refusing, str(tmp_path)):
+        assert "not on this rank" in said and changed == []
 
 
 def strange_arguments(path):

@@ -69,8 +69,9 @@ class OptimizerLoad:
         Collective: if its load_state_dict() raises on any rank, this raises on all ranks and leaves
         the optimizer unchanged."""
         optimizer, later = self._optimizer, LaterReads(reader)
-        before, groups = optimizer.state, optimizer.param_groups
-        entries = dict(before)
+        changed = [optimizer, *getattr(optimizer, "inner", ())]
+        before = [(each.state, dict(each.state), each.param_groups) for each in changed]
+        options = [(group, dict(group)) for *_, groups in before for group in groups]
         install()  # a plain model's optimizer may be torch's
         token = planned_reads.set(later)
         try:
@@ -78,9 +79,13 @@ class OptimizerLoad:
                 optimizer.load_state_dict(self._numbered)
                 later.check(optimizer)
         except BaseException:
-            before.clear()
-            before.update(entries)
-            optimizer.state, optimizer.param_groups = before, groups
+            for each, (state, entries, groups) in zip(changed, before, strict=True):
+                state.clear()
+                state.update(entries)
+                each.state, each.param_groups = state, groups
+            for group, values in options:
+                group.clear()
+                group.update(values)
             raise
         finally:
             planned_reads.reset(token)
