@@ -220,8 +220,14 @@ def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -
     for value in held.values() if grads else ():
         _core.grad_owner(value)  # raises for gradients that are not reduced
     own = {name: to_local(value).detach() for name, value in held.items()}
-    once = norm_type == 2 and all(_is_plain(value) for value in own.values())
-    sums = {name: _sum_of(value, norm_type, once) for name, value in own.items()}
+    once = norm_type == 2 and all(
+        value.layout == torch.strided and value.is_floating_point() and value.device.type == "cpu"
+        for value in own.values()
+    )
+    if once:  # as numbers that are exact
+        sums = {name: _core.squares([value.contiguous()]) for name, value in own.items()}
+    else:
+        sums = {name: [_power_sum(value, norm_type)] for name, value in own.items()}
     cut: dict[_core.Comm, list[str]] = {}
     for name, param in model.named_parameters():
         part = _part_of(held[name], param) if name in held else None
@@ -229,8 +235,9 @@ def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -
             cut.setdefault(part.shards, []).append(name)
     for comm, names in cut.items():
         mine = array("d", (number for name in names for number in sums[name])).tobytes()
+        everyone = [array("d", data) for data in gather_bytes(comm, mine)]
         add = _largest if math.isinf(norm_type) else sum
-        numbers = iter([add(each) for each in zip(*_numbers_of(comm, mine), strict=True)])
+        numbers = iter([add(each) for each in zip(*everyone, strict=True)])
         for name in names:
             sums[name] = list(itertools.islice(numbers, len(sums[name])))
     if once:
@@ -239,26 +246,12 @@ def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -
     return {name: total ** (1 / order) for name, (total,) in sums.items()}
 
 
-def _numbers_of(comm: _core.Comm, mine: bytes) -> list[array[float]]:
-    """Return all ranks' numbers, in rank order."""
-    return [array("d", data) for data in gather_bytes(comm, mine)]
-
-
 def _largest(numbers: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
-def _is_plain(value: Tensor) -> bool:
-    is_dense = value.layout == torch.strided and value.is_floating_point()
-    return is_dense and value.device.type == "cpu"
-
-
-def _sum_of(values: Tensor, norm_type: float, once: bool) -> list[float]:
-    """Return the sum of |x|**norm_type, or the largest |x|. once: as numbers that are exact."""
-    return _core.squares([values.contiguous()]) if once else [_power_sum(values, norm_type)]
-
-
 def _power_sum(values: Tensor, norm_type: float) -> float:
+    """Return the sum of |x|**norm_type, or the largest |x|."""
     if math.isinf(norm_type):
         return float(values.abs().max()) if values.numel() else 0.0
     return float(values.double().abs().pow(norm_type).sum())

@@ -9,7 +9,7 @@ own dtype, so it loads into a plain model by itself. The manifest's entry (`aver
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -49,14 +49,18 @@ def to_save(ema: object, model: nn.Module) -> Beside:
     ema.prepare("save")
     found = {}
     for decay, averages in zip(ema.decays, ema.averages, strict=True):
-        entries = []
-        for (name, param), value in zip(ema.params.items(), averages, strict=True):
-            part = part_of(param)
-            shape = tuple(value.shape) if part is None else part.shape
-            entries.append(Entry(plain_name(name), shape, value.dtype, to_local(value), part))
-        found[stem_of(decay)] = Contents(entries, {}, {}, [])
+        found[stem_of(decay)] = Contents(_entries_of(ema, averages), {}, {}, [])
     entry = {"decays": list(ema.decays), "calls": ema.calls, "updates": ema.updates}
     return Beside(_ENTRY, entry, found)
+
+
+def _entries_of(ema: EMA, averages: Sequence[Tensor]) -> list[Entry]:
+    entries = []
+    for (name, param), value in zip(ema.params.items(), averages, strict=True):
+        part = part_of(param)
+        shape = tuple(value.shape) if part is None else part.shape
+        entries.append(Entry(plain_name(name), shape, value.dtype, to_local(value), part))
+    return entries
 
 
 def _checked(ema: object, model: nn.Module) -> EMA:
@@ -118,21 +122,19 @@ class AveragesLoad:
             problems.append(f"its decays are {theirs}, but the EMA's are {ours}")
         for decay, averages in zip(ema.decays, ema.averages, strict=True):
             if decay in by_decay:
-                problems += self._plan(by_decay[decay], averages, stem_of(decay))
+                entries = _entries_of(ema, averages)
+                problems += self._plan(by_decay[decay], entries, stem_of(decay))
         if problems:
             head = f"Error(s) in loading the averages of '{self._path}':"
             raise RuntimeError("\n\t".join([head, *problems]))
 
-    def _plan(
-        self, entries: Mapping[str, Readable], averages: list[Tensor], stem: str
-    ) -> list[str]:
+    def _plan(self, saved: Mapping[str, Readable], entries: list[Entry], stem: str) -> list[str]:
         """Plan the copies of one decay; return what does not fit."""
-        left, problems = dict(entries), []
-        for (name, param), average in zip(self._ema.params.items(), averages, strict=True):
-            part, entry = part_of(param), left.pop(plain_name(name), None)
-            shape = tuple(average.shape) if part is None else part.shape
+        left, problems = dict(saved), []
+        for name, shape, _, average, part, _ in entries:
+            entry = left.pop(name, None)
             if entry is None:
-                problems.append(f"{stem} lacks '{plain_name(name)}'")
+                problems.append(f"{stem} lacks '{name}'")
             elif entry.shape != shape:
                 problems.append(f"'{name}' has shape {entry.shape} in {stem}, but {shape} here")
             else:
