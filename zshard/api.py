@@ -63,7 +63,7 @@ from zshard.state.stand_ins import Pending
 from zshard.strategy import ShardingStrategy
 from zshard.units.extensions import EXTENSIONS, Extension
 from zshard.units.moment import PASS, REPLACED, UNSHARDED, refuse, replaced, settle, writers
-from zshard.units.shards import Entry, Part, ids_of, known_parts, part_of, units_stepped_by
+from zshard.units.shards import Entry, Part, ids_of, part_of, units_stepped_by
 from zshard.units.units import (
     bare, class_of, is_unit, plain_name, session, state_of, units_of, writing,
 )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import api
-from zshard.api import known_parts, move_together, params_of, part_of, plain, units_of
+from zshard.api import move_together, params_of, part_of, plain, units_of
 
 KeptPlace = tuple[str, int, int]
 """A tensor's name, and where its bytes lie: a descriptor of the process that has it, and an
@@ -75,11 +75,9 @@ def state_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 def model_facts(model: nn.Module, comm: api.Comm) -> list[str]:
     """Return what must be the same for shards to fit: a line for each parameter, and the ranks."""
     facts = [f"{comm.world} ranks, this is rank {comm.rank}"]
-    of_model = {id(param) for _, param in named_shards(model)}
-    for param, part in known_parts():
-        if id(param) in of_model:
-            elements = f"{part.numel} from {part.begin}"
-            facts.append(f"{part.name} {part.shape} {part.dtype} {elements}")
+    parts = (part_of(param) for _, param in named_shards(model))
+    for part in filter(None, parts):
+        facts.append(f"{part.name} {part.shape} {part.dtype} {part.numel} from {part.begin}")
     return sorted(facts)
 
 
