@@ -226,6 +226,6 @@ zs_status zs_engine_before_step(zs_engine *engine, bool in_closure)
     ZS_TRY(zs_engine_check_spoiled(engine));
     zs_pace_step(engine);
     ZS_TRY(begin_to_write(engine));
-    engine->steps = !in_closure; /* which may be called again, with forwards of any kind */
+    if (!in_closure) zs_writing_steps(engine); /* a closure may be called again, with forwards of any kind */
     return ZS_OK;
 }

@@ -26,6 +26,11 @@ void zs_writing_over(zs_engine *engine)
     engine->writing = engine->by_hand = engine->steps = false;
 }
 
+void zs_writing_steps(zs_engine *engine)
+{
+    engine->steps = true;
+}
+
 zs_status zs_writing_check(const zs_engine *engine)
 {
     if (!engine->steps || !zs_comm_shares_memory(engine->context.ranks.shard_group)) return ZS_OK;

@@ -124,7 +124,7 @@ def test_error_of_a_lone_forward_names_no_grad(transport):
 @passing_groups()
 def test_caught_wrapping_failure_does_not_affect_later_models(transport):
     group, model = own_group(), make(Wide)
-    model.register_buffer("expanded", torch.zeros(1).expand(5))
+    model.register_buffer("expanded", torch.full((1,), float(dist.get_rank())).expand(5))
     with pytest.raises(RuntimeError, match="single memory location"):
         FSDP(model, transport=transport, process_group=group)
     model = FSDP(make(Wide), transport=transport, process_group=group)
