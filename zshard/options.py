@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from zshard.precision import MixedPrecision, MixedPrecisionPolicy, precision_of
 from zshard.ranks.devices import CPU
 from zshard.ranks.wire import Wire
 from zshard.strategy import ShardingStrategy, strategy_of
-from zshard.units.units import Options, Prefetch
+from zshard.units.units import MemoryLimit, Options, Prefetch
 from zshard.upper import ARGUMENTS, parse_extras
 from zshard.wrap import CustomPolicy
 
@@ -212,49 +212,86 @@ def split_ignored(
     return ignored_modules, ignored_params
 
 
-def parse_options(given: _Passed) -> Options:
-    """Return the options that arguments of FSDP() ask for.
+# --- the table of options -------------------------------------------------------------------------
 
-    Raises TypeError, ValueError or NotImplementedError for an invalid argument. Extras' arguments
-    have rows in zshard/upper.py.
+
+class Option(NamedTuple):
+    """A field of Options, by the argument that scripts know it by.
+
+    parse: makes it, or raises TypeError, ValueError or NotImplementedError. compared: what of it
+    must be equal on all ranks; None: nothing.
     """
-    strategy = either(
-        strategy=given.get("strategy"), sharding_strategy=given.get("sharding_strategy")
-    )
-    offload = either(
-        offload=Offload.of(given.get("offload")),
-        cpu_offload=Offload.of(given.get("cpu_offload"), "cpu_offload"),
-    )
-    limit, keep = given.get("memory_limit", "auto"), given.get("keep_gathered", "auto")
-    if limit is not None and limit != "auto":
-        limit = parse_size("memory_limit", limit, ', "auto" or None')
-    if isinstance(keep, bool):
-        keep = _ALL if keep else 0
-    elif keep == "auto":
-        keep = None if limit is not None else 0
-    else:
-        keep = parse_size("keep_gathered", keep, ', "auto", True or False')
-    device, prefetch = given.get("device", CPU), given.get("backward_prefetch", "backward_pre")
-    name = prefetch.name if isinstance(prefetch, enum.Enum) else prefetch
+
+    argument: str
+    parse: Callable[[_Passed], Any]
+    compared: Callable[[Any], str] | None = repr
+
+
+def _strategy(given: _Passed) -> ShardingStrategy:
+    strategy, older = given.get("strategy"), given.get("sharding_strategy")
+    chosen = either(strategy=strategy, sharding_strategy=older)
+    return strategy_of("full_shard" if chosen is None else chosen)
+
+
+def _prefetch(given: _Passed) -> Prefetch:
+    asked, device = given.get("backward_prefetch", "backward_pre"), given.get("device", CPU)
+    name = asked.name if isinstance(asked, enum.Enum) else asked
     name = name.lower() if isinstance(name, str) else name
     if name not in (None, "backward_pre", "backward_post"):
         raise ValueError(
-            f"backward_prefetch must be 'backward_pre', 'backward_post' or None, got {prefetch!r}"
+            f"backward_prefetch must be 'backward_pre', 'backward_post' or None, got {asked!r}"
         )
     units = 1 if given.get("limit_all_gathers", True) else 2
     backward = units if name == "backward_pre" else 0
     # On GPUs a late gather stalls the GPU.
-    forward = units if given.get("forward_prefetch", False) or device != CPU else backward
-    options = Options(
-        strategy_of("full_shard" if strategy is None else strategy),
-        precision_of(given.get("mixed_precision")),
-        Prefetch(forward, backward),
-        offload and offload.on(device),
-        limit,
-        keep,
-        Wire.of(given.get("wire")),
-        tuple(parse_extras(given).items()),
-    )
+    early = given.get("forward_prefetch", False) or device != CPU
+    return Prefetch(units if early else backward, backward)
+
+
+def _offload(given: _Passed) -> Offload | None:
+    offload = Offload.of(given.get("offload"))
+    older = Offload.of(given.get("cpu_offload"), "cpu_offload")
+    chosen: Offload | None = either(offload=offload, cpu_offload=older)
+    return chosen and chosen.on(given.get("device", CPU))
+
+
+def _limit(given: _Passed) -> MemoryLimit:
+    limit: MemoryLimit = given.get("memory_limit", "auto")
+    if limit is None or limit == "auto":
+        return limit
+    return parse_size("memory_limit", limit, ', "auto" or None')
+
+
+def _keep(given: _Passed) -> int | None:
+    keep = given.get("keep_gathered", "auto")
+    if isinstance(keep, bool):
+        return _ALL if keep else 0
+    if keep == "auto":
+        return None if given.get("memory_limit", "auto") is not None else 0
+    return parse_size("keep_gathered", keep, ', "auto", True or False')
+
+
+OPTIONS = (
+    Option("strategy", _strategy, lambda strategy: str(strategy.value)),
+    Option("mixed_precision", lambda given: precision_of(given.get("mixed_precision"))),
+    Option("backward_prefetch", _prefetch, None),
+    # Directories may differ: each host may have its own disk.
+    Option("offload", _offload, lambda offload: repr(offload and replace(offload, directory=None))),
+    Option("memory_limit", _limit, lambda limit: "None" if limit is None else "given"),
+    Option(
+        "keep_gathered",
+        _keep,
+        lambda keep: {None: "'auto'", 0: "False", _ALL: "True"}.get(keep, f"{keep} bytes"),
+    ),
+    Option("wire", lambda given: Wire.of(given.get("wire"))),
+    Option("extras", lambda given: tuple(parse_extras(given).items()), None),
+)
+"""In the order of the fields of Options. Extras' arguments have rows in zshard/upper.py."""
+
+
+def parse_options(given: _Passed) -> Options:
+    """Return the options that arguments of FSDP() ask for. Raises what their parsers raise."""
+    options = Options(*(option.parse(given) for option in OPTIONS))
     rounds = options.precision.compute or options.precision.wire or options.wire.parameters
     if rounds is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
         raise NotImplementedError(  # FSDP1's variable would change numbers
@@ -266,17 +303,10 @@ def parse_options(given: _Passed) -> Options:
 
 def option_facts(options: Options) -> list[tuple[str, str]]:
     """Return what ranks must agree on about a model's options."""
-    keep, extras = options.keep, dict(options.extras)
-    said = "'auto'" if keep is None else f"{keep} bytes"
-    said = str(keep == _ALL) if keep in (0, _ALL) else said
-    # Directories may differ: each host may have its own disk.
-    offload = options.offload and replace(options.offload, directory=None)
-    return [
-        ("strategy", options.strategy.value),
-        ("mixed_precision", repr(options.precision)),
-        ("offload", repr(offload)),
-        ("memory_limit", "None" if options.limit is None else "given"),
-        ("keep_gathered", said),
-        ("wire", repr(options.wire)),
-        *((name, repr(extras.get(name))) for name in ARGUMENTS),
+    facts = [
+        (option.argument, option.compared(value))
+        for option, value in zip(OPTIONS, options, strict=True)
+        if option.compared is not None
     ]
+    extras = dict(options.extras)
+    return facts + [(name, repr(extras.get(name))) for name in ARGUMENTS]

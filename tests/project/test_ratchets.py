@@ -19,8 +19,8 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (12_883, 19_599),
-    "core: (modules)": (1_336, 2_122),
+    "core": (12_894, 19_629),
+    "core: (modules)": (1_347, 2_152),
     "core: checkpoint": (2_421, 3_519),
     "core: guard": (1_131, 1_667),
     "core: memory": (748, 1_110),
