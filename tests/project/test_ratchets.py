@@ -19,13 +19,13 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (12_894, 19_629),
+    "core": (12_897, 19_632),
     "core: (modules)": (1_347, 2_152),
     "core: checkpoint": (2_421, 3_519),
     "core: guard": (1_131, 1_667),
     "core: memory": (748, 1_110),
     "core: model": (1_206, 2_048),
-    "core: optim": (1_748, 2_584),
+    "core: optim": (1_751, 2_587),
     "core: ranks": (1_213, 1_841),
     "core: state": (1_282, 1_902),
     "core: units": (761, 1_268),

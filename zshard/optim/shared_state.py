@@ -285,12 +285,15 @@ def read_peers(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldStat
     missing = {at: entry.part.whole_numel for at, entry in entries.items() if entry.part}
     late = _LATE if any(each.state for each in held) else 0.0
     with session(unit for each in held if (unit := each.part.unit)), plain():
+        for at, entry in entries.items():  # a copy is faster than a read
+            begin, numel = (entry.part.begin, entry.part.numel) if entry.part else (0, 0)
+            full[at].view(-1)[begin : begin + numel].copy_(entry.value.detach().reshape(-1))
+            missing[at] -= numel
         for rank in range(board.comm.world):
             if rank == board.comm.rank:
-                posted = model.optimizers[name].posted
-            else:
-                posted = _posted_by(board, rank, f"{model.token} {name}", late)
-                _check(held, posted, board.comm.rank, rank)
+                continue
+            posted = _posted_by(board, rank, f"{model.token} {name}", late)
+            _check(held, posted, board.comm.rank, rank)
             places, targets = [], []
             for index, key, begin, numel, place in posted["rows"]:
                 missing[index, key] -= numel
