@@ -34,9 +34,9 @@ void zs_writing_steps(zs_engine *engine)
 zs_status zs_writing_check(const zs_engine *engine)
 {
     if (!engine->steps || !zs_comm_shares_memory(engine->context.ranks.shard_group)) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_STATE, "full parameters cannot be read, loaded or swapped, nor a model be called, within "
-                                 "optimizer.step(), as by one of its hooks, while ranks write their shards; do so "
-                                 "before or after the step");
+    return ZS_FAIL(ZS_ERR_STATE,
+                   "cannot read, load or swap full parameters, or call the model, within optimizer.step() "
+                   "or one of its hooks, while ranks write their shards: do so before or after the step");
 }
 
 zs_status zs_writing_begin(zs_engine *engine)

@@ -176,19 +176,12 @@ static PyObject *engine_meet(engine_object *self, PyObject *unused)
     return without_gil(self, zs_writing_barrier);
 }
 
-static zs_status before_step_in_closure(zs_engine *engine)
-{
-    return zs_engine_before_step(engine, true);
-}
-
-static zs_status before_step(zs_engine *engine)
-{
-    return zs_engine_before_step(engine, false);
-}
-
 static PyObject *engine_before_step(engine_object *self, PyObject *in_closure)
 {
-    return without_gil(self, in_closure == Py_True ? before_step_in_closure : before_step);
+    zs_status status;
+    bool ends_closure = in_closure == Py_True;
+    ZS_PY_NOGIL(status, zs_engine_before_step(self->engine, ends_closure));
+    return zs_py_shown(self->engine, status);
 }
 
 static PyObject *engine_note_step(engine_object *self, PyObject *const *args, Py_ssize_t n)

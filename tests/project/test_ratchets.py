@@ -19,16 +19,16 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (12_897, 19_632),
+    "core": (12_902, 19_645),
     "core: (modules)": (1_347, 2_152),
     "core: checkpoint": (2_421, 3_519),
-    "core: guard": (1_131, 1_667),
+    "core: guard": (1_133, 1_672),
     "core: memory": (748, 1_110),
     "core: model": (1_206, 2_048),
-    "core: optim": (1_751, 2_587),
-    "core: ranks": (1_213, 1_841),
-    "core: state": (1_282, 1_902),
-    "core: units": (761, 1_268),
+    "core: optim": (1_747, 2_583),
+    "core: ranks": (1_215, 1_847),
+    "core: state": (1_288, 1_909),
+    "core: units": (760, 1_267),
     "core: wrap": (1_037, 1_538),
     "extras": (8_301, 11_968),
     "extras: __main__": (52, 72),
@@ -72,14 +72,15 @@ COUNTS = {  # exactly
     "globals": 16,
     "module_tables": 40,
     "names_from_core": 151,
-    "text_lines": 3_461,
+    "text_lines": 3_460,
     "weak_dictionaries": 23,
 }
-C_LINES = 44_568
+C_LINES = 44_561
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
     "csrc": "12 lines: a failed backward shares its sums at once; 12: reads within a step are refused",
     "core: guard": "the one way to full values is here; state/, model/ and extras/weights had theirs",
+    "core: ranks": "3 lines: groups and wires make themselves",
     "core: units": "Entry, and who may read or write at a moment, of which seven modules asked parts",
     "core: state": "load_state_dict() of optimizers does itself what torch's was disguised for",
     "core: memory": "four lines: the state of optimizers goes by what they declare",

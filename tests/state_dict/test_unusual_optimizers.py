@@ -17,11 +17,13 @@ import zshard
 SHM, C10D, REPLICATED = ("full_shard", "shm"), ("full_shard", "c10d"), ("no_shard", "shm")
 
 
-class Twins(Optimizer):
-    """Its first step keeps one tensor under two names."""
-
+class WithoutOptions(Optimizer):
     def __init__(self, params):
         super().__init__(params, {})
+
+
+class Twins(WithoutOptions):
+    """Its first step keeps one tensor under two names."""
 
     @torch.no_grad()
     def step(self):
@@ -34,11 +36,8 @@ class Twins(Optimizer):
             param.sub_(state["fast"] * 0.01 + state["slow"] * 0.02)
 
 
-class Remembers(Optimizer):
+class Remembers(WithoutOptions):
     """It keeps numbers of other shapes than the parameter's."""
-
-    def __init__(self, params):
-        super().__init__(params, {})
 
     @torch.no_grad()
     def step(self):
@@ -48,11 +47,8 @@ class Remembers(Optimizer):
             param.sub_(param.grad * state["history"][0] * 0.01)
 
 
-class TwoLooks(Optimizer):
+class TwoLooks(WithoutOptions):
     """It calls its closure twice."""
-
-    def __init__(self, params):
-        super().__init__(params, {})
 
     @torch.no_grad()
     def step(self, closure):

@@ -43,8 +43,8 @@ from zshard.ranks.agreement import (
     PublicCall,
     bytes_of,
     check_agreement,
-    gather,
     on_all_ranks,
+    on_any_rank,
 )
 from zshard.state.load_state_dict import LoadPlan, carry_out, plan
 from zshard.state.source import ChunkMemory, Source, chunks, flat_of
@@ -174,7 +174,7 @@ def _open(
     with on_all_ranks(comm):
         path = path_of(path)
         in_parts = has_parts(path)
-    if any(gather(comm, in_parts)):
+    if on_any_rank(comm, in_parts):
         path, spread = module_for("per_host").opened_together(stack, comm, path)
     with on_all_ranks(comm):
         found = stack.enter_context(Checkpoint.opened(path, with_optimizer, spread))

@@ -257,7 +257,7 @@ class Block(NamedTuple):
 
 
 class FileBlocks(list[Block]):
-    """FileBlocks of files, to be verified."""
+    """Blocks of files, to be verified."""
 
     @staticmethod
     def heads(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> FileBlocks:

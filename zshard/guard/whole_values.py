@@ -96,7 +96,7 @@ def joined(tensor: Tensor, part: Part) -> Tensor:
     return full
 
 
-def new_full(entry: Entry, device: torch.device | None = None) -> Tensor:
+def new_full(entry: Entry, device: str | None = None) -> Tensor:
     """Return memory for a full tensor, which callers may write to."""
     with torch.inference_mode(False):
         return torch.empty(entry.shape, dtype=entry.dtype, device=device or entry.value.device)
@@ -143,12 +143,17 @@ def _ranges_of(sent: Sequence[Entry]) -> Iterator[dict[int, tuple[int, int]]]:
     for part in parts:
         ranges = [(begin, numel) for begin, numel in next(rows[part.comm])]
         owners = {r: each for r, each in enumerate(ranges) if ranges.index(each) == r and each[1]}
-        if sum(numel for _, numel in owners.values()) != part.whole_numel:
-            raise RuntimeError(
-                f"the ranks' shards of '{part.name}' do not add up to the full parameter; please "
-                "report this"
-            )
+        check_all_there(part, part.whole_numel - sum(numel for _, numel in owners.values()))
         yield owners
+
+
+def check_all_there(part: Part, missing: int) -> None:
+    """Raise RuntimeError if the ranks' shards lack elements, or some have them twice."""
+    if missing != 0:
+        raise RuntimeError(
+            f"the ranks' shards of '{part.name}' do not add up to the full parameter; please "
+            "report this"
+        )
 
 
 def _send(entry: Entry, owners: Mapping[int, tuple[int, int]], target: Tensor | None) -> None:

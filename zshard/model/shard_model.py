@@ -27,8 +27,8 @@ from zshard.precision import Precision, cast_buffers, drop_root_casts, install_c
 from zshard.ranks.agreement import (
     PublicCall,
     check_agreement,
-    gather,
     on_all_ranks,
+    on_any_rank,
     told_to_all_ranks,
 )
 from zshard.ranks.devices import CPU
@@ -210,7 +210,7 @@ class ShardingPlan:
         initial = InitialValues(module, everyone, settings.device, settings.from_rank_0)
         is_on_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
         materializer = None
-        if any(gather(everyone, is_on_meta)):
+        if on_any_rank(everyone, is_on_meta):
             materializer = Materializer(module, settings.init, settings.ignored)
         for comm in {id(each): each for each in self.comms if each is not None}.values():
             comm.align()  # an earlier FSDP() may have failed after some ranks had made a unit

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard.guard.outside import call_at_barriers
 from zshard.guard.slices import plain
-from zshard.guard.whole_values import new_full
+from zshard.guard.whole_values import check_all_there, new_full
 from zshard.optim.sharded_state import HeldState, held_in, move_together, params_of
 from zshard.ranks.agreement import first_difference
 from zshard.units.units import State, session, units_of
@@ -301,11 +301,7 @@ def read_peers(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldStat
                 targets.append(full[index, key].view(-1)[begin : begin + numel])
             _core.read_state(board.comm, rank, places, targets)
     for (index, _), numel in missing.items():
-        if numel != 0:
-            raise RuntimeError(
-                f"the ranks' shards of '{held[index].part.name}' do not add up to the full "
-                "parameter; please report this"
-            )
+        check_all_there(held[index].part, numel)
     return [
         (each.param, {key: full[index, str(key)] for key in each.shards})
         for index, each in enumerate(held)

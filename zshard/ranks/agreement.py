@@ -79,6 +79,12 @@ def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models
             )
 
 
+def on_any_rank(comm: _core.Comm, fact: bool) -> bool:
+    """Return whether the fact is true on some rank. Collective; one exchange, where gather() also
+    takes a broadcast of each rank."""
+    return b"\1" in comm.exchange(b"\1" if fact else b"\0")
+
+
 def gather(comm: _core.Comm, mine: Any) -> list[Any]:
     """Return the value of every rank in rank order, as JSON keeps it: numbers, texts, None, lists,
     dicts by text. Collective."""

@@ -36,7 +36,8 @@ from zshard.optim.sharded_state import (
     takes_full_state,
 )
 from zshard.optim.shared_state import FullState, read_peers
-from zshard.ranks.agreement import PublicCall, check_agreement, gather
+from zshard.ranks.agreement import PublicCall, check_agreement, gather, on_any_rank
+from zshard.ranks.devices import CPU
 from zshard.state.optimizer_load import has_parts, load
 from zshard.state.source import filled
 from zshard.units import returned
@@ -44,8 +45,6 @@ from zshard.units.shards import part_of
 from zshard.units.units import State
 
 __all__ = ["gather_state", "install"]
-
-_CPU = torch.device("cpu")
 
 _torchs_save = Optimizer.state_dict
 
@@ -144,11 +143,13 @@ def gather_state(optimizer: Optimizer, keep: bool = True) -> FullState:
     for comm in dict.fromkeys(each.part.comm for each in held if each.part.peers is None):
         mine = [e for e in held if e.part.peers is None and e.part.comm is comm]
         check_agreement(comm, [*(each.fact for each in mine), *other], "optimizers")
-        nested = zip(*gather(comm, [each.nested is not None for each in mine]), strict=True)
-        for each in itertools.compress(mine, map(all, nested)):
-            each.refuse_nested()
+        nested = [each.nested is not None for each in mine]
+        if on_any_rank(comm, any(nested)):
+            everyone = zip(*gather(comm, nested), strict=True)
+            for each in itertools.compress(mine, map(all, everyone)):
+                each.refuse_nested()
         entries = [entry for each in mine for entry in each.shards.values()]
-        full = [new_full(entry, _CPU) for entry in entries if keep]
+        full = [new_full(entry, CPU) for entry in entries if keep]
         read_full(entries, full if keep else [None for _ in entries])
         values = iter(full)
         for each in mine:

@@ -181,7 +181,13 @@ def entries_to_load(optimizer: Optimizer, given: Mapping[str, Any]) -> list[Load
     A full tensor is loaded as its parameter is sharded; a WholeMatrix takes full tensors. The
     parameters are resharded, as between steps; Part.settle() documents what it raises.
     """
-    states, entries = _states_in(optimizer, given), []
+    return _entries_in(optimizer, _states_in(optimizer, given))
+
+
+def _entries_in(
+    optimizer: Optimizer, states: Sequence[tuple[_Param, Mapping[Any, Any]]]
+) -> list[LoadEntry]:
+    entries = []
     scalars = sharded_state.scalar_keys((param.shape, own) for param, own in states)
     for param, own in states:
         if param.part is not None:
@@ -248,8 +254,8 @@ def _state_to_load(
     optimizer: Optimizer, given: Mapping[str, Any], later: LaterReads | None
 ) -> dict[Any, Any]:
     """Return the state by parameter."""
-    entries, source = entries_to_load(optimizer, given), None if later is None else later.source
-    params = {param.number: param for param, _ in _states_in(optimizer, given)}
+    states, source = _states_in(optimizer, given), None if later is None else later.source
+    entries, params = _entries_in(optimizer, states), {param.number: param for param, _ in states}
     state: dict[Any, Any] = defaultdict(dict)
     for number, own in given["state"].items():
         if number not in params:

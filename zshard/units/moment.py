@@ -46,10 +46,9 @@ as a script writes it."""
 def is_now(state: State, moment: Moment) -> bool:
     """Return whether it is that moment for a unit. Several may be."""
     unit = state.unit
-    if moment in (PASS, BACKWARD) and torch._C._current_graph_task_id() != -1:
-        return True
     if moment in (PASS, BACKWARD):
-        return moment is PASS and unit.in_forward
+        in_backward = torch._C._current_graph_task_id() != -1
+        return in_backward or (moment is PASS and unit.in_forward)
     if moment is REPLACED:
         return unit.engine_id in replaced
     by_rank_0 = any(each.rank0_only for each in state.summons) and not unit.replicated

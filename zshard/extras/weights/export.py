@@ -200,8 +200,8 @@ class Export:
             with PublicCall("export()"):
                 check_agreement(comm, self._facts(made), "tensors to export")
         with contextlib.ExitStack() as stack:
-            # Of a rank that takes nothing, too: ranks that write wait for one that has read more
-            # often (csrc/comm/shm/shm_word.c).
+            # A rank that takes nothing opens one, too: it must have read as often as the others,
+            # or it writes before they have read (csrc/comm/shm/shm_word.c).
             stack.enter_context(session(state.unit for state in states))
             wanted = made.entries
             if self.since is not None:
