@@ -147,7 +147,8 @@ zs_status zs_engine_write_end(zs_engine *engine);
  * there were no two. */
 bool zs_engine_pace(const zs_engine *engine, zs_counts *between);
 
-/* zs_engine_write_begin for an optimizer's step, or at the end of its closure. ZS_ERR_STATE if .grad holds a failed backward's result. */
+/* zs_engine_write_begin for an optimizer's step, or at the end of its closure. ZS_ERR_STATE if .grad holds a failed
+ * backward's result. */
 zs_status zs_engine_before_step(zs_engine *engine, bool in_closure);
 
 /* Opens / closes a session by hand, to read unsharded parameters outside a forward. Makes the collectives that a

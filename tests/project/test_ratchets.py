@@ -75,7 +75,7 @@ COUNTS = {  # exactly
     "text_lines": 3_460,
     "weak_dictionaries": 23,
 }
-C_LINES = 44_561
+C_LINES = 44_562
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
     "csrc": "12 lines: a failed backward shares its sums at once; 12: reads within a step are refused",
