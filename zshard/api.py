@@ -58,8 +58,7 @@ from zshard.state.load_state_dict import comm_of
 from zshard.state.optimizer import gather_state
 from zshard.state.optimizer_load import run_post_hooks
 from zshard.state.optimizer_load import load as load_state_of_optimizer
-from zshard.state.source import Copy, Source, chunks, shard_of
-from zshard.state.stand_ins import Pending
+from zshard.state.source import Copy, LoadPlan, chunks, shard_of
 from zshard.strategy import ShardingStrategy
 from zshard.units.extensions import EXTENSIONS, Extension
 from zshard.units.moment import PASS, REPLACED, UNSHARDED, refuse, replaced, settle, writers

@@ -31,6 +31,8 @@ from zshard.checkpoint.safetensors import (
     parse_index,
 )
 from zshard.ranks.agreement import bytes_of
+from zshard.state.source import ChunkMemory, chunks, flat_of
+from zshard.state.stand_ins import Pending
 from zshard.upper import module_for
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
@@ -76,6 +78,35 @@ def read_whole(entry: Readable) -> torch.Tensor:
     return made
 
 
+class Reader:
+    """The source of values in files.
+
+    A shard of a tensor is one run of bytes in the checkpoint, and one in memory. If dtype and
+    device match, the run is read directly into place; otherwise it is read a chunk at a time and
+    cast, or copied to the device.
+    """
+
+    def __init__(self) -> None:
+        self._memory = ChunkMemory()
+
+    def read(self, entry: Readable, begin: int, target: torch.Tensor) -> None:
+        """Fill `target` with row-major elements of `entry` from `begin` on, cast to its dtype.
+        Raise OSError or CheckpointError, naming the file."""
+        if target.numel() == 0:
+            return
+        item = entry.dtype.itemsize
+        with flat_of(target) as flat:
+            is_plain = flat.device.type == "cpu" and not (flat.is_conj() or flat.is_neg())
+            if flat.dtype == entry.dtype and is_plain:
+                entry.read_into(bytes_of(flat), begin * item)
+                torch.autograd.graph.increment_version(target)
+            else:
+                for first, last in chunks(flat.numel(), entry.dtype):
+                    chunk = self._memory.of(last - first, entry.dtype)
+                    entry.read_into(bytes_of(chunk), (begin + first) * item)
+                    flat[first:last].copy_(chunk)
+
+
 class InParts(Protocol):
     """The files of a checkpoint that no folder has as they are: an extra's."""
 
@@ -108,6 +139,7 @@ class Checkpoint:
     files: dict[str, OpenFile] = field(default_factory=dict)  # open files by name
     spread: InParts | None = None  # where the files are, if they are in parts
     shared: Callable[[bool], dict[str, Any]] = lambda strict: {}  # every rank's extra
+    reader: Reader = field(default_factory=Reader)
 
     @staticmethod
     @contextlib.contextmanager
@@ -138,6 +170,10 @@ class Checkpoint:
             yield found
         finally:
             found.close()
+
+    def pending(self, name: str, entry: Readable) -> Pending:
+        """Return a tensor of the checkpoint for load_state_dict(), which has no values yet."""
+        return Pending.of(name, entry, self.reader)
 
     def extra_of(self, rank: int, strict: bool = True) -> dict[str, Any]:
         """Return the `extra` that `rank` saved. Raise CheckpointError if it is not a dict or, with

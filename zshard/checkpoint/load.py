@@ -13,11 +13,11 @@ import contextlib
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zshard import _core
@@ -25,14 +25,13 @@ from zshard._errors import CheckpointError
 from zshard.checkpoint.checkpoint import (
     Averages,
     Checkpoint,
-    Readable,
     is_extra_state,
     older_than,
     read_whole,
 )
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.folder import has_parts, path_of
-from zshard.checkpoint.load_optimizer import OptimizerLoad
+from zshard.checkpoint.load_optimizer import numbered_state, pending_in, prepare
 from zshard.checkpoint.manifest import FileBlocks, own_blocks, share
 from zshard.checkpoint.safetensors import SafetensorsFile, TensorEntry
 from zshard.checkpoint.write import finish
@@ -41,19 +40,18 @@ from zshard.ranks import meeting
 from zshard.ranks.agreement import (
     Fact,
     PublicCall,
-    bytes_of,
     check_agreement,
     on_all_ranks,
     on_any_rank,
 )
-from zshard.state.load_state_dict import LoadPlan, carry_out, plan
-from zshard.state.source import ChunkMemory, Source, chunks, flat_of
+from zshard.state.load_state_dict import plan
+from zshard.state.source import LoadPlan
 from zshard.state.stand_ins import Pending
 from zshard.units.extensions import EXTENSIONS
 from zshard.units.units import bare, plain_name, wanted_by
 from zshard.upper import import_upper, module_for
 
-__all__ = ["Loaded", "Reader", "load"]
+__all__ = ["Loaded", "load"]
 
 
 class Loaded(dict[str, Any]):
@@ -124,40 +122,49 @@ def load(
     import_upper()
     model = bare(model)
     comm = ranks_of(model)
-    beside: list[BesideLoad] = []
     with on_all_ranks(comm):
         finish()  # the running save may be the one to load
-        _check_optimizer(optimizer)
-        if ema is not None:
-            beside.append(module_for("ema").AveragesLoad(ema, model))
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            kind = type(optimizer).__name__
+            raise TypeError(f"zshard.load(): optimizer must be a torch.optim.Optimizer, got {kind}")
+        open_averages = None if ema is None else module_for("ema").to_load(ema, model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))  # later steps write to what it makes
         asked = [("optimizer", type(optimizer).__name__), ("strict", strict), ("verify", verify)]
         asked.append(("ema", type(ema).__name__))
         facts = [(f"load({name}=)", str(value)) for name, value in asked]
         check_agreement(comm, facts, "calls to zshard.load()")
-        found = _open(stack, comm, path, optimizer is not None, beside)
+        found = _open(stack, comm, path, optimizer is not None)
+        plan_averages: Callable[[], LoadPlan] | None = None
+        with on_all_ranks(comm):
+            if open_averages is not None:
+                plan_averages = open_averages(found)
         if found.manifest is not None:
             _check_heads(comm, found)
-        plans = _plan(comm, found, model, optimizer, beside, strict)
+        numbered: dict[str, Any] = {}
+        with on_all_ranks(comm, lambda: plans[0].fact()):
+            for_model, keys = _plan_model(model, found, strict)
+            plans = [for_model]
+            if optimizer is not None:
+                numbered = numbered_state(model, optimizer, found, strict)
+            if plan_averages is not None:
+                plans.append(plan_averages())
+            loaded = Loaded(found.extra_of(comm.rank, strict))
         with slices.plain():
-            pending = plans.model.pending()
-            for each in plans.beside:
-                pending += each.pending()
+            pending = [value for each in plans for value in each.pending()]
+            if optimizer is not None:
+                pending += pending_in(optimizer, numbered)
             _check(comm, found, pending, verify)
-        _carry_out(comm, plans, Reader())
-    loaded = Loaded(plans.extra)
+        if optimizer is not None:
+            plans.insert(1, prepare(comm, optimizer, numbered))
+        with on_all_ranks(comm):
+            for each in plans:
+                each.carry_out()
     loaded.path, loaded.step = found.path, found.step
-    loaded.missing_keys = list(plans.model.keys.missing_keys)
-    loaded.unexpected_keys = list(plans.model.keys.unexpected_keys)
+    loaded.missing_keys = list(keys.missing_keys)
+    loaded.unexpected_keys = list(keys.unexpected_keys)
     loaded.verified = verify and found.manifest is not None
     return loaded
-
-
-def _check_optimizer(optimizer: object) -> None:
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        kind = type(optimizer).__name__
-        raise TypeError(f"zshard.load(): optimizer must be a torch.optim.Optimizer, got {kind}")
 
 
 # --- opening --------------------------------------------------------------------------------------
@@ -168,7 +175,6 @@ def _open(
     comm: _core.Comm,
     path: str | os.PathLike[str],
     with_optimizer: bool,
-    beside: Sequence[BesideLoad],
 ) -> Checkpoint:
     in_parts, spread = False, None
     with on_all_ranks(comm):
@@ -178,8 +184,6 @@ def _open(
         path, spread = module_for("per_host").opened_together(stack, comm, path)
     with on_all_ranks(comm):
         found = stack.enter_context(Checkpoint.opened(path, with_optimizer, spread))
-        for each in beside:
-            each.open(found)
     check_agreement(comm, _facts(found), "checkpoints")
     return found
 
@@ -205,57 +209,26 @@ def _checking_files(comm: _core.Comm, found: Checkpoint) -> Iterator[None]:
 # --- planning -------------------------------------------------------------------------------------
 
 
-class BesideLoad(Protocol):
-    """Loads what an extra has saved beside the model, in steps."""
-
-    def open(self, found: Checkpoint) -> None:
-        """Open its files."""
-
-    def plan(self) -> None:
-        """Raise RuntimeError, which lists what does not fit."""
-
-    def pending(self) -> list[Pending]:
-        """Return the tensors that this rank will read."""
-
-    def read(self, source: Source) -> None:
-        """Read the values into place."""
-
-
-class _Plans(NamedTuple):
-    model: LoadPlan
-    optimizer: OptimizerLoad | None
-    beside: Sequence[OptimizerLoad | BesideLoad]  # this one, and those of extras
-    extra: dict[str, Any]
-
-
-def _plan(
-    comm: _core.Comm,
-    found: Checkpoint,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    beside: Sequence[BesideLoad],
-    strict: bool,
-) -> _Plans:
-    with on_all_ranks(comm, lambda: for_model.fact()):
-        _refuse_meta(model)
-        if found.manifest is not None:
-            for extension in EXTENSIONS:
-                extension.check_recorded(model, found.manifest.model, found.path)
-        for_model = plan(model, _state_of(found, model), strict)
-        for_optimizer = (
-            OptimizerLoad(model, optimizer, found, strict) if optimizer is not None else None
+def _plan_model(model: nn.Module, found: Checkpoint, strict: bool) -> tuple[LoadPlan, Any]:
+    """Return what to do, and what load_state_dict() would return. Raise RuntimeError, which lists
+    everything that does not fit."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    names = [f"'{name}'" for name, tensor in tensors if tensor.is_meta]
+    if names:  # nn.Module would skip these
+        raise RuntimeError(
+            f"cannot load into tensors on the meta device ({', '.join(names[:5])}): first call "
+            "FSDP(model, param_init_fn=zshard.uninitialized) or model.to_empty(device=...)"
         )
-        for each in beside:
-            each.plan()
-        extra = found.extra_of(comm.rank, strict)
-        own = [] if for_optimizer is None else [for_optimizer]
-    return _Plans(for_model, for_optimizer, [*own, *beside], extra)
+    if found.manifest is not None:
+        for extension in EXTENSIONS:
+            extension.check_recorded(model, found.manifest.model, found.path)
+    return plan(model, _state_of(found, model), strict)
 
 
 def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
     """Return a state dict of tensors that are not read yet."""
     state: OrderedDict[str, Any] = OrderedDict(
-        (plain_name(name), read_whole(e) if is_extra_state(name) else Pending.of(name, e))
+        (plain_name(name), read_whole(e) if is_extra_state(name) else found.pending(name, e))
         for name, e in found.model.items()
     )
     state.update((plain_name(name), value) for name, value in found.others.items())
@@ -285,17 +258,6 @@ def _add_tied(model: nn.Module, state: OrderedDict[str, Any]) -> None:
         for name in same:
             if there is not None and name not in state:
                 state[name] = state[there]
-
-
-def _refuse_meta(model: nn.Module) -> None:
-    """Raise RuntimeError for tensors without memory, which nn.Module would skip."""
-    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    names = [f"'{name}'" for name, tensor in tensors if tensor.is_meta]
-    if names:
-        raise RuntimeError(
-            f"cannot load into tensors on the meta device ({', '.join(names[:5])}): first call "
-            "FSDP(model, param_init_fn=zshard.uninitialized) or model.to_empty(device=...)"
-        )
 
 
 def _check_heads(comm: _core.Comm, found: Checkpoint) -> None:
@@ -341,44 +303,3 @@ def _check(
         )
     with _checking_files(comm, found):
         mine.check()
-
-
-def _carry_out(comm: _core.Comm, plans: _Plans, reader: Reader) -> None:
-    if plans.optimizer is not None:
-        plans.optimizer.install(comm, reader)
-    with on_all_ranks(comm):
-        carry_out(plans.model, reader)
-        for each in plans.beside:
-            each.read(reader)
-
-
-# --- reading --------------------------------------------------------------------------------------
-
-
-class Reader:
-    """The source of values in files.
-
-    A shard of a tensor is one run of bytes in the checkpoint, and one in memory. If dtype and
-    device match, the run is read directly into place; otherwise it is read a chunk at a time and
-    cast, or copied to the device.
-    """
-
-    def __init__(self) -> None:
-        self._memory = ChunkMemory()
-
-    def read(self, entry: Readable, begin: int, target: Tensor) -> None:
-        """Fill `target` with row-major elements of `entry` from `begin` on, cast to its dtype.
-        Raise OSError or CheckpointError, naming the file."""
-        if target.numel() == 0:
-            return
-        item = entry.dtype.itemsize
-        with flat_of(target) as flat:
-            is_plain = flat.device.type == "cpu" and not (flat.is_conj() or flat.is_neg())
-            if flat.dtype == entry.dtype and is_plain:
-                entry.read_into(bytes_of(flat), begin * item)
-                torch.autograd.graph.increment_version(target)
-            else:
-                for first, last in chunks(flat.numel(), entry.dtype):
-                    chunk = self._memory.of(last - first, entry.dtype)
-                    entry.read_into(bytes_of(chunk), (begin + first) * item)
-                    flat[first:last].copy_(chunk)

@@ -17,8 +17,7 @@ import functools
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +26,12 @@ from torch.overrides import TorchFunctionMode
 from zshard import _core
 from zshard.guard.slices import to_local
 from zshard.ranks.agreement import PublicCall, on_all_ranks
-from zshard.state.source import Copy, FromRank0, Source, pending, told_by_rank_0
-from zshard.state.stand_ins import Pending
+from zshard.state.source import Copy, FromRank0, LoadPlan, NotedLoad, pending, planned
 from zshard.units.moment import PASS, refuse
-from zshard.units.units import units_of, writing
+from zshard.units.units import units_of
 
 _SETTER, _HOOKS = "set_extra_state", "_load_state_dict_post_hooks"
 _SAMPLES = 16  # elements of a loaded tensor that identify it
-
-NotedLoad = tuple[_core.Unit, int, int]  # a parameter that is loaded: its index; its content_of()
-
-planned_loads: ContextVar[list[NotedLoad] | None] = ContextVar("planned_loads", default=None)
-"""Set while a load is only planned: collects what it would load."""
 
 
 @PublicCall("load_state_dict()")
@@ -79,16 +72,16 @@ def load_state_dict(
                 "all ranks but 0"
             )
         _check_state(given if not from_rank0 or comm.rank == 0 else {})
-    source = None
     if from_rank0:
-        outline = OrderedDict(pending(given))
+        source = FromRank0(comm)
+        outline = OrderedDict(pending(given, source))
         outline._metadata = getattr(given, "_metadata", None)  # type: ignore[attr-defined]
-        given, source = told_by_rank_0(comm, outline), FromRank0(comm)
-    with on_all_ranks(comm, lambda: found.fact()):
-        found = plan(model, given, strict)
+        given = source.outline(outline)
+    with on_all_ranks(comm, lambda: todo.fact()):
+        todo, keys = plan(model, given, strict)
     with on_all_ranks(comm):
-        carry_out(found, source)
-    return found.keys
+        todo.carry_out()
+    return keys
 
 
 def _check_state(state: object) -> None:
@@ -117,23 +110,6 @@ def _check_state(state: object) -> None:
 # --- plans ----------------------------------------------------------------------------------------
 
 
-class LoadPlan(NamedTuple):
-    """What loading will do: copies, then calls; and the keys that nn.Module returns."""
-
-    copies: list[Copy]
-    calls: list[Callable[[], Any]]
-    keys: Any
-    loads: list[NotedLoad]
-
-    def fact(self) -> list[tuple[str, Any]]:
-        """Return the facts that must agree between ranks."""
-        return [(value.label, value.dtype) for value in self.pending()]
-
-    def pending(self) -> list[Pending]:
-        """Return the tensors that this rank will read."""
-        return [copy.value for copy in self.copies if isinstance(copy.value, Pending)]
-
-
 def comm_of(model: nn.Module) -> _core.Comm:
     """Return the ranks that the units of `model` span. Raise ValueError if there is no unit, or if
     units span different ranks."""
@@ -150,24 +126,12 @@ def comm_of(model: nn.Module) -> _core.Comm:
     return comms[0]
 
 
-def carry_out(plan: LoadPlan, source: Source | None) -> None:
-    """Execute the plan."""
-    with torch.no_grad(), writing(unit for unit, _, _ in plan.loads):
-        for copy in plan.copies:
-            copy.carry_out(source)
-        # All ranks execute the same plan, but some of them do not know the contents. Before the
-        # calls: one that raises on one rank changes nothing about what is loaded.
-        note_loads([(unit, index, 0) for unit, index, _ in plan.loads])
-        for call in plan.calls:
-            call()
-
-
-def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> LoadPlan:
-    """Return what model.load_state_dict(state) would do; change nothing. Raise RuntimeError, which
-    lists everything that does not fit."""
+def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> tuple[LoadPlan, Any]:
+    """Return what model.load_state_dict(state) would do, and its result; change nothing. Raise
+    RuntimeError, which lists everything that does not fit."""
     refuse((each for _, each in units_of(model)), "load", PASS)
-    loads: list[NotedLoad] = []
-    token = planned_loads.set(loads)
+    todo = LoadPlan()
+    token = planned.set(todo)
     with _Recorder(model) as recorder, _Later(model) as later:
         error, keys = None, None
         try:
@@ -177,11 +141,12 @@ def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> LoadPlan:
                 raise
             error = caught
         finally:
-            planned_loads.reset(token)
+            planned.reset(token)
     if recorder.wrong:
         head = str(error or f"Error(s) in loading state_dict for {type(model).__name__}:")
         raise RuntimeError("\n\t".join([head, *recorder.wrong]))
-    return LoadPlan(list(recorder.copies.values()), later.calls(keys), keys, loads)
+    todo.copies, todo.calls = list(recorder.copies.values()), later.calls(keys)
+    return todo, keys
 
 
 class _Recorder(TorchFunctionMode):
@@ -262,9 +227,9 @@ class _Later(contextlib.AbstractContextManager["_Later"]):
 
 def note_loads(loads: Iterable[NotedLoad]) -> None:
     """Report to the models what has been loaded, since ranks that load alone are an error."""
-    planned = planned_loads.get()
-    if planned is not None:
-        planned += loads
+    todo = planned.get()
+    if todo is not None:
+        todo.loads += loads
         return
     for unit, index, content in loads:
         unit.note_load(index, content)

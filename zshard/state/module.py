@@ -29,8 +29,8 @@ from torch import nn
 
 from zshard import _core
 from zshard.guard.slices import guard_like
-from zshard.state.load_state_dict import NotedLoad, content_of, note_loads, planned_loads
-from zshard.state.source import shard_of
+from zshard.state.load_state_dict import content_of, note_loads
+from zshard.state.source import NotedLoad, planned, shard_of
 from zshard.state.stand_ins import (
     FullCopies,
     StandIn,
@@ -275,7 +275,7 @@ class _LoadMethod(_OwnersMethod):
         _refuse_load(self.module)
         note_used(state_dict.get(prefix + name) for name in used)
         loads: list[NotedLoad] = []
-        with writing(units if planned_loads.get() is None else ()):
+        with writing(units if planned.get() is None else ()):
             for unit in units:
                 if unit.is_full:  # a forward kept it for its backward, which gathers it again
                     unit.reshard()

@@ -109,7 +109,7 @@ def _snapshot(entries: object, whole: Mapping[Any, Tensor]) -> object:
     """Return a parameter's state with `whole` in place of shards; all values are copies."""
     if not isinstance(entries, Mapping):
         return copied(entries)
-    return {k: whole[k] if k in whole else filled(v, None) for k, v in entries.items()}
+    return {k: whole[k] if k in whole else filled(v) for k, v in entries.items()}
 
 
 @PublicCall("optimizer.state_dict()")
@@ -171,6 +171,6 @@ def _still_full(optimizer: Optimizer) -> FullState | None:
         return None
     post(optimizer)
     return [
-        (e.param, {k: filled(v, None) for k, v in e.state.items() if (id(e.param), k) in full})
+        (e.param, {k: filled(v) for k, v in e.state.items() if (id(e.param), k) in full})
         for e in held
     ]

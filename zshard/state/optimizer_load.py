@@ -2,8 +2,8 @@
 step updates parameters together. State that does not fit the parameters, or what the optimizer
 declares (InOneCall.state_layout), is refused before anything changes.
 
-Values may be Pending: those of files, for zshard.load(), which reads shards after the optimizer has
-accepted memory for them.
+Values may be Pending: those of files, for zshard.load(), which reads shards after the optimizers of
+all ranks have accepted memory for them; or those that this rank has read, Read.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +25,7 @@ from zshard.optim import sharded_state
 from zshard.optim.hooks import know
 from zshard.optim.sharded_state import OF_CODES, SCALARS, SCALES, copied
 from zshard.optim.step import InOneCall
-from zshard.state.source import Copy, Source, filled, shard_of
+from zshard.state.source import Copy, LoadPlan, filled, planned_state, shard_of
 from zshard.state.stand_ins import Pending
 from zshard.units import returned
 from zshard.units.moment import refuse_writes
@@ -35,8 +33,8 @@ from zshard.units.shards import Part, part_of, units_stepped_by
 from zshard.units.units import writing
 
 __all__ = [
-    *("LaterReads", "entries_to_load", "has_parts", "load", "planned_reads", "problems_with"),
-    *("read_entries", "run_post_hooks"),
+    *("Read", "entries_to_load", "has_parts", "load", "problems_with", "read_entries"),
+    "run_post_hooks",
 ]
 
 _torchs_load = Optimizer.load_state_dict
@@ -47,8 +45,8 @@ def load(self: Optimizer, state_dict: dict[str, Any]) -> None:
     """Do what torch's does, with its checks, rules and hooks, but load this rank's shards."""
     returned.note_used(returned.tensors_in(state_dict.get("state")))
     returned.look()
-    is_sharded, later = has_parts(self), planned_reads.get()
-    if later is None and not (is_sharded or hasattr(self, "state_layout")):
+    is_sharded, todo = has_parts(self), planned_state.get()
+    if todo is None and not (is_sharded or hasattr(self, "state_layout")):
         _torchs_load(self, state_dict)
         return
     refuse_writes(units_stepped_by(self), "the optimizer's load_state_dict()")
@@ -61,7 +59,7 @@ def load(self: Optimizer, state_dict: dict[str, Any]) -> None:
         problems = problems_with(self, given)
         if problems:
             raise ValueError("\n".join(["the state dict does not match the optimizer:", *problems]))
-        before, state = (self.state, self.param_groups), _state_to_load(self, given, later)
+        before, state = (self.state, self.param_groups), _state_to_load(self, given, todo)
         try:
             self.__setstate__({"state": state, "param_groups": groups})
         except BaseException:  # torch's asks for a step, which another optimizer's state lacks
@@ -92,6 +90,12 @@ def _groups_to_load(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -
         names = {"param_names": own["param_names"]} if "param_names" in own else {}
         group.update({**names, **group, "params": own["params"]})
     return saved
+
+
+class Read(Pending):
+    """What hooks see of state that this rank has read. `origin` is its shard."""
+
+    keeps_dtype = True
 
 
 class _Param(NamedTuple):
@@ -211,22 +215,22 @@ def _entries_in(
 def read_entries(
     optimizer: Optimizer,
     entries: Sequence[LoadEntry],
-    source: Source | None,
-    later: LaterReads | None = None,
+    todo: LoadPlan | None = None,
 ) -> list[tuple[LoadEntry, Tensor]]:
     """Return each with what this rank loads, in memory of its own. That of shards is adjacent for
     each key, so that a step updates it as one run.
 
-    later: gets shards that have memory only: the optimizer's state, where that of all fits.
+    todo: gets the copies to shards, which have memory only: the optimizer's state, where that of
+    all fits.
     """
     found: dict[int, Tensor] = {}
     alike: dict[Any, list[int]] = {}
     used: set[int] = set()
     for at, each in enumerate(entries):
-        if isinstance(each.full, Pending) and source is None:
-            found[at] = each.full.origin  # to_load() has read it
+        if isinstance(each.full, Read):
+            found[at] = each.full.origin
         elif each.part is None or each.key == "step":
-            found[at] = filled(each.own, source)
+            found[at] = filled(each.own)
         else:
             alike.setdefault((each.key, each.param.dtype_of(each.full)), []).append(at)
     for (key, dtype), members in alike.items():
@@ -236,14 +240,14 @@ def read_entries(
         is_shared = len({*used, *pointers}) < len(used) + len(pointers)  # by two of its tensors
         used.update(pointers)
         fit = map(LoadEntry.fits, [entries[at] for at in members], places)
-        if later is None or is_shared or not all(fit):
+        if todo is None or is_shared or not all(fit):
             places = sharded_state.zeros_side_by_side(tensors, dtype, SCALES.get(key, 1))
         for at, place in zip(members, places, strict=True):
             found[at] = place
-            if later is None or any(entries[at].param.layout.values()):  # which may convert it
-                Copy(place, entries[at].own).carry_out(source)
+            if todo is None or any(entries[at].param.layout.values()):  # which may convert it
+                Copy(place, entries[at].own).carry_out()
             else:
-                later.shards.append((optimizer, entries[at]))
+                todo.copies.append(Copy(place, entries[at].own))
     return [(each, found[at]) for at, each in enumerate(entries)]
 
 
@@ -251,10 +255,10 @@ def read_entries(
 @torch.no_grad()
 @plain()
 def _state_to_load(
-    optimizer: Optimizer, given: Mapping[str, Any], later: LaterReads | None
+    optimizer: Optimizer, given: Mapping[str, Any], todo: LoadPlan | None
 ) -> dict[Any, Any]:
     """Return the state by parameter."""
-    states, source = _states_in(optimizer, given), None if later is None else later.source
+    states = _states_in(optimizer, given)
     entries, params = _entries_in(optimizer, states), {param.number: param for param, _ in states}
     state: dict[Any, Any] = defaultdict(dict)
     for number, own in given["state"].items():
@@ -264,56 +268,19 @@ def _state_to_load(
         if isinstance(own, Mapping):
             own = {key: None if isinstance(v, Tensor) else v for key, v in own.items()}
         state[params[number].tensor] = tree_map_with_path(params[number].copied, own)
-    for each, value in read_entries(optimizer, entries, source, later):
+    for each, value in read_entries(optimizer, entries, todo):
         moved = each.param.moved(each.key, value, each.param.dtype_of(each.full))
         state[each.param.tensor][each.key] = moved
     return state
 
 
-# --- what zshard.load() reads later ---------------------------------------------------------------
-
-
-@dataclass
-class LaterReads:
-    """Shards to read, and hooks to call, when the optimizer has accepted memory for them."""
-
-    source: Source  # of all that is read at once
-    shards: list[tuple[Optimizer, LoadEntry]] = field(default_factory=list)
-    hooks: list[Callable[[], object]] = field(default_factory=list)
-
-    def check(self, optimizer: Optimizer) -> None:
-        """Raise RuntimeError if a shard has no place in an optimizer's state."""
-        states = ((own.state.get(each.param.tensor, {}), each) for own, each in self.shards)
-        lost = [each.key for state, each in states if not each.fits(state.get(each.key))]
-        lost += [v.label for v in returned.tensors_in(optimizer.state) if isinstance(v, Pending)]
-        if lost:
-            raise RuntimeError(
-                f"zshard.load() cannot read '{lost[0]}' in place: load_state_dict() of "
-                f"{type(optimizer).__name__} or one of its hooks replaced it; replace state in a "
-                "hook after it, register_load_state_dict_post_hook()"
-            )
-
-    def carry_out(self) -> None:
-        with plain(), torch.no_grad():
-            for own, each in self.shards:
-                place = own.state[each.param.tensor][each.key]
-                Copy(place, each.own).carry_out(self.source)
-        for hook in self.hooks:
-            hook()
-
-
-planned_reads: ContextVar[LaterReads | None] = ContextVar("planned_reads", default=None)
-"""Set while zshard.load() calls load_state_dict(), with Pending tensors of files. Those in other
-calls are of to_load(): their origin is this rank's shard."""
-
-
 def run_post_hooks(optimizer: Optimizer) -> None:
     """Call the hooks after load_state_dict(), or leave that to zshard.load()."""
     hooks = optimizer._optimizer_load_state_dict_post_hooks.values()
-    calls, later = [functools.partial(hook, optimizer) for hook in hooks], planned_reads.get()
-    if later is not None:
-        later.hooks += calls
-    for call in calls if later is None else ():
+    calls, todo = [functools.partial(hook, optimizer) for hook in hooks], planned_state.get()
+    if todo is not None:
+        todo.calls += calls
+    for call in calls if todo is None else ():
         call()
 
 

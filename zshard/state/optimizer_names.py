@@ -25,8 +25,8 @@ from zshard.optim.sharded_state import params_of, without_parameters
 from zshard.ranks.agreement import PublicCall, gather, on_all_ranks
 from zshard.ranks.transports import comm_for
 from zshard.state.optimizer import gather_state
-from zshard.state.optimizer_load import entries_to_load, problems_with, read_entries
-from zshard.state.source import FromRank0, pending, told_by_rank_0
+from zshard.state.optimizer_load import Read, entries_to_load, problems_with, read_entries
+from zshard.state.source import FromRank0, pending
 from zshard.state.stand_ins import Pending
 from zshard.units.returned import note_used, tensors_in
 from zshard.units.shards import part_of
@@ -204,11 +204,12 @@ def to_load(
 def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) -> dict[str, Any]:
     """Return rank 0's state dict by number, with this rank's shards already cut out."""
     # Numbers travel together: one message each would take longer.
+    source = FromRank0(comm)
     outline = {
-        n: pending(own, dims=1) if type(n) is int else own
+        n: pending(own, source, dims=1) if type(n) is int else own
         for n, own in made.get("state", {}).items()
     }
-    told = told_by_rank_0(comm, {**made, "state": outline})
+    told = source.outline({**made, "state": outline})
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in told["param_groups"]]
     if sizes == theirs:
@@ -218,9 +219,9 @@ def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) ->
     _raise_together(comm, problems)
     state = {n: dict(own) for n, own in told["state"].items() if type(n) is int}
     entries = [e for e in entries_to_load(optimizer, told) if isinstance(e.full, Pending)]
-    for each, value in read_entries(optimizer, entries, FromRank0(comm)):
+    for each, value in read_entries(optimizer, entries):
         whole = tuple(each.full.shape)  # which hooks see
-        shown = value if each.part is None else Pending.of(str(each.key), value, whole)
+        shown = value if each.part is None else Read.of(str(each.key), value, source, whole)
         state[each.param.number][each.key] = shown
     return {**told, "state": {**told["state"], **state}}
 

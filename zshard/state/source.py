@@ -1,9 +1,9 @@
 """Where loaded values come from: a dict, rank 0, or files.
 
 A plan represents each value as a tensor, so planning does not depend on where values are. A tensor
-of a dict is its own source. Others are Pending: they refer to an origin, from which a Source reads
-the range that this rank needs. There are two sources, FromRank0 here and Reader in
-checkpoint/load.py; with them, no rank holds more than its shards and one chunk.
+of a dict has its values. Others are Pending: each has a Source, which reads the range that this
+rank needs. There are two sources, FromRank0 here and Reader in checkpoint/checkpoint.py; with
+them, no rank holds more than its shards and one chunk.
 """
 
 from __future__ import annotations
@@ -11,32 +11,27 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zshard import _core
-from zshard.guard.slices import to_local
+from zshard.guard.slices import plain, to_local
 from zshard.ranks.agreement import gather_bytes, on_all_ranks
 from zshard.state.stand_ins import Pending
 from zshard.units.shards import Part
+from zshard.units.units import writing
 
 __all__ = [
-    *("CHUNK", "ChunkMemory", "Copy", "FromRank0", "Source", "chunks"),
-    *("filled", "flat_of", "pending", "shard_of", "told_by_rank_0"),
+    *("CHUNK", "ChunkMemory", "Copy", "FromRank0", "LoadPlan", "NotedLoad", "chunks", "filled"),
+    *("flat_of", "pending", "planned", "planned_state", "shard_of"),
 ]
 
 CHUNK = 2**24  # bytes
-
-
-class Source(Protocol):
-    """Reads the values of Pending tensors."""
-
-    def read(self, origin: Any, begin: int, target: Tensor) -> None:
-        """Fill `target` with row-major elements of the tensor `origin` from `begin` on, cast to its
-        dtype. All ranks call it for the same tensors in the same order."""
 
 
 class Copy(NamedTuple):
@@ -45,23 +40,59 @@ class Copy(NamedTuple):
     target: Tensor
     value: Tensor
 
-    def carry_out(self, source: Source | None) -> None:
-        """Load the value. source: for Pending values; a dict needs none."""
+    def carry_out(self) -> None:
         if isinstance(self.value, Pending):
-            assert source is not None, "only a source makes them"
-            source.read(self.value.origin, self.value.begin, self.target)
+            self.value.source.read(self.value.origin, self.value.begin, self.target)
         else:
             self.target.copy_(self.value)
 
 
-def filled(value: object, source: Source | None) -> Any:
+def filled(value: object) -> Any:
     """Return a value of a state dict in new memory, for a Pending one on the CPU; anything but a
     tensor unchanged."""
     if isinstance(value, Pending):
-        made = torch.empty(tuple(value.shape), dtype=value.dtype)
-        Copy(made, value).carry_out(source)
-        return made
+        memory = torch.empty(tuple(value.shape), dtype=value.dtype)
+        Copy(memory, value).carry_out()
+        return memory
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+NotedLoad = tuple[_core.Unit, int, int]
+"""A parameter that is loaded: its unit, its index, a number of the value (content_of())."""
+
+
+@dataclass
+class LoadPlan:
+    """What loading a model, an optimizer or averages will do: copies, then calls."""
+
+    copies: list[Copy] = field(default_factory=list)
+    calls: list[Callable[[], Any]] = field(default_factory=list)
+    loads: list[NotedLoad] = field(default_factory=list)
+
+    def pending(self) -> list[Pending]:
+        """Return the tensors that this rank will read."""
+        return [copy.value for copy in self.copies if isinstance(copy.value, Pending)]
+
+    def fact(self) -> list[tuple[str, Any]]:
+        """Return the facts that must agree between ranks."""
+        return [(value.label, value.dtype) for value in self.pending()]
+
+    def carry_out(self) -> None:
+        with torch.no_grad(), plain(), writing(unit for unit, _, _ in self.loads):
+            for copy in self.copies:
+                copy.carry_out()
+            # All ranks execute the same plan, but some of them do not know the contents. Before the
+            # calls: one that raises on one rank changes nothing about what is loaded.
+            for unit, index, _ in self.loads:
+                unit.note_load(index, 0)
+        for call in self.calls:
+            call()
+
+
+planned: ContextVar[LoadPlan | None] = ContextVar("planned", default=None)
+"""Set while a module's load_state_dict() only plans: what it would load goes there."""
+planned_state: ContextVar[LoadPlan | None] = ContextVar("planned_state", default=None)
+"""The same for an optimizer's, which makes the memory to copy to."""
 
 
 def shard_of(part: Part, value: Tensor) -> Tensor:
@@ -75,12 +106,29 @@ def shard_of(part: Part, value: Tensor) -> Tensor:
 
 
 class FromRank0:
-    """The source for the result of told_by_rank_0(): rank 0 has all values and sends them in
-    chunks; each rank keeps its elements."""
+    """A source: rank 0 has all values and sends them in chunks; each rank keeps its elements."""
 
     def __init__(self, comm: _core.Comm) -> None:
         self._comm = comm
         self._memory = ChunkMemory()
+
+    def outline(self, state: object) -> Any:
+        """Return rank 0's `state`, with its Pending tensors, on all ranks. Collective. Ranks trust
+        one another, as in torch.distributed's object collectives."""
+        written = io.BytesIO()
+        with on_all_ranks(self._comm):
+            if self._comm.rank == 0:
+                _WithoutValues(written).dump(state)
+        text = gather_bytes(self._comm, written.getvalue())[0]
+        if self._comm.rank == 0:
+            return state
+        unpickler = pickle.Unpickler(io.BytesIO(text))
+        unpickler.persistent_load = self._unread  # type: ignore[method-assign]
+        return unpickler.load()
+
+    def _unread(self, facts: tuple[str, tuple[int, ...], torch.dtype]) -> Pending:
+        label, shape, dtype = facts
+        return Pending.of(label, torch.empty(shape, dtype=dtype, device="meta"), self)
 
     def read(self, origin: Tensor, begin: int, target: Tensor) -> None:
         whole = origin.detach().resolve_conj().resolve_neg().reshape(-1)
@@ -97,37 +145,19 @@ class FromRank0:
                     flat[low - begin : high - begin].copy_(chunk[low - first : high - first])
 
 
-def pending(state: Mapping[Any, Any], dims: int = 0) -> dict[Any, Any]:
+class _WithoutValues(pickle.Pickler):
+    def persistent_id(self, value: object) -> Any:
+        if isinstance(value, Pending):
+            return value.label, tuple(value.shape), value.dtype
+        return None
+
+
+def pending(state: Mapping[Any, Any], source: FromRank0, dims: int = 0) -> dict[Any, Any]:
     """Return `state` with Pending tensors for those that have at least so many dimensions."""
     return {
-        key: Pending.of(str(key), v) if isinstance(v, Tensor) and v.dim() >= dims else v
+        key: Pending.of(str(key), v, source) if isinstance(v, Tensor) and v.dim() >= dims else v
         for key, v in state.items()
     }
-
-
-def told_by_rank_0(comm: _core.Comm, state: object) -> Any:
-    """Return rank 0's `state` on all ranks; on others, its Pending tensors have origins on the meta
-    device. Collective. Ranks trust one another, as in torch.distributed's object collectives.
-    """
-    written = io.BytesIO()
-    with on_all_ranks(comm):
-        if comm.rank == 0:
-            _WithoutValues(written).dump(state)
-    told = gather_bytes(comm, written.getvalue())[0]
-    return state if comm.rank == 0 else pickle.loads(told)
-
-
-class _WithoutValues(pickle.Pickler):
-    """Pickles everything except the values of Pending tensors."""
-
-    def reducer_override(self, value: object) -> Any:
-        if not isinstance(value, Pending):
-            return NotImplemented
-        return _likeness, (value.label, tuple(value.shape), value.dtype)
-
-
-def _likeness(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
-    return Pending.of(name, torch.empty(shape, dtype=dtype, device="meta"))
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -116,27 +116,41 @@ class Saved(StandIn):
         )
 
 
+class Source(Protocol):
+    """Reads the values of Pending tensors."""
+
+    def read(self, origin: Any, begin: int, target: Tensor) -> None:
+        """Fill `target` with row-major elements of the tensor `origin` from `begin` on, cast to its
+        dtype."""
+
+
 class Pending(_Valueless, Tensor):
     """What a load hook sees of a tensor that is not read yet: elements of `origin`, its key in the
-    source (state/source.py), from `begin` on, in row-major order."""
+    source, from `begin` on, in row-major order."""
 
     origin: Any
+    source: Source
     begin: int
     keeps_dtype = False  # of optimizer state, whose parameter was saved in the dtype it has here
 
-    @staticmethod
-    def of(name: str, origin: Any, shape: tuple[int, ...] | None = None, begin: int = 0) -> Pending:
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        origin: Any,
+        source: Source,
+        shape: tuple[int, ...] | None = None,
+        begin: int = 0,
+    ) -> Self:
         """origin: has a shape and a dtype. shape: of the elements; default: all of `origin`."""
         shape = tuple(origin.shape) if shape is None else shape
-        made: Pending = Tensor._make_subclass(
-            Pending, torch.empty((), dtype=origin.dtype).expand(shape)
-        )
-        made.label, made.origin, made.begin = name, origin, begin
+        made: Self = Tensor._make_subclass(cls, torch.empty((), dtype=origin.dtype).expand(shape))
+        made.label, made.origin, made.source, made.begin = name, origin, source, begin
         return made
 
     def part(self, begin: int, shape: tuple[int, ...]) -> Pending:
         """Return the elements from `begin` on, as many as `shape` has."""
-        return Pending.of(self.label, self.origin, shape, self.begin + begin)
+        return Pending.of(self.label, self.origin, self.source, shape, self.begin + begin)
 
     def only(self) -> Pending:
         """Return the element of a tensor of shape (1,), as which old files store scalars."""

@@ -8,8 +8,9 @@ own dtype, so it loads into a plain model by itself. The manifest's entry (`aver
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -22,9 +23,8 @@ from zshard.api import (
     Contents,
     Copy,
     Entry,
-    Pending,
+    LoadPlan,
     Readable,
-    Source,
     bare,
     part_of,
     plain_name,
@@ -96,41 +96,27 @@ class SavedAverages(NamedTuple):
         return SavedAverages(tensors, calls, updates)
 
 
-class AveragesLoad:
-    """Loads an EMA, in steps. Only the last one, read(), changes it."""
+def to_load(ema: object, model: nn.Module) -> Callable[[Checkpoint], Callable[[], LoadPlan]]:
+    """Return a function that opens the averages' files. It returns one that plans the load, and
+    raises RuntimeError, which lists what does not fit. Raises TypeError for what is not an EMA,
+    ValueError for one of another model."""
+    checked = _checked(ema, model)
+    return lambda found: functools.partial(_plan, checked, found, SavedAverages.of(found))
 
-    def __init__(self, ema: object, model: nn.Module) -> None:
-        """Raises TypeError for what is not an EMA, ValueError for one of another model."""
-        self._ema = _checked(ema, model)
-        self._copies: list[Copy] = []
 
-    def open(self, found: Checkpoint) -> None:
-        """Open its files."""
-        self._path, self._saved = found.path, SavedAverages.of(found)
-
-    def plan(self) -> None:
-        """Raise RuntimeError, which lists what does not fit."""
-        if self._saved is None:
-            raise RuntimeError(
-                f"'{self._path}' has no averages: omit ema to load the rest; the EMA then begins "
-                "with its next update()"
-            )
-        problems = []
-        ema, by_decay, *self._counts = self._ema, *self._saved
-        ours, theirs = sorted(ema.decays), sorted(by_decay)
-        if ours != theirs:
-            problems.append(f"its decays are {theirs}, but the EMA's are {ours}")
-        for decay, averages in zip(ema.decays, ema.averages, strict=True):
-            if decay in by_decay:
-                entries = _entries_of(ema, averages)
-                problems += self._plan(by_decay[decay], entries, stem_of(decay))
-        if problems:
-            head = f"Error(s) in loading the averages of '{self._path}':"
-            raise RuntimeError("\n\t".join([head, *problems]))
-
-    def _plan(self, saved: Mapping[str, Readable], entries: list[Entry], stem: str) -> list[str]:
-        """Plan the copies of one decay; return what does not fit."""
-        left, problems = dict(saved), []
+def _plan(ema: EMA, found: Checkpoint, saved: SavedAverages | None) -> LoadPlan:
+    if saved is None:
+        raise RuntimeError(
+            f"'{found.path}' has no averages: omit ema to load the rest; the EMA then begins with "
+            "its next update()"
+        )
+    todo, problems = LoadPlan(), []
+    ours, theirs = sorted(ema.decays), sorted(saved.by_decay)
+    if ours != theirs:
+        problems.append(f"its decays are {theirs}, but the EMA's are {ours}")
+    for decay, averages in zip(ema.decays, ema.averages, strict=True):
+        left, stem = dict(saved.by_decay.get(decay, {})), stem_of(decay)
+        entries = _entries_of(ema, averages) if decay in saved.by_decay else ()
         for name, shape, _, average, part, _ in entries:
             entry = left.pop(name, None)
             if entry is None:
@@ -138,16 +124,11 @@ class AveragesLoad:
             elif entry.shape != shape:
                 problems.append(f"'{name}' has shape {entry.shape} in {stem}, but {shape} here")
             else:
-                value = Pending.of(f"{stem} {name}", entry)
-                self._copies.append(Copy(average, value if part is None else shard_of(part, value)))
-        return problems + [f"{stem} has '{name}', which the EMA does not average" for name in left]
-
-    def pending(self) -> list[Pending]:
-        """Return the tensors that this rank will read."""
-        return [each.value for each in self._copies if isinstance(each.value, Pending)]
-
-    def read(self, source: Source) -> None:
-        """Read the values into the averages."""
-        for each in self._copies:
-            each.carry_out(source)
-        self._ema.calls, self._ema.updates = self._counts
+                value = found.pending(f"{stem} {name}", entry)
+                todo.copies.append(Copy(average, value if part is None else shard_of(part, value)))
+        problems += [f"{stem} has '{name}', which the EMA does not average" for name in left]
+    if problems:
+        head = f"Error(s) in loading the averages of '{found.path}':"
+        raise RuntimeError("\n\t".join([head, *problems]))
+    todo.calls.append(functools.partial(vars(ema).update, calls=saved.calls, updates=saved.updates))
+    return todo
