@@ -62,12 +62,12 @@ which of them it is, and a number of these ranks."""
 
 
 class Contents(NamedTuple):
-    """Everything that a model or an optimizer has to save."""
+    """Everything that a model, an optimizer or an EMA has to save."""
 
     entries: list[Entry]
-    tied: dict[str, str]  # alias: name of an entry
-    told: dict[str, Any]  # for the manifest
-    others: list[str]  # names of entries that are not tensors
+    tied: Mapping[str, str] = {}  # alias: name of an entry
+    rest: Mapping[str, Any] = {}  # what is not a tensor, by name
+    facts: Mapping[str, Any] = {}  # for the manifest; of inventory(): nn.Module's metadata
     nested: str = ""  # the entry that seems to hold this rank's shards within a list or dict
 
 
@@ -113,7 +113,7 @@ def facts_of(contents: Contents, what: str) -> list[Fact]:
         (f"{what} '{each.name}'", f"shape {each.shape}, {each.dtype}") for each in contents.entries
     ]
     facts += [(f"'{name}'", f"tied to '{home}'") for name, home in contents.tied.items()]
-    facts += [(f"'{name}'", "not a tensor") for name in contents.others]
+    facts += [(f"'{name}'", "not a tensor") for name in contents.rest]
     return facts
 
 
@@ -127,34 +127,27 @@ def of_model(model: nn.Module, dtype: torch.dtype | None) -> Contents:
 
     Raises what inventory() does, and TypeError for other entries that cannot be saved.
     """
-    found = inventory(model)
+    contents = inventory(model)
     entries = [
-        each._replace(
-            value=_at_rest(each.value, each.part),
-            dtype=dtype if dtype is not None and each.dtype.is_floating_point else each.dtype,
+        entry._replace(
+            value=_at_rest(entry.value, entry.part),
+            dtype=dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype,
         )
-        for each in found.entries
+        for entry in contents.entries
     ]
-    others = {name: encode(value, f"'{name}'") for name, value in found.rest.items()}
     versions = {
         plain_name(prefix): facts["version"]
-        for prefix, facts in found.metadata.items()
+        for prefix, facts in contents.facts.items()
         if isinstance(facts, Mapping) and facts.get("version", 1) != 1
     }
-    told = {"extra_state": others, "versions": encode(versions, "the module versions")}
-    return Contents(entries, found.tied, told, list(others))
+    facts = {
+        "extra_state": {n: encode(value, f"'{n}'") for n, value in contents.rest.items()},
+        "versions": encode(versions, "the module versions"),
+    }
+    return contents._replace(entries=entries, facts=facts)
 
 
-class Inventory(NamedTuple):
-    """The entries of a model's state_dict()."""
-
-    entries: list[Entry]
-    tied: dict[str, str]  # alias: name of an entry
-    rest: dict[str, Any]  # what is no tensor
-    metadata: Mapping[str, Any]  # nn.Module's, by prefix
-
-
-def inventory(model: nn.Module) -> Inventory:
+def inventory(model: nn.Module) -> Contents:
     """Return the tensors of a model's state_dict(), without reading a value of a sharded parameter.
     Names are without the prefixes of wrappers.
 
@@ -179,7 +172,7 @@ def inventory(model: nn.Module) -> Inventory:
         if name not in tied:
             entries.append(Entry(name, shape, value.dtype, value, part, unit))
     rest = {name: value for name, value in state.items() if name not in tensors}
-    return Inventory(entries, tied, rest, state._metadata)
+    return Contents(entries, tied, rest, state._metadata)
 
 
 def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
@@ -314,7 +307,7 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer) -> Contents:
     other = other_state(state)
     refuse_clash(other, names)
     by_key: dict[str, list[Entry]] = {}
-    told_state: dict[str, dict[str, Any]] = {}
+    saved: dict[str, dict[str, Any]] = {}
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         tensors, values = [], {}
         name, own_shards = names[id(param)], shards.get(id(param), {})
@@ -338,20 +331,20 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer) -> Contents:
                 local = tree_map_only(Tensor, to_local, value)  # shards in it are refused later
                 values[key] = encode(local, f"optimizer state '{key}' of '{name}'")
         if tensors or values:
-            told_state[name] = {"tensors": tensors, "values": values}
+            saved[name] = {"tensors": tensors, "values": values}
     entries = [entry for same in by_key.values() for entry in same]
     _check_unique(entries)
     kind = class_of_state(optimizer)
-    told = {
+    facts: dict[str, Any] = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "groups": [_group(i, group, names) for i, group in enumerate(optimizer.param_groups)],
-        "state": told_state,
+        "state": saved,
     }
-    others = [f"{name}.{key}" for name, own in told_state.items() for key in own["values"]]
+    rest = {f"{name}.{key}": None for name, state in saved.items() for key in state["values"]}
     if other:
-        told["other"] = encode(other, "the optimizer's state")
-        others += [f"{text}, {kind}" for text, kind in facts_of_other(other)]
-    return Contents(entries, {}, told, others, next(nested, ""))
+        facts["other"] = encode(other, "the optimizer's state")
+        rest |= {f"{text}, {kind}": None for text, kind in facts_of_other(other)}
+    return Contents(entries, rest=rest, facts=facts, nested=next(nested, ""))
 
 
 def _check_unique(entries: list[Entry]) -> None:

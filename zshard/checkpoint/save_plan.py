@@ -103,9 +103,9 @@ class SaveRequest(NamedTuple):
         for what, contents in zip(("tensor", "optimizer tensor"), self.contents, strict=False):
             facts += facts_of(contents, what)
         if len(self.contents) > 1:
-            told = self.contents[1].told
-            names = [group["params"] for group in told["groups"]]
-            facts += [("the optimizer", told["class"]), ("param_groups", repr(names))]
+            optimizer = self.contents[1].facts
+            names = [group["params"] for group in optimizer["groups"]]
+            facts += [("the optimizer", optimizer["class"]), ("param_groups", repr(names))]
         for each in self.beside:
             for stem, contents in each.contents.items():
                 facts += facts_of(contents, f"tensor of {stem}")
@@ -198,8 +198,8 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module, copies: Repl
         world=comm.world,
         files={},
         tied=own.tied,
-        model={**own.told, **facts},
-        optimizer=others[0].told if others else None,
+        model={**own.facts, **facts},
+        optimizer=others[0].facts if others else None,
         extra=extras,
         software={"zshard": __version__, "torch": torch.__version__},
         more={each.name: each.entry for each in asked.beside},

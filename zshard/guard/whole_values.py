@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,18 +102,32 @@ def new_full(entry: Entry, device: str | None = None) -> Tensor:
         return torch.empty(entry.shape, dtype=entry.dtype, device=device or entry.value.device)
 
 
+PlaceAtPeer = tuple[int, int, int, int]
+"""What a peer has of a tensor: the tensor's number, the first element, how many, and where they
+lie."""
+
+
 @plain()
 @torch.no_grad()
-def read_full(entries: Iterable[Entry], targets: Iterable[Tensor | None]) -> None:
+def read_full(
+    entries: Sequence[Entry],
+    targets: Sequence[Tensor | None],
+    peers: Mapping[int, Sequence[PlaceAtPeer]] | None = None,
+) -> None:
     """Copy full tensors into contiguous memory of their shapes, cast to its dtypes. The one way
-    from shards to full values, but for optimizer state over shm (optim/shared_state.py).
+    from shards to full values.
 
-    targets: None for a tensor that this rank does not want, but takes part in.
+    targets: None for a tensor that this rank does not want, but takes part in. peers: where other
+    ranks have the rest of each tensor in shared memory, by rank.
 
     Parameters of units come from their units, which are unsharded one after another: over shm, any
-    rank may read them alone. Other shards are sent: all ranks call it for the same ones.
+    rank may read them alone. Other shards are sent, unless `peers` says where they lie: all ranks
+    call it for the same ones.
     """
     pairs = list(zip(entries, targets, strict=True))
+    if peers is not None:
+        _copy_from(peers, entries, [target.view(-1) for target in targets if target is not None])
+        return
     ranges = _ranges_of([entry for entry, _ in pairs if _is_sent(entry)])
     for unit, group in itertools.groupby(pairs, lambda pair: pair[0].unit):
         with contextlib.nullcontext() if unit is None else unsharded(unit):
@@ -143,11 +157,28 @@ def _ranges_of(sent: Sequence[Entry]) -> Iterator[dict[int, tuple[int, int]]]:
     for part in parts:
         ranges = [(begin, numel) for begin, numel in next(rows[part.comm])]
         owners = {r: each for r, each in enumerate(ranges) if ranges.index(each) == r and each[1]}
-        check_all_there(part, part.whole_numel - sum(numel for _, numel in owners.values()))
+        _check_all_there(part, part.whole_numel - sum(numel for _, numel in owners.values()))
         yield owners
 
 
-def check_all_there(part: Part, missing: int) -> None:
+def _copy_from(
+    peers: Mapping[int, Sequence[PlaceAtPeer]], entries: Sequence[Entry], flat: Sequence[Tensor]
+) -> None:
+    parts = [entry.part for entry in entries if entry.part is not None]
+    missing = [part.whole_numel - part.numel for part in parts]
+    for entry, part, target in zip(entries, parts, flat, strict=True):
+        target[part.begin : part.begin + part.numel].copy_(entry.value.detach().reshape(-1))
+    for rank, rows in peers.items():
+        pieces = [flat[at][begin : begin + numel] for at, begin, numel, _ in rows]
+        if parts:
+            _core.read_state(parts[0].shards, rank, [place for *_, place in rows], pieces)
+        for at, _, numel, _ in rows:
+            missing[at] -= numel
+    for part, numel in zip(parts, missing, strict=True):
+        _check_all_there(part, numel)
+
+
+def _check_all_there(part: Part, missing: int) -> None:
     """Raise RuntimeError if the ranks' shards lack elements, or some have them twice."""
     if missing != 0:
         raise RuntimeError(

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard.guard.outside import call_at_barriers
 from zshard.guard.slices import plain
-from zshard.guard.whole_values import check_all_there, new_full
+from zshard.guard.whole_values import new_full, read_full
 from zshard.optim.sharded_state import HeldState, held_in, move_together, params_of
 from zshard.ranks.agreement import first_difference
 from zshard.units.units import State, session, units_of
@@ -281,27 +281,17 @@ def read_peers(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldStat
     """
     name, board = model.note(optimizer), model.board
     entries = {(i, str(key)): e for i, each in enumerate(held) for key, e in each.shards.items()}
+    numbers = {at: number for number, at in enumerate(entries)}
     full = {at: new_full(entry) for at, entry in entries.items()}
-    missing = {at: entry.part.whole_numel for at, entry in entries.items() if entry.part}
     late = _LATE if any(each.state for each in held) else 0.0
-    with session(unit for each in held if (unit := each.part.unit)), plain():
-        for at, entry in entries.items():  # a copy is faster than a read
-            begin, numel = (entry.part.begin, entry.part.numel) if entry.part else (0, 0)
-            full[at].view(-1)[begin : begin + numel].copy_(entry.value.detach().reshape(-1))
-            missing[at] -= numel
+    with session(unit for each in held if (unit := each.part.unit)):
+        peers = {}
         for rank in range(board.comm.world):
-            if rank == board.comm.rank:
-                continue
-            posted = _posted_by(board, rank, f"{model.token} {name}", late)
-            _check(held, posted, board.comm.rank, rank)
-            places, targets = [], []
-            for index, key, begin, numel, place in posted["rows"]:
-                missing[index, key] -= numel
-                places.append(place)
-                targets.append(full[index, key].view(-1)[begin : begin + numel])
-            _core.read_state(board.comm, rank, places, targets)
-    for (index, _), numel in missing.items():
-        check_all_there(held[index].part, numel)
+            if rank != board.comm.rank:
+                posted = _posted_by(board, rank, f"{model.token} {name}", late)
+                _check(held, posted, board.comm.rank, rank)
+                peers[rank] = [(numbers[i, key], *where) for i, key, *where in posted["rows"]]
+        read_full(list(entries.values()), list(full.values()), peers)
     return [
         (each.param, {key: full[index, str(key)] for key in each.shards})
         for index, each in enumerate(held)

@@ -7,6 +7,5 @@ The core imports it for save(ema=) and load(ema=), and finds here what it asks f
 """
 
 from zshard.extras.averages.ema import EMA as EMA
-
 from zshard.extras.averages.saved_averages import to_load as to_load
 from zshard.extras.averages.saved_averages import to_save as to_save

@@ -49,7 +49,7 @@ def to_save(ema: object, model: nn.Module) -> Beside:
     ema.prepare("save")
     found = {}
     for decay, averages in zip(ema.decays, ema.averages, strict=True):
-        found[stem_of(decay)] = Contents(_entries_of(ema, averages), {}, {}, [])
+        found[stem_of(decay)] = Contents(_entries_of(ema, averages))
     entry = {"decays": list(ema.decays), "calls": ema.calls, "updates": ema.updates}
     return Beside(_ENTRY, entry, found)
 

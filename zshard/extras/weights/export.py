@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -66,7 +66,7 @@ class Rounds:
     entries: list[Entry] = field(default_factory=list)
     batches: list[list[Entry]] = field(default_factory=list)
     versions: dict[str, int] = field(default_factory=dict)  # of what is in no unit, at the start
-    tied: dict[str, str] = field(default_factory=dict)  # alias: name
+    tied: Mapping[str, str] = field(default_factory=dict)  # alias: name
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
