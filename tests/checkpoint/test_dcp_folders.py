@@ -32,8 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import zshard
 from zshard import CheckpointError
-from zshard.checkpoint.checkpoint import Checkpoint, read_whole
-from zshard.checkpoint.checkpoint import Reader
+from zshard.checkpoint.checkpoint import Checkpoint, Reader, read_whole
 from zshard.checkpoint.safetensors import CODES, OpenFile
 from zshard.extras.readers import torch_file
 from zshard.extras.readers.other_states import optimizer_of_paths

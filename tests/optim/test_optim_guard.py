@@ -186,6 +186,7 @@ def calls_before_a_step(params: int) -> int:
     """Return how many calls the hook makes before a step of a known optimizer."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1)) for _ in range(params)])
     hooks._before_step(optimizer, (), {})
+    hooks._after_step(optimizer, (), {})
     made = []
     sys.setprofile(lambda _frame, event, _arg: made.append(event))
     try:

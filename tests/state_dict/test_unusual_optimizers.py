@@ -4,6 +4,8 @@ a plain model.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -125,3 +127,39 @@ def looks_like_a_plain_model(combination):
 @pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
 def test_a_closure_may_evaluate_and_be_called_twice(pool2, combination):
     assert pool2.run(looks_like_a_plain_model, combination) == [[], []]
+
+
+class OfABase(torch.optim.SGD):
+    """Its step() is its base class's, which torch hooks too once that has an instance of its own."""
+
+    fails = False
+
+    def step(self, closure=None):
+        result = super().step(closure)
+        if self.fails:
+            raise OverflowError
+        return result
+
+
+def steps_of_a_base(combination):
+    """Return the model after steps, some of which raise; state is read right after each."""
+    torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    model = make(Stack) if combination is None else wrapped(Stack, combination)
+    optimizer = OfABase(model.parameters(), lr=1e-3, momentum=0.9)
+    for i in range(30):
+        optimizer.zero_grad()
+        model(floats(i)).sum().backward()
+        optimizer.fails = i % 10 == 5
+        with contextlib.suppress(OverflowError):
+            optimizer.step()
+        model.state_dict(), optimizer.state_dict()
+    return {n: t.clone() for n, t in model.state_dict().items()}
+
+
+def steps_of_a_base_like_a_plain_model(combination):
+    return differences(steps_of_a_base(combination), steps_of_a_base(None))
+
+
+@pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
+def test_a_step_that_calls_its_base_class_is_one_step(pool2, combination):
+    assert pool2.run(steps_of_a_base_like_a_plain_model, combination) == [[], []]

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -73,9 +74,16 @@ def install() -> None:
 
 # --- known optimizers -----------------------------------------------------------------------------
 
-_seen: weakref.WeakKeyDictionary[Optimizer, list[Stepped]] = weakref.WeakKeyDictionary()
-"""With what each had of sharded models when its state was looked at."""
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+@dataclass
+class _Seen:
+    """What is known of an optimizer."""
+
+    models: list[Stepped] = field(default_factory=list)  # when its state was last looked at
+    is_checked: bool = False  # its first step has been
+    depth: int = 0  # of its steps now: a step() may call that of its base class
+
+
+_seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
 _checks: list[Callable[[Optimizer], bool]] = []
 
 
@@ -88,7 +96,7 @@ def before_first_steps(check: Callable[[Optimizer], bool]) -> None:
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _check_first_step(optimizer: Optimizer) -> None:
     _checks[:] = [check for check in _checks if check(optimizer)]
-    _checked.add(optimizer)
+    _seen[optimizer].is_checked = True
 
 
 def know(optimizer: Optimizer, in_step: bool = False, is_loaded: bool = False) -> None:
@@ -97,25 +105,26 @@ def know(optimizer: Optimizer, in_step: bool = False, is_loaded: bool = False) -
     where all ranks do. Peers that share memory can read its state from now on. in_step: around a
     step, when nothing else has changed it. is_loaded: all of its state has just been loaded."""
     models, older = stepped_by(optimizer), False
-    if _seen.get(optimizer) is not models:
+    seen = _seen.setdefault(optimizer, _Seen())
+    if seen.models is not models:
         older = is_older(optimizer)
         if older and not is_loaded:
             shard_state_of(optimizer)
-        _seen[optimizer] = models
+        seen.models = models
     post(optimizer, in_step, older)
 
 
 def is_older(optimizer: Optimizer) -> bool:
     """Return whether one of its models was sharded after know() last saw it. Not if only other
     models are new: a kept run's state must stay where it is."""
-    known, models = _seen.get(optimizer), stepped_by(optimizer)
-    return known is None or [each.facts for each in known] != [each.facts for each in models]
+    seen, models = _seen.get(optimizer, _Seen()), stepped_by(optimizer)
+    return [each.facts for each in seen.models] != [each.facts for each in models]
 
 
 def post(optimizer: Optimizer, in_step: bool = False, is_new: bool = False) -> None:
     """Let peers that share memory read an optimizer's state as it is. in_step: as in know().
     is_new: it may have been sharded since the last call."""
-    _seen.setdefault(optimizer, [])
+    _seen.setdefault(optimizer, _Seen())
     for each in stepped_by(optimizer):
         if each.peers is not None:
             each.peers.note(optimizer, in_step, is_new)
@@ -124,7 +133,7 @@ def post(optimizer: Optimizer, in_step: bool = False, is_new: bool = False) -> N
 def know_again(unit: _core.Unit) -> None:
     """Call know() for the optimizers that had sharded state of parts of a model before FSDP()
     wrapped the model itself, `unit`."""
-    for optimizer in [each for each, models in _seen.items() if models]:
+    for optimizer in [each for each, seen in _seen.items() if seen.models]:
         if any(each.engine_id == unit.engine_id for each in units_stepped_by(optimizer)):
             know(optimizer)
 
@@ -144,6 +153,10 @@ def _before_step(
     """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
     parameters that unshard() has gathered. With a closure, which computes the gradients, the check
     runs after it."""
+    seen = _seen.setdefault(optimizer, _Seen())
+    seen.depth += 1
+    if seen.depth > 1:
+        return None
     refuse_writes(units_stepped_by(optimizer), "a step", optimizer)
     if returned.known:
         returned.look()
@@ -172,7 +185,7 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     written."""
     refuse((each.state for each in stepped_by(optimizer) if each.state), "step", REPLACED)
     if optimizer not in _inner:
-        announce("step", optimizer, optimizer not in _checked)
+        announce("step", optimizer, not _seen[optimizer].is_checked)
     if _core.has_local_grads():
         for param in params_of(optimizer):
             if param.grad is not None:
@@ -181,7 +194,7 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
         parts = (part_of(param) for param in params_of(optimizer))
         refuse((each.state for each in parts if each and each.state), "step", UNSHARDED)
     if optimizer not in _inner:
-        if optimizer not in _checked:
+        if not _seen[optimizer].is_checked:
             _check_first_step(optimizer)
         for each in EXTENSIONS:
             each.before_step(optimizer, in_closure)
@@ -198,6 +211,10 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Torch's post-hook, which runs only if the step has not raised."""
+    seen = _seen[optimizer]
+    seen.depth -= 1
+    if seen.depth > 0:
+        return
     try:
         _end_of_step(optimizer)
         if optimizer not in _inner:
@@ -223,8 +240,11 @@ def _end_writes(optimizer: Optimizer) -> None:
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _after_failed_step(optimizer: Optimizer) -> None:
     """A step, its closure or a hook has raised: other ranks may read the parameters as they are."""
-    _end_of_step(optimizer)
-    _end_writes(optimizer)
+    seen = _seen.setdefault(optimizer, _Seen())
+    seen.depth = max(0, seen.depth - 1)
+    if seen.depth == 0:
+        _end_of_step(optimizer)
+        _end_writes(optimizer)
 
 
 # The compiler would trace code that it does not support.
