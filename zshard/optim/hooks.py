@@ -74,6 +74,7 @@ def install() -> None:
 
 # --- known optimizers -----------------------------------------------------------------------------
 
+
 @dataclass
 class _Seen:
     """What is known of an optimizer."""

@@ -14,7 +14,7 @@ that state. Until then the state stays full, so that one rank alone can read it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -114,7 +114,7 @@ class HeldState(NamedTuple):
         none."""
         for key, value in self.state.items():
             leaves = [] if isinstance(value, Tensor) else tree_leaves(value)
-            if self.part.shape != () and any(_is_cut(leaf, self.part) for leaf in leaves):
+            if self.part.shape != () and any(part_of_state(self.part, "", e) for e in leaves):
                 return f"'{key}' (a {type(value).__name__})"
         return None
 
@@ -152,17 +152,23 @@ def held_in(params: Iterable[Tensor], optimizer: Optimizer) -> list[HeldState]:
     for param, part, entries in states:
         shards: dict[Any, Entry] = {}
         for key, value in entries.items():
-            own = part_of_state(part, key)
-            if _is_cut(value, own) and (part.shape != () or key not in scalars):
+            own = part_of_state(part, key, value, scalars)
+            if own is not None:
                 shards[key] = Entry(f"{part.name}.{key}", own.shape, value.dtype, value, own)
         ordered = {key: entries[key] for key in sorted(entries, key=str)}
         held.append(HeldState(param, part, ordered, shards))
     return held
 
 
-def part_of_state(part: Part, key: Any) -> Part:
-    """Return which part of the full state tensor `key` this rank has, if it is sharded."""
-    return part.of_groups(SCALES[key]) if key in SCALES else part
+def part_of_state(
+    part: Part, key: Any, value: object, scalars: Container[Any] = SCALARS, is_full: bool = False
+) -> Part | None:
+    """Return which part of a full state tensor a rank has: `value` is that part or, with `is_full`,
+    the full tensor. None: it is not sharded, by its shape."""
+    own = part.of_groups(SCALES[key]) if key in SCALES else part
+    if not isinstance(value, Tensor) or (own.shape == () and key in scalars):
+        return None
+    return own if tuple(value.shape) == (own.shape if is_full else own.local_shape) else None
 
 
 def shape_of_state(shape: tuple[int, ...], key: Any) -> tuple[int, ...]:
@@ -174,10 +180,6 @@ def entries_of(state: Mapping[Any, Any], param: Tensor) -> Mapping[Any, Any]:
     """Return a parameter's state as a copy, since the optimizer's thread may be creating it."""
     entries = state.get(param)
     return dict(entries) if isinstance(entries, Mapping) else {}
-
-
-def _is_cut(value: object, part: Part) -> bool:
-    return isinstance(value, Tensor) and tuple(value.shape) == part.local_shape
 
 
 def _described(value: object, is_cut: bool) -> str:
@@ -350,9 +352,8 @@ def full_state_of(optimizer: Optimizer) -> dict[Any, list[tuple[Tensor, Part]]]:
         if part is None or not part.is_cut:
             continue
         for key, value in optimizer.state[param].items():
-            own = part_of_state(part, key)
-            is_full = isinstance(value, Tensor) and tuple(value.shape) == own.shape
-            if is_full and (own.shape != () or key not in SCALARS):
+            own = part_of_state(part, key, value, is_full=True)
+            if own is not None:
                 full.setdefault(key, []).append((param, own))
     return full
 

@@ -196,15 +196,10 @@ def _entries_in(
     for param, own in states:
         if param.part is not None:
             param.part.settle()
+        whole = None if sharded_state.takes_full_state(optimizer) else param.part
         for key, value in own.items():
             if isinstance(value, Tensor):
-                part = None if param.part is None else sharded_state.part_of_state(param.part, key)
-                if part is not None and (
-                    sharded_state.takes_full_state(optimizer)
-                    or value.shape != part.shape
-                    or (part.shape == () and key in scalars)
-                ):
-                    part = None
+                part = whole and sharded_state.part_of_state(whole, key, value, scalars, True)
                 entries.append(LoadEntry(param, key, value, part))
     return entries
 
@@ -332,7 +327,8 @@ def _misfits(param: _Param, own: Mapping[Any, Any], same: bool) -> Iterator[tupl
         if is_traceable_wrapper_subclass(value):
             yield key, f"is a {type(value).__name__}: pass a plain tensor (full_tensor())"
         elif shape != expected and (is_declared or shape != ()):
-            yield key, f"has shape {shape}, expected {expected}{'' if is_declared else ' or ()'}"
+            other = "" if is_declared else " or (): keep other state under no parameter's key"
+            yield key, f"has shape {shape}, expected {expected}{other}"
         dtype = layout.get(key)
         if dtype is None and same and part is not None and not param.keeps_dtype(value):
             dtype = part.dtype if shape == expected != () else None
