@@ -38,9 +38,10 @@ with (
 ):
     from zshard._errors import CheckpointError
     from zshard.checkpoint import manifest, safetensors
-    from zshard.checkpoint.checkpoint import Checkpoint, decode, optimizer_of_manifest, read_whole
+    from zshard.checkpoint.checkpoint import Checkpoint, decode, optimizer_of_manifest
     from zshard.extras.readers import chunked, dcp, torch_file
     from zshard.ranks.agreement import bytes_of
+    from zshard.state.source import filled
 
 import torch
 import torch.distributed.checkpoint
@@ -107,7 +108,7 @@ def metadata(data: bytes) -> None:
         for entry in found.model.values():
             entry.check()
             if 0 < math.prod(entry.shape) < 1000:
-                read_whole(entry)
+                filled(found.pending("", entry))
     finally:
         found.close()
 

@@ -299,7 +299,12 @@ def misuse(root):
             {"per_host": True, "overwrite": True},
         ),
         (ValueError, "pass per_host=True", path, {"replicas": 1}),
-        (ValueError, "at least 0", path, {"per_host": True, "replicas": -1}),
+        (
+            ValueError,
+            "replicas must be an integer from 0",
+            path,
+            {"per_host": True, "replicas": -1},
+        ),
         (TypeError, "replicas", path, {"per_host": True, "replicas": 1.5}),
         (zshard.DivergenceError, "per_host", path, {"per_host": number == 0}),
         (zshard.DivergenceError, "path", path + str(number), {"per_host": True}),

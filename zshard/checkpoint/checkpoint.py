@@ -70,14 +70,6 @@ class Readable(Protocol):
         """Fill `memory` with the tensor's bytes, in row-major order, starting at byte `offset`."""
 
 
-def read_whole(entry: Readable) -> torch.Tensor:
-    """Read a full tensor into new memory on the CPU."""
-    made = torch.empty(entry.shape, dtype=entry.dtype)
-    if made.numel() > 0:
-        entry.read_into(bytes_of(made), 0)
-    return made
-
-
 class Reader:
     """The source of values in files.
 

@@ -27,7 +27,6 @@ from zshard.checkpoint.checkpoint import (
     Checkpoint,
     is_extra_state,
     older_than,
-    read_whole,
 )
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.folder import has_parts, path_of
@@ -45,7 +44,7 @@ from zshard.ranks.agreement import (
     on_any_rank,
 )
 from zshard.state.load_state_dict import plan
-from zshard.state.source import LoadPlan
+from zshard.state.source import LoadPlan, filled
 from zshard.state.stand_ins import Pending
 from zshard.units.extensions import EXTENSIONS
 from zshard.units.units import bare, plain_name, wanted_by
@@ -228,8 +227,9 @@ def _plan_model(model: nn.Module, found: Checkpoint, strict: bool) -> tuple[Load
 def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
     """Return a state dict of tensors that are not read yet."""
     state: OrderedDict[str, Any] = OrderedDict(
-        (plain_name(name), read_whole(e) if is_extra_state(name) else found.pending(name, e))
-        for name, e in found.model.items()
+        (plain_name(name), filled(value) if is_extra_state(name) else value)
+        for name, entry in found.model.items()
+        for value in (found.pending(name, entry),)
     )
     state.update((plain_name(name), value) for name, value in found.others.items())
     _add_tied(model, state)

@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from zshard import _core
-from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState, read_whole
+from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState
 from zshard.guard import slices
 from zshard.optim.sharded_state import class_of_state
 from zshard.ranks.agreement import on_all_ranks
 from zshard.state.optimizer import install
 from zshard.state.optimizer_load import entries_to_load
 from zshard.state.optimizer_names import by_number, names_of
-from zshard.state.source import LoadPlan, planned_state
+from zshard.state.source import LoadPlan, filled, planned_state
 from zshard.state.stand_ins import Pending
 from zshard.units.returned import tensors_in
 from zshard.units.units import plain_name
@@ -119,12 +119,11 @@ def _pending_state(model: nn.Module, found: Checkpoint, saved: OptimizerState) -
             value.keeps_dtype = plain_name(name) in same
     for name, values in saved.values.items():
         state[name].update(values)
-    other = tree_map(_read, saved.other)
-    return {"state": {**other, **state}, "param_groups": saved.groups}
 
+    def read(value: Any) -> Any:
+        if not hasattr(value, "read_into"):
+            return value
+        value.check()
+        return filled(found.pending("", value))
 
-def _read(value: Any) -> Any:
-    if not hasattr(value, "read_into"):
-        return value
-    value.check()
-    return read_whole(value)
+    return {"state": {**tree_map(read, saved.other), **state}, "param_groups": saved.groups}

@@ -73,13 +73,6 @@ class Span(NamedTuple):
         return self.begin + math.prod(self.shape) * self.dtype.itemsize
 
 
-class Header(NamedTuple):
-    """The content of a header."""
-
-    spans: dict[str, Span]
-    notes: dict[str, str]  # __metadata__
-
-
 class TensorEntry(NamedTuple):
     """A tensor that can be read."""
 
@@ -226,8 +219,11 @@ def header_length(first: bytes, size: int, path: str) -> int:
     return length
 
 
-def parse_header(text: bytes | bytearray, size: int, path: str) -> Header:
-    """Parse the header of a file of `size` bytes. Raise CheckpointError if it is invalid."""
+def parse_header(
+    text: bytes | bytearray, size: int, path: str
+) -> tuple[dict[str, Span], dict[str, str]]:
+    """Return the tensors and the __metadata__ in the header of a file of `size` bytes. Raise
+    CheckpointError if it is invalid."""
     header = object_of(text, f"the header of '{path}'")
     notes = header.pop("__metadata__", {})
     if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
@@ -244,7 +240,7 @@ def parse_header(text: bytes | bytearray, size: int, path: str) -> Header:
         at = span.end
     if at != size:
         raise _wrong(path, f"its tensors take {at - data} bytes, but its data has {size - data}")
-    return Header(spans, notes)
+    return spans, notes
 
 
 def _span(name: str, facts: object, data: int, path: str) -> Span:
@@ -304,18 +300,12 @@ def parse_index(text: bytes | bytearray, path: str) -> dict[str, str]:
 
 def check_homes(homes: Mapping[str, str], files: Mapping[str, SafetensorsFile], index: str) -> None:
     """Raise CheckpointError unless the files have exactly the tensors that `index` maps to them."""
-    for file, opened in files.items():
-        for name in opened.entries:
-            if homes.get(name) != file:
-                raise CheckpointError(
-                    f"'{opened.path}' has tensor '{name}', which '{index}' maps to another file "
-                    "or does not list"
-                )
-    for name, file in homes.items():
-        if name not in files[file].entries:
-            raise CheckpointError(
-                f"'{index}' maps tensor {name[:80]!r} to '{file}', which lacks it"
-            )
+    there = {(name, file) for file, opened in files.items() for name in opened.entries}
+    for name, file in sorted(there ^ set(homes.items())):
+        where = "has, but the index does not list there" if (name, file) in there else "lacks"
+        raise CheckpointError(
+            f"'{index}' is wrong about tensor {name[:80]!r}, which '{file}' {where}"
+        )
 
 
 def is_name(name: str) -> bool:

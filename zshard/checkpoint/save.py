@@ -34,7 +34,13 @@ from zshard.checkpoint.save_plan import Kept, SavePlan, SaveRequest, plan_of
 from zshard.checkpoint.script_state import encode
 from zshard.checkpoint.write import SaveHandle, Writer, finish, snapshot, start, write_text
 from zshard.options import parse_size
-from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
+from zshard.ranks.agreement import (
+    PublicCall,
+    check_agreement,
+    gather_bytes,
+    on_all_ranks,
+    on_any_rank,
+)
 from zshard.ranks.transports import comm_beside
 from zshard.units.moment import REPLACED, refuse, settle
 from zshard.units.returned import look
@@ -118,13 +124,17 @@ def save(
     copies = Replicas(model, comm)
     with on_all_ranks(comm), torch.no_grad():
         finish()
-        kept = Kept(_checked_step(step), keep_last, overwrite)
+        kept = Kept(
+            None if step is None else _count("step", step, 0),
+            None if keep_last is None else _count("keep_last", keep_last, 1),
+            overwrite,
+        )
         limit = parse_size("max_shard_size", max_shard_size, base=1000)
         _check_arguments(kept, extra, dtype)
         copied: int | None = None
-        if per_host or type(replicas) is not int or replicas:
+        if per_host or replicas != 0:
             copied = module_for("per_host").parse(
-                per_host, _int_of("replicas", replicas), overwrite
+                per_host, _count("replicas", replicas, 0), overwrite
             )
         target = Target.of(path, kept.step)
         settle(model, "save")
@@ -138,8 +148,14 @@ def save(
         more = [] if ema is None else [module_for("ema").to_save(ema, model)]
         request = SaveRequest(target, kept, limit, contents, own, copied, more)
     check_agreement(comm, request.facts(), "checkpoints to save")
-    _check_nested(comm, request.contents[-1].nested)
-    _check_steps(model)
+    nested = request.contents[-1].nested
+    if not on_any_rank(comm, not nested):  # on one rank alone, a shape may match by chance
+        raise RuntimeError(
+            f"cannot save {nested} in the optimizer state, which contains this rank's shards: "
+            "store each tensor under a key of its own"
+        )
+    for engine in {s.unit.engine_id: s.unit.engine for _, s in units_of(model)}.values():
+        engine.compare()  # whether the ranks' shards are of one step
     plan = plan_of(comm, request, model, copies)
     beside = comm_beside(comm)
     write = _write
@@ -156,21 +172,15 @@ def save(
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def _checked_step(step: object) -> int | None:
-    if step is None:
-        return None
-    number = _int_of("step", step)
-    if not 0 <= number < 2**63 or isinstance(step, bool):
-        raise ValueError(f"step must be an integer from 0 to 2**63 - 1, got {step!r}")
-    return number
-
-
-def _int_of(name: str, value: Any) -> int:
-    """Return an argument as an integer. Raise TypeError, which names it, if it is none."""
+def _count(name: str, value: Any, low: int) -> int:
+    """Return an argument as an integer. Raise TypeError or ValueError, which names it."""
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError as error:
         raise TypeError(f"{name}={value!r}: {error}") from None
+    if not low <= number < 2**63 or isinstance(value, bool):
+        raise ValueError(f"{name} must be an integer from {low} to 2**63 - 1, got {value!r}")
+    return number
 
 
 def _check_arguments(kept: Kept, extra: object, dtype: object) -> None:
@@ -183,29 +193,8 @@ def _check_arguments(kept: Kept, extra: object, dtype: object) -> None:
             raise ValueError(
                 f"dtype must be a floating-point dtype that safetensors supports, got {dtype}"
             )
-    if kept.keep_last is not None:
-        if kept.step is None:
-            raise ValueError("keep_last needs numbered checkpoints: pass step as well")
-        if _int_of("keep_last", kept.keep_last) < 1:
-            raise ValueError(f"keep_last must be at least 1, got {kept.keep_last}")
-
-
-def _check_steps(model: nn.Module) -> None:
-    """Raise DivergenceError if the ranks' shards come from different steps. Collective."""
-    for engine in {
-        state.unit.engine_id: state.unit.engine for _, state in units_of(model)
-    }.values():
-        engine.compare()
-
-
-def _check_nested(comm: _core.Comm, found: str) -> None:
-    """Refuse shards inside lists and dicts of an optimizer's state if all ranks found some: on one
-    rank alone, a shape may match by chance."""
-    if all(told == b"\1" for told in comm.exchange(b"\1" if found else b"\0")):
-        raise RuntimeError(
-            f"cannot save {found} in the optimizer state, which contains this rank's shards: store "
-            "each tensor under a key of its own"
-        )
+    if kept.keep_last is not None and kept.step is None:
+        raise ValueError("keep_last needs numbered checkpoints: pass step as well")
 
 
 # --- writing --------------------------------------------------------------------------------------

@@ -178,7 +178,9 @@ class SavePlan:
 def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module, copies: Replicas) -> SavePlan:
     """Collective. The ranks agree on `asked`."""
     own, *others = asked.contents
-    extras = _from_all(comm, asked.extra)
+    digest = hashlib.sha256(json.dumps(asked.extra).encode()).digest()
+    is_same = len(set(comm.exchange(digest))) == 1
+    extras = [asked.extra] if is_same else gather(comm, asked.extra)
     with on_all_ranks(comm):
         files = lay_out(own.entries, "model", asked.limit, own.tied)
         texts = texts_of(model, files) if comm.rank == 0 else {}
@@ -209,18 +211,13 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module, copies: Repl
     return SavePlan(asked.target, asked.kept, files, pieces, texts, draft, names)
 
 
-def _from_all(comm: _core.Comm, mine: object) -> list[object]:
-    """Return the JSON values of all ranks, or only one if all are equal."""
-    digest = hashlib.sha256(json.dumps(mine).encode()).digest()
-    return [mine] if len(set(comm.exchange(digest))) == 1 else gather(comm, mine)
-
-
 def texts_of(model: nn.Module, files: Sequence[PlannedFile]) -> dict[str, bytes]:
     """Return Hugging Face's configuration files if they let from_pretrained() find all weights: not
     for a module around a model that has the configuration, nor for a model with PEFT's adapters,
     whose weights have other names."""
     config: Any = getattr(model, "config", None)
-    if not hasattr(type(model), "config_class") or _has_adapters(model):
+    has_adapters = any(type(m).__module__.partition(".")[0] == "peft" for m in model.modules())
+    if not hasattr(type(model), "config_class") or has_adapters:
         return {}
     if not callable(getattr(config, "to_json_string", None)):
         return {}
@@ -236,10 +233,6 @@ def texts_of(model: nn.Module, files: Sequence[PlannedFile]) -> dict[str, bytes]
     if callable(getattr(generation, "to_json_string", None)):
         texts["generation_config.json"] = generation.to_json_string().encode()
     return texts
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    return any(type(each).__module__.partition(".")[0] == "peft" for each in model.modules())
 
 
 # --- the layout of files --------------------------------------------------------------------------
