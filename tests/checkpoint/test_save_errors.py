@@ -64,7 +64,7 @@ ARGUMENTS = {
         {"max_shard_size": "5XB"},
     ),
     "keep_last": (ValueError, "keep_last needs numbered", {"keep_last": 2}),
-    "keep none": (ValueError, "keep_last must be at least 1, got 0", {"keep_last": 0, "step": 1}),
+    "keep none": (ValueError, "keep_last must be an integer from 1", {"keep_last": 0, "step": 1}),
 }
 
 
