@@ -148,8 +148,10 @@ def test_strategy_given_twice():
 
 
 def test_unknown_transport():
-    words = ("'tcp'", "auto, shm, hosts, c10d")
-    check(error_of(FSDP, two_linears(), transport="tcp"), ValueError, "unknown transport", *words)
+    words = ("'tcp'", "'auto', 'shm', 'hosts', 'c10d'")
+    check(
+        error_of(FSDP, two_linears(), transport="tcp"), ValueError, "transport of a model", *words
+    )
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "soon"])
