@@ -108,7 +108,7 @@ def test_parameter_shared_with_a_wrapped_module():
     inner = FSDP(nn.Linear(2, 3))
     outer[0].weight = inner.weight
     outer.append(inner)
-    words = ("'0.weight'", "'2.weight'", "already belongs", "auto_wrap_policy")
+    words = ("'0.weight'", "'2.weight'", "already belongs", "once on a module around both")
     check(error_of(FSDP, outer), ValueError, *words)
 
 
@@ -260,9 +260,12 @@ def wrap_here(**kwargs):
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"ZSHARD_TIMEOUT": "soon"}, ("ZSHARD_TIMEOUT='soon'", "seconds")),
+        (
+            {"ZSHARD_TIMEOUT": "soon"},
+            ("ZSHARD_TIMEOUT must be a positive number", "seconds, got 'soon'"),
+        ),
         ({"ZSHARD_TIMEOUT": "-3"}, ("timeout", "-3", "positive")),
-        ({"ZSHARD_TRANSPORT": "tcp"}, ("'tcp'", "auto, shm, hosts, c10d")),
+        ({"ZSHARD_TRANSPORT": "tcp"}, ("'tcp'", "'auto', 'shm', 'hosts', 'c10d'")),
     ],
 )
 def test_bad_settings_are_errors_on_every_rank(variables, words):

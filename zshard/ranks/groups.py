@@ -74,8 +74,8 @@ def resolve_groups(
         process_group = tuple(of_mesh) if len(of_mesh) == 2 else of_mesh[0]
     if hybrid != isinstance(process_group, tuple) and process_group is not None:
         raise ValueError(
-            "two process groups (shard, replica) or a 2-D device_mesh (replicate, shard) go with a "
-            "hybrid strategy: pass both or neither, or one dimension of the mesh, mesh['dp']"
+            "a hybrid strategy needs two groups, process_group=(shard, replica) or a 2-D mesh, and "
+            "no other takes them: pass one dimension, mesh['dp']; zshard has no tensor parallelism"
         )
     if isinstance(process_group, tuple):
         return _resolve_pair(process_group)
