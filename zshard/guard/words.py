@@ -141,7 +141,7 @@ def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any], remedy: str) -
             f"{shard} and a tensor of this rank's shape, {part.local_shape}, whose values would be "
             "those of other elements on each rank: make it by torch.randn_like(p), p.clone()"
         )
-    misfits = [shape for shape in shapes if shape != part.local_shape] or shapes or ["?"]
+    misfits = [shape for shape in shapes if shape != part.local_shape] or shapes or [()]
     if tuple(part.shape) in misfits:
         return (
             f"{shard} and a tensor of the full shape {tuple(part.shape)}. Copy parameters "
