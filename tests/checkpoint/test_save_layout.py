@@ -153,7 +153,7 @@ def test_sizes(text):
 
 @pytest.mark.parametrize("text", ["", "GB", "5XB", "-5GB", "0", 0, -1, "5 GB more", "1e3"])
 def test_invalid_sizes(text):
-    with pytest.raises(ValueError, match=r"max_shard_size must be (a size such as|positive)"):
+    with pytest.raises(ValueError, match=r"max_shard_size must be a positive number"):
         size_of(text)
 
 

@@ -234,7 +234,7 @@ class InOneCall(torch.optim.Optimizer):
         if _core.capturing(params):
             raise RuntimeError(
                 "cannot capture an optimizer's first step, which makes its state, in a CUDA graph: "
-                "run a warm-up step before"
+                "run a warm-up step before the capture"
             )
         fresh = self._make_state(group, [p for p in params if p.grad is not None])
         numbers = self._numbers(params) if "rounding_step" in group else None
@@ -324,14 +324,12 @@ def _unsupported(name: str, group: dict[str, Any]) -> str:
     if group.get("capturable"):
         return "stochastic_rounding=True does not support capturable=True: omit one of them"
     half = next((param for param in params if param.dtype == torch.float16), None)
-    return (
-        ""
-        if half is None
-        else (
-            f"stochastic_rounding=True does not support a parameter of shape {tuple(half.shape)}, which "
-            "is float16: use float32 or bfloat16, or a group with stochastic_rounding=False"
+    if half is not None:
+        return (
+            f"stochastic_rounding=True does not support a parameter of shape {tuple(half.shape)}, "
+            "which is float16: use float32, or a group with stochastic_rounding=False"
         )
-    )
+    return ""
 
 
 def _read_steps(params: Iterable[Tensor], state: dict[Any, Any]) -> list[float]:
