@@ -279,7 +279,8 @@ def parse_options(given: _Passed) -> Options:
     rounds = options.precision.compute or options.precision.wire or options.wire.parameters
     if rounds is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
         raise NotImplementedError(  # FSDP1's variable would change numbers
-            "FSDP_USE_FULL_PREC_IN_EVAL=1 is not supported: unset it, or evaluate a plain model"
+            "FSDP_USE_FULL_PREC_IN_EVAL=1 is not supported: unset it, or to evaluate, load "
+            "model.state_dict() into a plain model"
         )
     return options
 

@@ -132,7 +132,8 @@ def precision_of(given: object) -> Precision:
         return Precision()
     if not hasattr(given, "param_dtype") or not hasattr(given, "reduce_dtype"):
         raise TypeError(
-            f"mixed_precision must be a MixedPrecision or MixedPrecisionPolicy, got {given!r}"
+            "mixed_precision must be a MixedPrecision(param_dtype=torch.bfloat16) or "
+            f"MixedPrecisionPolicy, got {given!r}"
         )
     if getattr(given, "keep_low_precision_grads", False):
         raise NotImplementedError("keep_low_precision_grads=True is not supported: omit it")
@@ -294,11 +295,9 @@ def _map_container(change: Callable[[Tensor], Tensor], tree: Any, results: dict[
             return tree
         return type(tree)(*new) if hasattr(tree, "_fields") else type(tree)(new)
     is_dict = isinstance(tree, dict)  # transformers' outputs are dicts and dataclasses
-    names = () if is_dict else [each.name for each in fields(tree)]
+    of_fields = () if is_dict else ((f.name, getattr(tree, f.name, None)) for f in fields(tree))
     result = tree
-    for key, value in (
-        list(tree.items()) if is_dict else [(n, getattr(tree, n, None)) for n in names]
-    ):
+    for key, value in list(tree.items() if is_dict else of_fields):
         changed = _map(change, value, results)
         if changed is value:
             continue

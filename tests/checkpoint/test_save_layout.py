@@ -159,7 +159,7 @@ def test_invalid_sizes(text):
 
 @pytest.mark.parametrize("text", [None, 1.5, True, b"5GB"])
 def test_sizes_of_wrong_type(text):
-    with pytest.raises(TypeError, match="max_shard_size must be a number of bytes"):
+    with pytest.raises(TypeError, match="max_shard_size must be a positive number of bytes"):
         size_of(text)
 
 

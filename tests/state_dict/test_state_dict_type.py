@@ -78,9 +78,7 @@ def test_types_for_shards_have_full_tensors(pool, tmp_path):
 
 def test_other_types_are_refused():
     model = FSDP(make(Mlp))
-    match = (
-        "unknown state_dict_type 'WHOLE': expected one of 'FULL_STATE_DICT', 'SHARDED_STATE_DICT'"
-    )
+    match = "state_dict_type must be one of 'FULL_STATE_DICT', 'SHARDED_STATE_DICT'"
     with pytest.raises(ValueError, match=match), FSDP.state_dict_type(model, "WHOLE"):
         pass
 

@@ -183,8 +183,8 @@ def no_history(name: str) -> str:
 def refused_grad_dtype(name: str, dtype: object) -> str:
     """Return the message for `p.grad_dtype = dtype`."""
     return (
-        f"parameter '{name}' has grad_dtype={dtype}, which zshard does not support: omit it; for "
-        "float32 gradients, use float32 parameters with mixed_precision="
+        f"parameter '{name}' has grad_dtype={dtype}, which is not supported: omit it, or use "
+        "float32 parameters with MixedPrecision(param_dtype=torch.bfloat16)"
     )
 
 
