@@ -9,7 +9,7 @@ import difflib
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class CheckpointError(ValueError):
@@ -20,6 +20,12 @@ class CheckpointError(ValueError):
 class ShardError(RuntimeError):
     """An operation needs the full tensor but got this rank's shard of it. The message names the
     parameter and what to write."""
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise ValueError unless the argument `name` is one of these values."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def did_you_mean(given: str, names: Iterable[str], likeness: float = 0.6) -> str:

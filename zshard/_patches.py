@@ -39,11 +39,11 @@ class _TorchPlace(NamedTuple):
     takes: tuple[str, ...] | None = None  # the first parameters of a function; None: not a function
 
     def is_as_expected(self) -> bool:
-        found = getattr(self.owner, self.name, None)
-        if found is None or self.takes is None:
-            return found is not None
+        value = getattr(self.owner, self.name, None)
+        if value is None or self.takes is None:
+            return value is not None
         try:
-            parameters = tuple(inspect.signature(found).parameters)
+            parameters = tuple(inspect.signature(value).parameters)
         except (TypeError, ValueError):
             return False
         return parameters[: len(self.takes)] == self.takes
@@ -168,8 +168,5 @@ def install() -> None:
         if not strange:
             patch.install()
             continue
-        warn(
-            f"zshard does not know {' and '.join(strange)} of torch {torch.__version__}, so "
-            f"{patch.lost}. Use a version of torch for which zshard was built",
-            RuntimeWarning,
-        )
+        what = f"{' and '.join(strange)} of torch {torch.__version__}"
+        warn(f"zshard does not know {what}, so {patch.lost}. Use another torch", RuntimeWarning)

@@ -360,8 +360,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
 
     def __copy__(self) -> NoReturn:
         raise TypeError(
-            "a sharded model cannot be copied by copy.copy(), as both would write to the same "
-            "shards: use copy.deepcopy(model), on all ranks"
+            "copy.copy() cannot copy a sharded model: use copy.deepcopy(model), on all ranks"
         )
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from zshard import _core
+from zshard._errors import check_choice
 from zshard.guard.slices import grads_of, plain
 from zshard.optim.in_backward import refuse_scaler, watch_scaled
 from zshard.optim.sharded_state import params_of
@@ -74,16 +75,16 @@ def _unscale_on_all(
     found_inf: torch.Tensor,
     allow_fp16: bool,
 ) -> dict[torch.device, torch.Tensor]:
-    found = _unscale_here(self, optimizer, inv_scale, found_inf, allow_fp16)
-    if engines and len(found) == 1 and all(map(_core.gpu_ranks, engines)):
-        _share_on_gpu(engines, *found.values())
+    flags = _unscale_here(self, optimizer, inv_scale, found_inf, allow_fp16)
+    if engines and len(flags) == 1 and all(map(_core.gpu_ranks, engines)):
+        _share_on_gpu(engines, *flags.values())
     elif engines:
-        largest = max((float(flag) for flag in found.values()), default=0.0)
+        largest = max((float(flag) for flag in flags.values()), default=0.0)
         for engine in engines:
             largest = engine.max_over_ranks([largest])[0]
-        for flag in found.values():
+        for flag in flags.values():
             flag.fill_(largest)
-    return found
+    return flags
 
 
 def _unscale_here(
@@ -179,8 +180,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"GradScaler: device must be 'cpu' or 'cuda', got {device!r}")
+        check_choice("GradScaler: device", device, ("cpu", "cuda"))
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )

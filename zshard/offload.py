@@ -93,8 +93,8 @@ class Offload:
             moves = "CPUOffloadPolicy" in kinds
         else:
             raise TypeError(
-                f"{argument} must be a zshard.Offload, a directory, a bool, or torch's CPUOffload "
-                f"or OffloadPolicy, got {given!r}"
+                f"{argument} must be an Offload, a directory, a bool, or torch's CPUOffload or "
+                f"OffloadPolicy, got {given!r}"
             )
         return Offload(grads=True) if moves else None
 
@@ -105,8 +105,7 @@ class Offload:
             return None
         if device != CPU and self.to_disk:
             raise NotImplementedError(
-                "Offload(directory=...) is not supported for models on a GPU: omit directory to "
-                "offload to the memory of the GPU's host"
+                "Offload(directory=...) is not supported for models on a GPU: omit directory"
             )
         return self
 

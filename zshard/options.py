@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, c
 import torch
 from torch import nn
 
-from zshard._errors import did_you_mean
+from zshard._errors import check_choice, did_you_mean
 from zshard.offload import CPUOffload, Offload, OffloadPolicy
 from zshard.precision import MixedPrecision, MixedPrecisionPolicy, precision_of
 from zshard.ranks.devices import CPU
@@ -104,14 +104,13 @@ def checks_names(call: str, others: Collection[str] = ()) -> Callable[[_F], _F]:
     """
 
     def decorate(function: _F) -> _F:
-        known = {*inspect.signature(function).parameters, *others}
+        names = {*inspect.signature(function).parameters, *others}
 
         @functools.wraps(function)
         def checked(*args: Any, **arguments: Any) -> Any:
-            for name in arguments:
-                if name not in known:
-                    hint = did_you_mean(name, known)
-                    raise TypeError(f"{call} got an unexpected argument '{name}'{hint}")
+            if unknown := next((name for name in arguments if name not in names), None):
+                hint = did_you_mean(unknown, names)
+                raise TypeError(f"{call} got an unexpected argument '{unknown}'{hint}")
             return function(*args, **arguments)
 
         return cast("_F", checked)
@@ -125,10 +124,10 @@ def checks_names(call: str, others: Collection[str] = ()) -> Callable[[_F], _F]:
 def either(**given: Any) -> Any:
     """Return the value that a script passes by one of two names; None if it passes neither. Raises
     ValueError if it passes both."""
-    (first, one), (second, other) = given.items()
-    if one is not None and other is not None:
-        raise ValueError(f"pass either {first} or {second}, not both")
-    return other if one is None else one
+    passed = [value for value in given.values() if value is not None]
+    if len(passed) > 1:
+        raise ValueError(f"pass either {' or '.join(given)}, not both")
+    return passed[0] if passed else None
 
 
 def parse_size(name: str, size: int | str, others: str = "", base: int = 1024) -> int:
@@ -139,20 +138,17 @@ def parse_size(name: str, size: int | str, others: str = "", base: int = 1024) -
 
     Raises ValueError for a malformed size, TypeError for an argument of another type.
     """
+    expected = f'{name} must be a positive number of bytes or a string such as "12GiB"{others}'
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(
-            f'{name} must be a number of bytes, a string such as "12GiB"{others}, got {size!r}'
-        )
-    given = size
-    if isinstance(size, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:(i?)b)?\s*", size.lower())
-        if found is None:
-            raise ValueError(f'{name} must be a size such as "12GiB"{others}, got {size!r}')
-        power = " kmgt".index(found[2] or " ")
-        size = int(float(found[1]) * (1024 if found[3] else base) ** power)
-    if size <= 0:
-        raise ValueError(f"{name} must be positive, got {given!r}")
-    return size
+        raise TypeError(f"{expected}, got {size!r}")
+    count = 0 if isinstance(size, str) else size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:(i?)b)?\s*", str(size).lower())
+    if isinstance(size, str) and match is not None:
+        power = " kmgt".index(match[2] or " ")
+        count = int(float(match[1]) * (1024 if match[3] else base) ** power)
+    if count <= 0:
+        raise ValueError(f"{expected}, got {size!r}")
+    return count
 
 
 # --- what FSDP() is passed ------------------------------------------------------------------------
@@ -167,17 +163,11 @@ def check_arguments(given: _Passed) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"FSDP expects an nn.Module, got {type(module).__name__}")
     if not given["use_orig_params"]:
-        raise NotImplementedError(
-            "use_orig_params=False is not supported: zshard always keeps the original parameters; "
-            "omit use_orig_params"
-        )
+        raise NotImplementedError("use_orig_params=False is not supported: omit use_orig_params")
     if init is not None and not callable(init):
         raise TypeError(f"param_init_fn must be a callable that takes a module, got {init!r}")
-    if given["forward_sync_buffers"] not in (False, True, "training"):
-        raise ValueError(
-            "forward_sync_buffers must be True, False or 'training', got "
-            f"{given['forward_sync_buffers']!r}"
-        )
+    buffers = given["forward_sync_buffers"]
+    check_choice("forward_sync_buffers", buffers, (False, True, "training"))
     if devices is not None and (not isinstance(devices, list | tuple) or len(devices) != 1):
         raise ValueError(f"device_ids={devices!r}: expected a list of one GPU, that of this rank")
     at: dict[torch.device, str] = {}
@@ -186,10 +176,7 @@ def check_arguments(given: _Passed) -> None:
             at.setdefault(param.device, name)
     if len(at) > 1:
         places = ", ".join(f"'{name}' on {device}" for device, name in at.items())
-        raise ValueError(
-            f"all parameters must be on one device, got {places}: move the model to one, or "
-            "pass device_id="
-        )
+        raise ValueError(f"all parameters must be on one device, got {places}: move the model")
 
 
 def split_ignored(
@@ -237,10 +224,7 @@ def _prefetch(given: _Passed) -> Prefetch:
     asked, device = given.get("backward_prefetch", "backward_pre"), given.get("device", CPU)
     name = asked.name if isinstance(asked, enum.Enum) else asked
     name = name.lower() if isinstance(name, str) else name
-    if name not in (None, "backward_pre", "backward_post"):
-        raise ValueError(
-            f"backward_prefetch must be 'backward_pre', 'backward_post' or None, got {asked!r}"
-        )
+    check_choice("backward_prefetch", name, ("backward_pre", "backward_post", None))
     units = 1 if given.get("limit_all_gathers", True) else 2
     backward = units if name == "backward_pre" else 0
     # On GPUs a late gather stalls the GPU.
@@ -295,8 +279,8 @@ def parse_options(given: _Passed) -> Options:
     rounds = options.precision.compute or options.precision.wire or options.wire.parameters
     if rounds is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
         raise NotImplementedError(  # FSDP1's variable would change numbers
-            "FSDP_USE_FULL_PREC_IN_EVAL=1 is not supported: unset it; to evaluate in full "
-            "precision, load model.state_dict() into a model that is not sharded"
+            "FSDP_USE_FULL_PREC_IN_EVAL=1 is not supported: unset it, or to evaluate, load "
+            "model.state_dict() into a plain model"
         )
     return options
 

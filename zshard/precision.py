@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from zshard._errors import check_choice
+
 BATCH_NORMS = (_BatchNorm,)  # keep their dtype by default
 _REDUCES_IN_OWN = torch.__version__ >= "2.15"  # FSDP2 without a reduce_dtype
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -130,16 +132,13 @@ def precision_of(given: object) -> Precision:
         return Precision()
     if not hasattr(given, "param_dtype") or not hasattr(given, "reduce_dtype"):
         raise TypeError(
-            "mixed_precision must be a MixedPrecision or MixedPrecisionPolicy, zshard's or "
-            f"torch's, such as MixedPrecision(param_dtype=torch.bfloat16), got {given!r}"
+            "mixed_precision must be a MixedPrecision(param_dtype=torch.bfloat16) or "
+            f"MixedPrecisionPolicy, got {given!r}"
         )
     if getattr(given, "keep_low_precision_grads", False):
-        raise NotImplementedError(
-            "keep_low_precision_grads=True is not supported: gradients have the parameters' dtype; "
-            "omit keep_low_precision_grads"
-        )
+        raise NotImplementedError("keep_low_precision_grads=True is not supported: omit it")
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
-        check_dtype(name, getattr(given, name, None))
+        check_choice(name, getattr(given, name, None), (None, *_FLOATS))
     is_policy = hasattr(given, "output_dtype")  # FSDP2's, not FSDP1's
     casts = bool(getattr(given, "cast_forward_inputs", False))
     keep = getattr(given, "_module_classes_to_ignore", None)
@@ -154,13 +153,6 @@ def precision_of(given: object) -> Precision:
         keep=BATCH_NORMS if keep is None else tuple(keep),
         override=getattr(given, "param_dtype_override_fn", None),
     )
-
-
-def check_dtype(name: str, dtype: object) -> None:
-    """Raise ValueError if the argument `name` is neither None nor a dtype to compute in."""
-    if dtype is not None and dtype not in _FLOATS:
-        known = ", ".join(str(each) for each in _FLOATS)
-        raise ValueError(f"{name}={dtype!r} is not supported: expected one of {known}")
 
 
 def name_of(dtype: torch.dtype | None) -> str | None:
@@ -208,12 +200,11 @@ def install_kept(modules: Iterable[nn.Module], precision: Precision) -> None:
     if precision.compute is None:
         return
     for module in modules:
-        own = next((p.dtype for p in module.parameters(recurse=False)), None)
-        known = any(isinstance(h, _CastInputs) for h in module._forward_pre_hooks.values())
-        if own is None or not precision.keeps(module) or known:
-            continue
-        module.register_forward_pre_hook(_CastInputs(own), with_kwargs=True)
-        module.register_forward_hook(_CastOutputs(precision.compute))
+        dtype = next((p.dtype for p in module.parameters(recurse=False)), None)
+        casts = any(isinstance(h, _CastInputs) for h in module._forward_pre_hooks.values())
+        if dtype is not None and precision.keeps(module) and not casts:
+            module.register_forward_pre_hook(_CastInputs(dtype), with_kwargs=True)
+            module.register_forward_hook(_CastOutputs(precision.compute))
 
 
 def cast_buffers(module: nn.Module, precision: Precision, ignored: Collection[nn.Module]) -> None:
@@ -226,15 +217,15 @@ def cast_buffers(module: nn.Module, precision: Precision, ignored: Collection[nn
     for _, each in module.named_modules():
         if precision.keeps(each) or each in left:
             continue
-        own: dict[str, torch.dtype] = {}
+        before: dict[str, torch.dtype] = {}
         for name, buffer in each._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                own[name] = buffer.dtype
+                before[name] = buffer.dtype
                 if buffer not in cast:
                     cast[buffer] = buffer.to(precision.buffers)
                 each._buffers[name] = cast[buffer]
-        if own:
-            each.register_state_dict_post_hook(_SaveBuffers(own, precision.buffers))
+        if before:
+            each.register_state_dict_post_hook(_SaveBuffers(before, precision.buffers))
 
 
 @dataclass(eq=False)  # torch registers it
@@ -283,40 +274,36 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: object) -> Any:
     return _map(change, tree, {})
 
 
-def _map(change: Callable[[Tensor], Tensor], tree: object, known: dict[int, Any]) -> Any:
-    """known: results of containers by id; a container that contains itself maps to itself."""
+def _map(change: Callable[[Tensor], Tensor], tree: object, results: dict[int, Any]) -> Any:
+    """results: of containers, by id; a container that contains itself maps to itself."""
     if isinstance(tree, Tensor):
         return change(tree)
     is_data = is_dataclass(tree) and not isinstance(tree, type | nn.Module)
     if not is_data and not isinstance(tree, dict | list | tuple | set | frozenset):
         return tree
-    if id(tree) not in known:
-        known[id(tree)] = tree
-        known[id(tree)] = _map_container(change, tree, known)
-    return known[id(tree)]
+    if id(tree) not in results:
+        results[id(tree)] = tree
+        results[id(tree)] = _map_container(change, tree, results)
+    return results[id(tree)]
 
 
-def _map_container(change: Callable[[Tensor], Tensor], tree: Any, known: dict[int, Any]) -> Any:
+def _map_container(change: Callable[[Tensor], Tensor], tree: Any, results: dict[int, Any]) -> Any:
     if isinstance(tree, list | tuple | set | frozenset):
         old = list(tree)
-        new = [_map(change, value, known) for value in old]
+        new = [_map(change, value, results) for value in old]
         if all(map(operator.is_, old, new)):
             return tree
         return type(tree)(*new) if hasattr(tree, "_fields") else type(tree)(new)
-    made = tree
-    for key, value in list(_entries(tree)):
-        changed = _map(change, value, known)
+    is_dict = isinstance(tree, dict)  # transformers' outputs are dicts and dataclasses
+    of_fields = () if is_dict else ((f.name, getattr(tree, f.name, None)) for f in fields(tree))
+    result = tree
+    for key, value in list(tree.items() if is_dict else of_fields):
+        changed = _map(change, value, results)
         if changed is value:
             continue
-        made = copy.copy(tree) if made is tree else made
-        if isinstance(tree, dict):
-            made[key] = changed
+        result = copy.copy(tree) if result is tree else result
+        if is_dict:
+            result[key] = changed
         else:
-            object.__setattr__(made, key, changed)  # works for frozen ones, too
-    return made
-
-
-def _entries(tree: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(tree, dict):  # transformers' outputs are dicts and dataclasses
-        return tree.items()
-    return ((each.name, getattr(tree, each.name, None)) for each in fields(tree))
+            object.__setattr__(result, key, changed)  # works for frozen ones, too
+    return result

@@ -107,10 +107,8 @@ def strategy_of(given: object) -> ShardingStrategy:
     value = given.name if isinstance(given, enum.Enum) else given
     if not isinstance(value, str):
         raise TypeError(f"strategy must be a string or an enum member, got {value!r}")
-    found = _BY_PLAIN_NAME.get(_plain(value))
-    if found is None:
-        known = ", ".join(map(repr, _NAMES))
-        raise ValueError(
-            f"unknown strategy {value!r}, expected one of {known}{did_you_mean(value, _NAMES)}"
-        )
-    return found
+    strategy = _BY_PLAIN_NAME.get(_plain(value))
+    if strategy is None:
+        names, hint = ", ".join(map(repr, _NAMES)), did_you_mean(value, _NAMES)
+        raise ValueError(f"unknown strategy {value!r}, expected one of {names}{hint}")
+    return strategy

@@ -173,7 +173,7 @@ def test_export_refuses_invalid_input(saved, command, tmp_path):
     status, text = command("export", path, tmp_path / "no" / "out")
     assert status == 1 and "does not exist; create it first" in text
     status, text = command("export", path, tmp_path / "out", "--max-shard-size", "a lot")
-    assert status == 1 and "max_shard_size must be a size" in text
+    assert status == 1 and "max_shard_size must be a positive number" in text
     assert list(tmp_path.iterdir()) == []
 
 

@@ -60,7 +60,7 @@ ARGUMENTS = {
     "dtype of other kind": (TypeError, "torch.dtype, got 'bf16'", {"dtype": "bf16"}),
     "size": (
         ValueError,
-        'max_shard_size must be a size such as "12GiB", got',
+        "max_shard_size must be a positive number of bytes",
         {"max_shard_size": "5XB"},
     ),
     "keep_last": (ValueError, "keep_last needs numbered", {"keep_last": 2}),

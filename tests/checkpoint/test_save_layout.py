@@ -153,13 +153,13 @@ def test_sizes(text):
 
 @pytest.mark.parametrize("text", ["", "GB", "5XB", "-5GB", "0", 0, -1, "5 GB more", "1e3"])
 def test_invalid_sizes(text):
-    with pytest.raises(ValueError, match=r"max_shard_size must be (a size such as|positive)"):
+    with pytest.raises(ValueError, match=r"max_shard_size must be a positive number"):
         size_of(text)
 
 
 @pytest.mark.parametrize("text", [None, 1.5, True, b"5GB"])
 def test_sizes_of_wrong_type(text):
-    with pytest.raises(TypeError, match="max_shard_size must be a number of bytes"):
+    with pytest.raises(TypeError, match="max_shard_size must be a positive number of bytes"):
         size_of(text)
 
 

@@ -73,12 +73,14 @@ def test_invalid_types_are_named_and_change_nothing():
     assert "optim_state_dict_config" in message_of(
         lambda: FSDP.set_state_dict_type(model, FULL, None, zshard.FullStateDictConfig()), TypeError
     )
-    assert "unknown" in message_of(lambda: FSDP.set_state_dict_type(model, "half"), ValueError)
+    assert "state_dict_type must be one of" in message_of(
+        lambda: FSDP.set_state_dict_type(model, "half"), ValueError
+    )
     assert FSDP.get_state_dict_type(model).state_dict_type == FULL
     unit = FSDP.fsdp_modules(model)[1]
     FSDP.set_state_dict_type(unit, SHARDED)
     text = message_of(lambda: FSDP.get_state_dict_type(model), RuntimeError)
-    assert "different state dict types" in text and "set_state_dict_type() on the root" in text
+    assert "has another state dict type" in text and "set_state_dict_type() on the root" in text
     assert FSDP.get_state_dict_type(nn.Linear(1, 1)).state_dict_type == FULL  # without units
 
 

@@ -145,8 +145,8 @@ MISTAKES = [
     (lambda: stack().set_gradient_divide_factor(float("inf")), ValueError, "positive"),
     (lambda: stack().set_gradient_divide_factor("2"), TypeError, "real number"),
     (lambda: stack().set_is_last_backward(None), TypeError, "bool"),
-    (lambda: stack().set_modules_to_forward_prefetch([nn.Linear(1, 1)]), TypeError, "Linear is not"),
-    (lambda: stack().set_modules_to_backward_prefetch(stack()), TypeError, "got one module"),
+    (lambda: stack().set_modules_to_forward_prefetch([nn.Linear(1, 1)]), TypeError, "got a Linear"),
+    (lambda: stack().set_modules_to_backward_prefetch(stack()), TypeError, "must be a list of sharded modules"),
     (lambda: fully_shard(make(Mlp), shard_placement_fn=len), NotImplementedError, "shard_placement_fn"),
     (lambda: fully_shard(make(Mlp), dp_mesh_dims=zshard.DataParallelMeshDims("dp")), NotImplementedError, "mesh="),
     (lambda: zshard.FlatParameter(torch.ones(2)), TypeError, "original parameters"),
@@ -206,7 +206,7 @@ def test_torchs_wrappers_refuse_a_wrapped_model(pool2, strategy, transport):
     for errors, rest, wrong in pool2.run(wrapped_by_torch, strategy, transport):
         assert wrong == []
         for text in errors:
-            assert "() cannot wrap a model that zshard has wrapped" in text and "Remove" in text
+            assert "() cannot wrap a model that zshard has wrapped" in text and "remove it" in text
         for text in rest:
             assert "remove that call" in text and "Muon" not in text
 

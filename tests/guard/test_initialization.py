@@ -303,7 +303,7 @@ def sizes_of_shards():
 def test_ranges_from_a_shards_size_are_refused(pool2):
     for texts in pool2.run(sizes_of_shards):
         for said in texts:
-            assert "a shard of 'linear.weight'" in said and "the full shape is (13, 7)" in said
+            assert "a shard of 'linear.weight'" in said and "the full shape, (13, 7)" in said
             assert "summon_full_params(model)" in said and "model.apply(fn)" in said
 
 

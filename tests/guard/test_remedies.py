@@ -182,7 +182,7 @@ def resize(embedding, rows):
 def resizes(transport):
     model = FSDP(make(lambda: nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3))))
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(zshard.ShardError, match=r"Resize layers, .* before FSDP\(\.\.\.\)"):
+    with pytest.raises(zshard.ShardError, match=r"Resize layers before FSDP\(\.\.\.\)"):
         resize(model[0], 9)
     with (
         pytest.raises(RuntimeError, match="or resize the model before FSDP"),
@@ -288,7 +288,7 @@ def shared():
 
     model = made()
     fully_shard(model[0])
-    with pytest.raises(ValueError, match="two modules share its module"):
+    with pytest.raises(ValueError, match="the module that both share first"):
         fully_shard(model[1])
     model = made()
     for part in (model[0].shared, model[0], model[1], model):

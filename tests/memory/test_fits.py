@@ -187,8 +187,8 @@ def with_few_mappings(transport):
 def test_mappings_are_counted_before_any_is_made():
     for result in fork_ranks(with_few_mappings, 3, "shm", check=True):
         text, same = result.value
-        assert re.search(r"rank 2 of 3 needs \d+ for its units", text)
-        assert "the kernel allows only 50 more: raise vm.max_map_count" in text and same
+        assert re.search(r"rank 2 of 3 needs \d+, and the kernel allows 50 more", text)
+        assert "raise vm.max_map_count" in text and same
     for result in fork_ranks(with_few_mappings, 3, "c10d", check=True):
         assert result.value is None
 
@@ -348,13 +348,13 @@ def test_bytes_of_the_state_are_known(name, monkeypatch):
     model = FSDP(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 128)), memory_limit="1GiB")
     loss_of(model(torch.ones(2, 64))).backward()
     optimizer = MADE[name](model.parameters())
-    before, told, count = bytes_in(optimizer.state), [], spare._bytes_of_state
+    before, told, gather = bytes_in(optimizer.state), [], spare.gather
 
-    def noted(*args):
-        told.append(count(*args))
-        return told[-1]
+    def noted(comm, need):
+        told.append(need[2])
+        return gather(comm, need)
 
-    monkeypatch.setattr(spare, "_bytes_of_state", noted)
+    monkeypatch.setattr(spare, "gather", noted)
     optimizer.step()
     needed = sum(told)
     assert needed == bytes_in(optimizer.state) - before
@@ -439,6 +439,6 @@ def test_fitting_model_fits_with_its_state():
     with pytest.warns(RuntimeWarning) as caught:
         four_layers("5MiB")
     words = str(caught[0].message)
-    assert "offload=zshard.Offload(directory=..., grads=True), which also puts" in words
+    assert "offload=zshard.Offload(directory=..., grads=True), Adam's state too" in words
     assert "(fits, with Adam's state)" in words
     assert "stochastic_rounding=True): 2.0 MiB (fits, but not with Adam's state, 4.0 MiB" in words

@@ -255,7 +255,7 @@ def test_arguments():
     plain = make(Net)
     for options, message in (
         ({"optimizer": "lamb"}, "number of state tensors"),
-        ({"transport": "tcp"}, "unknown transport"),
+        ({"transport": "tcp"}, "transport must be one of 'auto', 'shm', 'hosts', 'c10d', got"),
         ({"strategy": "zero4"}, "unknown strategy"),
         ({"transport": "shm", "local_world_size": 1}, "on one host"),
         ({"local_world_size": 3}, "not a multiple"),

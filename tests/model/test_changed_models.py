@@ -165,7 +165,7 @@ def test_unsharded_additions_are_refused(pool2, transport):
     for said, counts in pool2.run(additions, transport):
         names = ["'gain'", "'gain'", "'tail'", "'3'"] * 2
         for name, message in zip(names, said, strict=True):
-            assert name in message and "before wrapping" in message
+            assert name in message and "before FSDP(...)" in message
         assert counts == [whole, whole]
 
 

@@ -293,6 +293,6 @@ def test_unreduced_gradients_are_refused_unchanged(pool2):
 
 def test_devices():
     assert zshard.GradScaler().is_enabled()  # torch's default device is missing here
-    with pytest.raises(ValueError, match="'cpu' or 'cuda', got 'tpu'"):
+    with pytest.raises(ValueError, match="one of 'cpu', 'cuda', got 'tpu'"):
         zshard.GradScaler("tpu")
     assert issubclass(zshard.GradScaler, torch.amp.GradScaler)

@@ -177,7 +177,7 @@ def test_unguarded_kernels_are_refused_by_name(monkeypatch):
     shard = sharded_parameter(torch.randn(6, 4))
     monkeypatch.setattr(hooks._core, "is_shard", lambda p: p is shard)
     fused = type("FusedLAMB", (torch.optim.SGD,), {"__module__": "apex.optimizers.fused_lamb"})
-    with pytest.raises(ShardError, match=r"^FusedLAMB scales updates by norms.*no_shard"):
+    with pytest.raises(ShardError, match=r"FusedLAMB scales updates by norms.*no_shard"):
         fused([shard], lr=0.1).step()
     fused([nn.Parameter(torch.ones(2))], lr=0.1).step()
 

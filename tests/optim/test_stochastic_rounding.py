@@ -368,7 +368,7 @@ def test_an_option_alone_that_is_set_after_construction_is_refused_with_the_reme
     optimizer = zshard.AdamW(params)
     train([(optimizer, params)], steps=1)
     optimizer.param_groups[0]["stochastic_rounding"] = True
-    with pytest.raises(ValueError, match="without rounding_seed and rounding_step: pass it to"):
+    with pytest.raises(ValueError, match="without rounding_seed and rounding_step: set all three"):
         optimizer.step()
     optimizer.param_groups[0].update(rounding_seed=1, rounding_step=0)
     optimizer.step()
@@ -398,7 +398,7 @@ def test_step_without_gradients_does_not_count():
 
 def test_unsupported_dtypes_are_refused():
     half = make_params(torch.float16)
-    with pytest.raises(NotImplementedError, match=r"of shape \(16,\) is float16"):
+    with pytest.raises(NotImplementedError, match=r"of shape \(16,\), which is float16"):
         zshard.AdamW(half, stochastic_rounding=True)
     optimizer = zshard.AdamW(make_params(BF16), stochastic_rounding=True)
     with pytest.raises(NotImplementedError, match="float16"):

@@ -308,7 +308,7 @@ def test_the_line_has_offload_and_wire(offload, wire):
     [
         ({"offload": "/tmp"}, NotImplementedError, "omit directory"),
         ({"offload": 3}, TypeError, "offload must be"),
-        ({"wire": "fp4"}, ValueError, "wire must be 'bf16', 'int8'"),
+        ({"wire": "fp4"}, ValueError, "wire must be one of 'bf16', 'int8'"),
         ({"model": DIMS._replace(lora=-1)}, ValueError, "lora must be a rank, or 0"),
         ({"batch": 6, "offload": True}, ValueError, "batch=6 is not a multiple of gpus=4"),
     ],
@@ -336,7 +336,7 @@ DECODER = ("--layers", "4", "--width", "64", "--heads", "2", "--vocab", "100", "
         (("--offload", "none"), "FSDP(model"),
         (("--lora", "4"), "0.2 M parameters"),
         (("--offload", "disk"), "--offload takes some of params,grads,optimizer, or none"),
-        (("--wire", "fp4"), "wire must be 'bf16', 'int8'"),
+        (("--wire", "fp4"), "wire must be one of 'bf16', 'int8'"),
     ],
     ids=["offload and wire", "no offload", "LoRA", "unknown part", "unknown code"],
 )

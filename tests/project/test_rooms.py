@@ -67,7 +67,6 @@ NAMED_BELOW = {  # files of the core that name a library in code: which, and why
         "texts: the adapter to use; safetensors.torch refuses shards, if it is installed",
     ),
     "guard/handlers": ("bitsandbytes", "the name of an operator of torch.library"),
-    "guard/words": ("numpy", "the name of a method of tensors"),
     "optim/hooks": (
         "apex bitsandbytes deepspeed fbgemm_gpu transformer_engine",
         "optimizers with kernels of their own are known by their module",

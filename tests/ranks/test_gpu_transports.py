@@ -100,5 +100,7 @@ def test_ranks_with_a_gpu_each_use_nccl_by_default():
 
 
 def test_unknown_transport_error_lists_the_valid_ones():
-    with pytest.raises(ValueError, match="'peer' for a model on cuda: expected one of auto, nccl"):
+    with pytest.raises(
+        ValueError, match="of a model on cuda must be one of 'auto', 'nccl', 'c10d', got 'peer'"
+    ):
         transports.check_settings("peer", None, "cuda:0")

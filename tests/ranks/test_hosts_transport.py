@@ -263,7 +263,7 @@ def refusal(sizes):
 def test_explicit_hosts_transport_where_unavailable(pool4, sizes, reason):
     for text in pool4.run(refusal, sizes):
         assert reason in text
-        assert "transport='auto'" in text
+        assert "Pass 'auto'" in text
 
 
 @pytest.mark.parametrize(

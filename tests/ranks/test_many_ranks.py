@@ -196,7 +196,7 @@ def test_forced_shm_error_names_the_reason(tmp_path: Path) -> None:
     found = values_of(fork_ranks(lacking, 3, tmp_path, "pidfd", 2, "shm"))
     for said, texts, seconds in found:
         assert said.startswith("RuntimeError: transport='shm' is not available: rank 2: cannot ")
-        assert said.endswith("Or pass transport='c10d'") and not texts and seconds < 10
+        assert said.endswith("Or pass 'c10d'") and not texts and seconds < 10
 
 
 @needs_x86
@@ -386,4 +386,4 @@ def test_shard_groups_fall_back_together() -> None:
     assert [each[0] for each in found] == ["c10d"] * 4
     assert [each[1] for each in found] == ["c10d"] * 4  # all use the same kind
     assert [len(each[2]) for each in found] == [2, 0, 1, 0]
-    assert "that of rank 2: see its own warning" in found[0][2][1]
+    assert "that of rank 2 has no shm: see its own warning" in found[0][2][1]

@@ -300,7 +300,7 @@ def in_fsdp1s_words():
         found += differ(again.state_dict(), theirs.state_dict())
         again = torch.optim.AdamW(other.parameters())
         FSDP.optim_state_dict_to_load(other, again, state, load_directly=True)
-    with pytest.raises(NotImplementedError, match="_NamedOptimizer"):
+    with pytest.raises(NotImplementedError, match="is_named_optimizer=True"):
         FSDP.optim_state_dict_to_load(other, again, expected, is_named_optimizer=True)
     return found + differ(again.state_dict(), theirs.state_dict())
 

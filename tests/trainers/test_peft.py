@@ -199,7 +199,7 @@ def late(step: str) -> str:
 @pytest.mark.parametrize("step", ["first", "second"])
 def test_adapter_must_be_added_before_sharding(pool2: RankPool, step: str) -> None:
     for text in pool2.run(late, step):
-        assert "after FSDP(...)" in text and "add it before wrapping the model" in text
+        assert "after FSDP(...)" in text and "add it before FSDP(...)" in text
 
 
 def saved_by_zshard(how: str, folder: str) -> bool:

@@ -139,7 +139,7 @@ def copied(transport: str) -> None:
     made(batch(0, 0)).sum().backward()
     assert_same(model.mean, torch.zeros(4), "the original's buffer")
     said = message_of(lambda: FSDP(Replacing(), forward_sync_buffers="eval"), ValueError)  # type: ignore[arg-type]
-    assert "True, False or 'training', got 'eval'" in said
+    assert "one of False, True, 'training', got 'eval'" in said
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, made.mean.clone())
     assert_same(everyone[0], everyone[1], "the copy's buffer")

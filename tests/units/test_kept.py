@@ -274,7 +274,7 @@ def mistakes():
 
 
 def test_mistakes_are_named(pool4):
-    expected = ["does not divide the 4 ranks", "apply to whole models", "two groups", "mesh"]
+    expected = ["does not divide the 4 ranks", "applies to entire models", "two groups", "mesh"]
     for messages in pool4.run(mistakes):
         for word, message in zip(expected, messages, strict=True):
             assert word in message

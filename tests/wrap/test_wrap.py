@@ -207,9 +207,9 @@ def test_custom_policy_carries_overrides() -> None:
         (Net(1), TypeError, "is not a policy"),
         ({"Block"}, TypeError, "'Block'"),
         ([int], TypeError, "int"),
-        (set(), ValueError, "empty"),
-        (lambda: True, TypeError, r"signature \(\)"),
-        (lambda a, b: True, TypeError, r"signature \(a, b\)"),
+        (set(), ValueError, "no classes"),
+        (lambda: True, TypeError, "is not a policy"),
+        (lambda a, b: True, TypeError, "is not a policy"),
         (CustomPolicy(lambda module: "yes"), TypeError, "'yes'"),  # type: ignore[arg-type, return-value]
     ],
 )

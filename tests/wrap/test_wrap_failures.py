@@ -102,7 +102,7 @@ def test_parameters_without_memory_of_their_own(pool2, kind, transport):
     """The same on all ranks: an error that names parameter and class, where the core would read
     memory."""
     said = f"is of class {kind}" if kind[0].isupper() else "not a dense tensor"
-    said, remedy = ("is a DTensor", "Omit them") if kind == "DTensor" else (said, "ignored_")
+    said, remedy = ("is a DTensor", "omit parallelize") if kind == "DTensor" else (said, "ignored_")
     for first, kept, second, trained in pool2.run(with_memory_elsewhere, kind, transport):
         assert "'head.weight'" in first and said in first and remedy in first
         assert kept and second is None and trained

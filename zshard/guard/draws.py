@@ -19,7 +19,7 @@ from zshard import _core
 from zshard._errors import ShardError
 from zshard.guard.rules import DRAWN_IN_PLACE
 from zshard.guard.slices import Operation, plain, refuse, run_plain, slices_among
-from zshard.guard.words import refused_draw
+from zshard.guard.words import after_size
 from zshard.ranks.agreement import bytes_of
 from zshard.units.shards import Part, asked_for_size
 
@@ -100,7 +100,9 @@ def _refuse_numbers_of_shards(func: Operation, part: Part, given: Iterable[Any])
     """Refuse numbers that may derive from the size of the shard."""
     has_numbers = any(isinstance(each, int | float | Tensor) for each in given)
     if has_numbers and part.root in asked_for_size:
-        raise ShardError(refused_draw(func, part))
+        raise ShardError(
+            after_size(f"{func.__name__.removeprefix('_no_grad_')}() got numbers for", part)
+        )
 
 
 def _fill(

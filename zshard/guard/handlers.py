@@ -31,7 +31,7 @@ from zshard.guard.slices import (
     run_plain,
     slices_among,
 )
-from zshard.guard.words import refused_grad_dtype, refused_index
+from zshard.guard.words import after_size, refused_grad_dtype
 from zshard.units.shards import Part, _parts, asked_for_size, part_of
 
 Args = tuple[Any, ...]
@@ -203,7 +203,7 @@ def _set_item(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     if found is None or _is_recorded(target):
         return refuse(func, args, kwargs)
     if found[0][0] == () != part.shape and part.root in asked_for_size:
-        raise ShardError(refused_index(part))
+        raise ShardError(after_size("an index set one element of", part))
     share = _share_of(target, part, *found[0])
     return _write_to(_core.slice_part(share), share, Tensor.fill_, (share, value))
 

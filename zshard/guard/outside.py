@@ -43,8 +43,7 @@ def install_check() -> None:
     @functools.wraps(check)
     def checked(param: object, param_name: str) -> None:
         check(param, param_name)
-        parts = slices_among([param])
-        if parts:
+        if parts := slices_among([param]):
             raise ShardError(refused_collective(parts[0]))
 
     distributed_c10d._check_single_tensor = checked
@@ -90,18 +89,16 @@ def install_barrier() -> None:
 
 # --- DistributedDataParallel, fully_shard, ZeroRedundancyOptimizer --------------------------------
 
-_IN_A_TRAINER = (
-    "If a trainer added it (Accelerate, transformers, Lightning), use zshard's adapter in all its "
-    "calls: docs/trainers.md"
-)
+
+def _refuse(wrapper: str, instead: str) -> NoReturn:
+    raise TypeError(
+        f"{wrapper} cannot wrap a model that zshard has wrapped: remove it, or in a trainer "
+        f"(Accelerate, transformers, Lightning) use zshard's adapter, docs/trainers.md. {instead}"
+    )
 
 
 def _refuse_ddp() -> NoReturn:
-    raise TypeError(
-        "DistributedDataParallel cannot wrap a model that zshard has wrapped: zshard "
-        "reduces gradients itself, and DDP would broadcast rank 0's shards to the other ranks. "
-        f'Remove DDP; for its behaviour, use FSDP(model, strategy="no_shard"). {_IN_A_TRAINER}'
-    )
+    _refuse("DistributedDataParallel", 'For its behaviour, use FSDP(model, strategy="no_shard")')
 
 
 class NoWrappers(dict[Any, Any]):
@@ -111,12 +108,7 @@ class NoWrappers(dict[Any, Any]):
     def setdefault(self, function: Any, state: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         if name in ("fully_shard", "replicate"):
-            raise TypeError(
-                f"torch's {name}() cannot wrap a model that zshard has wrapped: zshard shards "
-                f"parameters and reduces gradients itself. Remove {name}(); to choose units, pass "
-                "FSDP(auto_wrap_policy=...), or call zshard.fully_shard() instead of both. "
-                f"{_IN_A_TRAINER}"
-            )
+            _refuse(f"torch's {name}()", "To choose units, pass FSDP(auto_wrap_policy=...)")
         return super().setdefault(function, state)
 
 
@@ -151,9 +143,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         return
     if any(_core.is_shard(param) for group in optimizer.param_groups for param in group["params"]):
         raise TypeError(
-            "ZeroRedundancyOptimizer cannot step parameters that zshard has sharded: it would "
-            "broadcast one rank's shards to the other ranks. Pass them to the optimizer itself, "
-            "such as torch.optim.AdamW: its state is sharded as the parameters are"
+            "ZeroRedundancyOptimizer cannot step parameters that zshard has sharded: pass them to "
+            "the optimizer itself, such as torch.optim.AdamW, whose state is sharded then"
         )
 
 
@@ -172,15 +163,10 @@ def install_safetensors() -> None:
     for name in FLATTENING:
         flatten = getattr(library, name, None)
         if flatten is not None and not hasattr(flatten, "__wrapped__"):
-            setattr(library, name, _refusing(flatten))
+            setattr(library, name, functools.wraps(flatten)(functools.partial(_flatten, flatten)))
 
 
-def _refusing(flatten: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(flatten)
-    def checked(tensors: object, *args: object, **kwargs: object) -> Any:
-        parts = slices_among([tensors])
-        if parts:
-            raise ShardError(written_to_file("a safetensors file", parts[0]))
-        return flatten(tensors, *args, **kwargs)
-
-    return checked
+def _flatten(flatten: Callable[..., Any], tensors: object, *args: object, **kwargs: object) -> Any:
+    if parts := slices_among([tensors]):
+        raise ShardError(written_to_file("a safetensors file", parts[0]))
+    return flatten(tensors, *args, **kwargs)

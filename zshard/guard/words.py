@@ -14,14 +14,28 @@ from torch import Tensor
 
 from zshard.units.shards import Part, asked_for_size
 
-_NORMS = ("norm", "vector_norm", "dist", "cosine_similarity", "normalize", "renorm")
-_REDUCTIONS = (
-    *("all", "allclose", "amax", "amin", "aminmax", "any", "argmax", "argmin", "bincount"),
-    *("count_nonzero", "equal", "histc", "histogram", "histogramdd", "is_nonzero", "item"),
-    *("kthvalue", "logsumexp", "max", "mean", "median", "min", "mode", "nanmean", "nanmedian"),
-    *("nansum", "numpy", "prod", "quantile", "nanquantile", "std", "std_mean", "sum", "tolist"),
-    *("topk", "unique", "var", "var_mean", "array", "bool", "float", "int"),
-    *("iter", "contains", "nonzero", "sort"),
+_SUMMON = "within `with FSDP.summon_full_params(model):`, on all ranks"
+_FULL = f"For the full tensor, call zshard.full_tensor(t) on all ranks, or use it {_SUMMON}."
+_IN_A_LOSS = (
+    f"For a term of the loss, compute it in a forward, or {_SUMMON}, or use weight decay. For its "
+    "value, call zshard.full_tensor(t.detach()) on all ranks."
+)
+_INITIALIZE = f"Initialize {_SUMMON}, with one seed, or by model.apply(fn)."
+_IN_A_METHOD = (
+    "Call the module, block(x) and not block.forward(x); for another method, call "
+    f"zshard.register_forward_method(model, 'its name') once; elsewhere, use parameters {_SUMMON}."
+)
+_IN_AN_OPTIMIZER = (
+    "Step full matrices by zshard.Muon or zshard.WholeMatrix(optimizer_class, params, ...); or use "
+    'an elementwise one (zshard.AdamW), or FSDP(..., strategy="no_shard").'
+)
+_IN_A_BACKWARD = (
+    "The backward has not entered the model yet: move the hook or the function into a forward of "
+    "the model, or choose units by auto_wrap_policy= so that a unit above has the parameter."
+)
+_NO_WRAPPERS = (
+    "If torch's FullyShardedDataParallel, fully_shard(), distribute_tensor() or "
+    "parallelize_module() called it, remove that call: zshard has sharded this model."
 )
 _LAYERS = (
     *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"),
@@ -29,56 +43,31 @@ _LAYERS = (
     *("group_norm", "instance_norm", "prelu", "multi_head_attention_forward"),
 )
 _PRODUCTS = ("matmul", "rmatmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "tensordot")
-_RANDOM = (
-    *("bernoulli", "cauchy", "dropout", "exponential", "geometric", "log_normal", "multinomial"),
-    *("normal", "random", "uniform", "trunc_normal", "alpha_dropout"),
-    *("dirac", "eye", "kaiming_normal", "kaiming_uniform", "orthogonal", "sparse"),
-    *("xavier_normal", "xavier_uniform", "no_grad_normal", "no_grad_uniform"),
-    "no_grad_trunc_normal",
-)
-
-_WHOLE = (
-    "Call zshard.full_tensor(t) on all ranks for the whole tensor, or use whole parameters within "
-    "FSDP.summon_full_params(model)."
-)
-_WITHOUT_HISTORY = (
-    "For its value, call zshard.full_tensor(t.detach()) on all ranks, or use full parameters "
-    "within FSDP.summon_full_params(model)."
-)
-_IN_A_LOSS = (
-    "For a term of the loss, compute it in a forward of the model, or within `with "
-    "FSDP.summon_full_params(model):`, or use the optimizer's weight decay."
-)
-_IN_A_METHOD = (
-    "Call the module that has the parameter, block(x) and not block.forward(x). For a method of "
-    "yours that uses parameters, call zshard.register_forward_method(model, 'its name') once; "
-    "elsewhere, use them within `with FSDP.summon_full_params(model):`."
-)
-_TRUTHS = (
-    "To look at gradients, use the norm that model.clip_grad_norm_() returns, which is NaN or "
-    "infinite if any of them is, or zshard.named_norms(model, grads=True)."
-)
-_IN_AN_OPTIMIZER = (
-    "An optimizer that needs full tensors cannot step shards by itself: for Muon use zshard.Muon, "
-    "for others zshard.WholeMatrix(optimizer_class, params, ...), an elementwise one "
-    '(zshard.AdamW, torch.optim.SGD), or FSDP(..., strategy="no_shard").'
-)
-_IN_A_BACKWARD = (
-    "The backward that runs has not entered the model yet: move the hook or the custom function "
-    "into a forward of the model (for a method of yours, call "
-    "zshard.register_forward_method(model, 'its name') once), or make the module that has the "
-    "parameter part of its parent's unit, by auto_wrap_policy=, and read it there."
-)
-_OF_TORCH = "If torch's {} called it: zshard has sharded this model already, so remove that call."
-_WRAPPERS = {
-    torch.chunk: _OF_TORCH.format("fully_shard(), distribute_tensor() or parallelize_module()"),
-    torch.flatten: _OF_TORCH.format("FullyShardedDataParallel"),
+_REMEDIES = {
+    **dict.fromkeys(
+        ("norm", "vector_norm", "dist", "cosine_similarity", "normalize", "renorm"),
+        "model.clip_grad_norm_() returns the norm of gradients, zshard.named_norms(model) those of "
+        f"parameters. Normalize parameters {_SUMMON}.",
+    ),
+    **dict.fromkeys(
+        (
+            *("bernoulli", "cauchy", "dropout", "exponential", "geometric", "log_normal"),
+            *("multinomial", "normal", "random", "uniform", "trunc_normal", "alpha_dropout"),
+            *("dirac", "eye", "kaiming_normal", "kaiming_uniform", "orthogonal", "sparse"),
+            *("xavier_normal", "xavier_uniform", "no_grad_normal", "no_grad_uniform"),
+            "no_grad_trunc_normal",
+        ),
+        f"{_INITIALIZE} For noise, use torch.randn_like(t).",
+    ),
+    **dict.fromkeys(
+        ("all", "any"),
+        "The norm that model.clip_grad_norm_() returns, and zshard.named_norms(model, grads=True) "
+        f"by parameter, is NaN or infinite if a gradient is. {_FULL}",
+    ),
+    "amp_foreach_non_finite_check_and_unscale": "Use zshard.GradScaler, or import "
+    "ShardedGradScaler from zshard: this gradient scaler knows no shards.",
 }
-_INITIALIZE = (
-    "Initialize within `with FSDP.summon_full_params(model):`, on all ranks with one seed, or by "
-    "model.apply(fn), which takes rank 0's values."
-)
-
+"""By an operation's name without underscores; any other needs the full tensor."""
 
 COMPILED = (
     "torch.compile(fullgraph=True) cannot compile operations on shards: omit fullgraph=True, so "
@@ -104,44 +93,25 @@ def complaint(
     parts: Parts of the shards among the arguments. listed: the operation is elementwise, so its
         arguments do not match each other.
     """
-    part, name = parts[0], name_of(func)
+    part, name, trains = parts[0], name_of(func), _trains(args)
+    remedy = _IN_A_LOSS if trains else _FULL
     if listed:
-        return _misfit(name, parts, args)
-    trains = _trains(args)
-    only = "" if part.elements.startswith("no ") else "only "
-    what = f"{name} was called on a shard: this rank has {only}{part.elements} of '{part.name}'. "
+        return _misfit(name, parts, args, remedy)
     plain = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
-    if plain == "amp_foreach_non_finite_check_and_unscale":
-        return (
-            f"{what}A gradient scaler did so that knows no shards, such as torch's "
-            "ShardedGradScaler: use zshard.GradScaler, or import ShardedGradScaler from zshard."
-        )
-    if func in _WRAPPERS:
-        what += _WRAPPERS[func] + " "
+    remedy = _REMEDIES.get(plain, remedy)
+    if func in (torch.chunk, torch.flatten):
+        remedy = f"{_NO_WRAPPERS} {remedy}"
     elif part.unit is not None and part.unit.is_written:
-        what += _IN_AN_OPTIMIZER + " "
+        remedy = _IN_AN_OPTIMIZER
     elif torch._C._current_graph_task_id() != -1 and not part.is_in_forward():
-        what += _IN_A_BACKWARD + " "
-    if plain in _NORMS:
-        return (
-            f"{what}On all ranks, model.clip_grad_norm_() returns the norm of the gradients, "
-            "zshard.named_norms(model) those of each parameter. To normalize a parameter or its "
-            "rows, do so within `with FSDP.summon_full_params(model):`, on all ranks."
-        )
-    if plain in _RANDOM:
-        return f"{what}It needs the full tensor. {_INITIALIZE} For noise, use torch.randn_like(t)."
-    whole = _WHOLE
-    if plain in _LAYERS or (plain in _PRODUCTS and trains):
-        return f"{what}{_IN_A_METHOD}"
-    if plain in ("all", "any"):
-        return f"{what}{_TRUTHS} {_WHOLE}"
-    if trains:
-        whole = f"{_IN_A_LOSS} {_WITHOUT_HISTORY}"
-    if plain in _REDUCTIONS:
-        return f"{what}{whole}"
-    if plain in ("getitem", "setitem"):
-        whole += " Resize layers, as resize_token_embeddings() does, before FSDP(...)."
-    return f"{what}Only elementwise operations work on shards. {whole}"
+        remedy = _IN_A_BACKWARD
+    elif plain in _LAYERS or (plain in _PRODUCTS and trains):
+        remedy = _IN_A_METHOD
+    elif plain in ("getitem", "setitem"):
+        remedy += " Resize layers before FSDP(...)."
+    only = "" if part.elements.startswith("no ") else "only "
+    shard = f"{name} was called on a shard: this rank has {only}{part.elements} of '{part.name}'."
+    return f"{shard} {remedy}"
 
 
 def _trains(args: Sequence[Any]) -> bool:
@@ -152,71 +122,52 @@ def _trains(args: Sequence[Any]) -> bool:
     )
 
 
-def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
+def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any], remedy: str) -> str:
     part = parts[0]
-    others = [other for other in parts if other.geometry is not part.geometry]
-    ours = f"{name} got a shard of '{part.name}' ({part.elements})"
-    whole = f"{_IN_A_LOSS} {_WITHOUT_HISTORY}" if _trains(args) else _WHOLE
-    if others:
-        other = others[0]
-        return (
-            f"{ours} and a shard of '{other.name}' ({other.elements}), which are not the same "
-            f"elements. {whole}"
-        )
+    shard = f"{name} got a shard of '{part.name}' ({part.elements})"
+    other = next((each for each in parts if each.geometry is not part.geometry), None)
+    if other is not None:
+        return f"{shard} and a shard of '{other.name}' ({other.elements}): other elements. {remedy}"
     with torch._C.DisableTorchFunctionSubclass():
-        given = [v for arg in args for v in (arg if isinstance(arg, list | tuple) else [arg])]
-        shapes = [tuple(each.shape) for each in given if isinstance(each, Tensor)]
+        values = [v for arg in args for v in (arg if isinstance(arg, list | tuple) else [arg])]
+        shapes = [tuple(each.shape) for each in values if isinstance(each, Tensor)]
     if part.is_in_forward():
         return (
-            f"{ours} and a full tensor, within a forward, where `p` is the full parameter and "
-            "`p.data` this rank's shard of it: use `.data` of all parameters, as in "
-            "p.data.mul_(0.9).add_(q.data, alpha=0.1), or of none"
+            f"{shard} and a full tensor, within a forward, where `p` is full and `p.data` this "
+            "rank's shard: use `.data` of all parameters, or of none"
         )
     if part.root in asked_for_size and set(shapes) == {part.local_shape}:
         return (
-            f"{ours} and a tensor of this rank's shape, {part.local_shape}, for which the script "
-            "has asked. What it holds, such as random numbers, would be the same on each rank, for "
-            "other elements. Make it like the parameter: torch.randn_like(p), torch.rand_like(p), "
-            "torch.zeros_like(p), p.clone()."
+            f"{shard} and a tensor of this rank's shape, {part.local_shape}, whose values would be "
+            "those of other elements on each rank: make it by torch.randn_like(p), p.clone()"
         )
-    strange = [shape for shape in shapes if shape != part.local_shape] or shapes
-    if tuple(part.shape) in strange:
+    misfits = [shape for shape in shapes if shape != part.local_shape] or shapes or [()]
+    if tuple(part.shape) in misfits:
         return (
-            f"{ours} and a tensor of the full shape {tuple(part.shape)}. Make copies of "
-            "parameters, such as those of a moving average, after FSDP(...), so that they are "
-            f"sharded. {whole}"
+            f"{shard} and a tensor of the full shape {tuple(part.shape)}. Copy parameters "
+            f"after FSDP(...), so that they are sharded. {remedy}"
         )
     return (
-        f"{ours} and a tensor of shape {strange[0] if strange else '?'}: expected a number, or a "
-        f"tensor made like the shard (torch.zeros_like(p), p.clone()). {whole}"
+        f"{shard} and a tensor of shape {misfits[0]}: expected a number, or a tensor made like the "
+        f"shard (torch.zeros_like(p), p.clone()). {remedy}"
     )
 
 
-def refused_draw(func: Callable[..., Any], part: Part) -> str:
-    """Return the message for random numbers whose range may derive from a shard's size."""
-    name = func.__name__.removeprefix("_no_grad_")
-    return _after_size(f"{name}() got numbers for a shard of '{part.name}'", part)
-
-
-def refused_index(part: Part) -> str:
-    """Return the message for the index of one element, which may derive from a shard's size."""
-    return _after_size(f"one element of a shard of '{part.name}' was set by its index", part)
-
-
-def _after_size(what: str, part: Part) -> str:
+def after_size(what: str, part: Part) -> str:
+    """Return the message for numbers or an index that may derive from a shard's size."""
     return (
-        f"{what}, after the script asked for the shard's size, which is {part.root.local_shape} on "
-        "this rank. What is computed from it would be wrong: the full shape is "
-        f"{part.root.shape}. {_INITIALIZE} Or ask zshard.shard_info(p)['shape']."
+        f"{what} a shard of '{part.name}', after the script asked for the shard's size, "
+        f"{part.root.local_shape} on this rank: compute it from the full shape, {part.root.shape}, "
+        f"of zshard.shard_info(p)['shape']. {_INITIALIZE}"
     )
 
 
 def refused_collective(part: Part) -> str:
     """Return the message for a shard in a collective of torch.distributed."""
     return (
-        f"a collective was called on a shard of '{part.name}' ({part.elements}). The ranks' shards "
-        "are different elements, so it would mix or overwrite them. Gradients are averaged over "
-        "ranks already. For whole tensors, call zshard.full_tensor(t) on all ranks."
+        f"a collective was called on a shard of '{part.name}' ({part.elements}), which differs "
+        "between ranks. Gradients are averaged already; for full tensors, call "
+        "zshard.full_tensor(t) on all ranks."
     )
 
 
@@ -224,28 +175,24 @@ def no_history(name: str) -> str:
     """Return the message for a full tensor in a forward, which autograd would treat as a
     constant."""
     return (
-        f"the full tensor of '{name}' was asked for within a forward: it has no autograd history, "
-        "so the parameter would get no gradient from what is computed with it. Use the parameter "
-        "itself, whose unit is gathered then: F.linear(h, model.emb.weight). For its values alone, "
-        "use torch.no_grad() or full_tensor(p.detach())."
+        f"the full tensor of '{name}' in a forward has no autograd history, so the parameter would "
+        "get no gradient of it: use the parameter itself, or for values, full_tensor(p.detach())."
     )
 
 
 def refused_grad_dtype(name: str, dtype: object) -> str:
     """Return the message for `p.grad_dtype = dtype`."""
     return (
-        f"parameter '{name}' has grad_dtype={dtype}, other than its own dtype, which zshard does "
-        "not support: omit it; for gradients in float32, use float32 parameters with "
-        "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)"
+        f"parameter '{name}' has grad_dtype={dtype}, which is not supported: omit it, or use "
+        "float32 parameters with MixedPrecision(param_dtype=torch.bfloat16)"
     )
 
 
 def written_to_file(what: str, part: Part) -> str:
     """Return the message for a shard that would be written to a file or sent to another process."""
     return (
-        f"{what} was to contain a shard of '{part.name}' ({part.elements}), which is not the full "
-        "tensor. Save model.state_dict(), which has full tensors, or call zshard.save(directory, "
-        "model, optimizer). For one tensor, save zshard.full_tensor(t), which all ranks call. With "
-        "zshard.initialize(), gather within `with zshard.zero.GatheredParameters([p]):`, at all "
-        f"stages but 0. For this rank's elements alone, save t.to_local()."
+        f"{what} was to contain a shard of '{part.name}' ({part.elements}). Save "
+        "model.state_dict(), or zshard.full_tensor(t), called on all ranks, or call zshard.save(). "
+        "With zshard.initialize(), gather within `with zshard.zero.GatheredParameters([p]):`. For "
+        "this rank's elements alone, save t.to_local()."
     )

@@ -42,7 +42,7 @@ def _of_copy(name: str) -> Callable[..., Any]:
         alone; over c10d and on GPUs it is collective. Takes the arguments of PEFT's method.
         """
         copies: dict[int, Any] = {}
-        model = copy_plain(self, copies).module
+        model = copy_plain(self, copies)[0]
         with torch.no_grad():
             for param in self.parameters():
                 copies[id(param)].data = full_tensor(param).detach().clone()

@@ -128,23 +128,16 @@ class DryRun:
         """The units and their specs, in the order of Engine.predict_events()."""
         return list(self._specs.items())
 
-    def predict(self, stepped: bool = False) -> dict[str, int]:
-        """Return bytes by part, like Engine.predict."""
-        return self.engine.predict(stepped)
-
     def state_bytes(self, optimizer: str | int | None) -> tuple[int, int]:
         """Return the bytes of an optimizer's state in memory, and offloaded. optimizer: as for
         predict_memory()."""
         size_of = _size_of_state(optimizer, self.module)
         return self.trained_bytes(False, size_of), self.trained_bytes(True, size_of)
 
-    def trained_bytes(self, offloaded: bool = False, size_of: SizeOf | None = None) -> int:
+    def trained_bytes(self, offloaded: bool = False, size_of: SizeOf = one_tensor) -> int:
         """See the function of this name."""
-        return trained_bytes(
-            ((unit, self._params_of(spec)) for unit, spec in self._specs.items()),
-            offloaded,
-            size_of or one_tensor,
-        )
+        units = ((unit, self._params_of(spec)) for unit, spec in self._specs.items())
+        return trained_bytes(units, offloaded, size_of)
 
 
 def trained_bytes(
@@ -182,14 +175,13 @@ def _size_of_state(optimizer: str | int | None, module: nn.Module) -> SizeOf:
     """Return the function for the bytes of an optimizer's state."""
     name = optimizer.lower() if isinstance(optimizer, str) else None
     if name in upper.OPTIMIZERS:
-        found: SizeOf = upper.module_for(name).bytes_by_name(name, module)
-        return found
+        size_of: SizeOf = upper.module_for(name).bytes_by_name(name, module)
+        return size_of
     count = 0 if optimizer is None else STATE_TENSORS.get(name or "", optimizer)
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        known = ", ".join(repr(each) for each in (*STATE_TENSORS, *upper.OPTIMIZERS))
+        names = ", ".join(map(repr, (*STATE_TENSORS, *upper.OPTIMIZERS)))
         raise ValueError(
-            f"unknown optimizer {optimizer!r}: expected one of {known}, or the number of state "
-            "tensors that it keeps per parameter"
+            f"unknown optimizer {optimizer!r}: pass one of {names}, or its number of state tensors"
         )
     return lambda param, numel: count * one_tensor(param, numel)
 

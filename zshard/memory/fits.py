@@ -50,19 +50,9 @@ class _RankNeed(NamedTuple):
     left: Sequence[tuple[int, str]]
 
 
-class _Shortage(NamedTuple):
-    """What a rank lacks under its tightest limit.
-
-    missing: bytes short, that is, `needed` - `limit`; negative if there are enough. source: which
-    limit, for the message. optimizer: bytes of Adam's state on that rank.
-    """
-
-    missing: int
-    rank: int
-    needed: int
-    limit: int
-    source: str
-    optimizer: int
+# What a rank lacks under its tightest limit, in bytes: (`needed` - `limit`, rank, needed, limit,
+# the limit's name, Adam's state on that rank).
+_Shortage = tuple[int, int, int, int, str, int]
 
 
 def check_fits(
@@ -82,15 +72,14 @@ def check_fits(
     world, options, comm = world_of(comms), specs[-1].options, comms.all
     dry_run = DryRun(module, specs, dry_comms(world, options.strategy, comm.rank), inner)
     # Steps in backward do not hold gradients, and such models train like that.
-    parts = dry_run.predict(stepped=options.offload is not None)
-    needed, left, cgroup = parts["total"], [], ""
+    parts = dry_run.engine.predict(options.offload is not None)
+    needed, (left, cgroup), gpu = parts["total"], left_on_host(), torch_device(device)
     if isinstance(options.limit, int):
         left = [Room(options.limit, "memory_limit")]
     else:
-        needed = _needed(specs, dry_run, needed - parts["transport"], torch_device(device))
-    if not left and torch_device(device).type == "cuda":
-        left = [Room(room_of_gpu(torch_device(device)), "free GPU memory")]
-    on_host, cgroup = left_on_host()
+        needed = _needed(specs, dry_run, needed - parts["transport"], gpu)
+        if gpu.type == "cuda":
+            left = [Room(room_of_gpu(gpu), "free GPU memory")]
     mappings = room_of_mappings()
     need = _RankNeed(
         needed,
@@ -99,41 +88,41 @@ def check_fits(
         hashlib.sha256(host_id().encode()).hexdigest()[:32],
         cgroup,
         _env_int("LOCAL_WORLD_SIZE") or 1,
-        left or on_host,
+        left,
     )
-    told = comm.exchange(json.dumps(need).encode().ljust(_MESSAGE))
-    needs = [_RankNeed(*json.loads(each)) for each in told]
+    messages = comm.exchange(json.dumps(need).encode().ljust(_MESSAGE))
+    needs = [_RankNeed(*json.loads(each)) for each in messages]
     missing, rank = max((n.mappings[0] - n.mappings[1], rank) for rank, n in enumerate(needs))
     if missing > 0:
-        there, allowed = needs[rank].mappings
         raise MemoryError(
             f"this {type(module).__name__} needs too many memory mappings: rank {rank} of "
-            f"{len(needs)} needs {there} for its units and the buckets of all ranks, but "
-            f"the kernel allows only {allowed} more: raise vm.max_map_count, or use fewer "
-            'units (auto_wrap_policy) or transport="c10d"'
+            f"{len(needs)} needs {needs[rank].mappings[0]}, and the kernel allows "
+            f"{needs[rank].mappings[1]} more: raise vm.max_map_count, or use fewer units "
+            '(auto_wrap_policy) or transport="c10d"'
         )
-    short = max(_shortages(needs, False), default=None)
-    if short is not None and short.missing > 0:
-        raise MemoryError(_explain(dry_run, world, short, False))
-    short = max(_shortages(needs, True), default=None)
-    if short is not None and short.missing > 0:
-        warn_on_rank_0(comm, _explain(dry_run, world, short, True), RuntimeWarning)
+    for with_optimizer in (False, True):
+        shortage = max(_shortages(needs, with_optimizer), default=None)
+        if shortage is not None and shortage[0] > 0:
+            text = _explain(dry_run, world, shortage, with_optimizer)
+            if not with_optimizer:
+                raise MemoryError(text)
+            warn_on_rank_0(comm, text, RuntimeWarning)
     return _sharing(needs, comm.rank)
 
 
 def _sharing(needs: Sequence[_RankNeed], rank: int) -> Sharing:
     """Return how many ranks share the host and the control group of one."""
-    own = needs[rank]
-    host = sum(each.host == own.host for each in needs)
-    cgroup = sum((each.host, each.cgroup) == (own.host, own.cgroup) for each in needs)
-    return Sharing(max(host, own.local) if len(needs) > 1 else 1, cgroup)
+    need = needs[rank]
+    host = sum(each.host == need.host for each in needs)
+    cgroup = sum((each.host, each.cgroup) == (need.host, need.cgroup) for each in needs)
+    return Sharing(max(host, need.local) if len(needs) > 1 else 1, cgroup)
 
 
-def _shortages(needs: Sequence[_RankNeed], has_optimizer: bool) -> Iterator[_Shortage]:
+def _shortages(needs: Sequence[_RankNeed], with_optimizer: bool) -> Iterator[_Shortage]:
     for rank, need in enumerate(needs):
-        needed = need.needed + (need.optimizer if has_optimizer else 0)
+        needed = need.needed + (need.optimizer if with_optimizer else 0)
         for room in divided([Room(*each) for each in need.left], _sharing(needs, rank)):
-            yield _Shortage(needed - room.bytes, rank, needed, *room, need.optimizer)
+            yield needed - room.bytes, rank, needed, *room, need.optimizer
 
 
 # --- what a rank needs ----------------------------------------------------------------------------
@@ -144,17 +133,17 @@ def _needed(specs: Sequence[UnitSpec], dry_run: DryRun, total: int, device: torc
     there = sum(
         _in_memory(unit) + (0 if unit.offloads[1] else unit.bytes["grad"]) for unit in dry_run.inner
     )
-    given_back = 0
+    freed = 0
     within = peak = 0  # while units are made one after the other
     for spec, unit in zip(specs, dry_run.units, strict=True):
         storages = {ref.param.untyped_storage()._cdata: ref.param for ref in spec.params}
         here = [p for p in storages.values() if p.device == device]
-        whole = sum(p.untyped_storage().nbytes() for p in here)
-        made = sum(p.numel() * p.itemsize for p in storages.values() if p.device != device)
-        peak = max(peak, within + made + _in_memory(unit))
-        within += _in_memory(unit) - whole
-        given_back += whole
-    return max(total - there - given_back, peak, 0)
+        full = sum(p.untyped_storage().nbytes() for p in here)
+        moved = sum(p.numel() * p.itemsize for p in storages.values() if p.device != device)
+        peak = max(peak, within + moved + _in_memory(unit))
+        within += _in_memory(unit) - full
+        freed += full
+    return max(total - there - freed, peak, 0)
 
 
 def _in_memory(unit: _core.Unit) -> int:
@@ -174,32 +163,29 @@ def room_of_gpu(device: torch.device) -> int:
 # --- the message ----------------------------------------------------------------------------------
 
 
-def _explain(run: DryRun, world: World, short: _Shortage, has_optimizer: bool) -> str:
+def _explain(run: DryRun, world: World, shortage: _Shortage, with_optimizer: bool) -> str:
     """Return the message: what is needed, and which settings need less. The estimates are those of
-    the check. has_optimizer: the shortage includes Adam's state."""
-    what = "the model and Adam's state" if has_optimizer else "the model"
-    parts = run.predict()
-    total = parts["total"]
-    by_part = ", ".join(
-        f"{part} {_mib(size)}" for part, size in parts.items() if size and part != "total"
-    )
-    net = " beyond what its parameters already occupy" if short.needed < total else ""
+    the check. with_optimizer: the shortage includes Adam's state."""
+    missing, rank, needed, limit, source, optimizer = shortage
+    what = "the model and Adam's state" if with_optimizer else "the model"
+    parts = run.engine.predict(False)
+    total = parts.pop("total")
+    by_part = ", ".join(f"{part} {_mib(size)}" for part, size in parts.items() if size)
+    net = " beyond what its parameters already occupy" if needed < total else ""
     lines = [
-        f"this {type(run.module).__name__} does not fit in memory: rank {short.rank} of "
-        f"{world.size} needs {_mib(short.needed)} MiB for {what}{net}, but only "
-        f"{_mib(short.limit)} MiB are available ({short.source}).",
-        f"By part, in MiB: {by_part}; Adam's state adds {_mib(short.optimizer)}.",
+        f"this {type(run.module).__name__} does not fit in memory: rank {rank} of {world.size} "
+        f"needs {_mib(needed)} MiB for {what}{net}, but only {_mib(limit)} MiB are available "
+        f"({source}).",
+        f"By part, in MiB: {by_part}; Adam's state adds {_mib(optimizer)}.",
     ]
-    room = total - short.missing + (short.optimizer if has_optimizer else 0)
+    room = total - missing + (optimizer if with_optimizer else 0)
     ways = [] if run.inner else _ways_out(run, world, total, room)
     if ways:
-        lines.append(f"Alternatives to these {_mib(total)} MiB:")
-        lines += [f"  {way}" for way in ways]
+        lines += [f"Alternatives to these {_mib(total)} MiB:", *ways]
     largest = max(run.units, key=lambda unit: unit.bytes["full"])
     lines += [
         f"  smaller units (auto_wrap_policy): the largest, '{largest.name or '(root)'}', takes "
-        f"{_mib(largest.bytes['full'])} MiB unsharded, in each slot and again in each bucket "
-        f"({_mib(largest.bytes['bucket'])} MiB)",
+        f"{_mib(largest.bytes['full'])} MiB unsharded",
         "Pass memory_limit=None to wrap the model anyway.",
     ]
     return "\n".join(lines)
@@ -213,42 +199,37 @@ def _ways_out(run: DryRun, world: World, total: int, room: int) -> list[str]:
     """Return a line for each alternative that takes less memory than `total`, with its size and
     that of Adam's state there. room: bytes for both."""
     usual, lines = run.specs[-1].options, []
-
-    def try_way(words: str, ranks: int = 0, stepped: bool = False, **changed: Any) -> None:
+    full, more, bf16 = ShardingStrategy.FULL_SHARD, 2 * world.size, torch.bfloat16
+    has_peers = world.size > 1
+    ways: dict[str, dict[str, Any]] = {}
+    if usual.offload is None:
+        to_disk = {"offload": Offload(directory=".", grads=True)}
+        ways["offload=zshard.Offload(directory=..., grads=True), Adam's state too"] = to_disk
+    if usual.keep:
+        ways["keep_gathered=False"] = {"keep": 0}
+    if has_peers and usual.strategy is not full:
+        ways['strategy="full_shard"'] = {"strategy": full}
+    if has_peers:
+        ways["memory_limit=None and model.optimizer_in_backward(...)"] = {"stepped": True}
+    ways[f"full_shard on {more} ranks, each with as much memory"] = {
+        "ranks": more,
+        "strategy": full,
+    }
+    if usual.precision.compute is None:
+        casts = precision_of(MixedPrecision(bf16))
+        ways["mixed_precision=MixedPrecision(torch.bfloat16)"] = {"precision": casts}
+        ways["model.bfloat16() and AdamW(..., stochastic_rounding=True)"] = {"dtype": bf16}
+    for words, changed in ways.items():
+        ranks, stepped = changed.pop("ranks", 0), changed.pop("stepped", False)
         dtype = changed.pop("dtype", None)
         specs = [replace(spec, options=spec.options._replace(**changed)) for spec in run.specs]
         there = world._replace(size=ranks, shard_group=ranks) if ranks else world
         comms = dry_comms(there, specs[-1].options.strategy)
         other = DryRun(run.module, specs, comms, dtype=dtype)
-        size, adam = other.predict(stepped)["total"], 2 * other.trained_bytes()
-        fits = ""
+        size, adam = other.engine.predict(stepped)["total"], 2 * other.trained_bytes()
+        fits = f" (fits, but not with Adam's state, {_mib(adam)} MiB more)" if size <= room else ""
         if size + adam <= room:
             fits = " (fits, with Adam's state)"
-        elif size <= room:
-            fits = f" (fits, but not with Adam's state, {_mib(adam)} MiB more)"
         if size < total:
-            lines.append(f"{words}: {_mib(size)} MiB{fits}")
-
-    full, more, bf16 = ShardingStrategy.FULL_SHARD, 2 * world.size, torch.bfloat16
-    if usual.offload is None:
-        try_way(
-            "offload=zshard.Offload(directory=..., grads=True), which also puts Adam's state on "
-            "disk",
-            offload=Offload(directory=".", grads=True),
-        )
-    if usual.keep:
-        try_way("keep_gathered=False", keep=0)
-    if world.size > 1 and usual.strategy is not full:
-        try_way('strategy="full_shard"', strategy=full)
-    if world.size > 1:
-        try_way(
-            "memory_limit=None and model.optimizer_in_backward(...), which keeps no gradients",
-            stepped=True,
-        )
-    words = f"full_shard on {more} ranks, each with as much memory"
-    try_way(words, more, strategy=full)
-    if usual.precision.compute is None:
-        words = "mixed_precision=MixedPrecision(torch.bfloat16)"
-        try_way(words, precision=precision_of(MixedPrecision(bf16)))
-        try_way("model.bfloat16() and AdamW(..., stochastic_rounding=True)", dtype=bf16)
+            lines.append(f"  {words}: {_mib(size)} MiB{fits}")
     return lines

@@ -60,8 +60,8 @@ def room_of_host(root: Path = Path("/")) -> int | None:
     """Return the host's available memory in bytes, without swapping; None if the kernel does not
     report it."""
     text = read_text(root / "proc/meminfo")
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", text or "", re.MULTILINE)
-    return 1024 * int(found[1]) if found else None
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", text or "", re.MULTILINE)
+    return 1024 * int(match[1]) if match else None
 
 
 def room_of_cgroup(root: Path = Path("/")) -> tuple[int | None, str]:
@@ -117,10 +117,10 @@ class Resident(NamedTuple):
 def resident(root: Path = Path("/")) -> Resident | None:
     """Return this process's bytes in RAM; None if the kernel does not report them."""
     text = read_text(root / "proc/self/status") or ""
-    found = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", text, re.MULTILINE))
-    if len(found) < 2:
+    kib = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", text, re.MULTILINE))
+    if len(kib) < 2:
         return None
-    now, peak = 1024 * int(found["VmRSS"]), 1024 * int(found["VmHWM"])
+    now, peak = 1024 * int(kib["VmRSS"]), 1024 * int(kib["VmHWM"])
     return Resident(now, max(now, peak))
 
 

@@ -8,6 +8,7 @@ optimizers that have stepped the model's parameters.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,35 +16,19 @@ import torch
 from torch import nn
 
 from zshard import _core
+from zshard._errors import check_choice
 from zshard.memory.dry_run import DryRun, World, dry_comms, trained_bytes
 from zshard.optim.hooks import seen_optimizers
 from zshard.optim.sharded_state import entries_of
-from zshard.options import (
-    OffloadLike,
-    PrecisionLike,
-    StrategyLike,
-    WrapPolicyLike,
-    parse_options,
-)
-from zshard.ranks.transports import Comms
+from zshard.options import OffloadLike, PrecisionLike, StrategyLike, WrapPolicyLike, parse_options
 from zshard.ranks.wire import Wire, wire_words
-from zshard.units.units import (
-    State,
-    is_unit,
-    state_of,
-    units_of,
-    without_memory,
-)
+from zshard.units.units import State, is_unit, state_of, units_of, without_memory
 from zshard.wrap import plan_units
-
-_WHATS = ("now", "peak", "predicted")
 
 
 def memory_of(module: nn.Module, what: str) -> dict[str, int]:
     """See FSDP.memory."""
-    if what not in _WHATS:
-        known = ", ".join(repr(each) for each in _WHATS)
-        raise ValueError(f"memory(): what must be one of {known}, got {what!r}")
+    check_choice("memory(): what", what, ("now", "peak", "predicted"))
     state = state_of(module)
     states = [each for _, each in units_of(module)]
     held = _optimizer_bytes(states)
@@ -64,18 +49,15 @@ def _of_engines(
     """Return the sums over the models of these units: several models if some units have a process
     group of other ranks. Each transport counts once."""
     models = {state.unit.engine_id: state for state in states}
-    parts: dict[str, int] = {}
-    transports: dict[int, int] = {}
+    parts: Counter[str] = Counter()
+    transports: Counter[int] = Counter()
     for state in models.values():
-        found, group = count(state.unit.engine), id(state.comms.all)
-        now = found.pop("transport")
-        before = transports.get(group, 0)
-        transports[group] = max(before, now)
-        found["total"] -= now
-        for part, number in found.items():
-            parts[part] = parts.get(part, 0) + number
-    total, offloaded = parts.pop("total"), parts.pop("offloaded")
-    transport = sum(transports.values())
+        of_model, group = count(state.unit.engine), id(state.comms.all)
+        transport = of_model.pop("transport")
+        transports[group] = max(transports[group], transport)
+        of_model["total"] -= transport
+        parts.update(of_model)
+    total, offloaded, transport = parts.pop("total"), parts.pop("offloaded"), transports.total()
     return {**parts, "transport": transport, "offloaded": offloaded, "total": total + transport}
 
 
@@ -101,13 +83,13 @@ def _optimizer_bytes(states: Iterable[State]) -> int:
     params = [
         param for state in states for param in state.unit.params if not _core.offloads_state(param)
     ]
-    total = 0
-    for optimizer in seen_optimizers():
-        for param in params:
-            for value in entries_of(optimizer.state, param).values():
-                if isinstance(value, torch.Tensor):
-                    total += value.numel() * value.itemsize
-    return total
+    return sum(
+        value.numel() * value.itemsize
+        for optimizer in seen_optimizers()
+        for param in params
+        for value in entries_of(optimizer.state, param).values()
+        if isinstance(value, torch.Tensor)
+    )
 
 
 # --- prediction -----------------------------------------------------------------------------------
@@ -158,37 +140,35 @@ def predict_memory(
     Raises ValueError or TypeError for arguments that FSDP would reject, for unknown names, and if
     the module contains sharded modules.
     """
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "strategy": strategy,
         "mixed_precision": mixed_precision,
         "offload": offload,
     }
-    given |= {"keep_gathered": keep_gathered, "wire": wire}
+    arguments |= {"keep_gathered": keep_gathered, "wire": wire}
     world = _world(world_size, local_world_size, transport)
-    run = dry_run_of(module, auto_wrap_policy, given, world)
+    run = dry_run_of(module, auto_wrap_policy, arguments, world)
     for unit in run.units if no_sync else ():
         unit.sync = False
     in_memory, elsewhere = run.state_bytes(optimizer)
-    return with_optimizer(run.predict(), in_memory, elsewhere)
+    return with_optimizer(run.engine.predict(False), in_memory, elsewhere)
 
 
 def dry_run_of(
     module: nn.Module,
     policy: WrapPolicyLike | None,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     world: tuple[int, int, str, str, int],
 ) -> DryRun:
     """Return a dry run of a module that is not wrapped, with arguments of FSDP(). world: as World.
     Raises what predict_memory() raises."""
-    options = parse_options(given)
+    options = parse_options(arguments)
     specs = plan_units(module, policy, options=options)
     for name, each in module.named_modules():
         if each is not module and is_unit(each):
             raise ValueError(
-                f"predict_memory(): '{name}' is sharded already, so its memory would be left out: "
-                "call predict_memory() before the first FSDP(...) of the model, with the process "
-                "group's size for a module that has one of its own, or FSDP(...) and then "
-                'model.memory("predicted")'
+                f"predict_memory(): '{name}' is sharded already: call it before the first "
+                'FSDP(...) of the model, or use model.memory("predicted")'
             )
     return DryRun(module, specs, dry_comms(World(*world), options.strategy))
 
@@ -200,22 +180,16 @@ def _world(size: int, local: int | None, transport: str) -> World:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if local < size and size % local != 0:
         raise ValueError(f"world_size={size} is not a multiple of local_world_size={local}")
-    if transport not in ("auto", "shm", "hosts", "c10d"):
-        raise ValueError(
-            f"unknown transport {transport!r}: expected 'auto', 'shm', 'hosts' or 'c10d'"
-        )
+    check_choice("transport", transport, ("auto", "shm", "hosts", "c10d"))
     on_one_host = local >= size
-    if transport == "shm" and not on_one_host:
+    if transport == ("hosts" if on_one_host else "shm"):
         raise ValueError(
-            f"transport='shm' requires all ranks on one host, but local_world_size={local} is less "
-            f"than world_size={size}"
+            f"transport={transport!r} does not fit world_size={size} and local_world_size={local}: "
+            "'shm' requires all ranks on one host, 'hosts' several hosts"
         )
-    if transport == "hosts" and on_one_host:
-        raise ValueError("transport='hosts' requires several hosts: pass local_world_size")
-    inside = "c10d" if transport == "c10d" else "shm"
+    inside, between = ("c10d", "c10d") if transport == "c10d" else ("shm", "hosts")
     if on_one_host:
         return World(size, size, inside, inside)
-    between = "c10d" if transport == "c10d" else "hosts"
     return World(size, local, between, inside, local)
 
 
@@ -230,8 +204,8 @@ def num_parameters(model: nn.Module, trainable_only: bool = False) -> int:
         model: a model, or a part of one, sharded or not. Tied parameters count once.
         trainable_only: count parameters that require a gradient only. Default: False.
     """
-    found = (param for _, param in full_named_parameters(model))
-    return sum(p.numel() for p in found if p.requires_grad or not trainable_only)
+    params = (param for _, param in full_named_parameters(model))
+    return sum(p.numel() for p in params if p.requires_grad or not trainable_only)
 
 
 def full_named_parameters(
@@ -248,45 +222,43 @@ def full_named_parameters(
 
 def summary_of(module: nn.Module) -> str:
     """See FSDP.summary(): a line per unit, totals, and the table of memory."""
-    own, states = state_of(module), [state for _, state in units_of(module)]
-    comms, wire = own.comms, own.options.wire
+    root, states = state_of(module), [state for _, state in units_of(module)]
     rows = [("unit", "parameters", "unsharded", "per rank", "strategy")]
-    numel = whole = local = 0
+    totals: Counter[str] = Counter()
     for state in states:
         unit = state.unit
-        count = sum(math.prod(unit.param(i)["shape"]) for i in range(unit.n_params))
-        sizes = unit.bytes
-        numel, whole, local = numel + count, whole + sizes["full"], local + sizes["shard"]
-        cells = (f"{count:,}", _words_of(sizes["full"]), _words_of(sizes["shard"]))
-        ranks = f" over {state.comms.all.world} rank(s)" if state.is_apart(comms) else ""
+        numel = sum(math.prod(unit.param(i)["shape"]) for i in range(unit.n_params))
+        sizes = {**unit.bytes, "numel": numel}
+        totals.update(sizes)
+        ranks = f" over {state.comms.all.world} rank(s)" if state.is_apart(root.comms) else ""
         stays = ", stays gathered" if unit.is_kept else ""
         read = "" if unit.read_by is None else f", read by {unit.read_by or '(root)'}"
-        rows.append((unit.name or "(root)", *cells, unit.strategy + ranks + stays + read))
-    rows.append((f"{len(states)} units", f"{numel:,}", _words_of(whole), _words_of(local), ""))
-    return (
-        f"{_head_of(states, comms, wire)}\n{_table(rows, left=(0, 4))}\n\n{_memory_table(module)}"
-    )
+        notes = unit.strategy + ranks + stays + read
+        rows.append((unit.name or "(root)", *_cells_of(sizes), notes))
+    rows.append((f"{len(states)} units", *_cells_of(totals), ""))
+    head = _head_of(root, [state.unit for state in states])
+    return f"{head}\n{_table(rows, left=(0, 4))}\n\n{_memory_table(module)}"
 
 
-def _head_of(states: Sequence[State], comms: Comms, wire: Wire) -> str:
-    comm, shards, shard_group, replica_group = comms
+def _cells_of(sizes: Mapping[str, int]) -> tuple[str, str, str]:
+    return f"{sizes['numel']:,}", _words_of(sizes["full"]), _words_of(sizes["shard"])
+
+
+def _head_of(root: State, units: list[_core.Unit]) -> str:
+    comm, shards, shard_group, replica_group = root.comms
     parts = [f"zshard: rank {comm.rank} of {comm.world}, transport {comm.transport}"]
     if shards.world < comm.world:
-        count = comm.world // shards.world
-        parts.append(
-            f"{count} replicas of {shards.world} rank(s) each, transport {shards.transport}"
-        )
+        replicas = f"{comm.world // shards.world} replicas of {shards.world} rank(s) each"
+        parts.append(f"{replicas}, transport {shards.transport}")
     if replica_group is not None:
         ranks = f"secondary shards over {shard_group.world} rank(s)"
         parts.append(f"{ranks}, transport {shard_group.transport}")
-    kept, _, costs = states[0].unit.engine.kept()
-    spare = states[0].spare
-    if costs and spare is not None and spare.is_open:
+    kept, _, costs = root.unit.engine.kept()
+    if costs and root.spare is not None and root.spare.is_open:
         parts.append('keep_gathered="auto" decides after the second step')
     elif kept:
         parts.append(f"{_words_of(kept)} stay gathered from forward to backward")
-    words = wire_words(comm, wire, [state.unit for state in states])
-    return "; ".join([*parts, words] if words else parts)
+    return "; ".join(filter(None, [*parts, wire_words(comm, root.options.wire, units)]))
 
 
 def _memory_table(module: nn.Module) -> str:

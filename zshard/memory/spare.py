@@ -12,7 +12,6 @@ their first two steps, and agree once on what all of them have left.
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,11 +22,10 @@ from zshard.memory.fits import room_of_gpu
 from zshard.memory.host_limits import Room, Sharing, resident, rooms
 from zshard.memory.report import memory_of, without_new_state
 from zshard.optim.hooks import before_first_steps
-from zshard.optim.sharded_state import SizeOf
 from zshard.optim.step_digest import watch_steps
 from zshard.ranks.agreement import PublicCall, gather
 from zshard.units.shards import units_stepped_by
-from zshard.units.units import MemoryLimit, State, state_of, units_of
+from zshard.units.units import MemoryLimit, state_of, units_of
 
 _STEPS = 2  # optimizers may create state in the second step, too
 
@@ -78,10 +76,10 @@ class Spare:
             limit = room_of_gpu(device) + torch.cuda.memory_allocated(device)
             peak = torch.cuda.max_memory_reserved(device)
         else:
-            found, left = resident(), rooms(self._sharing)
-            if found is None or not left:
+            in_ram, left = resident(), rooms(self._sharing)
+            if in_ram is None or not left:
                 return 0
-            limit, peak = min(left).bytes + found.now, found.peak
+            limit, peak = min(left).bytes + in_ram.now, in_ram.peak
         others = sum(each._promised() for each in _spares if each is not self)
         return max(limit - peak - others, 0)
 
@@ -100,28 +98,17 @@ _spares: weakref.WeakSet[Spare] = weakref.WeakSet()
 # --- the first step -------------------------------------------------------------------------------
 
 
-class _Need(NamedTuple):
-    """What a rank's first step lacks under its tightest limit. missing: bytes; negative if there
-    are enough. source: which limit, for the message."""
-
-    missing: int
-    rank: int
-    needed: int
-    left: int
-    source: str
-
-
 def watch_first_steps(module: nn.Module, limit: int | str, sharing: Sharing) -> None:
     """Refuse the first step of an optimizer of this model, which is on the CPU, on all ranks if its
     state will not fit into the remaining memory of one of them."""
     model, engine = weakref.ref(module), state_of(module).unit.engine_id
 
     def check(optimizer: torch.optim.Optimizer) -> bool:
-        found = model()
-        if found is None or state_of(found).unit.engine_id != engine:
+        root = model()
+        if root is None or state_of(root).unit.engine_id != engine:
             return False  # it is part of another model now, which has its own limit
         if any(unit.engine_id == engine for unit in units_stepped_by(optimizer)):
-            _check(found, optimizer, limit, sharing)
+            _check(root, optimizer, limit, sharing)
         return True
 
     before_first_steps(check)
@@ -140,38 +127,25 @@ def _check(
         return
     state = state_of(module)
     states = [s for _, s in units_of(module) if s.unit.engine_id == state.unit.engine_id]
-    needed, comm = _bytes_of_state(states, optimizer, sizes), state.comms.all
+    needed, comm = 0, state.comms.all
+    for unit in (each.unit for each in states):
+        for i, param in enumerate(unit.params):
+            is_new = id(param) in sizes and param.requires_grad and not optimizer.state.get(param)
+            if is_new and not _core.offloads_state(param):
+                needed += sizes[id(param)](param, int(unit.param(i)["numel"]))
     places = rooms(sharing)
     if isinstance(limit, int):
         left = max(limit - without_new_state(states), 0)
         places.append(Room(left, f"of the {limit / _MIB:.1f} MiB of memory_limit"))
     room = min(places, default=Room(needed, ""))
-    mine = _Need(needed - room.bytes, comm.rank, needed, *room)
     name = type(optimizer).__name__
     with PublicCall(f"{name}.step()"):
-        worst = max(_Need(*each) for each in gather(comm, mine))
-    if worst.missing <= 0:
-        return
-    raise MemoryError(
-        f"the first step of {name} does not fit in memory: rank {worst.rank} of {comm.world} needs "
-        f"{worst.needed / _MIB:.1f} MiB for its state, but only {worst.left / _MIB:.1f} MiB are "
-        f"left ({worst.source}). Use more ranks, an optimizer with less state (SGD), "
-        "FSDP(offload=zshard.Offload(directory=..., grads=True)) or FSDP(memory_limit=None), which "
-        "does not check"
-    )
-
-
-def _bytes_of_state(
-    states: list[State], optimizer: torch.optim.Optimizer, sizes: dict[int, SizeOf]
-) -> int:
-    """Return the bytes that the first step will allocate for the parameters of these units.
-
-    sizes: of the state, by the ids of the optimizer's parameters.
-    """
-    return sum(
-        sizes[id(param)](param, int(state.unit.param(i)["numel"]))
-        for state in states
-        for i, param in enumerate(state.unit.params)
-        if id(param) in sizes and param.requires_grad and not optimizer.state.get(param)
-        if not _core.offloads_state(param)
-    )
+        needs = gather(comm, (needed - room.bytes, comm.rank, needed, *room))
+    missing, rank, needed, left, source = max(needs)
+    if missing > 0:
+        raise MemoryError(
+            f"the first step of {name} does not fit in memory: rank {rank} of {comm.world} needs "
+            f"{needed / _MIB:.1f} MiB for its state, but only {left / _MIB:.1f} MiB are left "
+            f"({source}); use more ranks, SGD, FSDP(offload=zshard.Offload(directory=..., "
+            "grads=True)), or FSDP(memory_limit=None), which does not check"
+        )

@@ -11,7 +11,6 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,17 +46,9 @@ _HOOK_TABLES = (
 _within: ContextVar[bool] = ContextVar("zshard_deepcopy", default=False)
 
 
-@dataclass(frozen=True)
-class Copied:
-    """A plain copy of a sharded model.
-
-    module: the copy. units: each unit with the copy of its module. others: copies of parameters
-    that belong to no unit.
-    """
-
-    module: nn.Module
-    units: list[tuple[_core.Unit, nn.Module]]
-    others: list[nn.Parameter]
+# A plain copy of a sharded model; each unit with the copy of its module; copies of parameters that
+# belong to no unit.
+Copied = tuple[nn.Module, list[tuple[_core.Unit, nn.Module]], list[nn.Parameter]]
 
 
 @PublicCall("copy.deepcopy()")
@@ -68,56 +59,45 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """
     if _within.get():
         return _copy_module(model, memo)
-    units, own = list(units_of(model)), state_of(model)
-    for _, state in units:
-        if state.is_apart(own.comms):
-            raise NotImplementedError(
-                f"cannot copy a model whose unit '{state.unit.name}' has a process group of other "
-                "ranks: build and wrap a second model, and load model.state_dict() into it on each "
-                "rank"
-            )
-    cut = (state for _, state in units if not state.unit.replicated)
+    states, root = [state for _, state in units_of(model)], state_of(model)
+    apart = next((state.unit.name for state in states if state.is_apart(root.comms)), None)
+    if apart is not None:
+        raise NotImplementedError(
+            f"cannot copy a model whose unit '{apart}' has a process group of other ranks: load "
+            "model.state_dict() into a second model on each rank"
+        )
+    cut = (state for state in states if not state.unit.replicated)
     refuse(cut, "copy a model", UNSHARDED, PASS)
-    own.unit.engine.open()  # reshard what a forward has left unsharded in the compute dtype
-    own.unit.engine.close()
-    copied = copy_plain(model, memo)
-    made = _shard_copy(copied, model)
-    if own.sync_buffers:
-        sync_buffers(copied.module, own.sync_buffers)
-    if own.comms.all.world > 1:
-        others = {id(param) for param in copied.others}
-        has_others = [m for m in made.names if any(id(p) in others for p in m._parameters.values())]
-        watch(copied.module, has_others)
-    if own.spare is not None:
-        state_of(copied.module).spare = own.spare.like(copied.module)
-    for each in EXTENSIONS:
-        each.finish(copied.module, of=model)
-    introduce(copied.module)
-    for (_, state), (_, module) in zip(units, copied.units, strict=True):
-        state_of(module).form = state.form
-    with writing([state_of(copied.module).unit]):
-        for unit, module in copied.units:
-            _copy_unit(unit, state_of(module).unit)
-    return copied.module
-
-
-def _shard_copy(copied: Copied, model: nn.Module) -> ShardingPlan:
-    """Shard a plain copy like `model`. Not collective over shm: ranks may do it at different
-    times."""
-    own = state_of(model)
-    states = [state for _, state in units_of(model)]
-    options = {
-        id(module): state.options for state, (_, module) in zip(states, copied.units, strict=True)
-    }
+    root.unit.engine.open()  # reshard what a forward has left unsharded in the compute dtype
+    root.unit.engine.close()
+    copied, pairs, others = copy_plain(model, memo)
+    # Not collective over shm: ranks may do it at different times.
+    options = {id(m): state.options for state, (_, m) in zip(states, pairs, strict=True)}
     policy = CustomPolicy(lambda module: id(module) in options)
-    specs = plan_units(copied.module, policy, (), copied.others, with_empty=True)
+    specs = plan_units(copied, policy, (), others, with_empty=True)
     for spec in specs:
         spec.options = options[id(spec.module)]
-    made = ShardingPlan(type(model).__bases__[0], copied.module, specs)
-    made.comms, made.group_given, made.is_alone = own.comms, own.group_given, own.is_alone
-    engine = make_engine(copied.module, own.comms, made.options)
-    made.plan_step(engine, [made.make_unit(engine, spec) for spec in specs])
-    return made
+    plan = ShardingPlan(type(model).__bases__[0], copied, specs)
+    plan.comms, plan.group_given, plan.is_alone = root.comms, root.group_given, root.is_alone
+    engine = make_engine(copied, root.comms, plan.options)
+    plan.plan_step(engine, [plan.make_unit(engine, spec) for spec in specs])
+    if root.sync_buffers:
+        sync_buffers(copied, root.sync_buffers)
+    if root.comms.all.world > 1:
+        ids = {id(param) for param in others}
+        has_others = [m for m in plan.names if any(id(p) in ids for p in m._parameters.values())]
+        watch(copied, has_others)
+    if root.spare is not None:
+        state_of(copied).spare = root.spare.like(copied)
+    for each in EXTENSIONS:
+        each.finish(copied, of=model)
+    introduce(copied)
+    for state, (_, module) in zip(states, pairs, strict=True):
+        state_of(module).form = state.form
+    with writing([state_of(copied).unit]):
+        for unit, module in pairs:
+            _copy_unit(unit, state_of(module).unit)
+    return copied
 
 
 @contextlib.contextmanager
@@ -150,8 +130,8 @@ def copy_plain(root: nn.Module, memo: dict[int, Any]) -> Copied:
             zip(unit.params, unit.was_trainable, strict=True)
         ):
             held.add(id(param))
-            made = without_memory(param, unit.param(index)["shape"], param.device)
-            memo[id(param)] = made.requires_grad_(trainable)
+            full = without_memory(param, unit.param(index)["shape"], param.device)
+            memo[id(param)] = full.requires_grad_(trainable)
     token = _within.set(True)
     try:
         with _without([hook for _, state in states for hook in state.hooks]):
@@ -164,22 +144,21 @@ def copy_plain(root: nn.Module, memo: dict[int, Any]) -> Copied:
                 vars(memo[id(param)]).update(copy.deepcopy(vars(param), memo))
     pairs = [(unit, memo[id(module)]) for module, unit in units]
     others = [memo[id(p)] for p in root.parameters() if id(p) not in held]
-    return Copied(copied, pairs, others)
+    return copied, pairs, others
 
 
 def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy one unit's module, as its original class and without zshard's attributes. Hooks are
     copied: see _without()."""
     original = class_of(module)
-    made = original.__new__(original)
-    memo[id(module)] = made
-    state = {key: value for key, value in vars(module).items() if not _is_ours(key, value)}
-    made.__dict__.update(copy.deepcopy(state, memo))
-    return made
-
-
-def _is_ours(key: str, value: object) -> bool:
-    return key == ATTRIBUTE or type(value).__module__ == "zshard.state.module"
+    copied = memo[id(module)] = original.__new__(original)
+    attributes = {
+        key: value
+        for key, value in vars(module).items()
+        if key != ATTRIBUTE and type(value).__module__ != "zshard.state.module"
+    }
+    copied.__dict__.update(copy.deepcopy(attributes, memo))
+    return copied
 
 
 def _copy_unit(source: _core.Unit, target: _core.Unit) -> None:
@@ -192,13 +171,12 @@ def _copy_unit(source: _core.Unit, target: _core.Unit) -> None:
 
     if parts(source) != parts(target):
         raise RuntimeError(
-            f"cannot copy unit '{source.name or '(root)'}': its copy would have different "
-            "parameters; do not change modules or tied parameters after FSDP(...)"
+            f"cannot copy unit '{source.name or '(root)'}', as its copy has other parameters: do "
+            "not change modules or tied parameters after FSDP(...)"
         )
     for name in ("strategy", "divisor", "sync"):
         if getattr(target, name) != getattr(source, name):
             setattr(target, name, getattr(source, name))
     with torch.no_grad(), plain():
-        for theirs, ours in zip(source.params, target.params, strict=True):
-            ours.copy_(theirs)
-            ours.requires_grad_(theirs.requires_grad)
+        for param, copied in zip(source.params, target.params, strict=True):
+            copied.copy_(param).requires_grad_(param.requires_grad)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zshard._errors import warn
+from zshard._errors import check_choice, warn
 from zshard.model.own_names import ModelNamesFirst, yields_to_the_model
 from zshard.model.summon import summon_full_params
 from zshard.model.torch_classes import (
@@ -99,22 +99,19 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     """
     full = StateDictType.FULL_STATE_DICT
     default = StateDictSettings(full, *(kind() for kind in _CONFIGS[full.name]))
-    found = [(state.unit.name, state.form.settings) for _, state in units_of(module)]
-    settings = [default if given is None else given for _, given in found]
-    for (name, _), given in zip(found, settings, strict=True):
-        if repr(given) != repr(settings[0]):
+    of_units = [(s.unit.name, s.form.settings or default) for _, s in units_of(module)]
+    for name, settings in of_units:
+        if repr(settings) != repr(of_units[0][1]):
             raise RuntimeError(
-                f"units '{found[0][0] or '(root)'}' and '{name}' have different state dict types: "
-                f"{settings[0]} and {given}; call FSDP.set_state_dict_type() on the root"
+                f"unit '{name}' has another state dict type, {settings}, than '{of_units[0][0]}', "
+                f"{of_units[0][1]}: call FSDP.set_state_dict_type() on the root"
             )
-    return settings[0] if settings else default
+    return of_units[0][1] if of_units else default
 
 
-def _form(given: object, config: object, optim_config: object) -> StateDictForm:
-    name = given.name if isinstance(given, enum.Enum) else given
-    if not isinstance(name, str) or name not in _CONFIGS:
-        types = ", ".join(map(repr, _CONFIGS))
-        raise ValueError(f"unknown state_dict_type {name!r}: expected one of {types}")
+def _form(asked: object, config: object, optim_config: object) -> StateDictForm:
+    name: Any = asked.name if isinstance(asked, enum.Enum) else asked
+    check_choice("state_dict_type", name, tuple(_CONFIGS))
     configs = {"state_dict_config": config, "optim_state_dict_config": optim_config}
     for (argument, passed), kind in zip(configs.items(), _CONFIGS[name], strict=True):
         kinds = {each.__name__ for each in type(passed).__mro__}
@@ -123,13 +120,10 @@ def _form(given: object, config: object, optim_config: object) -> StateDictForm:
         elif kind.__name__ not in kinds:
             raise TypeError(f"{argument} for {name} must be a {kind.__name__}, got {passed!r}")
     if name != "FULL_STATE_DICT":
-        warn(
-            f"{name} has full tensors here: zshard.save() writes each rank's shards instead, and "
-            "gathers nothing"
-        )
-    own, optim = (bool(getattr(each, "rank0_only", False)) for each in configs.values())
-    chosen = StateDictType[name] if isinstance(given, str) else given
-    return StateDictForm(own, optim, StateDictSettings(chosen, *configs.values()))
+        warn(f"{name} has full tensors here: for each rank's shards, use zshard.save()")
+    of_model, of_optim = (bool(getattr(each, "rank0_only", False)) for each in configs.values())
+    chosen = StateDictType[name] if isinstance(asked, str) else asked
+    return StateDictForm(of_model, of_optim, StateDictSettings(chosen, *configs.values()))
 
 
 # --- methods --------------------------------------------------------------------------------------
@@ -196,16 +190,15 @@ class Fsdp1Methods(ModelNamesFirst):
         """
         if is_named_optimizer:
             raise NotImplementedError(
-                "is_named_optimizer=True (torch's _NamedOptimizer) is not supported: pass a plain "
-                "optimizer"
+                "is_named_optimizer=True is not supported: pass a plain optimizer"
             )
         from zshard.state.optimizer_names import to_load
 
         _check_group(model, group)
-        made = to_load(model, optim, optim_state_dict, _rank0_only(model))
+        converted = to_load(model, optim, optim_state_dict, _rank0_only(model))
         if load_directly:
-            optim.load_state_dict(made)
-        return made
+            optim.load_state_dict(converted)
+        return converted
 
 
 def _rank0_only(model: nn.Module) -> bool:
@@ -216,8 +209,5 @@ def _check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     from zshard.state.optimizer_names import outermost_comm
 
     world = outermost_comm(model).world
-    if group is not None and dist.get_world_size(group) != world:
-        raise ValueError(
-            f"group has {dist.get_world_size(group)} ranks, but the model has {world}: omit group "
-            "to use the model's ranks"
-        )
+    if group is not None and (size := dist.get_world_size(group)) != world:
+        raise ValueError(f"group has {size} ranks, but the model has {world}: omit group")

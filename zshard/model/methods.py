@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,10 +72,10 @@ class ModelMethods(ModelNamesFirst):
         memory."""
         moves_to = _moves_to.get()
 
-        def given(tensor: Tensor) -> Tensor:
+        def empty(tensor: Tensor) -> Tensor:
             return fn(tensor) if tensor.is_meta or moves_to is None else tensor.to(*moves_to)
 
-        return super()._apply(fn if moves_to is None else given, recurse)  # type: ignore[no-untyped-call]
+        return super()._apply(fn if moves_to is None else empty, recurse)  # type: ignore[no-untyped-call]
 
     def micro_batches(self, step: int, seed: int = 0) -> Iterator[int]:
         """Yield the numbers of the micro-batches that this rank computes in a step, from 0 to
@@ -89,8 +89,8 @@ class ModelMethods(ModelNamesFirst):
         Begins the step anew if an earlier one was not completed. Raises RuntimeError for a model
         without deterministic="any-world", ValueError for an inner unit.
         """
-        found: Iterator[int] = upper.module_for("micro_batches").micro_batches_in(self, step, seed)
-        return found
+        extra = upper.module_for("micro_batches")
+        return cast("Iterator[int]", extra.micro_batches_in(self, step, seed))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -204,16 +204,16 @@ class ModelMethods(ModelNamesFirst):
             "steps/skipped": how many optimizer steps FSDP(nonfinite="skip") has skipped.
             "memory/now/total", "memory/peak/total", ...: the parts of memory(), in bytes.
         """
-        found = _core.pace(state_of(self).unit.engine)
+        numbers = _core.pace(state_of(self).unit.engine)
         norm = last_norm(self.parameters())
         if norm is not None:
-            found["grad_norm"] = float(norm)
+            numbers["grad_norm"] = float(norm)
         for each in EXTENSIONS:
-            found.update(each.metrics(self))
+            numbers.update(each.metrics(self))
         for what in ("now", "peak"):
             for part, size in ModelMethods.memory(self, what).items():
-                found[f"memory/{what}/{part}"] = float(size)
-        return found
+                numbers[f"memory/{what}/{part}"] = float(size)
+        return numbers
 
     # --- units ------------------------------------------------------------------------------------
 
@@ -310,10 +310,10 @@ class ModelMethods(ModelNamesFirst):
         """
         if not enable:
             return contextlib.nullcontext()
-        found: contextlib.AbstractContextManager[None] = upper.module_for("join").join(
+        join = upper.module_for("join").join(
             self, optimizers, divide_by_initial_world_size, throw_on_early_termination
         )
-        return found
+        return cast("contextlib.AbstractContextManager[None]", join)
 
     # --- settings ---------------------------------------------------------------------------------
 
@@ -334,8 +334,8 @@ class ModelMethods(ModelNamesFirst):
         for unit in units:
             if unit.strategy == "no_shard":
                 raise ValueError(
-                    f"unit '{unit.name or '(root)'}' has strategy no_shard: its parameters are not "
-                    "sharded; call set_reshard_after_forward() on other units only"
+                    f"unit '{unit.name or '(root)'}' has strategy no_shard, which never reshards: "
+                    "call set_reshard_after_forward() on other units only"
                 )
         for unit in units:
             unit.strategy = "full_shard" if reshard_after_forward else "shard_grad_op"
@@ -438,13 +438,9 @@ def check_bool(name: str, value: object) -> None:
 
 def _prefetchable(modules: Iterable[nn.Module]) -> list[_core.Unit]:
     """Return the modules' units. Raises TypeError if one is not sharded."""
-    if isinstance(modules, nn.Module):
-        raise TypeError("modules to prefetch must be a list of sharded modules, got one module")
-    listed = list(modules)
+    listed: list[Any] = [None] if isinstance(modules, nn.Module) else list(modules)
     for module in listed:
         if not isinstance(module, nn.Module) or not is_unit(module):
-            raise TypeError(
-                f"modules to prefetch must be sharded, but {type(module).__name__} is not: call "
-                "fully_shard(...) on it first"
-            )
+            kind = type(modules if module is None else module).__name__
+            raise TypeError(f"modules to prefetch must be a list of sharded modules, got a {kind}")
     return [state_of(module).unit for module in listed]

@@ -117,16 +117,16 @@ def yields_to_the_model(cls: _Class) -> _Class:
 
 def _names_of(base: type[nn.Module]) -> list[YieldingName]:
     """Return the names of FSDP, which is `base`, that yield to the model's."""
-    found = (each for cls in base.__mro__ for each in vars(cls).values())
-    return [each for each in found if isinstance(each, YieldingName)]
+    attributes = (each for cls in base.__mro__ for each in vars(cls).values())
+    return [each for each in attributes if isinstance(each, YieldingName)]
 
 
 def properties_in_place(base: type[nn.Module], original: type[nn.Module]) -> dict[str, Any]:
     """Return the properties of the model's class that a unit's class must have itself: Python asks
     the first class that has a name for its setter."""
     names = [each.name for each in _names_of(base)]
-    found = {name: inspect.getattr_static(original, name, None) for name in names}
-    return {name: each for name, each in found.items() if inspect.isdatadescriptor(each)}
+    attributes = {name: inspect.getattr_static(original, name, None) for name in names}
+    return {name: each for name, each in attributes.items() if inspect.isdatadescriptor(each)}
 
 
 def _has(module: nn.Module, name: str) -> bool:
@@ -147,17 +147,11 @@ def refuse_names(model: nn.Module) -> None:
         kind, tables = type(module), (module._modules, module._parameters, module._buffers)
         taken = [name for table in tables for name, _ in table.items() if name.startswith(_PRIVATE)]
         state = vars(module).get(ATTRIBUTE, getattr(kind, ATTRIBUTE, None))
-        if taken or not isinstance(state, State | None):
-            raise ValueError(
-                f"a {kind.__name__} has an attribute {(*taken, ATTRIBUTE)[0]!r}: names that begin "
-                f"with {_PRIVATE!r} are zshard's own; rename it"
-            )
-        stray = stray_part(module)
-        if stray is not None:
-            raise ValueError(
-                f"a {kind.__name__} has a child {stray!r}: torch.compile() and activation "
-                "checkpointing use that name, and checkpoints omit it; rename the child"
-            )
+        if not isinstance(state, State | None):
+            taken.append(ATTRIBUTE)
+        if taken or (stray := stray_part(module)) is not None:
+            name, whose = (taken[0], "zshard's name") if taken else (stray, "as torch's wrappers")
+            raise ValueError(f"a {kind.__name__} has an attribute {name!r}, {whose}: rename it")
 
 
 def warn_of_clashes(base: type[nn.Module], units: Sequence[UnitSpec]) -> None:
@@ -167,8 +161,5 @@ def warn_of_clashes(base: type[nn.Module], units: Sequence[UnitSpec]) -> None:
     clashes = {n: type(each).__name__ for each in modules for n in names if _has(each, n)}
     if clashes:
         listed = ", ".join(f"{name!r} of {kind}" for name, kind in clashes.items())
-        name = next(iter(clashes))
-        warn(
-            f"the model's own attributes hide FSDP's: {listed}. model.{name} is the model's own; "
-            f"call zshard's as a function: FSDP.{name}(model)"
-        )
+        call = f"call zshard's as a function: FSDP.{next(iter(clashes))}(model)"
+        warn(f"the model's own attributes hide FSDP's: {listed}; {call}")

@@ -179,9 +179,9 @@ class ShardingPlan:
         check_wire_over(comm, options.wire)
         held = {id(ref.param) for spec in self.specs for ref in spec.params}
         held |= {id(param) for state in inner for param in state.unit.params}
-        ours, theirs = ([each.options for each in some] for some in (self.specs, inner))
+        of_specs, of_inner = ([each.options for each in some] for some in (self.specs, inner))
         for each in EXTENSIONS:
-            each.check_model(self.module, ours, theirs, held, device)
+            each.check_model(self.module, of_specs, of_inner, held, device)
         self.comms = comms_for(groups, options.strategy, comm, (asked, timeout, device))
         for state in inner if self.comms.replica_group is None else ():
             # Whether to keep copies between steps is one choice for the entire model.
@@ -283,23 +283,23 @@ class ShardingPlan:
 def _timeout_of(inner: list[State], group: Group | None, asked: float | None) -> float | None:
     """Return the timeout to ask for: a model has one, so units of earlier calls decide. Raises
     ValueError for another one than theirs."""
-    theirs = next((s.comms.all for s in inner if group_of(s.comms.all) is group), None)
-    if theirs is None or group is None:
+    comm = next((s.comms.all for s in inner if group_of(s.comms.all) is group), None)
+    if comm is None or group is None:
         return asked
-    if asked not in (None, theirs.timeout):
+    if asked not in (None, comm.timeout):
         raise ValueError(
-            f"FSDP(timeout={asked}): a module inside was wrapped with a timeout of "
-            f"{theirs.timeout:g} s, and a model has one: pass the same to both"
+            f"FSDP(timeout={asked}): a module inside has a timeout of {comm.timeout:g} s: pass the "
+            "same to both"
         )
-    return theirs.timeout
+    return comm.timeout
 
 
 def refuse_half(module: nn.Module) -> None:
     """Raise RuntimeError if an earlier FSDP() has left a model half sharded."""
     if _HALF in module.__dict__:
         raise RuntimeError(
-            f"an earlier FSDP() of this {type(module).__name__} failed after it had begun to "
-            "shard it: build the model again, on all ranks"
+            f"an earlier FSDP() has left this {type(module).__name__} half sharded: build the "
+            "model again, on all ranks"
         )
 
 

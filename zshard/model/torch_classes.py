@@ -152,10 +152,7 @@ class FlatParameter(nn.Parameter):
     """FSDP1's class for isinstance(p, FlatParameter), which no parameter in zshard is."""
 
     def __new__(cls, *args: object, **kwargs: object) -> FlatParameter:
-        raise TypeError(
-            "FlatParameter cannot be constructed: zshard keeps the original parameters, each "
-            "with this rank's shard"
-        )
+        raise TypeError("FlatParameter cannot be constructed: zshard keeps the original parameters")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class _AdamInOneCall(InOneCall):
         if any(grad.is_sparse for grad in grads):
             raise RuntimeError(
                 f"zshard.{type(self).__name__} does not support sparse gradients: create the layer "
-                "with sparse=False, or use torch.optim.SparseAdam for its parameters"
+                "with sparse=False, or use torch.optim.SparseAdam"
             )
         states = [self.state[p] for p in params]
         adam(
@@ -101,12 +101,7 @@ class Adam(_AdamInOneCall, torch.optim.Adam):
         rounding_seed: int = 0,
     ) -> None:
         super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
+            *(params, lr, betas, eps, weight_decay, amsgrad),
             foreach=foreach,
             maximize=maximize,
             capturable=capturable,
@@ -157,12 +152,7 @@ class AdamW(_AdamInOneCall, torch.optim.AdamW):
         rounding_seed: int = 0,
     ) -> None:
         super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
+            *(params, lr, betas, eps, weight_decay, amsgrad),
             maximize=maximize,
             foreach=foreach,
             capturable=capturable,
@@ -212,12 +202,7 @@ class SGD(InOneCall, torch.optim.SGD):
         rounding_seed: int = 0,
     ) -> None:
         super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
+            *(params, lr, momentum, dampening, weight_decay, nesterov),
             maximize=maximize,
             foreach=foreach,
             differentiable=differentiable,

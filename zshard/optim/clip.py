@@ -49,8 +49,7 @@ _torchs_scale: Callable[..., None] = getattr(
 
 _REPLACED = (
     "the .grad of sharded parameter '{}' was replaced by another tensor: modify it in place "
-    "instead (p.grad.copy_(...), p.grad.mul_(...)). For norms of other sharded tensors, use "
-    "zshard.named_norms(model)"
+    "(p.grad.copy_(...)); for norms of other sharded tensors, use zshard.named_norms(model)"
 )
 
 
@@ -121,9 +120,8 @@ def _refuse_other_shards(tensors: Iterable[Tensor]) -> None:
         part = _core.slice_part(tensor)
         if part is not None and isinstance(tensor, torch.nn.Parameter):
             raise ShardError(
-                f"a norm was asked for of the sharded parameter '{part.name}' itself: pass "
-                "gradients, [p.grad for p in model.parameters() if p.grad is not None], or for "
-                "norms of parameters use zshard.named_norms(model)"
+                f"cannot take the norm of sharded parameter '{part.name}': pass gradients, [p.grad "
+                "for p in model.parameters() if p.grad is not None], or use zshard.named_norms()"
             )
         if part is not None:
             raise RuntimeError(_REPLACED.format(part.name))
@@ -148,9 +146,8 @@ def _refuse_other_ranks(tensors: Iterable[Tensor]) -> None:
     for other in others:
         if ranks_of(first.comm) != ranks_of(other.comm):
             raise NotImplementedError(
-                f"'{first.name}' and '{other.name}' have no norm together, and cannot be clipped "
-                "together: their units have process groups of different ranks, so each rank would "
-                "get another norm; call torch.nn.utils.clip_grad_norm_() or get_total_norm() once "
+                f"'{first.name}' and '{other.name}' have no norm together, as their units are over "
+                "different ranks: call torch.nn.utils.clip_grad_norm_() or get_total_norm() once "
                 "for the parameters of each process group"
             )
 
@@ -159,13 +156,13 @@ def _refuse_other_ranks(tensors: Iterable[Tensor]) -> None:
 def _parts_of_all(tensors: Iterable[Tensor]) -> list[Part]:
     """Return the entries of those tensors that are parameters or gradients of parameters; [] if all
     parameters of this process have the same ranks."""
-    known = known_parts()
-    if len({id(part.comm) for _, part in known}) < 2:
+    pairs = known_parts()
+    if len({id(part.comm) for _, part in pairs}) < 2:
         return []
-    grads = zip(grads_of(param for param, _ in known), known, strict=True)
+    grads = zip(grads_of(param for param, _ in pairs), pairs, strict=True)
     by_memory = {_memory_of(grad): part for grad, (_, part) in grads if grad is not None}
-    found = (part_of(each) or by_memory.get(_memory_of(each)) for each in tensors)
-    return [part for part in found if part is not None]
+    parts = (part_of(each) or by_memory.get(_memory_of(each)) for each in tensors)
+    return [part for part in parts if part is not None]
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -232,6 +229,8 @@ def _norm_over_ranks(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> Tensor:
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be a positive number or inf, got {norm_type}")
     grads = [*whole, *(grad for each in sharded.values() for grad in each)]
     if _core.on_gpu([grad.contiguous() for grad in grads]):
         norm: float | Tensor = _norm_on_gpu(sharded, whole, float(norm_type))
@@ -240,7 +239,7 @@ def _norm_over_ranks(
     if error_if_nonfinite and not math.isfinite(norm):  # waits for a GPU
         raise RuntimeError(
             f"the total norm of order {norm_type} for gradients is {norm}, so they cannot be "
-            "clipped: to scale them by it anyway, pass error_if_nonfinite=False"
+            "clipped: pass error_if_nonfinite=False to scale them anyway"
         )
     dtype = functools.reduce(torch.promote_types, (g.dtype for g in grads), torch.float32)
     if isinstance(norm, Tensor):
@@ -248,33 +247,22 @@ def _norm_over_ranks(
     return torch.tensor(norm, dtype=dtype, device=grads[0].device)
 
 
-def _check_norm_type(norm_type: float) -> None:
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be a positive number or inf, got {norm_type}")
-
-
 def _norm_on_gpu(
     sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor], norm_type: float
 ) -> Tensor:
     """As _norm(), without waiting for the GPU: returns a float64 number there, which may not be
     computed yet."""
-    _check_norm_type(norm_type)
+    exponent = norm_type if math.isinf(norm_type) else 2.0  # how ranks' shares are combined
     parts = [_power_sum_on_gpu(whole, norm_type, 0)[0]] if whole else []
     for engine, grads in sharded.items():  # in list order, the same on all ranks
         announce("norm", engine, grads, norm_type)
-        parts.append(_norm_over_gpus(engine, grads, norm_type))
+        room = _power_sum_on_gpu(grads, norm_type, _core.gpu_ranks(engine))
+        _core.queue_over_ranks(engine, exponent, room)
+        parts.append(room[0])
     total = parts[0].clone()  # a clone, to free the larger buffer while the norm lives
     for part in parts[1:]:
         total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
     return total if math.isinf(norm_type) else total.pow(1 / norm_type)
-
-
-def _norm_over_gpus(engine: _core.Engine, grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    """As norm_over_ranks(), in memory of the GPU."""
-    exponent = norm_type if math.isinf(norm_type) else 2.0  # how ranks' shares are combined
-    room = _power_sum_on_gpu(grads, norm_type, _core.gpu_ranks(engine))
-    _core.queue_over_ranks(engine, exponent, room)
-    return room[0]
 
 
 def _power_sum_on_gpu(tensors: Sequence[Tensor], norm_type: float, more: int) -> Tensor:
@@ -297,7 +285,6 @@ def _norm(
 ) -> float:
     """Return the norm over all ranks' shares of the sharded gradients, plus the unsharded ones
     once."""
-    _check_norm_type(norm_type)
     owner = _owner_of_norms()
     if owner is not None:
         owner.check_norm(norm_type)

@@ -234,7 +234,8 @@ def _end_writes(optimizer: Optimizer) -> None:
     prepared = getattr(optimizer, "prepared", None)
     if prepared is not None:
         prepared.is_writing = True
-    for unit in units_stepped_by(optimizer) if prepared is None else ():
+        return
+    for unit in units_stepped_by(optimizer):
         unit.engine.end_write()
 
 
@@ -255,43 +256,28 @@ _note_step = torch._disable_dynamo(note_step)  # type: ignore[attr-defined]
 # --- refusals -------------------------------------------------------------------------------------
 
 _inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Those that another one calls on the ranks that have something for them to step."""
+"""Optimizers within another one, which steps them only on ranks that have parameters for them."""
 
 
 def _refuse_by_class(optimizer: Optimizer) -> None:
     cls = type(optimizer)
-    if cls.__name__ == "ZeroRedundancyOptimizer":
+    library, name = cls.__module__.partition(".")[0], cls.__name__.lower()
+    if name == "zeroredundancyoptimizer":
         check_optimizer(optimizer)
         _inner.add(getattr(optimizer, "optim", optimizer))
-    if _needs_unseen_norms(cls) and any(map(_core.is_shard, params_of(optimizer))):
+    takes_norms = library in _KERNELS and any(word in name for word in _NEED_NORMS)
+    quantizes = library in _QUANTIZE and any(word in name for word in ("8bit", "4bit", "fp8"))
+    if (takes_norms or quantizes) and any(map(_core.is_shard, params_of(optimizer))):
+        what = "scales updates by norms" if takes_norms else "quantizes state in blocks"
         raise ShardError(
-            f"{cls.__name__} scales updates by norms of whole parameters, but would see shards. "
-            "Use an elementwise optimizer (zshard.AdamW, torch.optim.SGD, ...), or FSDP(..., "
-            'strategy="no_shard")'
-        )
-    if _codes_shards(cls) and any(map(_core.is_shard, params_of(optimizer))):
-        raise ShardError(
-            f"{cls.__module__}.{cls.__name__} would quantize its state in blocks of this rank's "
-            "shards, so it would change with the number of ranks: use zshard.AdamW8bit, Adam8bit "
-            "or SGD8bit, whose bits do not"
+            f"{cls.__module__}.{cls.__name__} {what} of full parameters, but would see shards: use "
+            'zshard.AdamW, AdamW8bit or SGD8bit, or FSDP(..., strategy="no_shard")'
         )
     if isinstance(optimizer, torch.optim.SparseAdam) and stepped_by(optimizer):
         raise NotImplementedError(
-            "SparseAdam needs sparse gradients, but zshard's are dense, also of "
-            "nn.Embedding(sparse=True) and under no_shard: use torch.optim.Adagrad or SGD, which "
-            "leave rows without a gradient as they are, too"
+            "SparseAdam needs sparse gradients, but zshard's are dense: use torch.optim.Adagrad or "
+            "SGD, which leave rows without a gradient as they are, too"
         )
-
-
-def _needs_unseen_norms(cls: type) -> bool:
-    if cls.__module__.partition(".")[0] not in _KERNELS:
-        return False
-    return any(word in cls.__name__.lower() for word in _NEED_NORMS)
-
-
-def _codes_shards(cls: type) -> bool:
-    library, name = cls.__module__.partition(".")[0], cls.__name__.lower()
-    return library in _QUANTIZE and any(word in name for word in ("8bit", "4bit", "fp8"))
 
 
 # --- torch's elementwise optimizers ---------------------------------------------------------------
@@ -344,10 +330,10 @@ def _ending(step: Callable[..., Any]) -> Callable[..., Any]:
 def _plainly(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def stepped(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
-        known = _n_entries(self)
+        before = _n_entries(self)
         with plain(), _with_foreach(self):
             result = step(self, None if closure is None else guarded(closure), **kwargs)
-        if _n_entries(self) != known:
+        if _n_entries(self) != before:
             _guard_state(self)
         return result
 
@@ -357,7 +343,7 @@ def _plainly(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _n_entries(optimizer: Optimizer) -> int:
     """Return how much state there is; a script may read state that a step has yet to make."""
-    return sum(len(own) for own in optimizer.state.values() if isinstance(own, dict))
+    return sum(len(state) for state in optimizer.state.values() if isinstance(state, dict))
 
 
 @contextlib.contextmanager

@@ -26,12 +26,7 @@ from zshard.optim.step_digest import note_step
 from zshard.units.extensions import EXTENSIONS
 from zshard.units.moment import REPLACED, refuse, refuse_writes
 from zshard.units.shards import ids_of
-from zshard.units.units import (
-    Hook,
-    State,
-    hook_forward,
-    units_of,
-)
+from zshard.units.units import Hook, State, hook_forward, units_of
 
 __all__ = [
     *("OptimizerInBackward", "is_stepped_in_backward", "refuse_clipping", "refuse_scaler"),
@@ -61,11 +56,17 @@ class OptimizerInBackward:
         if any(state.options.micro_batches for _, state in units_of(module)):
             raise NotImplementedError(
                 "optimizer_in_backward() does not support deterministic='any-world': call "
-                "optimizer.step() after the last backward of a step"
+                "optimizer.step() after a step's last backward"
             )
         states = [state for _, state in units_of(module)]
         refuse_writes((state.unit for state in states), "optimizer_in_backward()")
-        self._optimizers = [_checked(optimizer) for optimizer in optimizers]
+        for each in optimizers:
+            if not isinstance(each, InOneCall):
+                raise TypeError(
+                    "optimizer_in_backward() expects zshard.AdamW, Adam or SGD, got "
+                    f"{type(each).__module__}.{type(each).__qualname__}"
+                )
+        self._optimizers: list[Any] = list(optimizers)
         for optimizer in self._optimizers:
             know(optimizer)
         self._module = weakref.ref(module)
@@ -79,15 +80,15 @@ class OptimizerInBackward:
         self._known = list(map(ids_of, self._optimizers))
         groups = _groups_of(self._optimizers)
         try:
-            for each, state in units_of(module):
-                self._attach(each, state, groups)
+            for unit_module, state in units_of(module):
+                self._attach(unit_module, state, groups)
         except BaseException:
             self.remove()
             raise
         if not self._units:
             raise ValueError(
-                "optimizer_in_backward(): the optimizer has none of the model's parameters: "
-                "construct it from model.parameters() after FSDP(...)"
+                "optimizer_in_backward(): the optimizer has none of the model's parameters: pass "
+                "model.parameters() to it after FSDP(...)"
             )
         _handles.setdefault(module, []).append(self)
 
@@ -111,30 +112,40 @@ class OptimizerInBackward:
 
     def _attach(self, module: nn.Module, state: State, groups: dict[int, tuple[Any, int]]) -> None:
         unit = state.unit
-        known = {i: groups[id(p)] for i, p in enumerate(unit.params) if id(p) in groups}
-        if not known:
+        stepped = {i: groups[id(p)] for i, p in enumerate(unit.params) if id(p) in groups}
+        if not stepped:
             return
         for each in EXTENSIONS:
             each.check_in_backward(unit)
         parts: dict[tuple[int, int], tuple[Any, int, list[Tensor]]] = {}
-        for i, (optimizer, group) in known.items():
+        for i, (optimizer, group) in stepped.items():
             part = parts.setdefault((id(optimizer), group), (optimizer, group, []))
             part[2].append(unit.params[i])
-        unit.step_in_backward(weakref.WeakMethod(self._step), len(self._units), set(known))
+        unit.step_in_backward(weakref.WeakMethod(self._step), len(self._units), set(stepped))
         self._units.append(unit)
         self._parts.append(list(parts.values()))
-        self._ids.update(id(unit.params[i]) for i in known)
+        self._ids.update(id(unit.params[i]) for i in stepped)
         if not unit.is_hooked:  # on a single rank, forward needs nothing else
-            made = hook_forward(module, unit)
-            hooks = state.note_hooks(module, made)
-            self._hooks += [(state, *pair) for pair in zip(hooks, made, strict=True)]
+            handles = hook_forward(module, unit)
+            hooks = state.note_hooks(module, handles)
+            self._hooks += [(state, *pair) for pair in zip(hooks, handles, strict=True)]
 
     def _step(self, index: int) -> None:
         """Called by C within backward: step the unit `index`, or handle _BEGIN or _OVER."""
         if index == _BEGIN:
-            _refuse_scaled()
+            task = torch._C._current_graph_task_id()
+            if task == _scaled_backward:
+                raise _no_scaler()
             refuse(self._states, "step", REPLACED)
-            self._begin()
+            if list(map(ids_of, self._optimizers)) != self._known:
+                raise RuntimeError(
+                    "the optimizer's param groups have other parameters than when "
+                    "optimizer_in_backward() was called: remove() its handle, and call it again"
+                )
+            for optimizer in self._optimizers:
+                if optimizer not in _uncounted or _uncounted[optimizer][0] != task:
+                    _uncounted[optimizer] = task, set(), set()
+                _uncounted[optimizer][1].add(id(self))
         elif index == _OVER:
             for optimizer in self._optimizers:
                 _, handles, groups = _uncounted[optimizer]
@@ -151,28 +162,13 @@ class OptimizerInBackward:
                 _uncounted[optimizer][2].add(group)
                 self._stepped.add(optimizer)
 
-    def _begin(self) -> None:
-        """Raise RuntimeError in a backward that would not step what the optimizers have now."""
-        if list(map(ids_of, self._optimizers)) != self._known:
-            raise RuntimeError(
-                "the optimizer's param groups have other parameters than when "
-                "optimizer_in_backward() was called: call remove() on the handle, and "
-                "optimizer_in_backward() again"
-            )
-        task = torch._C._current_graph_task_id()
-        for optimizer in self._optimizers:
-            if optimizer not in _uncounted or _uncounted[optimizer][0] != task:
-                _uncounted[optimizer] = task, set(), set()
-            _uncounted[optimizer][1].add(id(self))
-
 
 def refuse_clipping(params: Iterable[Tensor] | None = None) -> None:
     """Raise RuntimeError if any of `params` (None: of any model) is stepped in backward."""
     if _any_steps(params):
         raise RuntimeError(
-            "no gradients to clip: optimizer_in_backward() steps with them during backward, "
-            "before their total norm is known. To clip by norm, call remove() on its handle; to "
-            "clip by value, use a hook (p.register_post_accumulate_grad_hook)"
+            "no gradients to clip: optimizer_in_backward() has stepped with them; call remove() on "
+            "the handle, or clip by value in p.register_post_accumulate_grad_hook()"
         )
 
 
@@ -194,12 +190,6 @@ def _note_scaled(_grad: Tensor) -> None:
     _scaled_backward = torch._C._current_graph_task_id()
 
 
-def _refuse_scaled() -> None:
-    """Raise RuntimeError in a backward of a scaled loss."""
-    if torch._C._current_graph_task_id() == _scaled_backward:
-        raise _no_scaler()
-
-
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
     """Raise RuntimeError if a scaler is to unscale gradients with which a backward has stepped."""
     if _handles and _any_steps(param for g in optimizer.param_groups for param in g["params"]):
@@ -208,9 +198,8 @@ def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
 
 def _no_scaler() -> RuntimeError:
     return RuntimeError(
-        "optimizer_in_backward() does not support GradScaler: it would step with gradients "
-        "that are still scaled, before the check for inf. Call remove() on the handle, or "
-        "train in bfloat16, which needs no loss scaling"
+        "optimizer_in_backward() does not support GradScaler, which would check for inf too late: "
+        "call remove() on the handle, or train in bfloat16, which needs no loss scaling"
     )
 
 
@@ -227,26 +216,17 @@ def _any_steps(params: Iterable[Tensor] | None) -> bool:
     return any(not ids.isdisjoint(handle._ids) for handle in active)
 
 
-def _checked(optimizer: object) -> InOneCall:
-    if isinstance(optimizer, InOneCall):
-        return optimizer
-    raise TypeError(
-        "optimizer_in_backward() expects zshard.AdamW, Adam or SGD, which can step one unit at a "
-        f"time, got {type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    )
-
-
 def _groups_of(optimizers: Sequence[Any]) -> dict[int, tuple[Any, int]]:
     """Return, by the id of each parameter, its optimizer and the index of its group. Raises
     ValueError for a parameter that appears twice."""
-    found: dict[int, tuple[Any, int]] = {}
+    by_id: dict[int, tuple[Any, int]] = {}
     for optimizer in optimizers:
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                if id(param) in found:
+                if id(param) in by_id:
                     raise ValueError(
-                        "optimizer_in_backward(): a parameter of shape "
-                        f"{tuple(param.shape)} is in two optimizers: pass it to one only"
+                        f"optimizer_in_backward(): a parameter of shape {tuple(param.shape)} is in "
+                        "two optimizers: pass it to one only"
                     )
-                found[id(param)] = optimizer, index
-    return found
+                by_id[id(param)] = optimizer, index
+    return by_id

@@ -81,7 +81,9 @@ class InOneCall(torch.optim.Optimizer):
         """Do the work of step(), without torch's hooks."""
         for index, group in enumerate(self.param_groups):
             self._step_params(index, group, self.state)
-            _count_rounding(group)
+            # The next step uses other random bits, but not if there are no gradients.
+            if "rounding_step" in group and any(p.grad is not None for p in group["params"]):
+                group["rounding_step"] += 1
 
     def _step_part(self, index: int, unit: int, params: list[Tensor]) -> None:
         """Step some parameters of group `index`, those of one unit; for optimizer_in_backward.
@@ -104,13 +106,11 @@ class InOneCall(torch.optim.Optimizer):
         parameters."""
         if not group["params"]:
             return
-        if (
-            group.get("stochastic_rounding")
-            and not {"rounding_seed", "rounding_step"} <= group.keys()
-        ):
+        rounds = group.get("stochastic_rounding")
+        if rounds and not {"rounding_seed", "rounding_step"} <= group.keys():
             raise ValueError(
                 "stochastic_rounding=True was set on a param group without rounding_seed and "
-                "rounding_step: pass it to the constructor or add_param_group(), or set all three"
+                "rounding_step: set all three, or pass it to add_param_group()"
             )
         plan = self._plans.get(key)
         foreign = None if plan is None else self._step_by(plan, group, state)
@@ -119,8 +119,8 @@ class InOneCall(torch.optim.Optimizer):
         if foreign and self.prepared is not None:
             shape = tuple(group["params"][foreign[0]].shape)
             raise NotImplementedError(
-                f"a kept run steps contiguous parameters with dense gradients, but one of shape "
-                f"{shape} does not qualify: leave it out of the optimizer, or do not keep this run"
+                f"a kept run steps contiguous parameters with dense gradients, unlike one of shape "
+                f"{shape}: leave it out of the optimizer, or do not keep this run"
             )
         if foreign:
             self._step_by_torch(group, [group["params"][i] for i in foreign])
@@ -159,8 +159,8 @@ class InOneCall(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "param_groups" in vars(self):  # a load, not a copy
-            for group, own in zip(state["param_groups"], self.param_groups, strict=True):
-                keep_options(group, own)
+            for group, before in zip(state["param_groups"], self.param_groups, strict=True):
+                keep_options(group, before)
                 self._take_group(group)
         super().__setstate__(state)
         self._plans = {}
@@ -196,10 +196,7 @@ class InOneCall(torch.optim.Optimizer):
             for group in self.param_groups:
                 self._take_group(group)
         elif seed != 0:
-            raise ValueError(
-                "rounding_seed requires stochastic_rounding=True: pass both to the optimizer, or "
-                "set both on a param group"
-            )
+            raise ValueError("rounding_seed requires stochastic_rounding=True: pass both")
         self._set_scaler_flag()  # with fused, torch has set it already
 
     def _take_group(self, group: dict[str, Any]) -> None:
@@ -210,9 +207,8 @@ class InOneCall(torch.optim.Optimizer):
         for option in ("capturable", "stochastic_rounding"):
             if option in self.defaults:
                 group.setdefault(option, self.defaults[option])
-        wrong = _unsupported(type(self).__name__, group)
-        if wrong:
-            raise NotImplementedError(f"zshard.{type(self).__name__}: {wrong}")
+        if problem := _unsupported(type(self).__name__, group):
+            raise NotImplementedError(f"zshard.{type(self).__name__}: {problem}")
         if group.get("stochastic_rounding"):
             group.setdefault("rounding_seed", self.defaults.get("rounding_seed", 0))
             group.setdefault("rounding_step", 0)
@@ -237,8 +233,8 @@ class InOneCall(torch.optim.Optimizer):
         params: list[Tensor] = group["params"]
         if _core.capturing(params):
             raise RuntimeError(
-                "cannot capture an optimizer's first step in a CUDA graph, as it creates the "
-                "optimizer's state: run a warm-up step before the capture"
+                "cannot capture an optimizer's first step, which makes its state, in a CUDA graph: "
+                "run a warm-up step before the capture"
             )
         fresh = self._make_state(group, [p for p in params if p.grad is not None])
         numbers = self._numbers(params) if "rounding_step" in group else None
@@ -250,9 +246,7 @@ class InOneCall(torch.optim.Optimizer):
         self.state_changes += 1
         foreign = self._step_by(plan, group, state)
         if foreign is None:
-            raise RuntimeError(
-                "the optimizer's state changed during step(): do not modify it from another thread"
-            )
+            raise RuntimeError("the optimizer's state changed during step(): use one thread")
         for i in foreign if self._begins_as_grad else ():
             if params[i] in fresh:
                 self.state[params[i]][self._begins_as_grad] = None  # torch creates its own
@@ -264,7 +258,7 @@ class InOneCall(torch.optim.Optimizer):
             if is_traceable_wrapper_subclass(param):
                 raise TypeError(
                     f"zshard.{type(self).__name__} does not support {type(param).__name__} "
-                    f"parameters: use torch.optim.{type(self).__name__} for them"
+                    "parameters: use the optimizer of torch.optim for them"
                 )
         fresh: set[Tensor] = set()
         layouts = [(param, self.state_layout(group, param)) for param in params]
@@ -272,12 +266,16 @@ class InOneCall(torch.optim.Optimizer):
             having = [(param, layout[name]) for param, layout in layouts if name in layout]
             missing = [(p, dtype) for p, dtype in having if self.state[p].get(name) is None]
             for dtype in dict.fromkeys(dtype for _, dtype in missing):
-                alike = [param for param, own in missing if own == dtype]
-                if name == "step":
-                    made = _counters(len(alike), group)
-                else:
-                    made = zeros_side_by_side(alike, dtype, SCALES.get(name, 1))
-                for param, value in zip(alike, made, strict=True):
+                same = [param for param, wanted in missing if wanted == dtype]
+                values: Sequence[Tensor]
+                if name != "step":
+                    values = zeros_side_by_side(same, dtype, SCALES.get(name, 1))
+                elif group.get("capturable"):
+                    n, device = len(same), params[0].device
+                    values = torch.zeros(n, dtype=torch.float32, device=device).unbind()
+                else:  # on the CPU, where C reads them
+                    values = [torch.zeros((), dtype=torch.float32) for _ in same]
+                for param, value in zip(same, values, strict=True):
                     self.state[param][name] = value
             if name == self._begins_as_grad:
                 fresh.update(param for param, _ in missing)
@@ -303,11 +301,11 @@ class InOneCall(torch.optim.Optimizer):
 # --- loading --------------------------------------------------------------------------------------
 
 
-def keep_options(group: dict[str, Any], own: Mapping[str, Any]) -> None:
+def keep_options(group: dict[str, Any], before: Mapping[str, Any]) -> None:
     """Give a param group that is being loaded the options that its state dict lacks, such as
     zshard's in torch's: those of the optimizer's own group. Random bits begin anew."""
-    for option in own.keys() - group.keys() - {"rounding_step"}:
-        group[option] = own[option]
+    for option in before.keys() - group.keys() - {"rounding_step"}:
+        group[option] = before[option]
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -319,44 +317,25 @@ def _unsupported(name: str, group: dict[str, Any]) -> str:
     if group.get("differentiable"):
         return f"differentiable=True is not supported: use torch.optim.{name}"
     if group.get("capturable") and params and not _core.on_gpu(params):
-        where = ", ".join(sorted({str(param.device) for param in params}))
-        return (
-            "capturable=True requires contiguous parameters on one GPU, got parameters on "
-            f"{where}: move the model before constructing the optimizer, or omit capturable"
-        )
+        devices = ", ".join(sorted({str(param.device) for param in params}))
+        return f"capturable=True requires contiguous parameters on one GPU, not {devices}: omit it"
     if not group.get("stochastic_rounding"):
         return ""
     if group.get("capturable"):
+        return "stochastic_rounding=True does not support capturable=True: omit one of them"
+    half = next((param for param in params if param.dtype == torch.float16), None)
+    if half is not None:
         return (
-            "stochastic_rounding=True does not support capturable=True, as a captured step would "
-            "repeat its random bits: omit one of them"
-        )
-    halves = [tuple(param.shape) for param in params if param.dtype == torch.float16]
-    if halves:
-        return (
-            f"stochastic_rounding=True supports bfloat16, but a parameter of shape {halves[0]} is "
-            "float16: keep it in float32, or put it in a param group with stochastic_rounding=False"
+            f"stochastic_rounding=True does not support a parameter of shape {tuple(half.shape)}, "
+            "which is float16: use float32, or a group with stochastic_rounding=False"
         )
     return ""
-
-
-def _counters(n: int, group: dict[str, Any]) -> Sequence[Tensor]:
-    """Return new step counters: on the CPU, where C reads them; if capturable, on the GPU."""
-    if not group.get("capturable"):
-        return [torch.zeros((), dtype=torch.float32) for _ in range(n)]
-    return torch.zeros(n, dtype=torch.float32, device=group["params"][0].device).unbind()
 
 
 def _read_steps(params: Iterable[Tensor], state: dict[Any, Any]) -> list[float]:
     """Return the values of the step counters on the GPU, 0 for a parameter without one.
     Synchronizes with the GPU once."""
     counters = [state.get(param, {}).get("step") for param in params]
-    held = [step.reshape(()).double() for step in counters if isinstance(step, Tensor)]
-    said = iter(torch.stack(held).tolist() if held else [])
-    return [next(said) if isinstance(step, Tensor) else 0.0 for step in counters]
-
-
-def _count_rounding(group: dict[str, Any]) -> None:
-    """Count a step, so that the next one uses other random bits; not if there are no gradients."""
-    if "rounding_step" in group and any(p.grad is not None for p in group["params"]):
-        group["rounding_step"] += 1
+    there = [step.reshape(()).double() for step in counters if isinstance(step, Tensor)]
+    values = iter(torch.stack(there).tolist() if there else [])
+    return [next(values) if isinstance(step, Tensor) else 0.0 for step in counters]

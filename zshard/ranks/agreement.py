@@ -71,11 +71,9 @@ def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models
         return
     everyone = gather(comm, list(facts))
     for rank in range(1, comm.world):
-        difference = first_difference(everyone[0], everyone[rank], (0, rank))
-        if difference is not None:
+        if difference := first_difference(everyone[0], everyone[rank], (0, rank)):
             raise _core.DivergenceError(
-                f"the {what} differ between ranks: {difference}; use the same on all ranks"
-                f"{comm.locate()}"
+                f"the {what} differ between ranks: {difference}; use the same on all{comm.locate()}"
             )
 
 
@@ -85,17 +83,17 @@ def on_any_rank(comm: _core.Comm, fact: bool) -> bool:
     return b"\1" in comm.exchange(b"\1" if fact else b"\0")
 
 
-def gather(comm: _core.Comm, mine: Any) -> list[Any]:
+def gather(comm: _core.Comm, value: Any) -> list[Any]:
     """Return the value of every rank in rank order, as JSON keeps it: numbers, texts, None, lists,
     dicts by text. Collective."""
-    return [json.loads(each) for each in gather_bytes(comm, json.dumps(mine).encode())]
+    return [json.loads(each) for each in gather_bytes(comm, json.dumps(value).encode())]
 
 
-def gather_bytes(comm: _core.Comm, mine: bytes) -> list[bytes]:
+def gather_bytes(comm: _core.Comm, sent: bytes) -> list[bytes]:
     """Return the bytes of every rank, of any length, in rank order. Collective."""
     gathered = []
-    for root, length in enumerate(comm.exchange(len(mine).to_bytes(8, "little"))):
-        data = bytearray(mine if root == comm.rank else int.from_bytes(length, "little"))
+    for root, length in enumerate(comm.exchange(len(sent).to_bytes(8, "little"))):
+        data = bytearray(sent if root == comm.rank else int.from_bytes(length, "little"))
         if data:
             comm.broadcast(torch.frombuffer(data, dtype=torch.uint8), root)
         gathered.append(bytes(data))
@@ -113,7 +111,7 @@ def take_from(root: int, comm: _core.Comm, tensor: torch.Tensor) -> None:
 
 
 def gather_objects(
-    mine: object, group: dist.ProcessGroup, when: str = "while the ranks were connecting"
+    sent: object, group: dist.ProcessGroup, when: str = "while the ranks were connecting"
 ) -> list[Any]:
     """Return the object of each rank of `group`, of any size, in rank order. Collective.
 
@@ -123,7 +121,7 @@ def gather_objects(
     message.
     """
     device = distributed_c10d._get_object_coll_device(group)  # a GPU if the group has only NCCL
-    data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(pickle.dumps(sent)), dtype=torch.uint8)
     length = torch.tensor([len(data)], device=device)
     lengths = [int(each) for each in _all_gather(length, group, when)]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
@@ -202,8 +200,7 @@ def on_all_ranks(comm: _core.Comm, fact: Callable[[], object] | None = None) -> 
     for rank, outcome in enumerate(outcomes):
         if outcome != outcomes[0]:
             raise _core.DivergenceError(
-                f"rank {rank} loads different tensors than rank 0: pass the same checkpoint and "
-                f"the same model on all ranks{comm.locate()}"
+                f"rank {rank} loads other tensors than rank 0: load the same{comm.locate()}"
             )
 
 
@@ -223,14 +220,15 @@ def told_to_all_ranks(comm: _core.Comm) -> Iterator[None]:
 
 def _raise_on_all(comm: _core.Comm, error: Exception | None) -> None:
     """Raise this rank's error, or without one, the first of the other ranks' errors. Collective."""
-    said = f"{_kind_of(error)}\n{error}".encode(errors="replace")[:_TEXT] if error else b""
-    texts = comm.exchange(said.ljust(_TEXT, b"\0"))
+    kinds = (name for name, kind in _KINDS.items() if isinstance(error, kind))
+    report = f"{next(kinds, 'RuntimeError')}\n{error}" if error else ""
+    reports = comm.exchange(report.encode(errors="replace")[:_TEXT].ljust(_TEXT, b"\0"))
     if error is not None:
         raise error
-    for rank, each in enumerate(texts):
-        kind, _, text = each.rstrip(b"\0").decode(errors="replace").partition("\n")
-        if kind:
-            raise _KINDS.get(kind, RuntimeError)(f"rank {rank}: {text}")
+    for rank, each in enumerate(reports):
+        name, _, text = each.rstrip(b"\0").decode(errors="replace").partition("\n")
+        if name:
+            raise _KINDS.get(name, RuntimeError)(f"rank {rank}: {text}")
 
 
 def warn_on_rank_0(comm: _core.Comm, text: str, category: type[Warning] = UserWarning) -> None:
@@ -240,35 +238,28 @@ def warn_on_rank_0(comm: _core.Comm, text: str, category: type[Warning] = UserWa
             warn(text, category)
 
 
-def _kind_of(error: Exception | None) -> str:
-    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
-
-
 def first_difference(
-    ours: Sequence[Fact], theirs: Sequence[Fact], ranks: tuple[int, int]
+    facts: Sequence[Fact], others: Sequence[Fact], ranks: tuple[int, int]
 ) -> str | None:
     """Describe the first difference between the facts of two ranks; None if they are equal."""
-    first, rank = ranks
-    known, known_there = dict(ours), dict(theirs)
-    for mine, other in itertools.zip_longest(ours, theirs):
-        if mine == other:
+    first, second = (f"rank {rank}" for rank in ranks)
+    subjects, other_subjects = dict(facts), dict(others)
+    for fact, other in itertools.zip_longest(facts, others):
+        if fact == other:
             continue
-        own = mine is not None and (other is None or mine[0] not in known_there)
-        there = other is not None and (mine is None or other[0] not in known)
-        if own and there:
-            return f"rank {first} has {_said(mine)}, but rank {rank} has {_said(other)}"
-        if own:
-            return f"rank {first} has {_said(mine)}, which rank {rank} lacks"
-        if there:
-            return f"rank {rank} has {_said(other)}, which rank {first} lacks"
-        if mine[0] == other[0]:
-            return f"{mine[0]} is {mine[1]} on rank {first}, but {other[1]} on rank {rank}"
-        return f"{mine[0]} comes before {other[0]} on rank {first}, but after it on rank {rank}"
+        words, other_words = (f"{each[0]} ({each[1]})" if each else "" for each in (fact, other))
+        is_new = fact is not None and (other is None or fact[0] not in other_subjects)
+        is_new_there = other is not None and (fact is None or other[0] not in subjects)
+        if is_new and is_new_there:
+            return f"{first} has {words}, but {second} has {other_words}"
+        if is_new:
+            return f"{first} has {words}, which {second} lacks"
+        if is_new_there:
+            return f"{second} has {other_words}, which {first} lacks"
+        if fact[0] == other[0]:
+            return f"{fact[0]} is {fact[1]} on {first}, but {other[1]} on {second}"
+        return f"{fact[0]} comes before {other[0]} on {first}, but after it on {second}"
     return None
-
-
-def _said(fact: Fact) -> str:
-    return f"{fact[0]} ({fact[1]})"
 
 
 def tensor_facts(

@@ -23,21 +23,20 @@ def device_of(module: nn.Module, device_id: int | str | torch.device | None) -> 
     Raises TypeError or ValueError for an invalid device, ValueError if the parameters are on
     another GPU or the device is not torch's current GPU; RuntimeError if torch sees no GPU.
     """
-    found = {param.device for param in module.parameters() if not param.is_meta}
-    wanted = _parse(device_id) if device_id is not None else next(iter(found), torch.device(CPU))
-    for device in found:
+    devices = {param.device for param in module.parameters() if not param.is_meta}
+    wanted = _parse(device_id) if device_id is not None else next(iter(devices), torch.device(CPU))
+    for device in devices:
         if device.type not in (CPU, wanted.type) or (device.type == "cuda" and device != wanted):
             raise ValueError(
-                f"the model's parameters are on {device}, but device_id={device_id!r} means "
-                f"{wanted}: omit device_id, or move the model to the CPU first"
+                f"device_id={device_id!r}, but the model's parameters are on {device}: omit "
+                "device_id, or move the model to the CPU first"
             )
     if wanted.type == CPU:
         return device_of_cpu()
-    if wanted.index != torch.cuda.current_device():
+    if wanted.index != (current := torch.cuda.current_device()):
         raise ValueError(
-            f"the model's device is {wanted}, but the current device of this process is "
-            f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device({wanted.index}) first "
-            '(under torchrun, with int(os.environ["LOCAL_RANK"]))'
+            f"the model's device is {wanted}, but this process's current one is cuda:{current}: "
+            f"call torch.cuda.set_device({wanted.index}) first (of LOCAL_RANK, under torchrun)"
         )
     return f"cuda:{wanted.index}"
 
@@ -56,19 +55,15 @@ def _parse(device_id: int | str | torch.device) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device_id={device_id!r} is not a valid device: {error}") from None
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"device_id={device_id!r} is not supported: zshard trains on CPUs and CUDA GPUs"
-        )
+        raise ValueError(f"device_id={device_id!r} is not supported: pass a CPU or a CUDA GPU")
     if device.type == "cpu":
         return torch.device(CPU)
     if not torch.cuda.is_available():
         raise RuntimeError(
-            f"device_id={device_id!r}, but torch {torch.__version__} sees no GPU: run "
-            "`python -m zshard doctor` to see what is missing"
+            f"device_id={device_id!r}, but torch sees no GPU: run `python -m zshard doctor`"
         )
     index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
+    if index >= (count := torch.cuda.device_count()):
         raise ValueError(
             f"device_id={device_id!r} is out of range: torch sees {count} GPU(s); start fewer "
             "ranks on this host, or add GPUs to CUDA_VISIBLE_DEVICES"

@@ -84,13 +84,14 @@ def may_stay_open(function: Callable[_P, Iterator[_T]]) -> Callable[_P, Iterator
 
     @functools.wraps(function)
     def begin(*args: _P.args, **kwargs: _P.kwargs) -> Iterator[_T]:
-        made = function(*args, **kwargs)
-        _begun.add(made)
-        return made
+        generator = function(*args, **kwargs)
+        _begun.add(generator)
+        return generator
 
     return begin
 
 
+@atexit.register  # early, so that it runs after most other exit handlers
 def _at_exit() -> None:
     for generator in list(_begun):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(generator))  # Python would run its rest
@@ -99,6 +100,3 @@ def _at_exit() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-atexit.register(_at_exit)  # registered early, so that it runs after most other exit handlers

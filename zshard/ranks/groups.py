@@ -13,8 +13,7 @@ import multiprocessing
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,14 +63,22 @@ def resolve_groups(
     if device_mesh is not None:
         if process_group is not None:
             raise ValueError("pass either process_group or device_mesh, not both")
-        process_group = _groups_of_mesh(device_mesh, hybrid)
-    if isinstance(process_group, tuple):
-        return _resolve_pair(process_group, hybrid)
-    if hybrid and process_group is not None:
+        if not isinstance(device_mesh, DeviceMesh):
+            raise TypeError(f"device_mesh must be a DeviceMesh of torch, got {device_mesh!r}")
+        if device_mesh.ndim not in (1, 2):
+            raise ValueError(
+                f"device_mesh has {device_mesh.ndim} dimension(s): pass those to shard (replicate) "
+                "over, such as mesh['dp']; zshard has no tensor or pipeline parallelism"
+            )
+        of_mesh = [device_mesh.get_group(at) for at in reversed(range(device_mesh.ndim))]
+        process_group = tuple(of_mesh) if len(of_mesh) == 2 else of_mesh[0]
+    if hybrid != isinstance(process_group, tuple) and process_group is not None:
         raise ValueError(
-            "a hybrid strategy needs two groups: pass process_group=(shard group, replica group), "
-            "or a 2-D device_mesh (replicate, shard)"
+            "a hybrid strategy needs two groups, process_group=(shard, replica) or a 2-D mesh, and "
+            "no other takes them: pass one dimension, mesh['dp']; zshard has no tensor parallelism"
         )
+    if isinstance(process_group, tuple):
+        return _resolve_pair(process_group)
     world = _resolve_one(process_group)
     if world is None:
         return Groups(None, None, None)
@@ -81,52 +88,23 @@ def resolve_groups(
     return Groups(world, shard_group, world)
 
 
-def _groups_of_mesh(mesh: object, hybrid: bool) -> Group | tuple[Group, Group]:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"device_mesh must be a torch.distributed.DeviceMesh, got {mesh!r}")
-    if mesh.ndim == 1 and not hybrid:
-        return mesh.get_group()
-    if mesh.ndim == 2:
-        return mesh.get_group(1), mesh.get_group(0)
-    raise ValueError(
-        f"device_mesh has {mesh.ndim} dimension(s): pass a 1-D mesh (shard), or for a hybrid "
-        "strategy a 2-D mesh (replicate, shard); zshard has no tensor or pipeline parallelism"
-    )
-
-
-def _resolve_pair(pair: tuple[Group, ...], hybrid: bool) -> Groups:
-    if not hybrid:
-        raise ValueError(
-            "two process groups or a 2-D device_mesh require a hybrid strategy: pass "
-            'strategy="hybrid_shard", "hybrid_shard_zero2" or "hybrid_full". Of a mesh for data '
-            "and tensor parallelism, pass the dimension to shard over, mesh['dp']; zshard has no "
-            "tensor parallelism"
-        )
+def _resolve_pair(pair: tuple[Group, ...]) -> Groups:
+    """Return the groups of a mesh, from this rank's two groups of it. Collective."""
     if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
-        raise TypeError(
-            f"process_group must be a pair (shard group, replica group) of ProcessGroups, got "
-            f"{pair!r}"
-        )
+        raise TypeError(f"process_group must be a pair (shard, replica) of groups, got {pair!r}")
     shard, replicate = pair
-    world = _union(shard, replicate)
-    if dist.get_world_size(replicate) == 1:
-        alone = _resolve_one(shard)
-        return Groups(alone, alone, None)
-    return Groups(world, _resolve_one(shard), replicate)
-
-
-def _union(shard: Group, replicate: Group) -> Group | None:
-    """Return the group of all ranks of a mesh, from this rank's two groups of it. Collective."""
     rows = gather_objects(dist.get_process_group_ranks(shard), replicate)
-    ranks = tuple(sorted(rank for row in rows for rank in row))
+    ranks = sorted(rank for row in rows for rank in row)
     if len(set(ranks)) < len(ranks) or any(len(row) != len(rows[0]) for row in rows):
         raise ValueError(
             f"the process groups do not form a mesh: the shard groups are {rows}, but they must be "
             "of equal size and disjoint; pass device_mesh= instead"
         )
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    return _part(list(ranks))
+    world = dist.group.WORLD if len(ranks) == dist.get_world_size() else _part(ranks)
+    if dist.get_world_size(replicate) == 1:
+        alone = _resolve_one(shard)
+        return Groups(alone, alone, None)
+    return Groups(world, _resolve_one(shard), replicate)
 
 
 _parts: dict[tuple[int, ...], Group] = {}  # groups of some of a group's ranks, by these ranks
@@ -143,21 +121,20 @@ def _column(group: Group | None, size: int) -> Group:
 
 
 def _part(ranks: list[int]) -> Group:
-    known = _parts.get(tuple(ranks))
-    if known is None or known not in distributed_c10d._world.pg_map:
-        known = _parts[tuple(ranks)] = new_subgroup(ranks)
-    return known
+    group = _parts.get(tuple(ranks))
+    if group is None or group not in distributed_c10d._world.pg_map:
+        group = _parts[tuple(ranks)] = new_subgroup(ranks)
+    return group
 
 
 def _split_by_host(world: Group, keeps: bool) -> Groups:
-    size = _env_int("LOCAL_WORLD_SIZE") or dist.get_world_size(world)
-    whole = dist.get_world_size(world)
-    if size >= whole:
+    all_ranks = dist.get_world_size(world)
+    size = _env_int("LOCAL_WORLD_SIZE") or all_ranks
+    if size >= all_ranks:
         return Groups(world, world, None)
-    if whole % size != 0:
+    if all_ranks % size != 0:
         raise ValueError(
-            f"world size {whole} is not a multiple of LOCAL_WORLD_SIZE={size}: pass "
-            "process_group=(shard group, replica group) or device_mesh"
+            f"world size {all_ranks} is not a multiple of LOCAL_WORLD_SIZE={size}: pass device_mesh"
         )
     shard_group = _block(world, size) if size > 1 else None
     return Groups(world, shard_group, _column(world, size) if keeps else None)
@@ -167,9 +144,11 @@ def _resolve_one(process_group: Group | None) -> Group | None:
     """Return the group to use for `process_group`; None for a single rank."""
     if process_group is not None:
         return process_group if dist.get_world_size(process_group) > 1 else None
-    if not dist.is_available() or (not dist.is_initialized() and not _launched()):
+    if not dist.is_available():
         return None
     if not dist.is_initialized():
+        if not _launched():
+            return None
         make_default_group("gloo")
     return dist.group.WORLD if dist.get_world_size() > 1 else None
 
@@ -190,20 +169,14 @@ def new_subgroup(ranks: Sequence[int], backend: str | None = None) -> Group:
     key = tuple(sorted(ranks))
     _created[key] += 1
     text = f"zshard {'_'.join(map(str, key))} {_created[key]}"
-    with _named(hashlib.sha256(text.encode()).hexdigest()):
-        group: Group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-    return group
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Context manager in which torch gives `name` to a group that only its own ranks create."""
+    name = hashlib.sha256(text.encode()).hexdigest()
     usual = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
-        yield
+        group: Group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
     finally:
         distributed_c10d._hash_ranks_to_str = usual
+    return group
 
 
 def make_default_group(backend: str, alone: bool = False, **arguments: Any) -> None:
@@ -230,16 +203,13 @@ def make_default_group(backend: str, alone: bool = False, **arguments: Any) -> N
 def _launched() -> bool:
     """Return whether torchrun, or a similar launcher, started more than one rank. Raises
     RuntimeError under any other launcher, whose ranks would each train alone."""
-    world = _env_int("WORLD_SIZE")
-    rank = _env_int("RANK")
+    world, rank = _env_int("WORLD_SIZE"), _env_int("RANK")
     if world is None or rank is None:
         _check_launcher()
         _say_alone()
         return False
     if not 0 <= rank < world:
-        raise ValueError(
-            f"RANK={rank} is out of range for WORLD_SIZE={world}: start the ranks with torchrun"
-        )
+        raise ValueError(f"RANK={rank} is out of range for WORLD_SIZE={world}: use torchrun")
     return world > 1
 
 
@@ -262,11 +232,9 @@ def _check_launcher() -> None:
             continue
         if size > 1:
             raise RuntimeError(
-                f"{world}={size}, but there is no process group, so each of the {size} processes "
-                "would train alone: call torch.distributed.init_process_group() first (with "
-                f"rank=int(os.environ['{rank}']), world_size={size}), or start the ranks with "
-                "torchrun, or shard the model in configure_model() of a trainer that starts them; "
-                f"for a single process, unset {world}"
+                f"{world}={size}, but there is no process group: call init_process_group() first ("
+                f"rank=int(os.environ['{rank}']), world_size={size}), use torchrun, or shard in a "
+                f"trainer's configure_model(); for a single process, unset {world}"
             )
         return
 
@@ -279,10 +247,10 @@ def _say_alone() -> None:
         words = "1 rank: nothing is sharded; to use N ranks, start with torchrun --nproc-per-node N"
         print(f"zshard: {words}", file=sys.stderr, flush=True)
         return
+    name = multiprocessing.current_process().name
     warn(
-        f"process {multiprocessing.current_process().name!r} was started by multiprocessing and "
-        "has no process group, so it trains alone: if it is one of several ranks, call "
-        "torch.distributed.init_process_group() before FSDP()",
+        f"process {name!r} of multiprocessing has no process group, so it trains alone: if it is "
+        "one of several ranks, call torch.distributed.init_process_group() before FSDP()",
         RuntimeWarning,
     )
 
@@ -291,17 +259,15 @@ def check_still_alone(name: str) -> None:
     """Raise RuntimeError if there are other ranks by now that a model does not know."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
-            f"FSDP() of this {name} was called before init_process_group(), so each of the "
-            f"{dist.get_world_size()} ranks would train alone: initialize the process group first"
+            f"FSDP() of this {name} preceded init_process_group(), so each rank would train alone: "
+            "initialize the process group first"
         )
 
 
 def _env_int(name: str) -> int | None:
     text = os.environ.get(name)
-    if text is None or text == "":
-        return None
     try:
-        return int(text)
+        return int(text) if text else None
     except ValueError:
         raise ValueError(
             f"environment variable {name}={text!r} is not an integer: start the ranks with torchrun"

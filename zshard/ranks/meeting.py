@@ -35,21 +35,7 @@ class Refusal(NamedTuple):
     shortage: str
 
 
-class _Offer(NamedTuple):
-    """The message of a rank to the others before they connect."""
-
-    host: str
-    address: str
-    token: bytes
-    problem: _Problem | None
-    free: int | None  # file descriptors; None: unknown
-
-
-class _Problem(NamedTuple):
-    """own: a problem of this rank, not a consequence, such as a peer that did not answer."""
-
-    text: str
-    own: bool
+_Problem = tuple[str, bool]  # (text, is a consequence: of a peer that did not answer)
 
 
 def meet(group: Group, timeout: float) -> _core.Comm | Refusal:
@@ -60,52 +46,44 @@ def meet(group: Group, timeout: float) -> _core.Comm | Refusal:
     try:
         comm = _core.Comm.shm(rank, world, timeout)
     except Exception as error:  # MemoryError too: the others wait below
-        problem = _Problem(_text_of(error), True)
-    address = comm.address if comm else ""
-    mine = _Offer(host_id(), address, os.urandom(16), problem, free)
-    offers = [_Offer(*offer) for offer in gather_objects(tuple(mine), group)]
-    hosts = [offer.host for offer in offers]
+        problem = _problem_of(error, False)
+    offer = host_id(), comm.address if comm else "", os.urandom(16), problem, free
+    hosts, addresses, tokens, problems, left = zip(*gather_objects(offer, group), strict=True)
     count = len(set(hosts))
     if count > 1:
-        reason = f"the ranks are on {count} hosts, and shm connects only ranks of one host"
-        return Refusal(reason, hosts, "")
-    problems = [offer.problem for offer in offers]
+        return Refusal(f"the ranks are on {count} hosts, and shm connects one", list(hosts), "")
     if comm is not None and not any(problems):
         try:
-            comm.connect([offer.address for offer in offers], offers[0].token)
+            comm.connect(list(addresses), tokens[0])
         except Exception as error:
-            problem = _Problem(_text_of(error), not isinstance(error, NotImplementedError))
-        problems = gather_objects(problem, group)
+            problem = _problem_of(error, isinstance(error, NotImplementedError))
+        problems = tuple(gather_objects(problem, group))
         if not any(problems):
             return comm
-    problems = [None if each is None else _Problem(*each) for each in problems]
-    return Refusal(_join(problems), hosts, _shortage([offer.free for offer in offers]))
+    return Refusal(_join(problems), list(hosts), _shortage(left))
 
 
-def _text_of(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error)
+def _problem_of(error: Exception, is_consequence: bool) -> _Problem:
+    return (isinstance(error, OSError) and error.strerror) or str(error), is_consequence
 
 
 def _join(problems: Sequence[_Problem | None]) -> str:
     """Return the problems as one text, causes before consequences."""
-    found = [(not each.own, rank, each.text) for rank, each in enumerate(problems) if each]
-    own = sum(not consequence for consequence, _, _ in found)
-    shown = sorted(found)[: min(_SHOWN, own or _SHOWN)]
+    ranked = sorted((each[1], rank, each[0]) for rank, each in enumerate(problems) if each)
+    causes = [each for each in ranked if not each[0]] or ranked
+    shown = causes[:_SHOWN]
     texts = [text if text.startswith("rank ") else f"rank {r}: {text}" for _, r, text in shown]
-    more = (own or len(found)) - len(shown)
+    more = len(causes) - len(shown)
     return "; ".join(texts) + (f"; and likewise on {more} more" if more else "")
 
 
 def _shortage(free: Sequence[int | None]) -> str:
     """Return why the group cannot open a connection between all ranks; "" if it can."""
     needed = len(free) + _SPARE
-    for rank, each in enumerate(free):
-        if each is not None and each < needed:
-            return (
-                f"rank {rank} has {each} file descriptors left, and c10d needs up to {needed} for "
-                f"{len(free)} ranks: raise the limit (ulimit -n)"
-            )
-    return ""
+    low = ((rank, n) for rank, n in enumerate(free) if n is not None and n < needed)
+    return next(
+        (f"rank {r} has {n} file descriptors left of {needed}: raise ulimit -n" for r, n in low), ""
+    )
 
 
 def free_descriptors() -> int | None:
@@ -120,14 +98,13 @@ def free_descriptors() -> int | None:
 
 def host_id() -> str:
     """Return a text that is equal for processes on one host: ZSHARD_HOST if it is set."""
-    named = os.environ.get("ZSHARD_HOST")
-    if named:
+    if named := os.environ.get("ZSHARD_HOST"):
         return named
-    boot = Path("/proc/sys/kernel/random/boot_id")
     try:
-        return f"{socket.gethostname()}/{boot.read_text().strip()}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # some sandboxes hide it
-        return f"{socket.gethostname()}/"
+        boot = ""
+    return f"{socket.gethostname()}/{boot}"
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:
@@ -146,11 +123,11 @@ def ranks_per_host(hosts: Sequence[str]) -> int:
 
 
 def connect_hosts(
-    group: Group, own: Group, hosts: Sequence[str], timeout: float
+    group: Group, inner: Group, hosts: Sequence[str], timeout: float
 ) -> _core.Comm | str:
     """Return the transport in two levels, or the reason why there is none. Collective.
 
-    own: zshard's process group of the same ranks.
+    inner: zshard's process group of the same ranks.
     """
     size = ranks_per_host(hosts)
     if len(set(hosts)) == 1:
@@ -167,4 +144,4 @@ def connect_hosts(
     if any(reasons) or isinstance(met, Refusal):
         return f"the ranks of a host cannot connect over shm: {next(filter(None, reasons))}"
     even, odd = (new_subgroup(ranks[rank % size :: size], "gloo").group_name for _ in range(2))
-    return _core.Comm.hosts(own.group_name, even, odd, met, rank, world, timeout)
+    return _core.Comm.hosts(inner.group_name, even, odd, met, rank, world, timeout)

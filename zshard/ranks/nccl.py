@@ -7,6 +7,7 @@ if not, that package has the path. Everything else is in C.
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import importlib.util
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from zshard import _core
+from zshard._errors import check_choice
 from zshard.ranks import meeting
 
 MAX_CTAS = 64  # NCCL's own limit
@@ -53,25 +55,18 @@ class NcclOptions:
     any_order: bool = False
 
     def __post_init__(self) -> None:
-        if self.ctas not in POLICIES:
-            known = ", ".join(repr(each) for each in POLICIES)
-            raise ValueError(f"NcclOptions: ctas must be one of {known}, got {self.ctas!r}")
-        for name, most in (("min_ctas", MAX_CTAS), ("max_ctas", MAX_CTAS), ("communicators", 2)):
+        check_choice("NcclOptions: ctas", self.ctas, POLICIES)
+        for name, values, expected in (
+            ("min_ctas", (None, *range(1, MAX_CTAS + 1)), f"None or 1 to {MAX_CTAS}"),
+            ("max_ctas", (None, *range(1, MAX_CTAS + 1)), f"None or 1 to {MAX_CTAS}"),
+            ("communicators", (1, 2), "1 or 2"),
+            ("any_order", (False, True), "True or False"),
+        ):
             value = getattr(self, name)
-            is_unset = value is None and most == MAX_CTAS
-            if not is_unset and not _is_count(value, most):
-                unset = "None or " if most == MAX_CTAS else ""
-                raise ValueError(
-                    f"NcclOptions: {name} must be {unset}an integer from 1 to {most}, got {value!r}"
-                )
-        if not isinstance(self.any_order, bool):
-            raise ValueError(
-                f"NcclOptions: any_order must be True or False, got {self.any_order!r}"
-            )
+            if not any(type(value) is type(each) and value == each for each in values):
+                raise ValueError(f"NcclOptions: {name} must be {expected}, got {value!r}")
         if (self.min_ctas or 0) > (self.max_ctas or MAX_CTAS):
-            raise ValueError(
-                f"NcclOptions: min_ctas={self.min_ctas} exceeds max_ctas={self.max_ctas}"
-            )
+            raise ValueError(f"NcclOptions: min_ctas exceeds max_ctas, got {self!r}")
 
     def _numbers(self) -> tuple[int, int, int, int, bool]:
         """Return the arguments for zshard._core.Comm.gpu."""
@@ -80,13 +75,7 @@ class NcclOptions:
         return policy, least, most, self.communicators, self.any_order
 
 
-def _is_count(value: object, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
-
-
-_known: tuple[str, str] | None = None
-
-
+@functools.cache
 def library() -> tuple[str, str]:
     """Return NCCL's version ("2.28.9") and file; loads the library on first use.
 
@@ -94,12 +83,10 @@ def library() -> tuple[str, str]:
     Python package nvidia.nccl, the system's. Raises NotImplementedError if there is none, or if it
     is older than 2.14.
     """
-    global _known
-    if _known is None:
-        _known = _core.nccl_library(_packaged())
-        # Never in a destructor: NCCL's own dependencies may be unloaded by then.
-        atexit.register(_core.nccl_abort, "the Python interpreter is exiting")
-    return _known
+    version_and_file = _core.nccl_library(_packaged())
+    # Never in a destructor: NCCL's own dependencies may be unloaded by then.
+    atexit.register(_core.nccl_abort, "the Python interpreter is exiting")
+    return version_and_file
 
 
 def _packaged() -> str | None:
@@ -109,11 +96,8 @@ def _packaged() -> str | None:
     except ModuleNotFoundError:  # no nvidia package at all
         return None
     folders = spec.submodule_search_locations if spec is not None else None
-    for folder in folders or ():
-        file = Path(folder) / "lib" / "libnccl.so.2"
-        if file.exists():
-            return str(file)
-    return None
+    files = (Path(folder) / "lib" / "libnccl.so.2" for folder in folders or ())
+    return next((str(file) for file in files if file.exists()), None)
 
 
 def gpu_id(device: str) -> bytes:

@@ -46,9 +46,8 @@ class _Watched:
                 self.comm.answer(where.script())
         elif asks_store and (asked := self._store.add(_ASKED, 0)) != self._answered:
             self._answered = asked
-            said = "w" if self.comm.is_waiting else "-not in a zshard collective"
-            text = f"{said}\n{where.script()}"
-            self._store.set(_ANSWER.format(asked, self.comm.rank), text)
+            waits = "w" if self.comm.is_waiting else "-not in a zshard collective"
+            self._store.set(_ANSWER.format(asked, self.comm.rank), f"{waits}\n{where.script()}")
 
 
 _watched: list[_Watched] = []
@@ -56,22 +55,22 @@ _thread: threading.Thread | None = None
 
 
 def answer_stalls(
-    comm: _core.Comm, group: dist.ProcessGroup, own: dist.ProcessGroup | None = None
+    comm: _core.Comm, group: dist.ProcessGroup, inner: dist.ProcessGroup | None = None
 ) -> None:
     """Answer ranks of `comm`, the transport of `group`, when they ask why this rank is late, until
-    the group is destroyed. own: zshard's group, over which a c10d transport runs; None: shm."""
+    the group is destroyed. inner: zshard's group, over which a c10d transport runs; None: shm."""
     global _thread
     store: Any = None
     where.note_thread()
-    if own is not None:
+    if inner is not None:
         try:
             # A separate connection, as the script may also be waiting for the store.
-            store = distributed_c10d._world.pg_map[own][1]
+            store = distributed_c10d._world.pg_map[inner][1]
             store = store.clone()
             store.set_timeout(timedelta(seconds=5))
         except (AttributeError, RuntimeError, NotImplementedError):  # a store of another kind
             return
-    _watched.append(_Watched(comm, [group] if own is None else [group, own], store))
+    _watched.append(_Watched(comm, [group] if inner is None else [group, inner], store))
     if _thread is None:
         _thread = threading.Thread(target=_answer_stalls, name="zshard-stalls", daemon=True)
         _thread.start()
@@ -92,20 +91,16 @@ def _answer_stalls() -> None:
     looks = 0
     while not _ending.wait(_EVERY):
         looks += 1
-        _look_at_all(looks % _STORE_EVERY == 0)
-
-
-def _look_at_all(asks_store: bool) -> None:
-    for each in list(_watched):
-        try:
-            is_over = not each.is_alive()
-            if not is_over:
-                each.look(asks_store)
-        except Exception:  # the process with the store has exited
-            is_over = True
-        if is_over:
-            with contextlib.suppress(ValueError):  # forget_dead() was faster
-                _watched.remove(each)
+        for each in list(_watched):
+            try:
+                is_alive = each.is_alive()
+                if is_alive:
+                    each.look(looks % _STORE_EVERY == 0)
+            except Exception:  # the process with the store has exited
+                is_alive = False
+            if not is_alive:
+                with contextlib.suppress(ValueError):  # forget_dead() was faster
+                    _watched.remove(each)
 
 
 def _in_child() -> None:

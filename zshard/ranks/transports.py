@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 from zshard import _core
+from zshard._errors import check_choice
 from zshard.ranks import ends, meeting
 from zshard.ranks.agreement import gather_objects, on_all_ranks, warn_together
 from zshard.ranks.devices import CPU, is_stand_in, torch_device
 from zshard.ranks.groups import Group, Groups, new_subgroup
-from zshard.ranks.meeting import Refusal, connect_hosts, meet, ranks_per_host
+from zshard.ranks.meeting import connect_hosts, meet, ranks_per_host
 from zshard.ranks.nccl import NcclOptions, library, sharing_a_gpu
 from zshard.ranks.stalls import answer_stalls, forget_dead
 from zshard.strategy import ShardingStrategy
@@ -97,7 +98,7 @@ def comms_for(
 def group_of(comm: _core.Comm) -> Group | None:
     """Return the process group of a transport. None, torch's word for the default group, also means
     a single rank."""
-    return next((each.group for each in _known() if each.comm is comm), None)
+    return next((each.group for each in _connections() if each.comm is comm), None)
 
 
 def ranks_of(comm: _core.Comm) -> list[int]:
@@ -112,17 +113,18 @@ def _within(groups: Groups, comm: _core.Comm, settings: CommSettings) -> _core.C
     if groups.shard_group is None or groups.world is None or settings[2] != CPU:
         return comm_for(groups.shard_group, *settings)
     with on_all_ranks(comm):
-        found = comm_for(groups.shard_group, *settings)
-    kinds = [each.rstrip().decode() for each in comm.exchange(found.transport.encode().ljust(16))]
+        shards = comm_for(groups.shard_group, *settings)
+    kinds = [each.rstrip().decode() for each in comm.exchange(shards.transport.encode().ljust(16))]
     if len(set(kinds)) == 1:
-        return found
-    warn_together(
-        groups.world,
-        "shard groups use transport='c10d', because shm, which is faster, is not available to "
-        f"that of rank {kinds.index('c10d')}: see its own warning. Pass transport='c10d' to "
-        "silence this",
-    )
+        return shards
+    why = f"that of rank {kinds.index('c10d')} has no shm: see its own warning"
+    _warn_of_c10d(groups.world, "shard groups", why)
     return comm_for(groups.shard_group, "c10d", *settings[1:])
+
+
+def _warn_of_c10d(group: Group, ranks: str, why: str) -> None:
+    text = f"{ranks} use transport='c10d', which is slower: {why}. To silence this, pass it"
+    warn_together(group, text)
 
 
 def check_settings(
@@ -135,19 +137,20 @@ def check_settings(
     """
     wanted = transport or os.environ.get("ZSHARD_TRANSPORT") or "auto"
     kind = CPU if is_stand_in(device) else device.partition(":")[0]
-    known = TRANSPORTS[kind]
-    if isinstance(wanted, NcclOptions):
-        if device == CPU:
-            raise ValueError(
-                f"transport={wanted!r} requires a model on a GPU, but this one is on the CPU: "
-                "move the model, or pass device_id"
-            )
-    elif wanted not in known and wanted is not _Own.FLAT:
-        raise ValueError(
-            f"unknown transport {wanted!r} for a model on {kind}: expected one of "
-            f"{', '.join(known)}"
-        )
-    return wanted, _check_timeout(timeout)
+    if not (wanted is _Own.FLAT or (isinstance(wanted, NcclOptions) and device != CPU)):
+        check_choice(f"transport of a model on {kind}", wanted, TRANSPORTS[kind])
+    name, value = "timeout", timeout
+    if value is None and os.environ.get("ZSHARD_TIMEOUT"):
+        name, value = "ZSHARD_TIMEOUT", os.environ["ZSHARD_TIMEOUT"]  # type: ignore[assignment]
+    if value is None:
+        return wanted, None
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not seconds > 0:
+        raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
+    return wanted, seconds
 
 
 def comm_for(
@@ -168,13 +171,13 @@ def comm_for(
         return _comm_alone(device)
     _drop_dead_entries()
     _set_stopped_aside()
-    limit = _timeout_of(group, seconds)
-    known = _entries.setdefault((id(group), wanted, device), [])
-    entry = _agreed(known[0].comm, known, limit) if known else None
+    limit = _timeout_of(group) if seconds is None else seconds
+    entries = _entries.setdefault((id(group), wanted, device), [])
+    entry = _agreed(entries[0].comm, entries, limit) if entries else None
     if entry is None:
         connect = _connect if device == CPU else functools.partial(connect_gpu, device)
         entry = _connection(group, limit, lambda: connect(group, wanted, limit))
-        known.append(entry)
+        entries.append(entry)
         if entry.comm.transport != wanted:  # "auto": from now on the explicit name means the same
             _entries.setdefault((id(group), entry.comm.transport, device), []).append(entry)
         elif wanted != "auto":
@@ -184,12 +187,12 @@ def comm_for(
     return entry.comm
 
 
-def _agreed(comm: _core.Comm, known: list[_Connection], limit: float) -> _Connection | None:
+def _agreed(comm: _core.Comm, entries: list[_Connection], limit: float) -> _Connection | None:
     """Return the one with this timeout, if all ranks have it: timeouts may differ between ranks.
     Collective."""
-    own = next((i for i, each in enumerate(known) if each.limit == limit), len(known))
-    told = comm.exchange(own.to_bytes(4, "little"))
-    return known[own] if len(set(told)) == 1 and own < len(known) else None
+    at = next((i for i, each in enumerate(entries) if each.limit == limit), len(entries))
+    places = comm.exchange(at.to_bytes(4, "little"))
+    return entries[at] if len(set(places)) == 1 and at < len(entries) else None
 
 
 def comm_beside(comm: _core.Comm) -> _core.Comm:
@@ -199,16 +202,11 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
     if comm.world == 1:
         return _comm_alone(CPU)
     _drop_dead_entries()
-    group = group_of(comm)
-    if group is None:
-        raise RuntimeError(
-            "the model's process group has been destroyed: call destroy_process_group() only after "
-            "the last use of the model"
-        )
+    group = _connection_of(comm).group
     _set_stopped_aside()
     patience = max(comm.timeout, _PATIENCE)
-    known = _entries.setdefault((id(group), _Own.BESIDE, CPU), [])
-    entry = _agreed(comm, known, patience)
+    entries = _entries.setdefault((id(group), _Own.BESIDE, CPU), [])
+    entry = _agreed(comm, entries, patience)
     if entry is None:
         # The model's kind of transport, where possible.
         kind = "c10d" if comm.transport in ("c10d", "hosts") else "auto"
@@ -217,19 +215,14 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
         except _core.PeerError:
             comm.exchange(b"")  # raises the error that names the rank
             raise
-        known.append(entry)
+        entries.append(entry)
     return entry.comm
 
 
 def group_beside(comm: _core.Comm, device: torch.device) -> Group:
     """Return a process group of a transport's ranks for tensors on `device`, which no other code
     uses. Collective on first use."""
-    entry = next((each for each in _known() if each.comm is comm), None)
-    if entry is None:
-        raise RuntimeError(
-            "the model's process group has been destroyed: call destroy_process_group() only after "
-            "the last use of the model"
-        )
+    entry = _connection_of(comm)
     if device.type not in entry.beside:
         entry.beside[device.type] = new_group(entry.group, str(device))
         entry.made.add(entry.beside[device.type])
@@ -242,28 +235,37 @@ def _comm_alone(device: str) -> _core.Comm:
     return _alone[device]
 
 
-def _known() -> list[_Connection]:
+def _connections() -> list[_Connection]:
     """Return all transports, each once, also those that have been replaced."""
-    entries = {id(entry): entry for known in _entries.values() for entry in known}
-    return [*entries.values(), *_stopped]
+    by_id = {id(entry): entry for entries in _entries.values() for entry in entries}
+    return [*by_id.values(), *_stopped]
+
+
+def _connection_of(comm: _core.Comm) -> _Connection:
+    entry = next((each for each in _connections() if each.comm is comm), None)
+    if entry is None:
+        raise RuntimeError(
+            "the model's process group has been destroyed: destroy it after the model's last use"
+        )
+    return entry
 
 
 def _connection(group: Group, limit: float, connect: Callable[[], _core.Comm]) -> _Connection:
     """Return the result of `connect`, with the process groups that it creates."""
-    known = set(dist.distributed_c10d._world.pg_map)
+    before = set(dist.distributed_c10d._world.pg_map)
     comm = connect()
-    others = set().union(*(entry.made for entry in _known()))
-    made = set(dist.distributed_c10d._world.pg_map) - known - others
-    return _Connection(group, comm, limit, made)
+    others = set().union(*(entry.made for entry in _connections()))
+    created = set(dist.distributed_c10d._world.pg_map) - before - others
+    return _Connection(group, comm, limit, created)
 
 
 def _set_stopped_aside() -> None:
     """Replace transports that an error has stopped, if the script caught it, so that new models
     connect over new ones. All ranks do: a stopped transport has reported its error to every
     rank."""
-    for known in _entries.values():
-        for entry in [each for each in known if _core.is_stopped(each.comm)]:
-            known.remove(entry)
+    for entries in _entries.values():
+        for entry in [each for each in entries if _core.is_stopped(each.comm)]:
+            entries.remove(entry)
             if entry not in _stopped:
                 _stopped.append(entry)
 
@@ -281,34 +283,13 @@ def _drop_dead_entries() -> None:
             dist.destroy_process_group(made)
 
 
-def _check_timeout(timeout: float | None) -> float | None:
-    """Return the seconds from the argument or ZSHARD_TIMEOUT; None if neither is given."""
-    name, value = "timeout", timeout
-    if value is None and os.environ.get("ZSHARD_TIMEOUT"):
-        name, value = "ZSHARD_TIMEOUT", os.environ["ZSHARD_TIMEOUT"]  # type: ignore[assignment]
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = math.nan
-    if not seconds > 0:
-        raise ValueError(
-            f"{name}={value!r} is not a valid timeout: expected a positive number of seconds"
-        )
-    return seconds
-
-
-def _timeout_of(group: Group, timeout: float | None) -> float:
-    """Return the requested seconds, or the group's own timeout."""
-    if timeout is not None:
-        return timeout
+def _timeout_of(group: Group) -> float:
+    """Return the group's own timeout in seconds."""
     try:
         backend = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # a group for GPUs only
         backend = group._get_backend(torch.device("cuda"))
-    options = getattr(backend, "options", None)
-    limit = getattr(options, "_timeout", None)
+    limit = getattr(getattr(backend, "options", None), "_timeout", None)
     return limit.total_seconds() if isinstance(limit, timedelta) else 1800.0
 
 
@@ -323,46 +304,28 @@ def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) 
             if not beside:  # the other one's waits are on another thread
                 answer_stalls(met, group)
             return met
-        _fall_back(met, wanted, group)
+        if wanted == "shm":
+            raise RuntimeError(f"transport='shm' is not available: {met.reason}. Or pass 'c10d'")
+        if met.shortage:
+            raise RuntimeError(
+                f"no transport is available: shm: {met.reason}; c10d: {met.shortage}"
+            )
         hosts = met.hosts
-    own = new_group(group, CPU)
+        if len(set(hosts)) == 1:
+            _warn_of_c10d(group, "ranks of one host", f"shm is not available: {met.reason}")
+    inner = new_group(group, CPU)
     if not beside and (wanted == "hosts" or (wanted == "auto" and len(set(hosts)) > 1)):
-        comm = connect_hosts(group, own, hosts, timeout)
+        comm = connect_hosts(group, inner, hosts, timeout)
         if isinstance(comm, _core.Comm):
-            answer_stalls(comm, group, own)
+            answer_stalls(comm, group, inner)
             return comm
         if wanted == "hosts":
-            raise RuntimeError(
-                f"transport='hosts' is not available: {comm}. Pass transport='auto' or 'c10d'"
-            )
-        warn_together(
-            group,
-            "transport='c10d' sends more between hosts than transport='hosts', which is not "
-            f"available: {comm}. Pass transport='c10d' to silence this warning",
-        )
-    comm = _core.Comm.c10d(own.group_name, rank, world, timeout, ranks_per_host(hosts))
+            raise RuntimeError(f"transport='hosts' is not available: {comm}. Pass 'auto' or 'c10d'")
+        _warn_of_c10d(group, "hosts", f"transport='hosts' is not available: {comm}")
+    comm = _core.Comm.c10d(inner.group_name, rank, world, timeout, ranks_per_host(hosts))
     if not beside:
-        answer_stalls(comm, group, own)
+        answer_stalls(comm, group, inner)
     return comm
-
-
-def _fall_back(refusal: Refusal, wanted: Asked, group: Group) -> None:
-    """Warn on one rank that c10d replaces shm. Raises RuntimeError on all ranks if shm was
-    requested, or c10d would fail too."""
-    if wanted == "shm":
-        raise RuntimeError(
-            f"transport='shm' is not available: {refusal.reason}. Or pass transport='c10d'"
-        )
-    if refusal.shortage:
-        raise RuntimeError(
-            f"no transport is available: shm: {refusal.reason}; c10d: {refusal.shortage}"
-        )
-    if len(set(refusal.hosts)) == 1:
-        warn_together(
-            group,
-            "ranks of one host use transport='c10d', because shm, which is faster, is not "
-            f"available: {refusal.reason}. Pass transport='c10d' to silence this warning",
-        )
 
 
 def new_group(group: Group, device: str, backend: str | None = None) -> Group:
@@ -374,8 +337,8 @@ def new_group(group: Group, device: str, backend: str | None = None) -> Group:
         backend = BACKENDS[kind]
     if len(ranks) < dist.get_world_size():
         return new_subgroup(ranks, backend)
-    made: Group = dist.new_group(ranks, backend=backend)
-    return made
+    new: Group = dist.new_group(ranks, backend=backend)
+    return new
 
 
 def choices_for(device: str, wanted: Asked) -> tuple[Asked, Asked]:
@@ -390,14 +353,10 @@ def connect_gpu(device: str, group: Group, wanted: Asked, timeout: float) -> _co
     control = comm_for(group, hosts, timeout)
     kind = "nccl" if options is not None else kind
     if kind == "auto" and (sharing := sharing_a_gpu(control, device)) is not None:
-        warn_together(
-            group,
-            f"ranks {sharing[0]} and {sharing[1]} share a GPU, which NCCL does not support: all "
-            "ranks use transport='c10d' with gloo, which copies through the host. Give each rank a "
-            "GPU of its own, or pass transport='c10d' to silence this warning",
-        )
-        own = new_group(group, device, "gloo")  # torch's NCCL refuses the same GPUs as zshard's
-        return _core.Comm.gpu(control, "c10d", device, own.group_name)
+        why = f"ranks {sharing[0]} and {sharing[1]} share a GPU, which NCCL does not support"
+        _warn_of_c10d(group, "all ranks", why)
+        inner = new_group(group, device, "gloo")  # torch's NCCL refuses the same GPUs as zshard's
+        return _core.Comm.gpu(control, "c10d", device, inner.group_name)
     if kind in ("auto", "nccl"):
         with contextlib.suppress(NotImplementedError):  # ranks agree on it below
             library()
@@ -412,8 +371,8 @@ def connect_gpu(device: str, group: Group, wanted: Asked, timeout: float) -> _co
 
 def _comms(beside: bool) -> list[_core.Comm]:
     """Return the transports that other threads use, or all others."""
-    found = (known for key, known in _entries.items() if (key[1] is _Own.BESIDE) is beside)
-    return list(dict.fromkeys(entry.comm for known in found for entry in known))
+    chosen = (each for key, each in _entries.items() if (key[1] is _Own.BESIDE) is beside)
+    return list(dict.fromkeys(entry.comm for entries in chosen for entry in entries))
 
 
 def _notify_peers(text: str) -> None:

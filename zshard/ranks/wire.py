@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zshard import _core
+from zshard._errors import check_choice
 
-CODES = {None: 0, "bf16": 1, "int8": 2}
+CODES = {"bf16": 1, "int8": 2, None: 0}
 """By the names that Wire takes: their numbers in the core."""
 
 
@@ -36,10 +37,8 @@ class Wire:
     parameters: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("gradients", "parameters"):
-            value = getattr(self, name)
-            if not _is_code(value):
-                raise ValueError(f"Wire: {name} must be 'bf16', 'int8' or None, got {value!r}")
+        check_choice("Wire: gradients", self.gradients, tuple(CODES))
+        check_choice("Wire: parameters", self.parameters, tuple(CODES))
 
     @property
     def codes(self) -> tuple[int, int]:
@@ -47,33 +46,26 @@ class Wire:
         return CODES[self.gradients], CODES[self.parameters]
 
     @staticmethod
-    def of(given: str | Wire | None) -> Wire:
+    def of(argument: str | Wire | None) -> Wire:
         """Parse FSDP()'s argument. Raises ValueError for an unknown name."""
-        if not isinstance(given, Wire) and not _is_code(given):
-            raise ValueError(f"wire must be 'bf16', 'int8', a zshard.Wire or None, got {given!r}")
-        return given if isinstance(given, Wire) else Wire(given, given)
+        if isinstance(argument, Wire):
+            return argument
+        check_choice("wire", argument, tuple(CODES))
+        return Wire(argument, argument)
 
     def spelled(self) -> str:
         """Return it as a script would write it."""
         return repr(self.gradients if self.gradients == self.parameters else self)
 
 
-def _is_code(value: object) -> bool:
-    return value is None or (isinstance(value, str) and value in CODES)
-
-
-_BETWEEN_HOSTS = {"c10d": "hosts", "c10d_gpu": "nccl"}
-"""Transports without codes: the one that has them."""
-
-
 def check_wire_over(comm: _core.Comm, wire: Wire) -> None:
     """Raise NotImplementedError, the same on all ranks, if the transport would not encode numbers
     between hosts."""
-    if wire != Wire() and comm.transport in _BETWEEN_HOSTS:
-        instead = _BETWEEN_HOSTS[comm.transport]
+    instead = {"c10d": "hosts", "c10d_gpu": "nccl"}.get(comm.transport)
+    if wire != Wire() and instead is not None:
         raise NotImplementedError(
-            f"wire={wire.spelled()} is not supported by transport='c10d': between hosts with the "
-            f"same number of ranks each, pass transport='{instead}' (or 'auto'); else omit wire"
+            f"wire={wire.spelled()} is not supported by transport='c10d': omit wire, or pass "
+            f"transport='{instead}' on hosts with the same number of ranks each"
         )
 
 
@@ -82,13 +74,7 @@ def wire_words(comm: _core.Comm, wire: Wire, units: list[_core.Unit]) -> str:
     if wire == Wire():
         return ""
     if comm.per_host == 0:
-        other = ", or with unequal numbers of ranks on hosts" if comm.transport == "nccl" else ""
-        return f"wire={wire.spelled()} has no effect on one host{other}"
-    words = []
-    if wire.gradients is not None:
-        words.append(f"gradients cross hosts as {wire.gradients}")
-    if wire.parameters is not None:
-        coded = any(unit.is_coded for unit in units)
-        how = f"as {wire.parameters}" if coded else "as they are"
-        words.append(f"parameters {how}" if words else f"parameters cross hosts {how}")
-    return ", ".join(words)
+        return f"wire={wire.spelled()} has no effect on one host, or on hosts of unequal size"
+    coded = wire.parameters if any(unit.is_coded for unit in units) else "they are"
+    codes = {"gradients": wire.gradients, "parameters": wire.parameters and coded}
+    return ", ".join(f"{name} cross hosts as {code}" for name, code in codes.items() if code)

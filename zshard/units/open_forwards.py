@@ -75,8 +75,8 @@ def call_guarded(
         refuse([state], "run a forward", ELSEWHERE)  # it would wait for rank 0
         if state.options.strategy.keeps and any(each.rank0_only for each in state.summons):
             raise RuntimeError(
-                f"cannot run a forward with strategy='{state.options.strategy.value}' within "
-                "summon_full_params(rank0_only=True), as all ranks take part in it: omit rank0_only"
+                f"cannot run a forward of strategy='{state.options.strategy.value}', which needs "
+                "all ranks, within summon_full_params(rank0_only=True): omit rank0_only"
             )
     n_open = unit.n_open
     if n_open and unit.is_running and state.n_calls == 0:

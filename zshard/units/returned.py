@@ -35,7 +35,7 @@ class _Returned:
         self._state = weakref.ref(state)
         self._names = list(tensors)
         self._said = said  # the call that returned them, and the one that would load them
-        self._storages = [_weakly(each) for each in tensors.values()]
+        self._storages = [StorageWeakRef(t.untyped_storage()) for t in tensors.values()]  # type: ignore[no-untyped-call]
         self._numbers = {each.cdata for each in self._storages}
         self._counters = [_counter_of(each) for each in tensors.values()]
         self._before = list(map(_version_of, self._counters))
@@ -67,21 +67,16 @@ class _Returned:
         name = next(name for name, after, before in rows if after != before)
         got, loads = self._said
         warn(
-            f"a script wrote to {name} in the result of {got}, and that write is lost: of a "
-            "sharded model, state_dict() returns copies, not the model's own tensors as under DDP "
-            f"and no_shard. Pass the dict to {loads} to keep the write"
+            f"a script wrote to {name} in the result of {got}, a copy, and that write is lost: "
+            f"pass the dict to {loads} to keep the write"
         )
-
-
-def _weakly(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _counter_of(tensor: Tensor) -> Tensor:
     """Return a tensor without memory that shares the version counter of another one."""
-    made = tensor.detach()
-    made.data = tensor.detach().new_empty(0)
-    return made
+    counter = tensor.detach()
+    counter.data = tensor.detach().new_empty(0)
+    return counter
 
 
 known: list[_Returned] = []
@@ -91,12 +86,12 @@ known: list[_Returned] = []
 def note_returned(owners: Mapping[int, State], state: object) -> None:
     """Remember the entries of a model's state dict that are full copies. owners: by the identity of
     the copies' storages."""
-    found: dict[State, dict[str, Tensor]] = {}
+    by_owner: dict[State, dict[str, Tensor]] = {}
     for key, value in state.items() if owners and isinstance(state, Mapping) else ():
         owner = owners.get(value.untyped_storage()._cdata) if is_plain(value) else None
         if owner is not None and owner.form.settings is None and not owner.summons:
-            found.setdefault(owner, {})[f"'{key}'"] = value
-    for owner, tensors in found.items():
+            by_owner.setdefault(owner, {})[f"'{key}'"] = value
+    for owner, tensors in by_owner.items():
         note(owner, tensors, ("model.state_dict()", "model.load_state_dict()"))
 
 

@@ -204,10 +204,7 @@ def state_of(module: nn.Module) -> State:
     """Return the state of a unit's module. Raises TypeError for any other module."""
     state: State | None = module.__dict__.get(ATTRIBUTE)
     if state is None:
-        raise TypeError(
-            f"a {type(module).__name__} is no sharded module: call FSDP(module) first, and pass "
-            "what it returns, without another module around it"
-        )
+        raise TypeError(f"a {type(module).__name__} is no sharded module: pass FSDP(module) itself")
     return state
 
 

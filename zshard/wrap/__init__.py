@@ -46,10 +46,8 @@ ModuleClasses = Iterable[type[nn.Module]]
 _Choice = dict[Node, dict[str, Any]]
 
 _ACCEPTED = (
-    'expected "auto", None (one unit), a set of nn.Module classes, a ModuleWrapPolicy or '
-    "CustomPolicy, a callable (module, recurse, nonwrapped_numel) -> bool such as "
-    "functools.partial(size_based_auto_wrap_policy, min_num_params=...), or a callable "
-    "(module) -> bool"
+    'expected "auto", None, a set of nn.Module classes, a policy object, or a callable (module) or '
+    "(module, recurse, nonwrapped_numel) -> bool"
 )
 
 
@@ -65,9 +63,7 @@ class ModuleWrapPolicy:
             if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
                 raise TypeError(f"wrap policy classes must be nn.Module classes, got {cls!r}")
         if not classes:
-            raise ValueError(
-                "the wrap policy's set of classes is empty: pass None for a single unit"
-            )
+            raise ValueError("the wrap policy has no classes: pass None for a single unit")
         self._classes = tuple(dict.fromkeys(classes))
 
     def __call__(self, module: nn.Module, recurse: bool = False, *_: object, **__: object) -> bool:
@@ -93,8 +89,7 @@ class CustomPolicy:
         answer = self._lambda_fn(module)
         if not isinstance(answer, bool | dict):
             raise TypeError(
-                f"CustomPolicy's lambda_fn returned {answer!r} for a {type(module).__name__}: "
-                "expected True, False or a dict of FSDP arguments"
+                f"CustomPolicy: lambda_fn must return a bool or a dict of arguments, got {answer!r}"
             )
         if not answer:
             return None
@@ -250,17 +245,14 @@ def plan_units(
 def _choose(tree: ModuleTree, policy: object, ignored: Collection[nn.Module]) -> _Choice:
     """Return the nodes that the policy chooses, with its overrides."""
     choice: _Choice = {}
-    if policy is None:
-        return choice
     if isinstance(policy, ModuleWrapPolicy):
         matching = [node for node in tree.nodes if policy(node.module)]
         choice = {node: {} for node in matching if node.may_be_unit}
         if not choice and tree.root.numel and not tree.wrapped:
-            why = "no such modules" if not matching else "those modules cannot be units"
+            why = "there are no such modules" if not matching else "those modules cannot be units"
             warnings.warn(
-                f"{policy!r} finds no units in this {type(tree.root.module).__name__} ({why}), so "
-                "all its parameters are gathered at once, which saves no memory: pass "
-                'auto_wrap_policy="auto" to choose units automatically',
+                f"{policy!r} chooses no units, so that all parameters are gathered at once: {why}; "
+                'pass auto_wrap_policy="auto" to choose units automatically',
                 stacklevel=2,
             )
     elif isinstance(policy, CustomPolicy):
@@ -277,9 +269,7 @@ def _choose(tree: ModuleTree, policy: object, ignored: Collection[nn.Module]) ->
         if policy != "auto":
             raise ValueError(f"unknown auto_wrap_policy {policy!r}: {_ACCEPTED}")
         choice = {node: {} for node in auto_units(tree)}
-    elif isinstance(policy, type | nn.Module) or not callable(policy):
-        raise TypeError(f"auto_wrap_policy={policy!r} is not a policy: {_ACCEPTED}")
-    else:
+    elif policy is not None:
         _descend(tree.root, _fsdp1_signature(policy), choice)
     return choice
 
@@ -293,9 +283,8 @@ def _overridden(usual: Options, overrides: Mapping[str, Any], node: Node) -> Opt
         strategy = strategy_of(asked)
     if strategy is not usual.strategy and (strategy.is_hybrid or strategy.keeps):
         raise ValueError(
-            f"unit '{node.name}' requests strategy {strategy.value!r}, but the model has "
-            f"{usual.strategy.value!r}: hybrid strategies and zero1 apply to whole models; set "
-            "them on the outermost FSDP(...)"
+            f"unit '{node.name}' requests strategy {strategy.value!r}, which applies to entire "
+            "models: pass it to the outermost FSDP(...)"
         )
     if overrides.get("mixed_precision") is not None:
         precision = precision_of(overrides["mixed_precision"])
@@ -308,29 +297,25 @@ def _descend(node: Node, ask: Callable[[nn.Module, bool, int], bool], choice: _C
     how many elements are in units at or below `node`."""
     if not ask(node.module, True, node.numel):
         return 0
-    held = sum(_descend(child, ask, choice) for child in node.children if not child.barred)
+    in_units = sum(_descend(child, ask, choice) for child in node.children if not child.barred)
     if node.parent is None or not node.may_be_unit:
-        return held
-    if not ask(node.module, False, node.numel - held):
-        return held
+        return in_units
+    if not ask(node.module, False, node.numel - in_units):
+        return in_units
     choice[node] = {}
     return node.numel
 
 
-def _fsdp1_signature(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, int], bool]:
+def _fsdp1_signature(policy: Any) -> Callable[[nn.Module, bool, int], bool]:
     """Return `policy` as a function of (module, recurse, nonwrapped_numel). Raises TypeError if it
     accepts neither these arguments nor a single module."""
-    try:
-        signature = inspect.signature(policy)
-    except (TypeError, ValueError):
-        raise TypeError(f"auto_wrap_policy={policy!r} has no signature: {_ACCEPTED}") from None
 
     def takes(*args: object, **kwargs: object) -> bool:
         try:
-            signature.bind(*args, **kwargs)
-        except TypeError:
+            inspect.signature(policy).bind(*args, **kwargs)
+        except (TypeError, ValueError):  # or it has no signature
             return False
-        return True
+        return not isinstance(policy, type | nn.Module)
 
     if takes(module=None, recurse=None, nonwrapped_numel=None):
         return lambda module, recurse, numel: bool(
@@ -340,4 +325,4 @@ def _fsdp1_signature(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, i
         return lambda module, recurse, numel: recurse or bool(policy(module))
     if takes(None, None, None):
         return lambda module, recurse, numel: bool(policy(module, recurse, numel))
-    raise TypeError(f"auto_wrap_policy={policy!r} has signature {signature}: {_ACCEPTED}")
+    raise TypeError(f"auto_wrap_policy={policy!r} is not a policy: {_ACCEPTED}")

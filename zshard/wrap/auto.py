@@ -48,9 +48,7 @@ _WHOLE = 9 / 10
 
 def auto_units(tree: ModuleTree) -> list[Node]:
     """Return the nodes of `tree` that become units, without the root."""
-    if tree.root.numel == 0:
-        return []
-    return _AutoWrap(tree).run()
+    return _AutoWrap(tree).run() if tree.root.numel else []
 
 
 class _AutoWrap:
@@ -81,16 +79,16 @@ class _AutoWrap:
     def _blocks(self, node: Node) -> list[Node]:
         """Return the repeated blocks below `node`, at the outermost level that is fine enough."""
         repeated = self._repeated(node)
-        found: list[Node] = []
+        blocks: list[Node] = []
         for child in node.children:
             inner = self._blocks(child)
             if child not in repeated:
-                found += inner
+                blocks += inner
                 continue
             # A block's single layers (the Linears of its MLP) are not blocks themselves.
             inner = [block for block in inner if not block.is_leaf]
-            found += inner if self._is_opened(node, child, inner) else [child]
-        return found
+            blocks += inner if self._is_opened(node, child, inner) else [child]
+        return blocks
 
     def _repeated(self, node: Node) -> set[Node]:
         """Return the children of `node` that are blocks: the model states them, or they share a
@@ -176,7 +174,7 @@ def stated_blocks(tree: ModuleTree) -> dict[Node, str]:
     that fits no module states nothing. A lesser part of a layer in a list (its attention) stands
     for the layer.
     """
-    found: dict[Node, str] = {}
+    blocks: dict[Node, str] = {}
     for attribute in ("_fsdp_plan", "_no_split_modules"):
         # Module.__getattr__() would be slow for the many that have none.
         has = {kind: hasattr(kind, attribute) for kind in {type(n.module) for n in tree.nodes}}
@@ -186,11 +184,10 @@ def stated_blocks(tree: ModuleTree) -> dict[Node, str]:
                 continue
             statement = getattr(model, attribute)
             if isinstance(statement, Mapping | list | tuple | set | frozenset):
-                for module in _stated(model, attribute, set(statement)):
-                    node = tree.find(module)
+                for node in map(tree.find, _stated(model, attribute, set(statement))):
                     if node is not None:
-                        found.setdefault(_layer_of(node, speaker), attribute)
-    return found
+                        blocks.setdefault(_layer_of(node, speaker), attribute)
+    return blocks
 
 
 def _stated(model: nn.Module, attribute: str, words: set[Any]) -> list[nn.Module]:

@@ -18,12 +18,7 @@ from torch import Tensor, nn
 from zshard import _core
 from zshard.guard.words import refused_grad_dtype
 from zshard.precision import Precision, name_of
-from zshard.ranks.agreement import (
-    Fact,
-    checksum,
-    take_from,
-    tensor_facts,
-)
+from zshard.ranks.agreement import Fact, checksum, take_from, tensor_facts
 from zshard.ranks.devices import move
 from zshard.ranks.transports import Comms
 from zshard.units.extensions import EXTENSIONS
@@ -87,15 +82,13 @@ def check_unit(spec: UnitSpec) -> None:
             raise NotImplementedError(refused_grad_dtype(name, param.grad_dtype))
         if kind.__module__.startswith("torch.distributed.tensor"):
             raise NotImplementedError(
-                f"parameter '{name}' is a {kind.__name__}, as parallelize_module() and "
-                "distribute_tensor() make them: zshard has no tensor parallelism. Omit them, or "
-                "train this model with torch's fully_shard"
+                f"parameter '{name}' is a {kind.__name__}, but zshard has no tensor parallelism: "
+                "omit parallelize_module() and distribute_tensor()"
             )
         if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise TypeError(
-                f"parameter '{name}' is of class {kind.__name__}, which has no memory of its own; "
-                "zshard shards plain tensors only: pass the parameter in ignored_states=, so that "
-                "each rank keeps all of it, or convert the model after training"
+                f"parameter '{name}' is of class {kind.__name__}, which has no memory of its own: "
+                "pass it in ignored_states=, or convert the model after training"
             )
         for each in EXTENSIONS:
             each.check(name, ref)

@@ -42,29 +42,22 @@ def install() -> None:
 
 
 def _refuse_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    known = module._parameters.get(name) is not None  # replaced: the next forward checks it
-    if module in _roots and _is_alone(param) and not known:
-        raise ValueError(_complaint(module, name, "parameter"))
+    is_new = module._parameters.get(name) is None  # of a replaced one, the next forward knows
+    if module in _roots and _is_alone(param) and is_new:
+        raise ValueError(_complaint(module, name))
 
 
 def _refuse_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
     if module not in _roots or added is None or not _has_alone(added):
         return
     before, root = module._modules.get(name), _roots[module]()
-    is_replaced = before is not None and any(map(part_of, before.parameters()))
-    if root is None or not is_replaced:
-        raise ValueError(_complaint(module, name, "module with parameters"))
-    _refuse_in_forward(root, module, name)
+    if root is None or before is None or not any(map(part_of, before.parameters())):
+        raise ValueError(_complaint(module, name))
 
-
-def _refuse_in_forward(root: nn.Module, module: nn.Module, name: str) -> None:
-    """Make the next forward of `root` refuse the child `name` of `module`, unless it has been
-    sharded or removed by then."""
-
-    def check(_root: nn.Module, _args: object) -> None:
+    def check(_root: nn.Module, _args: object) -> None:  # sharded or removed by now?
         now = module._modules.get(name)
         if now is not None and _has_alone(now):
-            raise ValueError(_complaint(module, name, "module with parameters"))
+            raise ValueError(_complaint(module, name))
         handle.remove()
 
     handle = root.register_forward_pre_hook(check, prepend=True)
@@ -80,9 +73,9 @@ def _is_alone(param: nn.Parameter | None) -> bool:
     return param is not None and param.requires_grad and part_of(param) is None
 
 
-def _complaint(module: nn.Module, name: str, what: str) -> str:
+def _complaint(module: nn.Module, name: str) -> str:
     return (
-        f"{what} {name!r} was added to a {type(module).__name__} after FSDP(...), so its gradient "
-        "would not be reduced: add it before wrapping the model, shard a module that takes another "
-        "one's place (fully_shard(module)), or freeze it (requires_grad_(False))"
+        f"{name!r} was added to a {type(module).__name__} after FSDP(...), so its gradient would "
+        "not be reduced: add it before FSDP(...), freeze it, or shard it (fully_shard(module)) "
+        "where it replaces a sharded module"
     )

@@ -129,10 +129,9 @@ class Materializer:
             module._buffers[name] = torch.full_like(buffer, mark, device="cpu", requires_grad=False)
         marked = {name: getattr(module, name).data_ptr() for name in (*params, *buffers)}
         if self._init is uninitialized:
-            for name in buffers:
-                if name in module._non_persistent_buffers_set:
-                    what = "leaves it uninitialized, but no state dict contains it"
-                    raise ValueError(self._complaint(module, name, what))
+            for name in module._non_persistent_buffers_set & buffers.keys():
+                what = "leaves it uninitialized, but no state dict contains it"
+                raise ValueError(self._complaint(module, name, what))
             return
         self._initialise(module, list(marked))
         if self._init is not None and _is_untouched(module, marked):
@@ -151,9 +150,7 @@ class Materializer:
     def _initialise_on_meta(self, module: nn.Module, names: Sequence[str]) -> None:
         """Initialize a module that is on the meta device again: FSDP1's way, where the function
         itself allocates memory. Its parameters stay the same objects."""
-        params = {
-            name: p for name, p in module._parameters.items() if name in names and p is not None
-        }
+        params = {k: p for k, p in module._parameters.items() if k in names and p is not None}
         for param in params.values():
             on_meta = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
             vars(on_meta).update(vars(param))
@@ -162,23 +159,23 @@ class Materializer:
             module._buffers[name] = torch.empty_like(getattr(module, name), device="meta")
         self._initialise(module, names)
         for name, param in params.items():
-            made = module._parameters[name]
-            if made is not None and made is not param:  # to_empty() makes another
-                torch.utils.swap_tensors(param, made)  # type: ignore[no-untyped-call]
+            new = module._parameters[name]
+            if new is not None and new is not param:  # of to_empty()
+                torch.utils.swap_tensors(param, new)  # type: ignore[no-untyped-call]
                 module._parameters[name] = param
         for name in names:
             if getattr(module, name).is_meta:
                 raise ValueError(self._complaint(module, name, "does not initialize it"))
 
     def _initialise(self, module: nn.Module, names: Sequence[str]) -> None:
-        own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         around = self._around.get(id(module))
         with torch.no_grad():
             if self._init is not None:
                 self._init(module)
-            elif own is not None or around is not None:
-                if own is not None:
-                    own()
+            elif reset is not None or around is not None:
+                if reset is not None:
+                    reset()
                 if around is not None:
                     around(module)
             elif names and not self._leaves:  # otherwise all its tensors are tied to another's
@@ -192,7 +189,7 @@ class Materializer:
         how = "param_init_fn" if self._init is not None else type(module).__name__
         return (
             f"{path!r} is on the meta device, and {how} {what}: pass FSDP(param_init_fn=...) a "
-            "function that initializes all parameters and buffers of the module it is called with"
+            "function that initializes all tensors of the module that it gets"
         )
 
 
@@ -211,15 +208,15 @@ def _children_first(
 def _initializing(module: nn.Module, around: Init | None) -> dict[int, Init]:
     """Return what initializes each module, by id(): the `_init_weights` of the nearest enclosing
     model, if it takes a module."""
-    own = getattr(module, "_init_weights", None)
+    init = getattr(module, "_init_weights", None)
     try:
-        inspect.signature(own).bind(None)  # type: ignore[arg-type]
+        inspect.signature(init).bind(None)  # type: ignore[arg-type]
     except (TypeError, ValueError):  # None, or it does not take a module
-        own = around
-    found = {} if own is None else {id(module): own}
+        init = around
+    by_id = {} if init is None else {id(module): init}
     for child in module._modules.values():
-        found.update({} if child is None else _initializing(child, own))
-    return found
+        by_id.update({} if child is None else _initializing(child, init))
+    return by_id
 
 
 def _mark_of(tensor: Tensor) -> float | int:
@@ -267,7 +264,6 @@ def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str
     if not left_out:
         return
     rest = [(weakref.ref(owner), attribute, name) for owner, attribute, name in left_out]
-
     checked = False  # on this rank, in a forward that it may have run alone
 
     def check(model: nn.Module, __: object) -> None:
@@ -288,9 +284,8 @@ def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str
             first = min(int.from_bytes(each, "big") for each in all_first)
         if first < len(rest):
             raise RuntimeError(
-                f"{rest[first][2]!r} was on the meta device, and nothing has initialized it: "
-                "initialize it after it is sharded (nn.init, reset_parameters()) or load a state "
-                "dict, on all ranks, before the first forward"
+                f"{rest[first][2]!r} was on the meta device, and nothing has initialized it: do so "
+                "or load a state dict, on all ranks, before the first forward"
             )
         checked = True
         if torch.is_grad_enabled():  # else the other ranks still wait for this one there

@@ -110,8 +110,8 @@ class ModuleTree:
     ) -> None:
         if is_unit(root):
             raise ValueError(
-                f"this {type(root).__name__} is already wrapped: call FSDP once per module (inner "
-                "modules first when wrapping by hand)"
+                f"this {type(root).__name__} is already wrapped: call FSDP once per module, inner "
+                "modules first"
             )
         self._ignored_modules = {id(module) for module in ignored_modules}
         self._ignored_params = {id(param) for param in ignored_params}
@@ -123,13 +123,12 @@ class ModuleTree:
         self._names: dict[tuple[Node, Node], tuple[str, ...]] = {}
         self.root = self._visit(root, "")
         self.nodes = list(self._by_id.values())  # in the order of root.modules()
-        known = {id(module) for module in root.modules()}
-        lost = next((node for node in self.nodes if id(node.module) not in known), None)
+        listed = {id(module) for module in root.modules()}
+        lost = next((node for node in self.nodes if id(node.module) not in listed), None)
         if lost is not None:  # torch finds modules by equality: of two equal ones, only the first
             raise ValueError(
-                f"module {lost.name!r} compares equal to another one, so torch takes it for the "
-                "same, and model.parameters() lacks its parameters: remove __eq__ from "
-                f"{type(lost.module).__name__}"
+                f"module {lost.name!r} compares equal to another one, so model.parameters() lacks "
+                f"its parameters: remove __eq__ from {type(lost.module).__name__}"
             )
         self._dominate()
         self._entries: dict[int, _ParamPlaces] = {}
@@ -151,14 +150,13 @@ class ModuleTree:
         first visit comes first."""
         if node is above:
             return ("",)
-        known = self._names.get((node, above))
-        if known is None:
-            known = self._names[node, above] = tuple(
+        if (node, above) not in self._names:
+            self._names[node, above] = tuple(
                 _join(prefix, attribute)
                 for holder, attribute in node.edges
                 for prefix in self.names(holder, above)
             )
-        return known
+        return self._names[node, above]
 
     def assign(self, options: Mapping[Node, Options], with_empty: bool = False) -> list[UnitSpec]:
         """Assign each parameter to its unit, which the nodes with `options` become; the root is one
@@ -208,12 +206,12 @@ class ModuleTree:
             if is_unit(child):
                 self.wrapped.append((_join(name, attribute), child))
                 continue
-            known = self._by_id.get(id(child))
-            if known is None:
-                known = self._visit(child, _join(name, attribute))
-            elif known.rank < 0:
+            below = self._by_id.get(id(child))
+            if below is None:
+                below = self._visit(child, _join(name, attribute))
+            elif below.rank < 0:
                 continue  # an edge back to a holder: a cycle does not affect dominance
-            known.edges.append((node, attribute))
+            below.edges.append((node, attribute))
         node.rank = len(self._post_order)
         self._post_order.append(node)
         return node
@@ -247,13 +245,11 @@ class ModuleTree:
             if isinstance(node.module, torch.jit.ScriptModule):
                 raise ValueError(
                     f"parameter {name!r} is in a TorchScript module, which zshard cannot shard: "
-                    "shard the Python module that it was made from (and compile that with "
-                    "torch.compile), or pass it in ignored_modules="
+                    "shard the Python module, or pass it in ignored_modules="
                 )
             if isinstance(param, UninitializedParameter):
                 raise ValueError(
-                    f"parameter {name!r} of a lazy module is uninitialized: run a forward pass "
-                    "before FSDP(...)"
+                    f"parameter {name!r} of a lazy module is uninitialized: run a forward first"
                 )
 
     def _refuse_shared(self) -> None:
@@ -268,9 +264,8 @@ class ModuleTree:
             if part is not None and (id(param) in inner or _core.shard_info(param) is not None):
                 raise ValueError(
                     f"parameter {name!r} already belongs to a sharded module, as "
-                    f"{inner.get(id(param), part.name)!r}: two modules share its module, or the "
-                    "parameter. Shard the shared module itself first, call FSDP() once on the "
-                    "module around both, or leave the wrapping to auto_wrap_policy"
+                    f"{inner.get(id(param), part.name)!r}: call FSDP() on the module that both "
+                    "share first, or once on a module around both"
                 )
             # Views with gaps may contain others.
             is_plain = type(param.data) is torch.Tensor and param.layout == torch.strided
@@ -280,10 +275,8 @@ class ModuleTree:
         for (_, end, first), (begin, _, second) in itertools.pairwise(sorted(areas)):
             if 0 < begin < end:
                 raise ValueError(
-                    f"parameters {first!r} and {second!r} share memory (as after "
-                    "a.data = b.data) but are two nn.Parameters, which FSDP would train apart: tie "
-                    "them before FSDP(...) by using one nn.Parameter for both "
-                    "(module.weight = other.weight), or give one a copy"
+                    f"parameters {first!r} and {second!r} share memory but are two nn.Parameters: "
+                    "tie them (module.weight = other.weight) before FSDP(...), or copy one"
                 )
 
 

@@ -124,7 +124,7 @@ class Wrapped:
 
         Gradients grow while activations shrink: the peak is in a forward or a backward.
         """
-        parts = self.run.predict()
+        parts = self.run.engine.predict(False)
         del parts["total"]
         peak, grads = self._peak(traced, parts["grads"])
         parts["offloaded"] += self.offloaded_state
