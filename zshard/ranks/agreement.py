@@ -73,7 +73,8 @@ def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models
     for rank in range(1, comm.world):
         if difference := first_difference(everyone[0], everyone[rank], (0, rank)):
             raise _core.DivergenceError(
-                f"the {what} differ between ranks: {difference}; use the same on all{comm.locate()}"
+                f"the {what} differ between ranks: {difference}; use the same on all ranks"
+                f"{comm.locate()}"
             )
 
 
