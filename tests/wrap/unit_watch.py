@@ -23,7 +23,7 @@ class _Watch(TorchDispatchMode):
         self.calls = [0] * len(units)
         self.owner = {id(ref.param): n for n, unit in enumerate(units) for ref in unit.params}
         self.names = {
-            id(ref.param): f"{unit.name}: {ref.names[0]}" for unit in units for ref in unit.params
+            id(ref.param): f"{unit.name}: {ref.name}" for unit in units for ref in unit.params
         }
         self.violations: dict[str, None] = {}
 

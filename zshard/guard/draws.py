@@ -86,19 +86,16 @@ def _draw(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     if part is None or (torch.is_grad_enabled() and target.requires_grad and target.is_leaf):
         return run_plain(func, args, kwargs)  # the latter raises torch's own error
     is_recorded = torch.is_grad_enabled() and target.requires_grad
-    if is_recorded or slices_among(others) or any(map(_has_many, others)):
+    has_many = any(isinstance(each, Tensor) and each.numel() != 1 for each in others)
+    if is_recorded or slices_among(others) or has_many:
         return refuse(func, args, kwargs)
     _refuse_numbers_of_shards(func, part, others)
     return _fill(func, target, part, rest, kwargs)
 
 
-def _has_many(value: object) -> bool:
-    return isinstance(value, Tensor) and value.numel() != 1
-
-
-def _refuse_numbers_of_shards(func: Operation, part: Part, given: Iterable[Any]) -> None:
+def _refuse_numbers_of_shards(func: Operation, part: Part, values: Iterable[Any]) -> None:
     """Refuse numbers that may derive from the size of the shard."""
-    has_numbers = any(isinstance(each, int | float | Tensor) for each in given)
+    has_numbers = any(isinstance(each, int | float | Tensor) for each in values)
     if has_numbers and part.root in asked_for_size:
         raise ShardError(
             after_size(f"{func.__name__.removeprefix('_no_grad_')}() got numbers for", part)
@@ -111,8 +108,10 @@ def _fill(
     """Run the function on a full tensor, and keep this rank's shard of it."""
     with plain():
         full = torch.empty(part.shape, dtype=target.dtype, device=target.device)
-        given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
-        generators = _default_generators(target.device) + given
+        generators = [torch.default_generator]
+        if target.is_cuda:
+            generators.append(torch.cuda.default_generators[target.device.index])
+        generators += [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
         before = [each.get_state() for each in generators]
         func(full, *args, **kwargs)
         after = [each.get_state() for each in generators]
@@ -120,24 +119,12 @@ def _fill(
         with plain(), torch.no_grad():
             target.copy_(part.of(full))
         if not all(map(torch.equal, before, after)):
-            part.note_draw(target, _digest(func, after))
+            # The same on ranks whose generators were in the same state.
+            digest = hashlib.blake2b(func.__name__.encode(), digest_size=8)
+            for state in after:
+                digest.update(bytes_of(state))
+            part.note_draw(target, int.from_bytes(digest.digest(), "little"))
     return target
-
-
-def _digest(func: Operation, states: Iterable[Tensor]) -> int:
-    """Return a number that is the same on ranks whose generators were in the same state."""
-    digest = hashlib.blake2b(func.__name__.encode(), digest_size=8)
-    for state in states:
-        digest.update(bytes_of(state))
-    return int.from_bytes(digest.digest(), "little")
-
-
-def _default_generators(device: torch.device) -> list[torch.Generator]:
-    """Return the generators that a function may draw from for a tensor of that device."""
-    found = [torch.default_generator]
-    if device.type == "cuda":
-        found.append(torch.cuda.default_generators[device.index])
-    return found
 
 
 HANDLERS: dict[Any, Operation] = {

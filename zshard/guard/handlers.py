@@ -41,14 +41,14 @@ Kwargs = Mapping[str, Any]
 def _full_draw(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     """Return this rank's shard of a draw for the full tensor: the values that DDP would have."""
     others = dict(kwargs)
-    given = args[0] if args else others.pop("input")
-    part = _core.slice_part(given)
+    tensor = args[0] if args else others.pop("input")
+    part = _core.slice_part(tensor)
     if part is None:
         return run_plain(func, args, kwargs)
     with plain():
-        like = given.new_empty(()).expand(part.shape)
-        made = part.of(func(like, *args[1:], **others)).clone()
-    return _core.mark_slice(made, part)
+        like = tensor.new_empty(()).expand(part.shape)
+        drawn = part.of(func(like, *args[1:], **others)).clone()
+    return _core.mark_slice(drawn, part)
 
 
 def _new(func: Operation, args: Args, kwargs: Kwargs) -> Any:
@@ -59,9 +59,8 @@ def _new(func: Operation, args: Args, kwargs: Kwargs) -> Any:
 def _get_data(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     """`p.data`, also of a parameter that is unsharded right now, as in hooks of a backward."""
     param = args[0]
-    whole = part_of(param) if _core.slice_part(param) is None else None
-    if whole is not None:
-        whole.watch_data()
+    if _core.slice_part(param) is None and (part := part_of(param)) is not None:
+        part.watch_data()
     return guard_like(run_plain(func, args, kwargs), param)
 
 
@@ -141,31 +140,27 @@ def _view(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     part = _core.slice_part(target)
     if part is None:
         return run_plain(func, args, kwargs)
-    found = _views_of(part, func, (*args[1:], *kwargs.values()), args, kwargs)
-    if found is None or _is_recorded(target):
+    views = _views_of(part, func, args, kwargs)
+    if views is None or _is_recorded(target):
         return refuse(func, args, kwargs)
-    made = [_share_of(target, part, *each) for each in found]
-    return made[0] if func in _SINGLE else tuple(made)
+    shares = [_share_of(target, part, *each) for each in views]
+    return shares[0] if func in _SINGLE else tuple(shares)
 
 
 _SINGLE = {getattr(Tensor, name) for name in ("__getitem__", "narrow", "select")}
 
 
 def _views_of(
-    part: Part,
-    func: Operation,
-    others: Args,
-    args: Args,
-    kwargs: Kwargs,
+    part: Part, func: Operation, args: Args, kwargs: Kwargs
 ) -> list[tuple[tuple[int, ...], int]] | None:
     """Return the shapes of the views of the full tensor and their offsets in it; None if one of
     them is not a run of elements. Raises torch's error for an index that is out of range."""
-    if slices_among(others):
+    if slices_among((*args[1:], *kwargs.values())):
         return None
     with plain():
         full = torch.empty(part.shape, device="meta")
-        given = func(full, *args[1:], **kwargs)
-        views = [given] if isinstance(given, Tensor) else list(given)
+        result = func(full, *args[1:], **kwargs)
+        views = [result] if isinstance(result, Tensor) else list(result)
         memory = full.untyped_storage()._cdata
         if not all(v.untyped_storage()._cdata == memory and v.is_contiguous() for v in views):
             return None
@@ -180,11 +175,11 @@ def _is_recorded(target: Tensor) -> bool:
 
 def _share_of(target: Tensor, part: Part, shape: tuple[int, ...], offset: int) -> Tensor:
     """Return this rank's share of a view."""
-    own = part.of_view(shape, offset)
+    share = part.of_view(shape, offset)
     with plain():
-        first = own.begin + offset - part.begin if own.numel else 0
-        run = target.view(-1)[first : first + own.numel].view(own.local_shape)
-    marked: Tensor = _core.mark_slice(run, own)
+        first = share.begin + offset - part.begin if share.numel else 0
+        run = target.view(-1)[first : first + share.numel].view(share.local_shape)
+    marked: Tensor = _core.mark_slice(run, share)
     return marked
 
 
@@ -192,19 +187,20 @@ def _set_item(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     """`t[mask] = number` with a mask like the shard (torch.optim.Rprop), and `t[2:4] = number`."""
     target, key, value = args
     part = _core.slice_part(target)
-    if part is None or (isinstance(value, Tensor) and value.numel() != 1):
+    is_number = not isinstance(value, Tensor) or value.numel() == 1
+    if part is None or not is_number:
         return refuse(func, args, kwargs)
     mask = _core.slice_part(key) if isinstance(key, Tensor) else None
     if mask is not None:
         if mask.geometry is not part.geometry or key.dtype != torch.bool:
             return refuse(func, args, kwargs)
         return _write_to(part, target, func, args)
-    found = _views_of(part, Tensor.__getitem__, (key, value), (target, key), {})
-    if found is None or _is_recorded(target):
+    views = _views_of(part, Tensor.__getitem__, (target, key), {})
+    if views is None or slices_among([value]) or _is_recorded(target):
         return refuse(func, args, kwargs)
-    if found[0][0] == () != part.shape and part.root in asked_for_size:
+    if views[0][0] == () != part.shape and part.root in asked_for_size:
         raise ShardError(after_size("an index set one element of", part))
-    share = _share_of(target, part, *found[0])
+    share = _share_of(target, part, *views[0])
     return _write_to(_core.slice_part(share), share, Tensor.fill_, (share, value))
 
 
@@ -238,8 +234,8 @@ _HANDLERS: dict[Any, _Handler] = {
 def _handle(func: Operation, types: object, args: Args, kwargs: Kwargs) -> Any:
     """Handle what py_guard.c does not: an operation that is not on the list, or shards that do not
     match."""
-    known = _HANDLERS.get(func) or _HANDLERS.get(getattr(func, "_qualified_op_name", None))
-    return (known or refuse)(func, args, kwargs)
+    handler = _HANDLERS.get(func) or _HANDLERS.get(getattr(func, "_qualified_op_name", None))
+    return (handler or refuse)(func, args, kwargs)
 
 
 def set_guard() -> None:

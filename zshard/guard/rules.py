@@ -20,17 +20,16 @@ on slices of the same elements and guard the result; the same for lists of tenso
 Python."""
 
 WRITES = 8
-"""Added for an operation that writes to its first argument: all ranks are to make it."""
+"""Flag: writes to its first argument, so every rank must run it."""
 
 STAYS = 16
-"""Added for an operation that makes no value of the parameter's elements: within a forward, it does
-not have the unit gathered."""
+"""Flag: reads no elements, so within a forward it does not have the unit gathered."""
 
 STAYS_ALONE = 32
-"""Added for one that makes none where autograd does not record."""
+"""Flag: like STAYS, but only while autograd is off."""
 
 RAW = 64
-"""Added for an operation whose result can be written through unseen."""
+"""Flag: a script can write through its result unseen."""
 
 _FACTS = (
     *("data_ptr", "dense_dim", "dim", "dim_order", "element_size", "get_device"),
@@ -98,39 +97,40 @@ _NOT_EACH_OF_LISTS = ("_foreach_norm", "_foreach_max", "_foreach_mm", "_foreach_
 _FUSED = ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_")
 
 LIKE_AT_RANDOM = frozenset((torch.rand_like, torch.randn_like, torch.randint_like))
-"""What draws a tensor like another: for a slice, that of the whole tensor's draw."""
+"""Random *_like functions; on a shard they return its part of the full draw."""
 
 NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
-"""Methods that make a tensor of any shape; of the shard's, it is meant to go with the shard."""
+"""new_* methods. A result with the shard's shape is treated as a shard."""
 
 DRAWN_IN_PLACE = (
     *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_"),
     *("random_", "uniform_"),
 )
-"""Methods that fill a tensor with random numbers: a slice, with its part of the whole's."""
+"""In-place random fills; a shard gets its part of the full draw."""
 
 SIZES = ("size", "numel", "nelement", "__len__")
 """Methods that are asked for sizes, beside the attribute `shape`."""
 
 VIEWS = ("__getitem__", "narrow", "select", "chunk", "split")
-"""Methods that give views: of a slice, what it has of a view that is a run of elements."""
+"""View methods; on a shard they return this rank's part of a contiguous view."""
 
 Operation = Callable[..., Any]
 
 
 def rules() -> dict[Operation, int]:
     """Return the rule for each operation that is allowed."""
-    found: dict[Operation, int] = {}
-    found.update(dict.fromkeys(_facts(), FACT))
-    found.update(dict.fromkeys(_each(), EACH))
-    found.update(dict.fromkeys(_lists(), LISTS))
-    found[_getter("grad")] = GRAD
-    found.update(dict.fromkeys(_special(), NONE | STAYS))
+    table: dict[Operation, int] = {
+        **dict.fromkeys(_facts(), FACT),
+        **dict.fromkeys(_each(), EACH),
+        **dict.fromkeys(_lists(), LISTS),
+        _getter("grad"): GRAD,
+        **dict.fromkeys(_special(), NONE | STAYS),
+    }
     for detach in (Tensor.detach, torch.detach):
-        found[detach] |= STAYS_ALONE
+        table[detach] |= STAYS_ALONE
     for name in ("data_ptr", "untyped_storage", "_typed_storage"):
-        found[getattr(Tensor, name)] |= RAW
-    return {func: rule | WRITES if _writes(func, rule) else rule for func, rule in found.items()}
+        table[getattr(Tensor, name)] |= RAW
+    return {func: rule | WRITES if _writes(func, rule) else rule for func, rule in table.items()}
 
 
 def kind_of(rule: int) -> int:

@@ -105,7 +105,7 @@ class DryRun:
             for name, held in each._parameters.items():
                 owners.setdefault(id(held), []).append((each, name))
         facts = [(param, unit.param(i)) for i, param in enumerate(unit.params)]
-        refs = [ParamRef((f["name"],), p, tuple(owners.get(id(p), ()))) for p, f in facts]
+        refs = [ParamRef(f["name"], p, tuple(owners.get(id(p), ()))) for p, f in facts]
         spec = UnitSpec(module, unit.name, state.options, refs)
         self.engine.set_offload(None, *unit.offloads, 1.0)
         self.engine.set_codes(*state.options.wire.codes)

@@ -17,7 +17,7 @@ import math
 import operator
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +30,7 @@ from zshard.units.units import State
 __all__ = ["note_step", "note_values", "sum_of_bits", "watch_steps"]
 
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
-"""Options that say how a step is computed, and not what: hosts may differ in them."""
+"""Options that change speed, not results; ranks may differ in them."""
 
 _MASK = (1 << 64) - 1
 
@@ -54,8 +54,8 @@ class _Account:
         self._groups: tuple[tuple[int, int, int], ...] = ()  # the model's, see Stepped
         self._options: list[tuple[Any, ...]] = []  # each group's options at the last digest
         self._counted: tuple[int, int] | None = None
-        """(param group, parameter) whose step count is looked at: none on GPUs, where it depends on
-        the implementation whether the count is there too."""
+        """The (group, parameter) whose step counter is compared; None on GPUs, where some
+        implementations keep the counter on the device."""
 
     def take(self, optimizer: torch.optim.Optimizer, model: Stepped) -> bool:
         """Check what the optimizer has stepped with; return whether it is new."""
@@ -70,7 +70,19 @@ class _Account:
             if n > 0 and groups[number]["params"][first].device.type == "cpu"
         )
         self._counted = next(on_cpu, None)
-        self._digest_anew([[_value(each) for each in row] for row in options], model)
+        values = [[_value(each) for each in row] for row in options]
+        counts = [0 if model.replicated else n for _, _, n in model.groups]
+        self.digest = 0
+        for number in (*(_number(each) for row in values for each in row), *counts):
+            self.digest = (self.digest * 0x100000001B3 + number) & _MASK
+        columns: dict[str, list[Any]]
+        columns = {key: [row[i] for row in values] for i, key in enumerate(self.keys)}
+        columns["number of parameters"] = counts
+        self.lines = "".join(
+            f"{self.label} {key}\t{_listed(column)}\n"
+            for key, column in columns.items()
+            if any(value is not None for value in column)
+        )
         return True
 
     def count(self, optimizer: torch.optim.Optimizer) -> int:
@@ -87,16 +99,6 @@ class _Account:
             return self._get(group)[2:]
         except KeyError:  # a group of an old state dict
             return tuple(group.get(key) for key in self.keys)
-
-    def _digest_anew(self, values: list[list[Any]], model: Stepped) -> None:
-        """values: each group's, in the order of the keys."""
-        counts = [0 if model.replicated else n for _, _, n in model.groups]
-        self.digest = _folded(0, [*(_number(each) for row in values for each in row), *counts])
-        columns: list[tuple[str, Sequence[Any]]] = [
-            *((key, [row[i] for row in values]) for i, key in enumerate(self.keys)),
-            ("number of parameters", counts),
-        ]
-        self.lines = "".join(_lines(self.label, columns))
 
 
 _accounts: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, _Account]]
@@ -134,8 +136,7 @@ def note_step(optimizer: torch.optim.Optimizer, engine_id: int | None = None) ->
         engine.note_step(account.digest, count & _MASK)
         if is_new:
             engine.tell_settings(_all_texts(model.comm_id))
-        watcher = _watchers.get(unit.engine_id)
-        if watcher is not None:
+        if (watcher := _watchers.get(unit.engine_id)) is not None:
             watcher.note_step()
 
 
@@ -143,9 +144,9 @@ def _account_of(optimizer: torch.optim.Optimizer, comm_id: int) -> _Account:
     accounts = _accounts.setdefault(optimizer, {})
     if comm_id not in accounts:
         name = type(optimizer).__name__
+        pairs = _accounts.items()
         others = sum(
-            type(other).__name__ == name and comm_id in theirs
-            for other, theirs in _accounts.items()
+            type(other).__name__ == name and comm_id in by_comm for other, by_comm in pairs
         )
         label = name if others == 0 else f"{name} #{others + 1}"
         accounts[comm_id] = _Account(optimizer, label)
@@ -206,8 +207,8 @@ def _are_same(rows: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> boo
     """Return whether these are the same immutable objects. (Tensors and lists can change.)"""
     if len(rows) != len(before):
         return False
-    for row, known in zip(rows, before, strict=True):
-        if len(row) != len(known) or not all(map(operator.is_, row, known)):
+    for row, earlier in zip(rows, before, strict=True):
+        if len(row) != len(earlier) or not all(map(operator.is_, row, earlier)):
             return False
         if any(isinstance(each, Tensor | list) for each in row):
             return False
@@ -227,12 +228,6 @@ def _value(value: object) -> object:
 # --- digests --------------------------------------------------------------------------------------
 
 
-def _folded(digest: int, numbers: Iterable[int]) -> int:
-    for number in numbers:
-        digest = (digest * 0x100000001B3 + number) & _MASK
-    return digest
-
-
 @functools.lru_cache(maxsize=4096, typed=True)
 def _number(value: object) -> int:
     """Return a number that represents a value."""
@@ -240,13 +235,6 @@ def _number(value: object) -> int:
 
 
 # --- text -----------------------------------------------------------------------------------------
-
-
-def _lines(label: str, columns: Iterable[tuple[str, Sequence[Any]]]) -> Iterator[str]:
-    """Yield a line for each option, with its values in all groups."""
-    for key, values in columns:
-        if any(value is not None for value in values):
-            yield f"{label} {key}\t{_listed(values)}\n"
 
 
 def _listed(values: Sequence[Any]) -> str:

@@ -62,7 +62,6 @@ _Key = tuple[int, Asked, str]  # a group's id, the requested transport, a device
 
 _entries: dict[_Key, list[_Connection]] = {}  # on all ranks in the same order; one for each timeout
 _stopped: list[_Connection] = []  # replaced by new ones; their models are unusable
-_alone: dict[str, _core.Comm] = {}  # by device
 
 
 class Comms(NamedTuple):
@@ -229,10 +228,9 @@ def group_beside(comm: _core.Comm, device: torch.device) -> Group:
     return entry.beside[device.type]
 
 
+@functools.cache
 def _comm_alone(device: str) -> _core.Comm:
-    if device not in _alone:
-        _alone[device] = _core.Comm.alone(device)
-    return _alone[device]
+    return _core.Comm.alone(device)
 
 
 def _connections() -> list[_Connection]:

@@ -20,13 +20,10 @@ from zshard.units.units import Options
 
 @dataclass(eq=False, frozen=True)
 class ParamRef:
-    """One parameter of a unit.
+    """One parameter of a unit: its name in the model's `named_parameters()`, and the (module,
+    attribute) pairs that hold it."""
 
-    `names` are all its dotted names relative to the unit's module, tied aliases included, the one
-    that `named_parameters()` gives first; `owners` are the (module, attribute) pairs that hold it.
-    """
-
-    names: tuple[str, ...]
+    name: str
     param: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]
 

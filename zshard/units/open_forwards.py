@@ -94,8 +94,7 @@ def call_guarded(
 
 
 _unhooked = 0
-"""How many forwards are running of which the core knows nothing, as nothing of the model is
-sharded."""
+"""Number of running forwards that the core does not track (models without sharded parameters)."""
 
 
 @uncompiled

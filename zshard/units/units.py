@@ -235,11 +235,11 @@ def like(param: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     script or a library (bitsandbytes, say) has defined that."""
     kind = type(param)
     if kind is nn.Parameter or kind.__module__.startswith("zshard."):
-        made = nn.Parameter(data, requires_grad=param.requires_grad)
+        copied = nn.Parameter(data, requires_grad=param.requires_grad)
     else:
-        made = torch.Tensor._make_subclass(kind, data, param.requires_grad)
-    vars(made).update(vars(param))
-    return made
+        copied = torch.Tensor._make_subclass(kind, data, param.requires_grad)
+    vars(copied).update(vars(param))
+    return copied
 
 
 def hook_forward(module: nn.Module, unit: _core.Unit) -> list[RemovableHandle]:
@@ -253,11 +253,11 @@ def hook_forward(module: nn.Module, unit: _core.Unit) -> list[RemovableHandle]:
 def modules_of(kind: type[_M], module: nn.Module, root_only: bool) -> list[_M]:
     """Return the modules of class `kind` at and below `module`, parents first; with `root_only`
     those that are not inside another one."""
-    found = [m for m in module.modules() if isinstance(m, kind)]
+    units = [m for m in module.modules() if isinstance(m, kind)]
     if not root_only:
-        return found
-    inner = {id(child) for unit in found for child in unit.modules() if child is not unit}
-    return [unit for unit in found if id(unit) not in inner]
+        return units
+    inner = {id(child) for unit in units for child in unit.modules() if child is not unit}
+    return [unit for unit in units if id(unit) not in inner]
 
 
 # --- names without the prefixes of wrappers -------------------------------------------------------

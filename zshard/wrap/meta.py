@@ -48,30 +48,16 @@ def reset_or_leave(module: nn.Module) -> None:
     """
 
 
-class _Rewind:
-    """The random numbers drawn for models on the meta device: the CPU generator's states around
-    them."""
-
-    before: Tensor | None = None
-    after: Tensor | None = None
-
-    def note(self, before: Tensor) -> None:
-        """Consecutive models count as one draw."""
-        if self.after is None or not torch.equal(before, self.after):
-            self.before = before
-        self.after = torch.get_rng_state()
-
-
-_rewind = _Rewind()
+_drawn: list[Tensor] = []
+"""The CPU generator's states before and after the last draw for models on the meta device."""
 
 
 def rewind() -> None:
     """Take back the random numbers that were drawn for models on the meta device, unless more were
     drawn since: a script that initializes now draws what a plain model would."""
-    if _rewind.before is not None and _rewind.after is not None:
-        if torch.equal(torch.get_rng_state(), _rewind.after):
-            torch.set_rng_state(_rewind.before)
-        _rewind.before = _rewind.after = None
+    if _drawn and torch.equal(torch.get_rng_state(), _drawn[1]):
+        torch.set_rng_state(_drawn[0])
+    _drawn.clear()
 
 
 class Materializer:
@@ -100,12 +86,14 @@ class Materializer:
         Raises ValueError, naming the tensor, if a module's initialization omits one.
         """
         last = self._place[id(module)]
-        state = torch.get_rng_state()
+        before = torch.get_rng_state()
         while self._done <= last:
             self._materialize(self._queue[self._done])
             self._done += 1
-        if not torch.equal(state, torch.get_rng_state()):
-            _rewind.note(state)
+        after = torch.get_rng_state()
+        if not torch.equal(before, after):  # consecutive models count as one draw
+            continues = bool(_drawn) and torch.equal(before, _drawn[1])
+            _drawn[:] = _drawn[0] if continues else before, after
 
     def _materialize(self, module: nn.Module) -> None:
         params = {k: p for k, p in module._parameters.items() if p is not None and p.is_meta}

@@ -55,7 +55,7 @@ class UnitSpec:
     @property
     def param_names(self) -> list[str]:
         """The dotted names of its parameters, relative to the root."""
-        return [_join(self.name, ref.names[0]) for ref in self.params]
+        return [ref.name for ref in self.params]
 
 
 @dataclass(eq=False, slots=True)
@@ -87,9 +87,8 @@ class Node:
 
 @dataclass(eq=False)
 class _ParamPlaces:
-    """A parameter and its places."""
-
     param: nn.Parameter
+    name: str  # the first
     owners: list[tuple[Node, str]]
     home: Node
 
@@ -120,7 +119,6 @@ class ModuleTree:
         self._by_id: dict[int, Node] = {}
         self.wrapped: list[tuple[str, nn.Module]] = []  # units of earlier FSDP calls
         self._post_order: list[Node] = []
-        self._names: dict[tuple[Node, Node], tuple[str, ...]] = {}
         self.root = self._visit(root, "")
         self.nodes = list(self._by_id.values())  # in the order of root.modules()
         listed = {id(module) for module in root.modules()}
@@ -145,19 +143,6 @@ class ModuleTree:
         """Return the node of `module`, or None if it is not in the tree."""
         return self._by_id.get(id(module))
 
-    def names(self, node: Node, above: Node) -> tuple[str, ...]:
-        """Return all dotted names of `node` relative to `above`, a dominator of it; that of the
-        first visit comes first."""
-        if node is above:
-            return ("",)
-        if (node, above) not in self._names:
-            self._names[node, above] = tuple(
-                _join(prefix, attribute)
-                for holder, attribute in node.edges
-                for prefix in self.names(holder, above)
-            )
-        return self._names[node, above]
-
     def assign(self, options: Mapping[Node, Options], with_empty: bool = False) -> list[UnitSpec]:
         """Assign each parameter to its unit, which the nodes with `options` become; the root is one
         of them.
@@ -174,13 +159,8 @@ class ModuleTree:
             while unit not in specs:
                 assert unit.parent is not None, "the root is a unit"
                 unit = unit.parent
-            names = tuple(
-                _join(prefix, attribute)
-                for owner, attribute in entry.owners
-                for prefix in self.names(owner, unit)
-            )
             owners = tuple((owner.module, attribute) for owner, attribute in entry.owners)
-            specs[unit].params.append(ParamRef(names, entry.param, owners))
+            specs[unit].params.append(ParamRef(entry.name, entry.param, owners))
         root = self.root
         kept = [spec for node, spec in specs.items() if spec.params or with_empty or node is root]
         # Scripts call submodules directly, as generate() calls `model.encoder(ids)` with a shared
@@ -238,10 +218,10 @@ class ModuleTree:
         for attribute, param in node.module._parameters.items():
             if param is None or id(param) in self._ignored_params:
                 continue
-            entry = self._entries.setdefault(id(param), _ParamPlaces(param, [], node))
+            name = _join(node.name, attribute)
+            entry = self._entries.setdefault(id(param), _ParamPlaces(param, name, [], node))
             entry.owners.append((node, attribute))
             entry.home = _common_ancestor(entry.home, node)
-            name = _join(node.name, attribute)
             if isinstance(node.module, torch.jit.ScriptModule):
                 raise ValueError(
                     f"parameter {name!r} is in a TorchScript module, which zshard cannot shard: "
@@ -259,8 +239,7 @@ class ModuleTree:
         for prefix, unit in self.wrapped:
             inner.update({id(param): _join(prefix, n) for n, param in unit.named_parameters()})
         for entry in self._entries.values():
-            param, (owner, attribute) = entry.param, entry.owners[0]
-            name, part = _join(owner.name, attribute), part_of(param)
+            param, name, part = entry.param, entry.name, part_of(entry.param)
             if part is not None and (id(param) in inner or _core.shard_info(param) is not None):
                 raise ValueError(
                     f"parameter {name!r} already belongs to a sharded module, as "
