@@ -160,8 +160,16 @@ class EngineCheckpoints:
         optimizer = self.optimizer if wants_optimizer else None
         loaded = load(path, self.module, optimizer, strict=load_module_strict)
         self._drop_round()
-        if not load_module_only:
-            self._take_state(loaded, load_lr_scheduler_states)
+        state = None if load_module_only else loaded.get(_ENGINE)
+        if state is not None:  # zshard.save() saves none: the counts stay
+            for count in _COUNTS:
+                setattr(self, count, state[count])
+            scale, scheduler = self._settings.loss_scale, self.lr_scheduler
+            if scale is not None and state["loss_scale"] is not None:
+                scale.load_state_dict(state["loss_scale"])
+                self._new_scaler()
+            if load_lr_scheduler_states and scheduler and state["lr_scheduler"] is not None:
+                scheduler.load_state_dict(state["lr_scheduler"])
         return path, dict(loaded.get(_CLIENT, {}))
 
     @PublicCall("save_16bit_model()")
@@ -198,19 +206,6 @@ class EngineCheckpoints:
 
     def _comm(self) -> api.Comm:
         return state_of(self.module).comms.all
-
-    def _take_state(self, loaded: Mapping[str, Any], with_scheduler: bool) -> None:
-        state = loaded.get(_ENGINE)
-        if state is None:  # saved by zshard.save(): the counts stay
-            return
-        for name in _COUNTS:
-            setattr(self, name, state[name])
-        scale = self._settings.loss_scale
-        if scale is not None and state["loss_scale"] is not None:
-            scale.load_state_dict(state["loss_scale"])
-            self._new_scaler()
-        if with_scheduler and self.lr_scheduler is not None and state["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
 
 
 def _checked(tag: str) -> str:
