@@ -344,10 +344,10 @@ def test_vectors_and_patterns_without_matrices_are_refused():
         zshard.Muon(build().parameters())
     with pytest.raises(ValueError, match=r"'\*\.qkv' matches no name of Muon's"):
         zshard.Muon(build(), split={"*.qkv": 3})
-    with pytest.raises(ValueError, match="with a model, pass a dict"):
+    with pytest.raises(ValueError, match="pass a dict, such as"):
         zshard.Muon(build(), split=3)
     for wrong in ("columns", ("columns", [3]), {3}, 2.5):
-        with pytest.raises(ValueError, match="does not divide the 96 rows and 48 columns"):
+        with pytest.raises(ValueError, match="does not divide parameter"):
             zshard.Muon(build(), split={"0.weight": wrong})
     with pytest.raises(NotImplementedError, match="capturable=True"):
         zshard.Muon(build(), adamw={"capturable": True})
