@@ -125,7 +125,7 @@ def test_newer_format_version(pool2, path):
 def test_folder_of_an_interrupted_save(pool2, path):
     (path / "zshard.json").unlink()
     left = path.rename(path.parent / f".x.{'0' * 32}.tmp")
-    check(pool2, left, "an interrupted save left it", options=None, with_optimizer=False)
+    check(pool2, left, "an interrupted save left", options=None, with_optimizer=False)
 
 
 # --- pickles --------------------------------------------------------------------------------------
