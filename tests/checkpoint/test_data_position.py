@@ -238,9 +238,9 @@ def test_wrong_loaders_are_refused() -> None:
         next(position.batches(loader_of(other)))
     with pytest.raises(ValueError, match=r"pass sampler=position\.sampler"):
         next(position.batches(DataLoader(numbers(), batch_size=4, shuffle=True)))
-    with pytest.raises(TypeError, match="without a batch_size has no position"):
+    with pytest.raises(TypeError, match="needs a batch_size"):
         next(position.batches(loader_of(position, None)))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="needs a loader that saves its own state"):
+    with pytest.raises(TypeError, match="needs torchdata's StatefulDataLoader"):
         next(DataPosition().batches(DataLoader(numbers())))
     with pytest.raises(TypeError, match="has no sampler: pass the length"):
         len(DataPosition().sampler)
@@ -253,12 +253,12 @@ def test_wrong_loaders_are_refused() -> None:
 def test_a_loader_by_itself_is_refused() -> None:
     position = DataPosition(N)
     loader = loader_of(position)
-    with pytest.raises(RuntimeError, match=r"use `for batch in position\.batches"):
+    with pytest.raises(RuntimeError, match=r"iterate position\.batches"):
         next(iter(loader))
     taken(position, loader, 2)
-    with pytest.raises(RuntimeError, match=r"use `for batch in position\.batches"):
+    with pytest.raises(RuntimeError, match=r"iterate position\.batches"):
         next(iter(loader))
-    with pytest.raises(RuntimeError, match="called within its loop: leave the loop before"):
+    with pytest.raises(RuntimeError, match="changed within its loop: leave it before"):
         for _ in position.batches(loader):
             taken(position, loader, 1)
 

@@ -125,7 +125,7 @@ def test_newer_format_version(pool2, path):
 def test_folder_of_an_interrupted_save(pool2, path):
     (path / "zshard.json").unlink()
     left = path.rename(path.parent / f".x.{'0' * 32}.tmp")
-    check(pool2, left, "an interrupted save left it", options=None, with_optimizer=False)
+    check(pool2, left, "an interrupted save left", options=None, with_optimizer=False)
 
 
 # --- pickles --------------------------------------------------------------------------------------
@@ -554,7 +554,7 @@ def test_invalid_parts(changes, said):
     record = {"size": 6, "crc32c": "00000000"}
     valid = {"version": 2, "files": {"a": record}, "parts": _PARTS, "whole": {"b": 7, "c": 1}}
     made = Manifest.parse(signed({**body(), **valid}), "zshard.json")
-    with pytest.raises(CheckpointError, match="do not contain byte 3 of 'b'"):
+    with pytest.raises(CheckpointError, match="do not have byte 3 of 'b'"):
         Spread("x", made, ())
     with pytest.raises(CheckpointError, match=said):
         Spread("x", Manifest.parse(signed({**body(), **valid, **changes}), "zshard.json"), ())

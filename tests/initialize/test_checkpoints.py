@@ -177,7 +177,7 @@ def misused(folder: str) -> dict[str, str]:
     before = engine.module.state_dict()
     found = {
         "FileNotFoundError: there is no checkpoint": raised(lambda: engine.load_checkpoint(folder, "bad")),
-        "tags in": raised(lambda: engine.load_checkpoint(folder, "bad")),
+        "pass one of [": raised(lambda: engine.load_checkpoint(folder, "bad")),
         "zero_to_fp32.py": raised(lambda: engine.load_checkpoint(folder, "theirs")),
         "no finished checkpoint in": raised(lambda: engine.load_checkpoint(folder, "empty")),
         "tag='../up' is not the name": raised(lambda: engine.save_checkpoint(folder, "../up")),
@@ -190,7 +190,7 @@ def misused(folder: str) -> dict[str, str]:
         "differ": raised(lambda: engine.save_checkpoint(folder, tag=f"rank{dist.get_rank()}")),
         "the checkpoints differ": raised(lambda: engine.load_checkpoint(folder, ("good", "second")[dist.get_rank()])),
         "rank 1": raised(lambda: engine.save_checkpoint(folder, tag="../one" if dist.get_rank() else "two")) if dist.get_rank() == 0 else "rank 1",
-        "writes a pickle": raised(lambda: engine.save_16bit_model(folder, "model.safetensors")),
+        "would be a pickle": raised(lambda: engine.save_16bit_model(folder, "model.safetensors")),
     }  # fmt: skip
     if dist.get_rank() == 1:
         raised(lambda: engine.save_checkpoint(folder, tag="../one"))
@@ -254,7 +254,7 @@ def loads_nothing(folder: str) -> str:
 @ranks(2)
 def test_warning_that_is_an_error_is_raised_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     for text in pool.run(loads_nothing, str(tmp_path)):
-        assert "there is no checkpoint to load" in text
+        assert "nothing was loaded" in text
 
 
 def with_zshard(folder: str) -> Any:

@@ -59,13 +59,13 @@ def nested(name: str, value: Any) -> dict[str, Any]:
         ({"gradient_clipping": -1}, ValueError, "finite and at least 0, got -1"),
         ({"steps_per_print": 0}, ValueError, "at least 1"),
         ({"communication_data_type": "int8"}, ValueError, "'fp32', 'fp16' or 'bf16', got 'int8'"),
-        (with_zero(stage=4), ValueError, "'zero_optimization.stage' must be 0, 1, 2 or 3, got 4"),
+        (with_zero(stage=4), ValueError, "'zero_optimization.stage' in the DeepSpeed config must be 0, 1, 2 or 3, got 4"),
         (with_zero(stage="3"), TypeError, "must be an integer, got '3'"),
         (with_zero(offload_param={"device": "gpu"}), ValueError, "'none', 'cpu' or 'nvme', got 'gpu'"),
-        (with_zero(offload_param={"device": "nvme"}), ValueError, "set 'zero_optimization.offload_param.nvme_path'"),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ValueError, "enables fp16 and bf16: enable only one"),
+        (with_zero(offload_param={"device": "nvme"}), ValueError, "'zero_optimization.offload_param.nvme_path' in the DeepSpeed config must be set"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ValueError, "enables fp16 and bf16: enable one of them"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, NotImplementedError, "enable 'fp16'"),
-        ({"gradient_allreduce_op": "sum"}, NotImplementedError, "multiply the loss by the number of ranks"),
+        ({"gradient_allreduce_op": "sum"}, NotImplementedError, "'gradient_allreduce_op' in the DeepSpeed config must be 'mean', got 'sum'"),
         ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, NotImplementedError, "must be 'fp32' with 'bf16' or 'fp16'"),
     ],
 )  # fmt: skip
@@ -80,7 +80,7 @@ def test_keys_that_would_change_numbers_are_refused() -> None:
     with all_rows() as row:
         for name in sorted(keys.REFUSED):
             with row(name):
-                text = f"'{re.escape(name)}' in the DeepSpeed config would change"
+                text = f"'{re.escape(name)}' in the DeepSpeed config is not supported"
                 with pytest.raises(NotImplementedError, match=text):
                     settings(nested(name, {"enabled": True}))
                 with warnings.catch_warnings():
@@ -187,10 +187,10 @@ def test_two_batch_sizes_give_the_third(given: Any, sizes: Any) -> None:
     ("given", "message"),
     [
         ((None, None, 2), "has no 'train_batch_size' and no 'train_micro_batch_size_per_gpu': add one of them"),
-        ((16, 4, 3), "train_batch_size=16 is not train_micro_batch_size_per_gpu=4 * gradient_accumulation_steps=3 * 2 rank(s), which is 24"),
-        ((9, 4, None), "train_batch_size=9 is not a multiple of train_micro_batch_size_per_gpu=4 * 2 rank(s): choose a multiple of 8"),
+        ((16, 4, 3), "train_batch_size=16 is not train_micro_batch_size_per_gpu=4 * gradient_accumulation_steps=3 * 2 rank(s): change one"),
+        ((9, 4, None), "train_batch_size=9 is not a multiple of train_micro_batch_size_per_gpu=4 * 2 rank(s): change one"),
         ((3, None, None), "train_batch_size=3 is not a multiple of gradient_accumulation_steps=1 * 2 rank(s)"),
-        ((4, 4, None), "choose a multiple of 8"),
+        ((4, 4, None), "train_batch_size=4 is not a multiple of"),
     ],
 )  # fmt: skip
 def test_contradictory_batch_sizes_are_named(given: Any, message: str) -> None:
@@ -285,7 +285,7 @@ def test_offload_to_the_host_or_one_folder() -> None:
     ("text", "message"),
     [
         ("{,}", "is not valid JSON"),
-        ('"a": 1', r"put \{\.\.\.\} around the whole"),
+        ('"a": 1', "Extra data: line 1 column 4"),
         ('{"a": 1, "a": 2}', "the key 'a' is there twice"),
         ("[]", "must be a JSON object"),
     ],
@@ -441,11 +441,11 @@ def test_adam_is_adamw_with_deepspeeds_defaults() -> None:
 @pytest.mark.parametrize(
     ("kind", "params", "error", "message"),
     [
-        *[(kind, {}, ValueError, f"unknown 'optimizer.type' '{kind}'") for kind in ("Lamb", "OneBitAdam", "Muon", "Lion", "AdamX")],
-        ("Lion", {}, ValueError, "expected one of Adam, AdamW, SGD"),
-        ("Muon", {}, ValueError, "zshard.Muon or zshard.WholeMatrix as optimizer="),
+        *[(kind, {}, ValueError, f"'optimizer.type' '{kind}' in the DeepSpeed config is not one of") for kind in ("Lamb", "OneBitAdam", "Muon", "Lion", "AdamX")],
+        ("Lion", {}, ValueError, "is not one of Adam, AdamW, SGD"),
+        ("Muon", {}, ValueError, "pass another one as optimizer="),
         ("Adam", {"learning_rate": 1}, TypeError, "'optimizer.params' in the DeepSpeed config: "),
-        ("Adam", {"max_grad_norm": 1.0}, ValueError, "set 'gradient_clipping' at the top"),
+        ("Adam", {"max_grad_norm": 1.0}, ValueError, "set 'gradient_clipping' instead"),
         ("Adam", {"bias_correction": False}, NotImplementedError, "'optimizer.params.bias_correction'"),
     ],
 )  # fmt: skip

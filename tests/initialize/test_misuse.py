@@ -360,12 +360,12 @@ def wrong_calls() -> dict[str, str]:
     schedule = torch.optim.lr_scheduler.StepLR(foreign, 1)
     return {
         "already sharded": call(model=plain),
-        "keep the engine": call(model=good),
+        "already sharded: call zshard.initialize() once": call(model=good),
         "DistributedDataParallel": call(model=torch.nn.parallel.DistributedDataParallel(model())),
         "expects model=": call(model=None),
-        "got none": call(config=None),
+        "got no DeepSpeed config": call(config=None),
         "got config and config_params": call(config_params=config()),
-        "mpu must be None": call(mpu=object()),
+        "omit mpu=": call(mpu=object()),
         "not a parameter of the model": call(optimizer=foreign),
         "model_parameters has a tensor": call(model_parameters=other.parameters()),
         "must be parameters or param groups": call(model_parameters=other),
@@ -377,8 +377,8 @@ def wrong_calls() -> dict[str, str]:
         "must return a torch optimizer": call(optimizer=lambda params: None),
         "must be a torch optimizer or a function": call(optimizer="AdamW"),
         "there is no DeepSpeed config 'no.json'": call(config="no.json"),
-        "is bfloat16, but parameter 'first.weight' is float32": call(config=summing_in("bf16")),
-        "is float32, but parameter 'first.weight' is bfloat16": call(
+        "is torch.bfloat16, but parameter 'first.weight' sums": call(config=summing_in("bf16")),
+        "is torch.float32, but parameter 'first.weight' sums": call(
             model=model().bfloat16(), config=summing_in("fp32")
         ),
     }
@@ -439,7 +439,7 @@ def no_optimizer() -> list[str]:
 @ranks(2)
 def test_engine_without_optimizer_only_computes(pool: RankPool) -> None:
     for found in pool.run(no_optimizer):
-        assert all("needs an optimizer: add the section 'optimizer'" in each for each in found)
+        assert all("needs an optimizer: add 'optimizer'" in each for each in found)
 
 
 def other_configs() -> str:

@@ -83,7 +83,7 @@ def as_a_script(path: str) -> Any:
     assert engine.module is module and engine.optimizer is optimizer and len(loader) == 3
     assert isinstance(engine, nn.Module) and engine.first is module.first, "the model's attributes"
     assert len({*map(id, engine.parameters())}) == 5
-    assert "docs/deepspeed.md lists" in raised(lambda: engine.xyzzy)
+    assert "docs/deepspeed.md" in raised(lambda: engine.xyzzy)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert args.local_rank == engine.local_rank == engine.global_rank == dist.get_rank()
     assert (engine.zero_optimization_stage(), engine.device.type, engine.world_size) == (

@@ -203,7 +203,9 @@ def test_ctrl_c_and_a_hangup_are_the_jobs(tmp_path: Path) -> None:
 def test_end_frees_and_its_token_is_refused(keeper: Keeper) -> None:
     keeper.hold("a", b"", [memory(b"x")])
     keeper.end()
-    with pytest.raises(KeeperError, match=r"no keeper answers under this token.*without the token"):
+    with pytest.raises(
+        KeeperError, match=r"no keeper answers under this token: start the run without it"
+    ):
         keeper.hold("a", b"", [])
     wait_until(lambda: has_ended(keeper))
 
@@ -350,7 +352,7 @@ def test_doctor_lists_keepers(
     keeper = started(600.0, launcher.pid)
     keeper.hold("a", b"", [memory(bytes(3 << 20))])
     pid = pid_of(keeper)
-    line = next(line for line in report()[0].splitlines() if f"kill {pid}" in line)
+    line = next(line for line in report()[0].splitlines() if f"process {pid}, " in line)
     assert f"process {pid}, " in line and "holds 3.0 MiB in 1 memory file(s)" in line
     assert f"ends with process {launcher.pid}" in line
     launcher.kill()
@@ -361,4 +363,4 @@ def test_doctor_lists_keepers(
     assert of_keeper(7) == "process 7 does not answer: end it (kill -9 7)"
     os.kill(pid, signal.SIGTERM)
     wait_until(lambda: has_ended(keeper))
-    assert f"kill {pid}" not in report()[0]
+    assert f"process {pid}, " not in report()[0]

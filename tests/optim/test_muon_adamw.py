@@ -338,7 +338,7 @@ def test_small_parameters_and_groups_with_32_bits_stay_in_float32():
         ({"master": "int8"}, ValueError, r"master='int8' but no bits: add \"bits\": 8"),
         ({"min_8bit_size": 1}, ValueError, "min_8bit_size=1 but no bits"),
         ({"bits": 8, "lr": -1.0}, ValueError, "Invalid learning rate"),
-        (zshard.AdamW8bit, TypeError, r'adamw must be a dict .* pass \{"bits": 8\}'),
+        (zshard.AdamW8bit, TypeError, "adamw must be a dict of options"),
         ({"stochastic_rounding": True, "bits": 8}, TypeError, "stochastic_rounding"),
     ],
 )
@@ -350,7 +350,7 @@ def test_invalid_options(adamw, error, said):
 @pytest.mark.parametrize(("use_muon", "adamw"), [(False, None), (True, {"bits": 8})])
 def test_bits_of_a_group_that_cannot_have_them_are_refused(use_muon, adamw):
     group = {"params": [nn.Parameter(torch.ones(4, 4))], "use_muon": use_muon, "bits": 8}
-    with pytest.raises(ValueError, match=r'bits=8 of a param group: .* with adamw={"bits": 8}'):
+    with pytest.raises(ValueError, match=r'bits=8 of a param group needs .* adamw={"bits": 8}'):
         zshard.Muon([group], adamw=adamw)
 
 

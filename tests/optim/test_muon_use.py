@@ -312,21 +312,24 @@ def test_ranks_with_other_options(pool, transport):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"lr": -1.0}, "lr must not be negative, got -1.0"),
+        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
         ({"lr": torch.ones(2)}, "tensor of one element"),
-        ({"momentum": -0.1}, "momentum must not be negative"),
+        ({"momentum": -0.1}, "momentum must be at least 0"),
         ({"ns_steps": 100}, r"ns_steps must be in 0 \.\.\. 99, got 100"),
         ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three numbers"),
-        ({"adjust_lr_fn": "moonshot"}, "adjust_lr_fn must be 'original', 'match_rms_adamw'"),
+        (
+            {"adjust_lr_fn": "moonshot"},
+            "adjust_lr_fn must be one of .* 'original', 'match_rms_adamw'",
+        ),
         ({"ns_dtype": "float16"}, "ns_dtype must be 'bfloat16' or 'float32'"),
         ({"symmetric": 1}, "symmetric must be True or False, got 1"),
-        ({"split": 5}, "split=5 does not divide the 8 rows and 6 columns of parameter of shape"),
-        ({"split": (4, 5)}, r"split=\(4, 5\) does not divide the 8 rows"),
+        ({"split": 5}, "split=5 does not divide parameter of shape"),
+        ({"split": (4, 5)}, r"split=\(4, 5\) does not divide parameter"),
         ({"split": (8, 0)}, "does not divide"),
         ({"split": 0}, "does not divide"),
         ({"split": 2.0}, "does not divide"),
         ({"split": "columns"}, "does not divide"),
-        ({"split": ("columns", 4)}, r"does not divide .* 6 columns .*, number of equal blocks"),
+        ({"split": ("columns", 4)}, r"does not divide .*, 6.*, number of blocks"),
         ({"split": ("columns", (3, 3))}, "does not divide"),
         ({"split": ("rows", 2)}, "does not divide"),
     ],
@@ -339,12 +342,12 @@ def test_invalid_arguments(options, said):
 def test_vectors_and_patterns_without_matrices_are_refused():
     with pytest.raises(ValueError, match=r"not for parameter of shape \(96,\).*use_muon=False"):
         zshard.Muon(build().parameters())
-    with pytest.raises(ValueError, match=r"no matrix .* has a name like '\*\.qkv'"):
+    with pytest.raises(ValueError, match=r"'\*\.qkv' matches no name of Muon's"):
         zshard.Muon(build(), split={"*.qkv": 3})
-    with pytest.raises(ValueError, match="with a model, pass a dict"):
+    with pytest.raises(ValueError, match="pass a dict, such as"):
         zshard.Muon(build(), split=3)
     for wrong in ("columns", ("columns", [3]), {3}, 2.5):
-        with pytest.raises(ValueError, match="does not divide the 96 rows and 48 columns"):
+        with pytest.raises(ValueError, match="does not divide parameter"):
             zshard.Muon(build(), split={"0.weight": wrong})
     with pytest.raises(NotImplementedError, match="capturable=True"):
         zshard.Muon(build(), adamw={"capturable": True})
@@ -411,7 +414,7 @@ def test_a_plan_does_not_outlive_its_parameters():
         param.grad = torch.ones(rows, 8)
         optimizer.step()
         (known,) = optimizer._whole._members.values()
-        assert known.are([param]) and known.ranges == [((0, 8 * rows),)]
+        assert known.params[0]() is param and known.ranges == [((0, 8 * rows),)]
 
 
 WRONG_GROUPS = [

@@ -288,7 +288,7 @@ def test_unsharded_model_and_its_state():
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused():
-    with pytest.raises(TypeError, match="LBFGS needs a closure in each step"):
+    with pytest.raises(TypeError, match="LBFGS needs a closure"):
         zshard.WholeMatrix(torch.optim.LBFGS, [nn.Parameter(torch.ones(2))])
 
 
@@ -347,5 +347,5 @@ def test_parameters_that_were_removed_or_replaced_are_refused_with_the_remedy(ch
     else:
         optimizer.param_groups[0]["params"][0] = other
     for call in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({})):
-        with pytest.raises(RuntimeError, match=r"make another WholeMatrix\(\) of the parameters"):
+        with pytest.raises(RuntimeError, match=r"make another WholeMatrix\(\)"):
             call()

@@ -152,15 +152,15 @@ def test_optimizers_with_small_states_take_less():
         ({"gpus": None}, "needs gpus= and gpu="),
         ({"gpu": None}, "needs gpus= and gpu="),
         ({"gpu": 80}, "unknown GPU 80: known are"),
-        ({"precision": "int8"}, "unknown precision 'int8': expected one of 'bf16'"),
+        ({"precision": "int8"}, "got 'int8'"),
         ({"batch": 9}, "batch=9 is not a multiple of gpus=4"),
         ({"per_host": 3}, "gpus=4 is not a multiple of per_host=3"),
         ({"strategies": ["zero9"]}, "zero9"),
         ({"optimizer": "lion"}, "unknown optimizer 'lion'"),
         ({"model": nn.Linear(2, 2)}, "needs step= for a module"),
         ({"model": DIMS._replace(layers=0)}, "layers must be a positive integer, got 0"),
-        ({"model": DIMS._replace(heads=3)}, "width=256 must be a multiple of 2"),
-        ({"model": DIMS._replace(kv_heads=3)}, "heads of kv_heads=3"),
+        ({"model": DIMS._replace(heads=3)}, "width must be a multiple of 2 heads"),
+        ({"model": DIMS._replace(kv_heads=3)}, "heads of kv_heads"),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -196,7 +196,7 @@ def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (DECODER, "--gpus and --gpu say what"),
+        (DECODER, "plan() needs gpus= and gpu="),
         ((*DECODER[:4], "--gpus", "2", "--gpu", "h100"), "give either MODEL or all of"),
         ((*DECODER, "--gpus", "0", "--gpu", "h100"), "gpus must be a positive integer, got 0"),
     ],
@@ -205,25 +205,6 @@ def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
 def test_the_command_refuses(monkeypatch, capsys, words, says):
     status, out, err = command(monkeypatch, capsys, *words)
     assert status == 2 and out == "" and says in err
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--measure", "--transport", "shm"), "--measure is removed; use --gpus and --gpu, "),
-        (("--against", "runs.csv"), "--against is removed; use python -m benchmarks.plan_against"),
-    ],
-)
-def test_removed_options_say_what_to_use(monkeypatch, capsys, words, says):
-    with pytest.raises(SystemExit, match="2"):
-        command(monkeypatch, capsys, *DECODER, *words)
-    assert says in capsys.readouterr().err
-
-
-def test_removed_arguments_say_what_to_use():
-    for removed in ({"measure": True}, {"transport": "shm"}, {"measure": False}):
-        with pytest.raises(TypeError, match=r"are removed; use gpus= and gpu=, predict_memory"):
-            zshard.plan(DIMS, batch=2, **removed)
 
 
 def test_the_command_draws(monkeypatch, capsys, tmp_path):
@@ -251,10 +232,10 @@ class Reads(nn.Module):
         (
             nn.Linear(4, 4),
             lambda model, n: model(torch.ones(n, 4)),
-            r"got a tensor of shape \(1, 4\)",
+            r"got shape \(1, 4\)",
         ),
         (nn.Linear(4, 4), lambda model, n: None, "got None"),
-        (nn.Linear(4, 4), lambda model, n: torch.ones(()), r"got a tensor of shape \(\)"),
+        (nn.Linear(4, 4), lambda model, n: torch.ones(()), r"got shape \(\)"),
     ],
     ids=["reads values", "no scalar", "nothing", "no gradient"],
 )
@@ -266,7 +247,7 @@ def test_steps_that_are_refused(model, step, words):
 def test_numbers_need_no_transformers(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
     assert "FSDP(model" in str(zshard.plan(DIMS, 1, "h100", batch=1))
-    with pytest.raises(TypeError, match="configs need transformers: pip install transformers"):
+    with pytest.raises(TypeError, match=r"config \(pip install transformers\)"):
         zshard.plan("config", 2, "h100")
     status, out, _ = command(monkeypatch, capsys, *DECODER, *TWO)
     assert status == 0 and "FSDP(model" in out

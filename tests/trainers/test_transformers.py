@@ -422,7 +422,7 @@ WORDS = {
     "wandb watches": "ValueError: WANDB_WATCH=all logs full tensors of one rank",
     "no call of shard()": "TypeError: DistributedDataParallel cannot wrap a model that zshard has",
     "its own fsdp": "ValueError: this Accelerator is configured for torch's FSDP",
-    "an object": "TypeError: zshard.transformers.shard() expects a class, such as Trainer",
+    "an object": "TypeError: zshard.transformers.shard() expects a class, got an object",
     "no Trainer": "TypeError: zshard.transformers.shard() expects a subclass of transformers.Trainer",
     "twice": "TypeError: Trainer already shards its models",
     "unknown argument": "TypeError: zshard.transformers.shard() takes the arguments of FSDP()",

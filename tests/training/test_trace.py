@@ -207,7 +207,7 @@ def left_by_one(file: str) -> tuple[list[int], list[str]]:
 def test_exception_on_one_rank_leaves_each_its_own(pool: Any, tmp_path: Any) -> None:
     (first, said), (second, _) = pool.run(left_by_one, str(tmp_path / "a.json"))
     assert [first, second] == [[1, 2], [1, 1]]
-    assert "rank 1 left by ValueError" in said[0]
+    assert "rank 1 left its profile() by ValueError" in said[0]
     assert {path.name for path in tmp_path.iterdir()} == {"a.rank0.json", "a.rank1.json"}
 
 

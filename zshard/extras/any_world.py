@@ -22,16 +22,11 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from zshard import api
-from zshard.api import (
-    EXTENSIONS,
-    Extension,
-    checksum,
-    is_unit,
-    state_of,
-)
+from zshard.api import EXTENSIONS, Extension, checksum, is_unit, state_of
 from zshard.extras.data_position import order_of
 
 NAME = "any-world"
+_OPTION = f"deterministic={NAME!r}"
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _SUPPORTED = ("self", "shm", "c10d")  # transports that carry several gradients in a round
 _FULL = (torch.float32, torch.float64)
@@ -42,10 +37,7 @@ def parse(deterministic: str | None, micro_batches: int | None) -> dict[str, int
     if deterministic not in (None, NAME):
         raise ValueError(f"deterministic must be {NAME!r} or None, got {deterministic!r}")
     if micro_batches is None or deterministic is None:
-        lacks = "micro_batches=..." if micro_batches is None else f"deterministic={NAME!r}"
-        raise ValueError(
-            f"deterministic={NAME!r} and micro_batches belong together: pass {lacks}, too"
-        )
+        raise ValueError(f"{_OPTION} and micro_batches belong together: pass both")
     if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
         raise TypeError(f"micro_batches must be an int, got {micro_batches!r}")
     if micro_batches < 1:
@@ -66,31 +58,32 @@ class _AnyWorld(Extension):
     ) -> None:
         count = options[-1].micro_batches
         if any(each.micro_batches != count for each in inner):
-            raise ValueError(
-                "a unit of the model was sharded by another FSDP() call with another "
-                "micro_batches: pass the same deterministic and micro_batches to all FSDP() calls "
-                "of a model"
-            )
+            raise ValueError("pass the same micro_batches to all FSDP() calls of a model")
         if count == 0:
             return
         if device != "cpu":
-            raise NotImplementedError(f"deterministic={NAME!r} is not supported on GPUs: omit it")
+            raise NotImplementedError(f"{_OPTION} is not supported on GPUs: omit it")
         if options[-1].wire.codes != (0, 0):
-            raise ValueError(f"deterministic={NAME!r} does not allow wire=: omit one of them")
+            raise ValueError(f"{_OPTION} does not allow wire=: omit one of them")
         dtypes = [each.precision.wire for each in options if each.precision.wire is not None]
         if dtypes and dtypes[0] not in _FULL:
-            raise ValueError(
-                f"deterministic={NAME!r} adds gradients in float32: omit reduce_dtype={dtypes[0]}"
-            )
-        _check_params(module, held)
+            raise ValueError(f"{_OPTION} adds in float32: omit reduce_dtype={dtypes[0]}")
+        for name, param in module.named_parameters():
+            if not param.requires_grad:
+                continue
+            if id(param) not in held:
+                raise ValueError(f"parameter '{name}' is ignored, but trains: freeze it")
+            if param.dtype not in _FULL:
+                raise ValueError(
+                    f"{_OPTION} needs parameters in float32, but '{name}' has {param.dtype}: "
+                    f"convert the model, and pass mixed_precision=MixedPrecision({param.dtype})"
+                )
 
     def check_transport(self, options: Any, comm: api.Comm, asked: object) -> None:
         # Others add gradients within hosts first.
         if options.micro_batches and comm.transport not in _SUPPORTED:
-            raise NotImplementedError(
-                f"deterministic={NAME!r} is not supported by transport={asked!r}: between hosts, "
-                "pass transport='c10d'"
-            )
+            text = f"{_OPTION} is not supported by transport={asked!r}"
+            raise NotImplementedError(f"{text}: between hosts, pass transport='c10d'")
 
     def finish(self, model: nn.Module, of: nn.Module | None = None) -> None:
         if state_of(model).options.micro_batches:
@@ -104,10 +97,7 @@ class _AnyWorld(Extension):
 
     def check_norm(self, norm_type: float) -> None:
         if self.exact_norms() and norm_type not in (2.0, math.inf):
-            raise NotImplementedError(
-                f"norm_type={norm_type} depends on the number of ranks: with "
-                f"deterministic={NAME!r}, use norm_type=2 or inf"
-            )
+            raise NotImplementedError(f"{_OPTION} needs norm_type=2 or inf, got {norm_type}")
 
     def recorded(self, model: nn.Module) -> dict[str, Any]:
         count = state_of(model).options.micro_batches if is_unit(model) else 0
@@ -123,29 +113,11 @@ class _AnyWorld(Extension):
                 how = "micro_batches" if name == "micro_batches" else "OMP_NUM_THREADS"
                 raise ValueError(
                     f"'{path}' was saved with {how}={saved.get(name)}, but this run has "
-                    f"{how}={value}: start it with {how}={saved.get(name)}, or without "
-                    f"deterministic={NAME!r}"
+                    f"{how}={value}: start it with the former, or without {_OPTION}"
                 )
 
 
 EXTENSIONS.append(_AnyWorld())
-
-
-def _check_params(module: nn.Module, held: Collection[int]) -> None:
-    trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
-    for name, param in trained:
-        if id(param) not in held:
-            raise ValueError(
-                f"parameter '{name}' is ignored, but trains, so each rank would step it by its own "
-                f"gradients: with deterministic={NAME!r}, freeze it (requires_grad_(False)), or do "
-                "not ignore it"
-            )
-        if param.dtype not in _FULL:
-            raise ValueError(
-                f"deterministic={NAME!r} needs parameters in float32, but '{name}' has "
-                f"{param.dtype}: convert the model, and pass "
-                f"mixed_precision=MixedPrecision({param.dtype}) to compute in that dtype"
-            )
 
 
 def _watch_buffers(module: nn.Module) -> None:
@@ -164,9 +136,8 @@ def _watch_buffers(module: nn.Module) -> None:
         changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         if changed:
             raise RuntimeError(
-                f"buffer '{changed[0]}' was changed in a training forward, so its values depend "
-                f"on the number of ranks: with deterministic={NAME!r}, put BatchNorm into eval() "
-                "mode, or use GroupNorm or LayerNorm instead; write to other buffers between steps"
+                f"buffer '{changed[0]}' was changed in a training forward, which {_OPTION} does "
+                "not allow: put BatchNorm into eval() mode, or use GroupNorm"
             )
 
     hooks = [module.register_forward_pre_hook(look), module.register_forward_hook(check)]
@@ -187,14 +158,9 @@ def micro_batches_in(model: nn.Module, step: int, seed: int) -> Iterator[int]:
     state = state_of(model)
     count = state.options.micro_batches
     if count == 0:
-        raise RuntimeError(
-            f"micro_batches() needs FSDP(model, deterministic={NAME!r}, micro_batches=...)"
-        )
+        raise RuntimeError(f"micro_batches() needs FSDP(model, {_OPTION}, micro_batches=...)")
     if state.unit.name:
-        raise ValueError(
-            f"micro_batches() was called on unit '{state.unit.name}': call it on the outermost "
-            "sharded module"
-        )
+        raise ValueError(f"micro_batches() was called on unit '{state.unit.name}', not the model")
     engine = state.unit.engine
     engine.restart_step()
     for index in engine.leaves():
@@ -203,10 +169,8 @@ def micro_batches_in(model: nn.Module, step: int, seed: int) -> Iterator[int]:
         yield index
         if not engine.leaf_is_done():
             engine.restart_step()
-            raise RuntimeError(
-                f"micro-batch {index} of step {step} had no backward, or a failed one: begin the "
-                "step anew on all ranks, with model.micro_batches(step)"
-            )
+            text = f"micro-batch {index} of step {step} had no backward, or a failed one"
+            raise RuntimeError(f"{text}: call model.micro_batches(step) again on all ranks")
     _seed(seed, step, count)
 
 
@@ -251,15 +215,11 @@ class MicroBatchSampler(Sampler[list[int]]):
         seed: int = 0,
     ) -> None:
         if not is_unit(model) or state_of(model).options.micro_batches == 0:
-            raise TypeError(
-                f"MicroBatchSampler() needs FSDP(model, deterministic={NAME!r}, micro_batches=...)"
-            )
+            raise TypeError(f"MicroBatchSampler() needs FSDP(model, {_OPTION}, micro_batches=...)")
         count = state_of(model).options.micro_batches
         if batch_size < 1 or n_samples < count * batch_size:
-            raise ValueError(
-                f"a data set of {n_samples} samples has no step of {count} micro-batches of "
-                f"{batch_size}: use a smaller batch_size or fewer micro_batches"
-            )
+            step = f"a step of {count} micro-batches of {batch_size}"
+            raise ValueError(f"{n_samples} samples are fewer than {step}: use a smaller batch_size")
         self.step = 0
         self._size, self._count = batch_size, count
         self._order = n_samples, shuffle, seed

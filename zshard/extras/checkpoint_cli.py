@@ -93,7 +93,13 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(facts, indent=1, default=str) if args.json else _text(facts))
             return 0
         if args.word == "verify":
-            return _verify(args.path)
+            with Checkpoint.opened(args.path, with_optimizer=True) as checkpoint:
+                path = checkpoint.path
+                if checkpoint.manifest is None:
+                    raise CheckpointError(f"cannot verify '{path}': it has no {NAME}")
+                size, count = _check_all(checkpoint), len(checkpoint.files)
+                print(f"'{path}' is intact: {size:,} bytes in {count} files")
+            return 0
         if args.word == "collect":
             line = collect(args.folders, args.out)
             if line is not None:
@@ -179,18 +185,7 @@ def _table(title: str, tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-# --- verify ---------------------------------------------------------------------------------------
-
-
-def _verify(path: str) -> int:
-    with Checkpoint.opened(path, with_optimizer=True) as checkpoint:
-        if checkpoint.manifest is None:
-            raise CheckpointError(
-                f"cannot verify '{checkpoint.path}': it has no {NAME}, so no checksums"
-            )
-        count = _check_all(checkpoint)
-        print(f"'{checkpoint.path}' is intact: {count:,} bytes in {len(checkpoint.files)} files")
-    return 0
+# --- verify, export -------------------------------------------------------------------------------
 
 
 def _check_all(checkpoint: Checkpoint) -> int:
@@ -202,9 +197,6 @@ def _check_all(checkpoint: Checkpoint) -> int:
     if not spread.is_complete():
         raise CheckpointError(f"'{checkpoint.path}' is incomplete: {spread.missing()}")
     return sum(spread.manifest.files[name].size for name in spread.here)
-
-
-# --- export ---------------------------------------------------------------------------------------
 
 
 def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
@@ -248,19 +240,14 @@ def _write_all(folder: str, items: list[Entry], limit: int, checkpoint: Checkpoi
             opened_file.sync()
     if len(files) > 1:
         write_text(os.path.join(folder, "model.safetensors.index.json"), index_of(files))
-    for name in _COPIED:
-        missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
-        with missing, _small_file(checkpoint, name) as config:
-            write_text(os.path.join(folder, name), bytes(config.bytes_of(config.size)))
+    spread = checkpoint.spread
+    for name in _COPIED:  # the checkpoint may have none, or be a file itself
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            is_in_parts = spread is not None and name in spread.manifest.whole
+            path = os.path.join(checkpoint.path, name)
+            with spread.open(name, OpenFile) if is_in_parts else OpenFile(path) as config:  # type: ignore[union-attr]
+                write_text(os.path.join(folder, name), bytes(config.bytes_of(config.size)))
     return [file.name for file in files]
-
-
-def _small_file(checkpoint: Checkpoint, name: str) -> OpenFile:
-    """Open a file of the checkpoint. Raise FileNotFoundError if it has none of that name, and
-    NotADirectoryError if it is a file itself."""
-    if checkpoint.spread is not None and name in checkpoint.spread.manifest.whole:
-        return checkpoint.spread.open(name, OpenFile)
-    return OpenFile(os.path.join(checkpoint.path, name))
 
 
 def _write(file: api.File, item: Entry, offset: int, entry: Readable) -> None:

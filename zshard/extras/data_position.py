@@ -105,10 +105,7 @@ class DataPosition:
                 self._taken += 1
                 yield batch
                 if self._pass is not this:
-                    raise RuntimeError(
-                        "batches() or load_state_dict() of the position was called within its "
-                        "loop: leave the loop before"
-                    )
+                    raise RuntimeError("the position was changed within its loop: leave it before")
         finally:
             if self._pass is this:
                 self._pass = None
@@ -120,12 +117,13 @@ class DataPosition:
         Raises RuntimeError between the batches of an optimizer step (`accumulate`): the gradients
         so far are in no checkpoint.
         """
-        rest = self._taken % self._accumulate
-        if rest and not self._at_end():
-            raise RuntimeError(
-                f"the position is within an optimizer step, after {rest} of {self._accumulate} "
-                "batches: save after optimizer.step()"
-            )
+        rest, total = self._taken % self._accumulate, self._order["n_samples"]
+        is_end = self._loader is None or (  # None: just loaded
+            total is not None and (self.samples >= total or self._taken == len(self._loader))
+        )
+        if rest and not is_end:
+            batches = f"{rest} of {self._accumulate} batches"
+            raise RuntimeError(f"a step has had {batches}: save after optimizer.step()")
         state = {"epoch": self.epoch, "begin": self._begin, "batches": self._taken}
         state |= {"batch_size": self._size, "ranks": self._ranks}
         saves = hasattr(self._loader, "state_dict")
@@ -141,7 +139,7 @@ class DataPosition:
             if state.get(name) != self._order[name]:
                 raise ValueError(
                     f"the position was saved with {name}={state.get(name)}, but this run has "
-                    f"{name}={self._order[name]}: pass the same, or start without the position"
+                    f"{name}={self._order[name]}: pass the same"
                 )
         self._pass = None
         self.epoch, self._begin, self._taken = state["epoch"], state["begin"], state["batches"]
@@ -158,8 +156,7 @@ class DataPosition:
         if self._order["n_samples"] is None and self._taken and not same:
             raise ValueError(
                 f"the loader was saved on {self._ranks} ranks with batches of {self._size}, but "
-                f"this run has {ranks} ranks with batches of {size}: only a data set with a "
-                "length, DataPosition(len(data)), continues on another number of ranks"
+                f"this run has {ranks} with {size}: pass the length, DataPosition(len(data))"
             )
         if ranks > 1:
             self._agree(size)
@@ -184,12 +181,6 @@ class DataPosition:
                         f"rank 0 and {other[name]} on rank {rank}; use the same on all ranks"
                     )
 
-    def _at_end(self) -> bool:
-        if self._loader is None:  # just loaded
-            return True
-        total = self._order["n_samples"]
-        return total is not None and (self.samples >= total or self._taken == len(self._loader))
-
 
 class _Sampler(Sampler[int]):
     """This rank's samples from the position on."""
@@ -205,10 +196,7 @@ class _Sampler(Sampler[int]):
         """Yield the rest of the order, shared and filled up as DistributedSampler does."""
         position, total, ranks = self._position, self._n_samples(), _world()
         if position._pass is None:
-            raise RuntimeError(
-                "a loader with position.sampler was iterated by itself, so nothing would count its "
-                "batches: use `for batch in position.batches(loader)`"
-            )
+            raise RuntimeError("nothing counts these batches: iterate position.batches(loader)")
         order = order_of(position.epoch, **position._order)
         rest = order[self._begin() :]
         count = ranks * len(self)
@@ -225,9 +213,7 @@ class _Sampler(Sampler[int]):
     def _n_samples(self) -> int:
         total: int | None = self._position._order["n_samples"]
         if total is None:
-            raise TypeError(
-                "DataPosition() without n_samples has no sampler: pass the length of the data set"
-            )
+            raise TypeError("DataPosition() without n_samples has no sampler: pass n_samples")
         return total
 
 
@@ -247,21 +233,14 @@ def _batch_size_of(loader: Any, sampler: _Sampler, n_samples: int | None) -> int
     """Return how many samples a batch has; check that the position is the loader's."""
     if n_samples is None:
         if not hasattr(loader, "load_state_dict"):
-            raise TypeError(
-                "DataPosition() without n_samples needs a loader that saves its own state, such as "
-                "torchdata's StatefulDataLoader: use one, or pass the data's length"
-            )
+            loaders = "torchdata's StatefulDataLoader"
+            raise TypeError(f"DataPosition() without n_samples needs {loaders}: pass n_samples")
         return getattr(loader, "batch_size", None) or 1
     batches = getattr(loader, "batch_sampler", None)
     drawn = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
     if drawn is not sampler:
-        raise ValueError(
-            "the loader does not draw its samples from the position: pass sampler=position.sampler "
-            "to it"
-        )
+        raise ValueError("the loader draws from another sampler: pass sampler=position.sampler")
     size = getattr(batches, "batch_size", None)
     if not isinstance(size, int):
-        raise TypeError(
-            f"a {type(loader).__name__} without a batch_size has no position: pass batch_size="
-        )
+        raise TypeError(f"a {type(loader).__name__} needs a batch_size: pass batch_size=")
     return size

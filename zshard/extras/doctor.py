@@ -60,16 +60,24 @@ def available_features() -> dict[str, Any]:
         "kernels_cuda": _version(machine["built"]),
         "driver": _version(machine["version"]),
         "gpus": machine["gpus"],
-        "nccl": _nccl_version(missing),
-        "shm": _shm(missing),
+        "nccl": None,
+        "shm": True,
         "c10d": dist.is_available() and dist.is_gloo_available(),
     }
+    try:
+        features["nccl"] = api.nccl_library()[0]
+    except (NotImplementedError, OSError, ValueError) as error:
+        missing["nccl"] = f"{error}. Without NCCL, ranks on several GPUs use torch's process group"
+    try:
+        api.Comm.shm(0, 1, 1.0)
+    except Exception as error:
+        text = (isinstance(error, OSError) and error.strerror) or str(error)
+        missing["shm"] = f"{text}: allow memfd_create, pidfd_open and abstract Unix sockets"
+        features["shm"] = False
     if machine["problem"]:
         missing["driver"] = machine["problem"]
     if not features["c10d"]:
-        missing["c10d"] = (
-            "this torch was built without gloo: CPU ranks on several hosts cannot communicate"
-        )
+        missing["c10d"] = "torch was built without gloo: CPU ranks of several hosts cannot train"
     _judge_kernels(machine, missing)
     features["gpu"] = bool(features["gpus"]) and not any(name in missing for name in _FOR_GPUS)
     return {**features, "missing": missing}
@@ -80,29 +88,6 @@ def _version(number: int) -> str | None:
     return f"{number // 1000}.{number % 1000 // 10}" if number else None
 
 
-def _nccl_version(missing: dict[str, str]) -> str | None:
-    try:
-        return api.nccl_library()[0]
-    except (NotImplementedError, OSError, ValueError) as error:
-        missing["nccl"] = f"{error}. Without NCCL, ranks on several GPUs use torch's process group"
-        return None
-
-
-def _shm(missing: dict[str, str]) -> bool:
-    """Return whether this process can create what shm needs: memory files, a pidfd, an abstract
-    socket."""
-    try:
-        api.Comm.shm(0, 1, 1.0)
-    except Exception as error:
-        text = (isinstance(error, OSError) and error.strerror) or str(error)
-        missing["shm"] = (
-            f"{text}: shm needs memfd_create, pidfd_open (Linux 5.3) and abstract Unix sockets, "
-            "which some sandboxes forbid. Without shm, ranks on one host use torch's process group"
-        )
-        return False
-    return True
-
-
 def _judge_kernels(machine: dict[str, Any], missing: dict[str, str]) -> None:
     """Report whether this build has kernels that run on this driver and these GPUs, and whether
     torch uses the GPUs that the driver has; without GPUs, torch is not at fault."""
@@ -110,29 +95,25 @@ def _judge_kernels(machine: dict[str, Any], missing: dict[str, str]) -> None:
     old = [gpu for gpu in machine["gpus"] if tuple(gpu["capability"]) < OLDEST_GPU]
     if not built:
         missing["kernels"] = (
-            "zshard was built without CUDA kernels: rebuild it with `make build CUDA=1` or "
-            "`ZSHARD_CUDA=1 pip install --no-build-isolation .` (needs nvcc)"
+            "zshard was built without CUDA kernels: rebuild it: `make build CUDA=1` (needs nvcc)"
         )
     elif driver and driver // 1000 < built // 1000:
         missing["kernels"] = (
             f"the kernels were built with CUDA {_version(built)}, but the driver supports only "
-            f"CUDA {_version(driver)}: update the driver, or rebuild zshard with CUDA "
-            f"{driver // 1000}"
+            f"CUDA {_version(driver)}: update the driver, or rebuild zshard"
         )
     elif old:
-        missing["kernels"] = (
-            f"{old[0]['name']} has compute capability {'.'.join(map(str, old[0]['capability']))}; "
-            f"the kernels need {'.'.join(map(str, OLDEST_GPU))} or later"
-        )
+        capability, least = (".".join(map(str, c)) for c in (old[0]["capability"], OLDEST_GPU))
+        missing["kernels"] = f"{old[0]['name']} has compute capability {capability}, not {least}"
     if torch.version.cuda is None:
         missing["torch_cuda"] = (
-            f"torch {torch.__version__} is built without CUDA: install a CUDA build (see "
-            "https://pytorch.org/get-started), then reinstall zshard, which is built against torch"
+            f"torch {torch.__version__} is built without CUDA: install a CUDA build "
+            "(https://pytorch.org/get-started), then reinstall zshard"
         )
     elif machine["gpus"] and not torch.cuda.is_available():
         missing["torch_cuda"] = (
             f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, but sees no GPU: "
-            "update the driver if it is too old, or check CUDA_VISIBLE_DEVICES"
+            "update the driver, or check CUDA_VISIBLE_DEVICES"
         )
 
 
@@ -187,15 +168,10 @@ def of_keeper(keeper: KeeperStatus | int) -> str:
         return f"process {keeper} does not answer: end it (kill -9 {keeper})"
     ends = f"ends with process {keeper.launcher}, which started it"
     if keeper.left is not None:
-        ends = (
-            f"ends in {keeper.left:.0f} s unless its run is resumed (python -m zshard run --keep="
-            "TOKEN)"
-        )
-    return (
-        f"process {keeper.pid}, {keeper.age:.0f} s old, holds {keeper.bytes / 2**20:.1f} MiB in "
-        f"{sum(held.fds for held in keeper.held.values())} memory file(s), and {ends}; to end it "
-        f"now: kill {keeper.pid}"
-    )
+        ends = f"ends in {keeper.left:.0f} s unless its run is resumed (zshard run --keep=TOKEN)"
+    files = f"{sum(held.fds for held in keeper.held.values())} memory file(s)"
+    size = f"{keeper.bytes / 2**20:.1f} MiB in {files}"
+    return f"process {keeper.pid}, {keeper.age:.0f} s old, holds {size}, and {ends}"
 
 
 def _what_is_used(features: dict[str, Any]) -> list[str]:

@@ -58,10 +58,7 @@ _STEP_ATTRIBUTES = ("grad_scale", "found_inf")
 def join(model: nn.Module, objects: Sequence[Any], by_all: bool, throws: bool) -> Iterator[None]:
     """See FSDP.join()."""
     if not is_unit(model):
-        raise TypeError(
-            f"join() expects a model that FSDP(...) has sharded, got {type(model).__name__}: call "
-            "model = FSDP(model) first"
-        )
+        raise TypeError(f"join() expects a sharded model, got {type(model).__name__}: call FSDP()")
     comm = state_of(model).comms.all
     with PublicCall("join()"):
         with on_all_ranks(comm):
@@ -108,15 +105,10 @@ def _sorted(
             raise ValueError(f"join() got the same {name} twice: pass it once")
         if isinstance(each, torch.optim.Optimizer):
             if all(unit.engine != engine for unit in units_stepped_by(each)):
-                raise ValueError(
-                    f"join() got an optimizer ({name}) that has no parameter of this model: pass "
-                    "the optimizers that step it"
-                )
+                raise ValueError(f"join() got {name} without a parameter of this model: omit it")
             optimizers.append(each)
         elif not has_state or isinstance(each, nn.Module):
-            raise TypeError(
-                f"join() expects optimizers, learning rate schedulers and grad scalers, got {name}"
-            )
+            raise TypeError(f"join() expects optimizers, schedulers and grad scalers, got {name}")
         else:
             others.append(each)
     return optimizers, others
@@ -125,29 +117,17 @@ def _sorted(
 def _check_model(model: nn.Module) -> None:
     state = state_of(model)
     if state.unit.name:
-        raise ValueError(
-            f"join() was called on unit '{state.unit.name}': call it on the outermost sharded "
-            "module"
-        )
-    if any(each.is_apart(state.comms) for _, each in units_of(model)):
-        raise NotImplementedError(
-            "join() does not support units with process groups of other ranks than the model's: "
-            "give all ranks the same number of batches"
-        )
-    if state.options.micro_batches:
-        raise NotImplementedError(
-            "join() does not support deterministic='any-world': omit join(), as "
-            "model.micro_batches() gives all ranks equally many"
-        )
-    if is_stepped_in_backward(model):
-        raise NotImplementedError(
-            "join() does not support optimizer_in_backward(): call remove() on its handle, and "
-            "optimizer.step() after backward"
-        )
+        raise ValueError(f"join() was called on unit '{state.unit.name}', not on the model")
+    is_apart = any(of_unit.is_apart(state.comms) for _, of_unit in units_of(model))
+    for what, is_there in (
+        ("units with process groups of other ranks: give all ranks as many batches", is_apart),
+        ("deterministic='any-world': omit join()", state.options.micro_batches),
+        ("optimizer_in_backward(): call remove() on its handle", is_stepped_in_backward(model)),
+    ):
+        if is_there:
+            raise NotImplementedError(f"join() does not support {what}")
     if state.unit.engine.join_news() is not None:
-        raise RuntimeError(
-            "join() is already active on this model: leave it before you enter another"
-        )
+        raise RuntimeError("join() is already active on this model: leave it first")
 
 
 # --- a model within join() ------------------------------------------------------------------------
@@ -193,10 +173,7 @@ class _Joined:
         what: the index of the optimizer that makes the call, or the parameters that it changes.
         """
         if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                f"a hook was {_ACTS[act]} within a backward, which join() does not support: do it "
-                "after backward"
-            )
+            raise RuntimeError(f"a hook was {_ACTS[act]} within a backward: do it after backward")
         number = what if isinstance(what, int) else 0
         code = 1 + list(_ACTS).index(act) + len(_ACTS) * number
         if self.engine.join_call(code, f"{_ACTS[act]}{f' #{number}' if number else ''}", meetings):
@@ -211,10 +188,8 @@ class _Joined:
         for number, each in enumerate(self._optimizers):
             if each is optimizer:
                 return number
-        raise RuntimeError(
-            f"{type(optimizer).__name__} steps a model within join(), but join() does not know it: "
-            "pass all optimizers of the model, as in model.join(optimizer)"
-        )
+        name = type(optimizer).__name__
+        raise RuntimeError(f"join() did not get {name}: pass it, as in model.join(optimizer)")
 
     def say_step(self, optimizer: torch.optim.Optimizer, is_first: bool) -> None:
         """A step is about to change parameters."""
@@ -241,10 +216,7 @@ class _Joined:
             return
         numbers = {id(grad): i for i, grad in enumerate(grads_of(self._params))}
         if any(id(grad) not in numbers for grad in grads):
-            raise RuntimeError(
-                "a norm of tensors that are not the .grad of parameters is not possible in join(), "
-                "as ranks without data could not follow: pass the parameters' .grad as they are"
-            )
+            raise RuntimeError("pass the .grad of parameters within join(), not other tensors")
         self._say("norm", [numbers[id(grad)] for grad in grads], norm_type, meetings=1)
 
     def say_clip(self, params: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
@@ -269,10 +241,7 @@ class _Joined:
         if number is None:
             return
         if all(each is not scaler for each in self._others):
-            raise RuntimeError(
-                "a grad scaler is used within join(), but join() does not know it: pass it behind "
-                "the optimizers, as in model.join(optimizer, scaler)"
-            )
+            raise RuntimeError("join() did not get the scaler: call join(optimizer, scaler)")
         meetings = int(self.engine in owners)
         self._say("unscale", number, inv_scale.detach(), allow_fp16, meetings=meetings)
 
@@ -291,7 +260,22 @@ class _Joined:
             act, values = self._share(None)
             getattr(self, f"_{act}")(*values)
         self.is_over = True
-        self._take_final_state()
+        news = self.engine.join_news()
+        if news is None or not news[3]:  # no rank has followed others
+            return
+        _, leader, latest, _ = news
+        comm = state_of(self._model).comms.all
+        states = [other.state_dict() for other in self._others]
+        options, states = self._share(([*map(_options_of, self._optimizers)], states))
+        if state_of(self._model).sync_buffers:  # as DDP does: the highest rank of them
+            for buffer in self._model.buffers():
+                take_from(latest, comm, buffer.detach())
+        if comm.rank == leader:
+            return
+        for number, groups in enumerate(options):
+            self._set_options(number, groups)
+        for other, state in zip(self._others, states, strict=True):
+            other.load_state_dict(state)
 
     def _align(self, held: Sequence[bool]) -> None:
         """Drop gradients that the leading rank has dropped since the last backward, and those of
@@ -301,8 +285,7 @@ class _Joined:
                 param.grad = None
             elif param.grad is None:
                 raise RuntimeError(
-                    f"parameter {i} of the model has a .grad on the ranks with data that no "
-                    "backward has made, so a rank without data cannot follow in join(): let "
+                    f"the .grad of parameter {i} is not from a backward, as join() needs it: let "
                     "backward make all gradients"
                 )
 
@@ -319,10 +302,7 @@ class _Joined:
     def _set_options(self, number: int, options: Sequence[dict[str, Any]]) -> None:
         groups = self._optimizers[number].param_groups
         if len(groups) != len(options):
-            raise RuntimeError(
-                "param groups were added to an optimizer within join(), which ranks without data "
-                "cannot follow: add them before join()"
-            )
+            raise RuntimeError("param groups were added within join(): add them before")
         for group, values in zip(groups, options, strict=True):
             for key, value in values.items():
                 if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
@@ -368,27 +348,6 @@ class _Joined:
 
     def _rescale(self, number: int, held: list[bool], factor: float) -> None:
         self.engine.rescale(factor)
-
-    # --- the end ----------------------------------------------------------------------------------
-
-    def _take_final_state(self) -> None:
-        """Take the state of the ranks that had data last, if some ranks followed them."""
-        news = self.engine.join_news()
-        if news is None or not news[3]:
-            return
-        _, leader, latest, _ = news
-        comm = state_of(self._model).comms.all
-        states = [other.state_dict() for other in self._others]
-        options, states = self._share(([*map(_options_of, self._optimizers)], states))
-        if state_of(self._model).sync_buffers:  # as DDP does: the highest rank of them
-            for buffer in self._model.buffers():
-                take_from(latest, comm, buffer.detach())
-        if comm.rank == leader:
-            return
-        for number, groups in enumerate(options):
-            self._set_options(number, groups)
-        for other, state in zip(self._others, states, strict=True):
-            other.load_state_dict(state)
 
 
 _live: dict[Any, _Joined] = {}

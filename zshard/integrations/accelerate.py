@@ -91,40 +91,22 @@ def _check_accelerator(accelerator: Any) -> None:
     if not hasattr(accelerator, "prepare_model") or not hasattr(accelerator, "distributed_type"):
         kind = type(accelerator).__name__
         raise TypeError(f"shard() expects an accelerate.Accelerator, got {kind}")
-    if isinstance(accelerator, _ShardingAccelerator):
+    if isinstance(accelerator, _ShardingAccelerator) or accelerator._models:
         raise RuntimeError(
-            "this Accelerator already shards its models: call zshard.accelerate.shard() once"
+            "this Accelerator has a model or shards already: call zshard.accelerate.shard() once, "
+            "before accelerator.prepare()"
         )
-    if accelerator._models:
-        raise RuntimeError(
-            "this Accelerator has already prepared a model: call zshard.accelerate.shard() before "
-            "accelerator.prepare()"
-        )
-    plugin = _other_plugin(accelerator)
-    if plugin:
-        raise ValueError(
-            f"this Accelerator is configured for {plugin}: remove that from its arguments or from "
-            "`accelerate config`, and pass the settings to zshard.accelerate.shard()"
-        )
-
-
-def _other_plugin(accelerator: Any) -> str:
-    """Name another plugin that would shard the models or reduce gradients; "" if there is none.
-
-    On CPUs, Accelerate silently drops the FSDP plugin.
-    """
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":  # a plugin sets this, too
-        return (
-            "torch's FSDP (fsdp_plugin, use_fsdp, or the environment variable ACCELERATE_USE_FSDP, "
-            "which TrainingArguments(fsdp=...) and `accelerate config` set and nothing removes: "
-            "del os.environ['ACCELERATE_USE_FSDP'])"
-        )
-    if accelerator.distributed_type.value not in _KINDS:
-        return str(accelerator.distributed_type.value)
-    handler = accelerator.ddp_handler
-    if handler is not None and getattr(handler.comm_hook, "value", "no") != "no":
-        return f"DDP's communication hook {handler.comm_hook.value}"
-    return ""
+    kind = accelerator.distributed_type.value
+    hook = getattr(getattr(accelerator.ddp_handler, "comm_hook", None), "value", "no")
+    plugins = {  # On CPUs, Accelerate silently drops the FSDP plugin, which sets the variable.
+        "torch's FSDP (del os.environ['ACCELERATE_USE_FSDP'] after TrainingArguments(fsdp=...))": (
+            os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+        ),
+        f"{kind}": kind not in _KINDS,
+        f"DDP's communication hook {hook}": hook != "no",
+    }
+    for plugin in (plugin for plugin, is_set in plugins.items() if is_set):
+        raise ValueError(f"this Accelerator is configured for {plugin}: remove that")
 
 
 _Accelerator: Any = object  # the accelerator's class follows this one in the MRO
@@ -230,11 +212,7 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
         samplers = [each.batch_sampler for each in self._dataloaders]
         before = [(each, each.even_batches) for each in samplers if hasattr(each, "even_batches")]
         if even_batches is not None and len(before) < len(samplers):
-            warnings.warn(
-                "even_batches is only supported for map-style datasets: data loaders of iterable "
-                "datasets keep their own",
-                stacklevel=3,
-            )
+            warnings.warn("even_batches is only supported for map-style datasets", stacklevel=3)
         try:
             with contextlib.ExitStack() as joined:
                 for sampler, _ in before:

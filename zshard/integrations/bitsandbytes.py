@@ -31,9 +31,8 @@ class _Quantized(Extension):
         dtype = _bias_dtype(ref)
         if dtype is not None and ref.param.requires_grad and ref.param.dtype != dtype:
             raise ValueError(
-                f"parameter '{name}' is {ref.param.dtype}, but its layer computes in {dtype}, and "
-                "bitsandbytes would replace it in forward: freeze it, or convert the bias or the "
-                "layer's compute_dtype before FSDP(...)"
+                f"parameter '{name}' is {ref.param.dtype}, but its layer computes in {dtype}: "
+                "freeze it, or convert it before FSDP(...)"
             )
 
     def facts(self, name: str, param: Tensor, values: bool) -> Iterator[Fact]:
@@ -100,36 +99,23 @@ def _check_weight(name: str, param: Tensor) -> None:
     kind = _kind_of(param)
     if kind == "Int8Params" and (param.dtype == torch.int8 or not param.requires_grad):
         raise TypeError(
-            f"parameter '{name}' is of class {type(param).__name__}, which bitsandbytes replaces "
-            "in each forward and keeps in full elsewhere, so sharding it would save no memory: "
-            "pass all such parameters in ignored_states=, so that each rank keeps them, or load "
-            "the model in 4 bits"
-        )
-    if kind != "Params4bit":
-        return
-    what = f"parameter '{name}' of class {type(param).__name__}"
-    if param.is_meta:
-        raise ValueError(
-            f"{what} is on the meta device, and no initialization quantizes it: load the "
-            "quantized model on every rank, or pass the parameter in ignored_states="
+            f"parameter '{name}' is of class {type(param).__name__}, which sharding cannot make "
+            "smaller: pass all such parameters in ignored_states=, or load the model in 4 bits"
         )
     state = getattr(param, "quant_state", None)
-    if state is None:
-        raise ValueError(
-            f"{what} is not quantized yet: move the model to its device (model.to('cpu'), "
-            "model.cuda()), which quantizes it, before FSDP(...)"
-        )
-    if getattr(state, "packing_format_for_cpu", False):
-        raise ValueError(
-            f"{what} was repacked by an evaluation on this CPU, after which bitsandbytes computes "
-            "no gradients through it: load the model again, and call FSDP(...) before the first "
-            "evaluation"
-        )
-    if param.requires_grad:
-        raise ValueError(
-            f"{what} is trainable, but an optimizer would change bits as if they were numbers: "
-            "freeze it with requires_grad_(False), and train adapters (LoRA) instead"
-        )
+    faults = {
+        "is on the meta device: load the quantized model on every rank": param.is_meta,
+        "is not quantized yet: move the model to its device before FSDP(...)": state is None,
+        "was repacked by an evaluation: load the model again, and call FSDP(...) before any": (
+            getattr(state, "packing_format_for_cpu", False)
+        ),
+        "is trainable: freeze it with requires_grad_(False), and train adapters (LoRA)": (
+            param.requires_grad
+        ),
+    }
+    for fault, is_there in faults.items() if kind == "Params4bit" else ():
+        if is_there:
+            raise ValueError(f"parameter '{name}' of class {type(param).__name__} {fault}")
 
 
 def _bias_dtype(ref: Any) -> torch.dtype | None:
@@ -159,6 +145,5 @@ def _refuse_bits(module: nn.Module, state_dict: dict[str, Any], prefix: str, *ar
     if name in state_dict and hasattr(module._parameters.get("weight"), "quant_state"):
         args[-1].append(
             f"'{name}' is quantized, and loading does not load its scales: load the model before "
-            "FSDP(...), and leave the frozen weights out of the state dict (save_pretrained saves "
-            "the adapter alone)"
+            "FSDP(...), then the adapter alone"
         )

@@ -47,8 +47,8 @@ def _of_copy(name: str) -> Callable[..., Any]:
             for param in self.parameters():
                 copies[id(param)].data = full_tensor(param).detach().clone()
                 copies[id(param)].requires_grad_(param.requires_grad)
-        for each in EXTENSIONS:
-            each.restore(model)
+        for extension in EXTENSIONS:
+            extension.restore(model)
         return getattr(model, name)(*args, **kwargs)
 
     method.__name__ = name

@@ -70,25 +70,17 @@ def shard(trainer: type[_T], **arguments: object) -> type[_T]:
     call = "zshard.transformers.shard()"
     if not isinstance(trainer, type):
         kind = type(trainer).__name__
-        raise TypeError(
-            f"{call} expects a class, such as Trainer, got an object of class {kind}: shard the "
-            f"class, then construct it: shard({kind})(model=..., args=...)"
-        )
+        raise TypeError(f"{call} expects a class, got an object: call shard({kind})(model=...)")
     if not hasattr(trainer, "create_accelerator_and_postprocess"):
         raise TypeError(f"{call} expects a subclass of transformers.Trainer, got {trainer}")
     if issubclass(trainer, _ShardingTrainer):
         raise TypeError(f"{trainer.__name__} already shards its models: call {call} once")
     accelerate.check_arguments(call, arguments)
-    _count_full_parameters()
+    module: Any = importlib.import_module("transformers.trainer")
+    if not hasattr(module.get_model_param_count, _COUNTS_FULL):  # which train() logs
+        module.get_model_param_count = _counting(module.get_model_param_count)
     names = {"__module__": trainer.__module__, "_zshard_arguments": arguments}
     return type(trainer.__name__, (_ShardingTrainer, trainer), names)
-
-
-def _count_full_parameters() -> None:
-    """Make train() log the number of full parameters: it counts what model.parameters() yields."""
-    module: Any = importlib.import_module("transformers.trainer")
-    if not hasattr(module.get_model_param_count, _COUNTS_FULL):
-        module.get_model_param_count = _counting(module.get_model_param_count)
 
 
 def _follow_saving(model: Any) -> None:
@@ -116,10 +108,7 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         watched = os.environ.get("WANDB_WATCH", "false").lower()
         if "wandb" in self.args.report_to and watched in ("all", "gradients", "parameters"):
-            raise ValueError(
-                f"WANDB_WATCH={watched} logs full tensors of one rank, which has shards: unset it, "
-                "and log zshard.whole_named_parameters(model) in a callback of all ranks"
-            )
+            raise ValueError(f"WANDB_WATCH={watched} logs full tensors of one rank: unset it")
         accelerate.shard(self.accelerator, **self._zshard_arguments)
         self.accelerator._zshard_evaluates_wrapped = False
 
@@ -154,10 +143,7 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
     def evaluation_loop(self, *args: object, **kwargs: object) -> Any:
         for name, dtype in (("bf16_full_eval", "bf16"), ("fp16_full_eval", "fp16")):
             if getattr(self.args, name) and not self.is_in_train:
-                raise ValueError(
-                    f"{name}=True would convert the model after it is sharded: omit it, and set "
-                    f"{dtype}=True, or load the model in that dtype"
-                )
+                raise ValueError(f"{name}=True would convert a sharded model: set {dtype}=True")
         return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, *args: object, **kwargs: object) -> Any:

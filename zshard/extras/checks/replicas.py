@@ -48,13 +48,18 @@ class ReplicaCheck:
         sums = self._sums(module)
         self._buffers = sums.buffers
         comm = state_of(module).comms.all
-        if _are_same(comm.exchange(_digest(sums))):
+        kinds = (sums.full, sums.shards, sums.buffers)
+        numbers = [sums.shard, *(zlib.crc32(json.dumps(kind).encode()) for kind in kinds)]
+        digests = comm.exchange(b"".join(number.to_bytes(4, "little") for number in numbers))
+        # One digest per shard, and the same on all ranks but for what depends on the shard.
+        shards, same = {each[:4] for each in digests}, {each[4:8] + each[12:] for each in digests}
+        if len(set(digests)) == len(shards) and len(same) == 1:
             return
         difference = _difference([Sums(*each) for each in gather(comm, sums)])
         if difference:
             raise api.DivergenceError(
-                f"replicas differ: {difference}. Up to {self._every} steps ago, one rank's memory "
-                "changed otherwise than the others': resume all ranks from a checkpoint"
+                f"replicas differ: {difference}: resume all ranks from a checkpoint of more than "
+                f"{self._every} steps ago"
             )
 
     def _sums(self, module: nn.Module) -> Sums:
@@ -62,12 +67,12 @@ class ReplicaCheck:
         full: dict[str, int] = {}
         shards: dict[str, int] = {}
         units = list(units_of(module))
-        apart = [one for one, each in units if each.is_apart(state.comms)]  # other ranks' values
-        left = {id(buffer) for one in apart for buffer in one.buffers()}
-        for one, each in units:
-            if one not in apart and each.has_replicas:
-                params = zip(each.names, each.unit.params, strict=True)
-                sums = full if each.unit.replicated else shards
+        apart = [unit for unit, of_unit in units if of_unit.is_apart(state.comms)]  # others' values
+        left = {id(buffer) for unit in apart for buffer in unit.buffers()}
+        for unit, of_unit in units:
+            if unit not in apart and of_unit.has_replicas:
+                params = zip(of_unit.names, of_unit.unit.params, strict=True)
+                sums = full if of_unit.unit.replicated else shards
                 with plain():
                     sums.update({name: checksum(p) for name, p in params if p is not None})
         buffers = dict(_of_buffers(module, left))
@@ -77,21 +82,6 @@ class ReplicaCheck:
 
 def _of_buffers(module: nn.Module, left: Collection[int] = ()) -> Iterator[tuple[str, int]]:
     return ((name, checksum(b)) for name, b in module.named_buffers() if id(b) not in left)
-
-
-def _digest(sums: Sums) -> bytes:
-    """Return 16 bytes that stand for a rank's checksums."""
-    kinds = (sums.full, sums.shards, sums.buffers)
-    numbers = [sums.shard, *(zlib.crc32(json.dumps(kind).encode()) for kind in kinds)]
-    return b"".join(number.to_bytes(4, "little") for number in numbers)
-
-
-def _are_same(digests: list[bytes]) -> bool:
-    """Return whether ranks with the same shard have one digest, and all ranks the same but for what
-    depends on the shard."""
-    apart = {each[:4] for each in digests}
-    everywhere = {each[4:8] + each[12:] for each in digests}
-    return len(set(digests)) == len(apart) and len(everywhere) == 1
 
 
 def _difference(everyone: list[Sums]) -> str | None:

@@ -58,9 +58,7 @@ def parse(nonfinite: object, check_replicas: object) -> dict[str, Any]:
         raise ValueError(f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}")
     is_number = isinstance(check_replicas, int) and not isinstance(check_replicas, bool)
     if not is_number or check_replicas < 0:  # type: ignore[operator]
-        raise ValueError(
-            f"check_replicas must be a number of steps, or 0 for no checks, got {check_replicas!r}"
-        )
+        raise ValueError(f"check_replicas must be a number of steps or 0, got {check_replicas!r}")
     return {"nonfinite": nonfinite, "check_replicas": check_replicas}
 
 
@@ -119,19 +117,15 @@ class StepGuard:
         if culprit is None:  # squares of float64 numbers may overflow
             return False
         if self.checks.nonfinite == "raise":
-            done = "Nothing has been updated"
-            if in_closure:
-                done += " since the closure; reload if the optimizer moved parameters before it"
+            after = " after a reload" if in_closure else ""  # the closure may have moved parameters
             raise NonFiniteError(
-                f"all ranks refuse this step: {culprit}. {done}: call zero_grad() and continue "
-                'with other data on all ranks, or pass nonfinite="skip" to FSDP()'
+                f"all ranks refuse this step: {culprit}; call zero_grad() and continue{after} with "
+                'other data on all ranks, or pass nonfinite="skip" to FSDP()'
             )
         self.skipped += 1
         if self.skipped == 1:
-            warn(
-                f"all ranks skip this step: {culprit}. Later ones are counted in "
-                'model.metrics()["steps/skipped"], without a warning'
-            )
+            where = 'model.metrics()["steps/skipped"] counts later ones'
+            warn(f"all ranks skip this step: {culprit}; {where}")
         return True
 
 
@@ -140,21 +134,12 @@ def _guard_steps(module: nn.Module, checks: StepChecks) -> StepGuard:
     checked."""
     states = [state for _, state in units_of(module)]
     if any(param.device.type != "cpu" for param in module.parameters()):
-        raise NotImplementedError(
-            f"{checks.name} checks parameters in host memory, but this model is on a GPU: omit it; "
-            "there GradScaler skips steps, and clip_grad_norm_(..., error_if_nonfinite=True) raises"
-        )
+        raise NotImplementedError(f"{checks.name} does not support GPUs: omit it")
     if checks.every and any(state.options.offload for state in states):
-        raise NotImplementedError(
-            "check_replicas= does not support offload: parameters would be read from the disk; "
-            "omit one of them"
-        )
-    if checks.every and not any(each.has_replicas for each in states):
-        warn_on_rank_0(
-            state_of(module).comms.all,
-            f"check_replicas={checks.every} compares only buffers: each rank has other parameters "
-            "under this strategy, so there are no replicas of them; omit it, or use hybrid_shard",
-        )
+        raise NotImplementedError("check_replicas= does not support offload: omit one of them")
+    if checks.every and not any(state.has_replicas for state in states):
+        text = "compares only buffers under this strategy: omit it, or use hybrid_shard"
+        warn_on_rank_0(state_of(module).comms.all, f"check_replicas={checks.every} {text}")
     return StepGuard(module, checks)
 
 
@@ -192,8 +177,7 @@ class _Checks(Extension):
         guard = _guard_of(unit)
         if guard is not None:
             raise NotImplementedError(
-                f"optimizer_in_backward() does not support FSDP({guard.checks.name}...), which "
-                "acts before a step, once all gradients are there: omit one of them"
+                f"optimizer_in_backward() does not support FSDP({guard.checks.name}): omit one"
             )
 
     def before_step(self, optimizer: torch.optim.Optimizer, in_closure: bool) -> None:
@@ -259,15 +243,10 @@ def _refuse_mixtures(
     """Raise NotImplementedError where all ranks could not skip one step together."""
     kinds = {guard.checks.nonfinite for guard in guards}
     if "skip" in kinds and isinstance(optimizer, torch.optim.LBFGS):
-        raise NotImplementedError(
-            'nonfinite="skip" does not support LBFGS, which has moved the parameters when its '
-            'closure finds such a gradient: pass nonfinite="raise" and reload, or another optimizer'
-        )
+        raise NotImplementedError('nonfinite="skip" does not support LBFGS: pass nonfinite="raise"')
     if len({unit.engine_id for unit in units}) > len(guards) and kinds != {None}:
-        raise NotImplementedError(
-            f"{type(optimizer).__name__} steps several models, and nonfinite= was passed to only "
-            "some of them: pass it to each FSDP(), or make an optimizer for each model"
-        )
+        name = type(optimizer).__name__
+        raise NotImplementedError(f"{name} steps models without nonfinite=: pass it to each FSDP()")
 
 
 # --- what is nonfinite ----------------------------------------------------------------------------
@@ -297,18 +276,18 @@ def _first_of_all(
     there is none. Collective."""
     comm = state_of(module).comms.all
     culprits = [] if is_finite else _culprits(module, optimizer)
-    of_all = [Culprit(*each) for rank in gather(comm, culprits) for each in rank]
-    of_all = [each for each in of_all if each.ranks >= 0] or of_all
+    of_all = [Culprit(*culprit) for of_rank in gather(comm, culprits) for culprit in of_rank]
+    of_all = [culprit for culprit in of_all if culprit.ranks >= 0] or of_all
     if not of_all:
         return None
     first = min(of_all)
-    same = [each.ranks for each in of_all if each.order == first.order]
-    return f"the gradient of '{first.name}' is not finite{_blame(comm, same)}"
+    bitmaps = [culprit.ranks for culprit in of_all if culprit.order == first.order]
+    return f"the gradient of '{first.name}' is not finite{_blame(comm, bitmaps)}"
 
 
 def _blame(comm: api.Comm, bitmaps: list[int]) -> str:
     if -1 in bitmaps:
-        return " (it is not known on which rank it began)"
+        return " (on an unknown rank)"
     bits = functools.reduce(operator.or_, bitmaps)
     if not bits:
         return ": each rank's is, but their sum overflows"

@@ -34,14 +34,13 @@ def keep(seconds: float = SECONDS) -> None:
     if os.environ.get(VARIABLE):
         return
     if _RUN[0] not in os.environ:
-        raise RuntimeError(
-            "zshard.keep() needs torchrun, which restarts ranks: start the script with `python -m "
-            "zshard run --keep`, or with `torchrun --max-restarts 3`"
-        )
+        raise RuntimeError("zshard.keep() needs torchrun: start the script with zshard run --keep")
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
         warn("zshard.keep(): torchrun will not restart this run; pass --max-restarts 3")
     pid = _agent()
-    token = _token(pid)
+    # The agent's pid, and what makes that unique over time and containers.
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    token = f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}-{pid}-{_stat(pid)[19]}"
     try:
         Keeper(token).list()
     except KeeperError:
@@ -52,27 +51,20 @@ def keep(seconds: float = SECONDS) -> None:
 def _agent() -> int:
     """Return torchrun's agent: the nearest ancestor that was not started as a rank of this run. A
     shell or a wrapper between them was."""
-    own = {"=".join((name, os.environ.get(name, ""))).encode() for name in _RUN}
+    variables = {"=".join((name, os.environ.get(name, ""))).encode() for name in _RUN}
     pid = os.getppid()
     while pid > 1:
         try:
-            started_with = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            above = _stat(pid)[1]
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            parent = int(_stat(pid)[1])
         except OSError:
             break
-        if not own <= {*started_with}:
+        if not variables <= {*environment}:
             break
-        pid = int(above)
+        pid = parent
     return pid
 
 
 def _stat(pid: int) -> list[str]:
     """Return /proc/PID/stat after the name, which may contain anything: state, parent, ..."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _token(pid: int) -> str:
-    """Return the token for an agent: its pid, and what makes that unique over time and
-    containers."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}-{pid}-{_stat(pid)[19]}"

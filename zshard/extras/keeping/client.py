@@ -109,11 +109,11 @@ class Keeper:
         """Return each name under which something is held, with its meta."""
         reply = self._ask("list")
         line, _, metas = bytes(reply.body).partition(b"\n")
-        found, start = {}, 0
+        held, start = {}, 0
         for name, size in json.loads(line):
-            found[name] = metas[start : start + size]
+            held[name] = metas[start : start + size]
             start += size
-        return found
+        return held
 
     def drop(self, name: str) -> bool:
         """Free what is held under a name; return whether there was anything."""
@@ -157,16 +157,16 @@ def keepers() -> list[KeeperStatus | int]:
         words = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
     except OSError:
         return []
-    found: list[KeeperStatus | int] = []
+    statuses: list[KeeperStatus | int] = []
     for address in sorted({word[1:] for word in words if word.startswith(f"@{_keeper.PREFIX}")}):
         with contextlib.suppress(OSError):  # it ended, or is another user's
             with _connect(address, time.monotonic() + 2.0) as line:
                 pid, _ = _keeper.peer_of(line)
             try:
-                found.append(_status(address, 2.0))
+                statuses.append(_status(address, 2.0))
             except KeeperError:
-                found.append(pid)
-    return found
+                statuses.append(pid)
+    return statuses
 
 
 # --- starting ------------------------------------------------------------------------------------
@@ -209,34 +209,25 @@ def start(seconds: float = SECONDS, watch_pid: int | None = None, token: str = "
     finally:
         os.close(pidfd)
     try:
-        _, said = process.communicate(token, TIMEOUT)
+        _, stderr = process.communicate(token, TIMEOUT)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
         raise KeeperError(f"the keeper did not start within {TIMEOUT:g} s: run again") from None
-    if process.returncode == _keeper.ADDRESS_TAKEN:
-        _wait_for(Keeper(token))
-    elif process.returncode:
-        last = said.strip().rpartition("\n")[2] or f"exit status {process.returncode}"
-        raise KeeperError(
-            f"the keeper did not start: {last}. It needs pidfd_open (Linux 5.3) and abstract Unix "
-            "sockets, which some sandboxes forbid"
-        )
-    return token
-
-
-def _wait_for(keeper: Keeper) -> None:
-    """Wait until a keeper listens that another process has started."""
     deadline = time.monotonic() + TIMEOUT
-    while True:
+    while process.returncode == _keeper.ADDRESS_TAKEN:  # until that one listens
         try:
-            keeper.list()
-            return
+            Keeper(token).list()
+            break
         except KeeperError as error:
             is_early = isinstance(error.__cause__, ConnectionRefusedError)
             if not is_early or time.monotonic() > deadline:
                 raise
         time.sleep(0.01)
+    if process.returncode not in (0, _keeper.ADDRESS_TAKEN):
+        last = stderr.strip().rpartition("\n")[2] or f"exit status {process.returncode}"
+        raise KeeperError(f"the keeper did not start: {last}: see python -m zshard doctor")
+    return token
 
 
 def _address_of(token: str) -> str:
@@ -264,34 +255,21 @@ def _ask(
                 _send(line, packet, fds, deadline)
             reply = _receive(line, deadline)
     except TimeoutError:
-        raise KeeperError(
-            f"the keeper did not answer within {timeout:g} s: see `python -m zshard doctor`"
-        ) from None
+        raise KeeperError(f"the keeper did not answer within {timeout:g} s: run doctor") from None
     except KeeperError:
         raise
     except OSError as error:
-        raise _error_for(error) from error
+        if error.errno == errno.EBADF:  # the caller's
+            raise
+        text = f"the keeper cannot be reached: {error.strerror}"
+        if error.errno in (errno.EMFILE, errno.ETOOMANYREFS):
+            text = "too many descriptors are open or in flight: raise it (ulimit -n)"
+        if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE):
+            text = "no keeper answers under this token: start the run without it"
+        raise KeeperError(text) from error
     if "refused" in reply.head:
         raise KeeperError(f"the keeper refuses: {reply.head['refused']}")
     return reply
-
-
-def _error_for(error: OSError) -> OSError:
-    """Return what to raise for an error of the connection; a bad descriptor is the caller's."""
-    if error.errno == errno.EBADF:
-        return error
-    if error.errno in (errno.EMFILE, errno.ETOOMANYREFS):
-        return KeeperError(
-            "descriptors cannot be exchanged with the keeper: this process has as many open, or in "
-            "flight, as the limit allows; raise it (ulimit -n)"
-        )
-    if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE):
-        return KeeperError(
-            "no keeper answers under this token: it was ended, or nothing spoke to it for its time "
-            "(--keep-seconds) after its launcher had ended, or it runs on another host; start the "
-            "run without the token"
-        )
-    return KeeperError(f"the keeper cannot be reached: {error.strerror}")
 
 
 def _left(deadline: float) -> float:
@@ -315,10 +293,7 @@ def _connect(address: str, deadline: float) -> socket.socket:
                 time.sleep(0.005)
         user = _keeper.peer_of(line)[1]
         if user != os.geteuid():
-            raise KeeperError(
-                f"the keeper of this token belongs to user {user}, and this process to "
-                f"{os.geteuid()}: run as the user who started it"
-            )
+            raise KeeperError(f"the keeper of this token belongs to user {user}: run as that user")
     except OSError:
         line.close()
         raise
@@ -348,6 +323,5 @@ def _receive(line: socket.socket, deadline: float) -> _keeper.Message:
             if reply.add(packet, fds):
                 return reply
         except ValueError as error:
-            raise KeeperError(
-                f"the keeper answers in another protocol ({error}): use one build of zshard"
-            ) from None
+            text = f"the keeper answers in another protocol ({error}): use one build of zshard"
+            raise KeeperError(text) from None

@@ -116,9 +116,9 @@ def receive(line: socket.socket) -> tuple[bytes, Descriptors]:
     room = socket.CMSG_SPACE(FDS * array.array("i").itemsize)
     data, control, flags, _ = line.recvmsg(PIECE + 1, room, socket.MSG_CMSG_CLOEXEC)
     fds = Descriptors()
-    for level, kind, given in control:
+    for level, kind, content in control:
         if (level, kind) == _RIGHTS:
-            fds += array.array("i", given[: len(given) // 4 * 4])
+            fds += array.array("i", content[: len(content) // 4 * 4])
     if flags & socket.MSG_CTRUNC:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if flags & socket.MSG_TRUNC:
@@ -128,8 +128,8 @@ def receive(line: socket.socket) -> tuple[bytes, Descriptors]:
 
 def peer_of(line: socket.socket) -> tuple[int, int]:
     """Return the process and the user at the other end: of a client, that which connected."""
-    three = array.array("i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return three[0], three[1]
+    pid, user, _ = array.array("i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user
 
 
 def has_ended(pidfd: Sequence[int]) -> bool:
@@ -323,7 +323,7 @@ class _Keeping:
         others = sum(len(entry.fds) + 1 for key, entry in self.held.items() if key != name)
         if others + len(request.fds) > self.room:
             raise _Refused(
-                f"it may hold {max(0, self.room)} descriptors; raise the limit (ulimit -n -H)"
+                f"it may hold {max(0, self.room)} descriptors: raise that (ulimit -n -H)"
             )
         self.held[name] = _NamedFiles(bytes(request.body), request.fds, line.pid)
         line.reply({})
@@ -349,9 +349,8 @@ class _Keeping:
         if not has_ended(self.pidfd):
             raise _Refused(f"its run is not over: wait for process {self.launcher}, or end it")
         if holders:
-            raise _Refused(
-                f"ranks of its run still live: end them (kill {' '.join(map(str, holders))})"
-            )
+            pids = " ".join(map(str, holders))
+            raise _Refused(f"ranks of its run still live: end them (kill {pids})")
         if len(request.fds) != 1:
             raise _Refused("a launcher comes with its pidfd")
         pid, seconds = int(request.head["pid"]), request.head.get("seconds")

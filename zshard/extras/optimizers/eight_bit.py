@@ -77,8 +77,7 @@ class EightBit(InOneCall):
             if not all(self._has_form(group, p, state.get(p, {})) for p in group["params"]):
                 raise ValueError(
                     f"the param group's options {', '.join(_FORM)} were set to {form} after the "
-                    "first step, which made state of another form: pass them to the constructor, "
-                    "and load the state into the new optimizer"
+                    "first step: pass them to another optimizer, and load the state into it"
                 )
             self._plans.pop(key, None)
             self._forms[key] = form
@@ -146,36 +145,29 @@ def _is_coded(group: Mapping[str, Any], param: Tensor) -> bool:
 
 def bytes_by_name(name: str, model: nn.Module) -> SizeOf:
     """Return the function for the bytes of an optimizer's state, by its name in lower case."""
-    nothing: list[Any] = [{"params": []}]
-    if name == "sgd8bit":
-        made: EightBit = SGD8bit(nothing, momentum=0.9)
-    else:
-        made = AdamW8bit(nothing)
-    group = made.param_groups[0]
-    return lambda param, numel: bytes_declared(made.state_layout(group, param), param, numel)
+    groups: list[Any] = [{"params": []}]
+    optimizer = SGD8bit(groups, momentum=0.9) if name == "sgd8bit" else AdamW8bit(groups)
+    group = optimizer.param_groups[0]
+    return lambda param, numel: bytes_declared(optimizer.state_layout(group, param), param, numel)
 
 
 def _check_options(name: str, group: Mapping[str, Any]) -> None:
-    if group["master"] not in (None, "int8"):
-        raise ValueError(f"master must be None or 'int8', got {group['master']!r}")
-    if group["bits"] not in (8, 32):
-        raise ValueError(f"bits must be 8 or 32, got {group['bits']!r}")
-    if not isinstance(group["min_8bit_size"], int) or group["min_8bit_size"] < 0:
-        raise ValueError(
-            f"min_8bit_size must be an int of at least 0, got {group['min_8bit_size']!r}"
-        )
-    for option in _REFUSED:
-        if group.get(option):
-            whole = name.removesuffix("8bit")
-            raise NotImplementedError(
-                f"zshard.{name} does not support {option}=True: use zshard.{whole}"
-            )
+    size = group["min_8bit_size"]
+    for option, kind, is_valid in (
+        ("master", "None or 'int8'", group["master"] in (None, "int8")),
+        ("bits", "8 or 32", group["bits"] in (8, 32)),
+        ("min_8bit_size", "an int of at least 0", isinstance(size, int) and size >= 0),
+    ):
+        if not is_valid:
+            raise ValueError(f"{option} must be {kind}, got {group[option]!r}")
+    for option in filter(group.get, _REFUSED):
+        wide = name.removesuffix("8bit")
+        raise NotImplementedError(f"zshard.{name} lacks {option}=True: use zshard.{wide}")
     for param in group["params"]:
         if param.dtype not in (torch.float32, torch.bfloat16):
             raise NotImplementedError(
                 f"zshard.{name} steps float32 and bfloat16 parameters, but one of shape "
-                f"{tuple(param.shape)} is {param.dtype}: convert the model, or give that parameter "
-                "to another optimizer"
+                f"{tuple(param.shape)} is {param.dtype}: convert the model"
             )
 
 

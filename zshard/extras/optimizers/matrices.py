@@ -94,14 +94,12 @@ def groups_of(model: nn.Module, split: Mapping[str, Any]) -> tuple[list[dict[str
             cut = ("columns", cut)
         by_split.setdefault(repr(cut), (cut, []))[1].append((name, param))
     if unused:
-        raise ValueError(
-            f"split: no matrix that Muon updates has a name like {sorted(unused)[0]!r}; the names "
-            f"are {_shown([name for _, own in by_split.values() for name, _ in own])}"
-        )
-    groups = [{"params": own, "use_muon": True, "split": cut} for cut, own in by_split.values()]
+        names = _shown([name for _, params in by_split.values() for name, _ in params])
+        raise ValueError(f"split: {sorted(unused)[0]!r} matches no name of Muon's: pass {names}")
+    groups = [{"params": ps, "use_muon": True, "split": cut} for cut, ps in by_split.values()]
     if rest:
         groups.append({"params": rest, "use_muon": False})
-    n_matrices = sum(len(own) for _, own in by_split.values())
+    n_matrices = sum(len(params) for _, params in by_split.values())
     others = [name for name, param in rest if param.ndim == 2]
     text = (
         f"Muon updates {n_matrices} matrices of hidden layers, AdamW the other {len(rest)} "

@@ -110,10 +110,7 @@ class Muon(torch.optim.Optimizer):
         self._whole = WholeSteps("Muon", 1, _BATCH)
         if isinstance(params, nn.Module):
             if split is not None and not isinstance(split, Mapping):
-                raise ValueError(
-                    f"split={split!r}: with a model, pass a dict by parameter names, such as "
-                    '{"*.qkv.weight": 3}'
-                )
+                raise ValueError(f'split={split!r}: pass a dict, such as {{"*.qkv.weight": 3}}')
             params, text = groups_of(params, split or {})
             _announce(text)
         self.options = {**self._of_adamw, **self._of_muon}  # which ranks compare
@@ -136,14 +133,17 @@ class Muon(torch.optim.Optimizer):
 
         Raises what the constructor does.
         """
-        known = self._of_muon if param_group.get("use_muon", True) else self._of_adamw
-        if "bits" in param_group and "bits" not in known:
-            raise ValueError(f"bits={param_group['bits']!r} of a param group: {_NO_BITS}")
-        for name, default in known.items():
+        defaults = self._of_muon if param_group.get("use_muon", True) else self._of_adamw
+        if "bits" in param_group and "bits" not in defaults:
+            bits = f"bits={param_group['bits']!r}"
+            raise ValueError(
+                f'{bits} of a param group needs use_muon=False and adamw={{"bits": 8}}'
+            )
+        for name, default in defaults.items():
             param_group.setdefault(name, default)
-        own = {*param_group}
+        names = {*param_group}
         super().add_param_group(param_group)
-        for name in self.defaults.keys() - own:
+        for name in self.defaults.keys() - names:
             del param_group[name]
         try:
             self._take_group(param_group)
@@ -155,28 +155,29 @@ class Muon(torch.optim.Optimizer):
         if group["use_muon"]:
             _check_options(group)
             for param in group["params"]:
-                _check_matrix(param, group["split"])
+                if len(full_shape(param)) != 2:
+                    raise ValueError(
+                        f"Muon is for matrices, not for {_name_of(param)}: put it in a param group "
+                        "with use_muon=False, or pass the model, zshard.Muon(model)"
+                    )
+                _blocks(param, group["split"])
             return
         if group.get("capturable"):
-            raise NotImplementedError(
-                "zshard.Muon: capturable=True is not supported, as ranks communicate in its step: "
-                "omit it"
-            )
+            raise NotImplementedError("zshard.Muon: capturable=True is not supported: omit it")
         self._adamw._take_group(group)
 
     load_state_dict = load_state_of_optimizer  # type: ignore[assignment]
     __getstate__ = refuse_copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group, own in zip(state["param_groups"], self.param_groups, strict=True):
-            if group.get("use_muon", "ns_steps" in group) != own["use_muon"]:
+        for saved, group in zip(state["param_groups"], self.param_groups, strict=True):
+            if saved.get("use_muon", "ns_steps" in saved) != group["use_muon"]:
                 raise ValueError(
-                    f"cannot load the state dict into Muon: for a group with use_muon="
-                    f"{own['use_muon']}, the saved one is of another kind; load what "
-                    "torch.optim.Muon has saved, or zshard.Muon with the same groups"
+                    f"cannot load the state dict into Muon: a group has use_muon="
+                    f"{group['use_muon']}, the saved one has not; load that of the same groups"
                 )
-            keep_options(group, own)
-            self._take_group(group)
+            keep_options(saved, group)
+            self._take_group(saved)
         self._adamw.param_groups = _of_adamw(self.param_groups)
         self._adamw.__setstate__({**state, "param_groups": _of_adamw(state["param_groups"])})
         super().__setstate__({**state, "state": self._adamw.state})
@@ -224,32 +225,27 @@ class Muon(torch.optim.Optimizer):
         missing = [param for param in params if "momentum_buffer" not in self.state[param]]
         for param, zeros in zip(missing, zeros_side_by_side(missing), strict=True):
             self.state[param]["momentum_buffer"] = zeros
-        return _MuonJob([_Step.of(each.param, self.state[each.param], g) for each, g in active])
+        momenta = (self.state[param]["momentum_buffer"] for param in params)
+        groups, blocks = [g for _, g in active], [_blocks(e.param, g["split"]) for e, g in active]
+        return _MuonJob(list(map(_Step, params, momenta, groups, blocks)))
 
 
 # --- options --------------------------------------------------------------------------------------
-
-_NO_BITS = 'only groups with use_muon=False have state in 8 bits, and only with adamw={"bits": 8}'
 
 
 def _adamw_of(options: Mapping[str, Any]) -> AdamW | AdamW8bit:
     """Return the optimizer that steps Muon's other param groups, which it gets later."""
     if not isinstance(options, Mapping):
-        raise TypeError(
-            f"adamw must be a dict of options of zshard.AdamW, got {options!r}; for state in 8 "
-            'bits, pass {"bits": 8}'
-        )
-    nothing: dict[str, Any] = {"params": []}
+        raise TypeError(f"adamw must be a dict of options of zshard.AdamW, got {options!r}")
     if "bits" in options:
-        nothing["bits"] = options["bits"]
         others = {name: value for name, value in options.items() if name != "bits"}
-        made = AdamW8bit([nothing], **others)
-        made.defaults["bits"] = options["bits"]
-        return made
+        optimizer = AdamW8bit([{"params": [], "bits": options["bits"]}], **others)
+        optimizer.defaults["bits"] = options["bits"]
+        return optimizer
     for name in ("master", "min_8bit_size"):
         if name in options:
             raise ValueError(f'adamw has {name}={options[name]!r} but no bits: add "bits": 8')
-    return AdamW([nothing], **options)
+    return AdamW([{"params": []}], **options)
 
 
 @functools.cache  # once
@@ -263,38 +259,23 @@ def _check_options(options: Mapping[str, Any]) -> None:
     lr = options["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr must be a number or a tensor of one element, got shape {lr.shape}")
-    for name in ("lr", "momentum", "weight_decay"):
-        if not options[name] >= 0:
-            raise ValueError(f"{name} must not be negative, got {options[name]}")
-    if not 0 <= options["ns_steps"] < 100:
-        raise ValueError(f"ns_steps must be in 0 ... 99, got {options['ns_steps']}")
-    if len(options["ns_coefficients"]) != 3:
-        raise ValueError(f"ns_coefficients must be three numbers, got {options['ns_coefficients']}")
-    if options["ns_dtype"] not in _DTYPES:
-        raise ValueError(f"ns_dtype must be 'bfloat16' or 'float32', got {options['ns_dtype']!r}")
-    if not isinstance(options["symmetric"], bool):
-        raise ValueError(f"symmetric must be True or False, got {options['symmetric']!r}")
-    if options["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-        raise ValueError(
-            f"adjust_lr_fn must be 'original', 'match_rms_adamw' or None, got "
-            f"{options['adjust_lr_fn']!r}"
-        )
+    adjustments = (None, "original", "match_rms_adamw")
+    for name, kind, is_valid in (
+        *((name, "at least 0", options[name] >= 0) for name in ("lr", "momentum", "weight_decay")),
+        ("ns_steps", "in 0 ... 99", 0 <= options["ns_steps"] < 100),
+        ("ns_coefficients", "three numbers", len(options["ns_coefficients"]) == 3),
+        ("ns_dtype", "'bfloat16' or 'float32'", options["ns_dtype"] in _DTYPES),
+        ("symmetric", "True or False", isinstance(options["symmetric"], bool)),
+        ("adjust_lr_fn", f"one of {adjustments}", options["adjust_lr_fn"] in adjustments),
+    ):
+        if not is_valid:
+            raise ValueError(f"{name} must be {kind}, got {options[name]!r}")
 
 
 def _name_of(param: Tensor) -> str:
     part = part_of(param)
     named = "" if part is None else f"'{part.name}' "
     return f"parameter {named}of shape {full_shape(param)}"
-
-
-def _check_matrix(param: Tensor, split: Any) -> None:
-    shape = full_shape(param)
-    if len(shape) != 2:
-        raise ValueError(
-            f"Muon is for matrices, not for {_name_of(param)}: put it in a param group with "
-            "use_muon=False, or pass the model instead of parameters, zshard.Muon(model)"
-        )
-    _blocks(param, split)
 
 
 def _of_adamw(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -323,9 +304,8 @@ def _blocks(param: Tensor, split: Any) -> _Blocks:
         sizes = sizes if len(sizes) == len(parts) else []
     if not sizes or sum(sizes) != shape[dim]:
         raise ValueError(
-            f"split={split!r} does not divide the {rows} rows and {columns} columns of "
-            f"{_name_of(param)}: pass a number of equal blocks of rows, the rows of each block, or "
-            '("columns", number of equal blocks)'
+            f"split={split!r} does not divide {_name_of(param)}: pass a number of equal blocks of "
+            'rows, the rows of each block, or ("columns", number of blocks)'
         )
     shapes = [(size, columns) if dim == 0 else (rows, size) for size in sizes]
     return _Blocks(dim, sizes, shapes)
@@ -334,8 +314,8 @@ def _blocks(param: Tensor, split: Any) -> _Blocks:
 def _stepping(param: Tensor, group: Mapping[str, Any]) -> Stepping:
     split, dtype = group["split"], group["ns_dtype"]
     cost = sum(cost_of(*shape) for shape in _blocks(param, split).shapes)
-    told = f"split={split}, ns_dtype={dtype}, symmetric={group['symmetric']}"
-    return Stepping(param, cost, told, _DTYPES[dtype])
+    options = f"split={split}, ns_dtype={dtype}, symmetric={group['symmetric']}"
+    return Stepping(param, cost, options, _DTYPES[dtype])
 
 
 # --- the step -------------------------------------------------------------------------------------
@@ -347,13 +327,7 @@ class _Step(NamedTuple):
     param: Tensor
     momentum: Tensor
     options: dict[str, Any]
-    shape: tuple[int, ...]
     blocks: _Blocks
-
-    @staticmethod
-    def of(param: Tensor, state: Mapping[str, Any], group: dict[str, Any]) -> _Step:
-        blocks = _blocks(param, group["split"])
-        return _Step(param, state["momentum_buffer"], group, full_shape(param), blocks)
 
     def segments(self) -> Iterable[tuple[int, int, tuple[int, int]]]:
         """Yield (first element, number, block's shape) of this rank's part of each block. Blocks of
@@ -361,11 +335,12 @@ class _Step(NamedTuple):
         part, begin, numel = part_of(self.param), 0, self.param.numel()
         if part is not None and part.is_cut:
             begin, numel = part.begin, part.numel
-        if self.blocks.dim == 1:
-            yield 0, numel, self.blocks.shapes[0]
+        dim, _, shapes = self.blocks
+        if dim == 1:
+            yield 0, numel, shapes[0]
             return
         at = 0
-        for rows, columns in self.blocks.shapes:
+        for rows, columns in shapes:
             end = at + rows * columns
             first, last = max(at, begin), min(end, begin + numel)
             if first < last:
@@ -394,13 +369,14 @@ class _MuonJob:
         out[0].copy_(update.reshape(-1))
 
     def compute(self, inputs: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        return {i: self._orthogonalized(self._steps[i], each[0]) for i, each in inputs.items()}
-
-    def _orthogonalized(self, step: _Step, whole: Tensor) -> Tensor:
-        dim, sizes, _ = step.blocks
-        blocks = whole.view(step.shape).split(sizes, dim)  # type: ignore[no-untyped-call]
-        done = [orthogonalized(block.contiguous(), step.options) for block in blocks]
-        return (done[0] if len(done) == 1 else torch.cat(done, dim)).reshape(-1)
+        results = {}
+        for i, (full,) in inputs.items():
+            param, options = self._steps[i].param, self._steps[i].options
+            dim, sizes, _ = self._steps[i].blocks
+            blocks: Any = full.view(full_shape(param)).split(sizes, dim)
+            done = [orthogonalized(block.contiguous(), options) for block in blocks]
+            results[i] = (done[0] if len(done) == 1 else torch.cat(done, dim)).reshape(-1)
+        return results
 
     def take(self, matrix: int, result: Tensor) -> None:
         step = self._steps[matrix]
@@ -409,7 +385,9 @@ class _MuonJob:
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
         values.mul_(1 - lr * options["weight_decay"])
         for begin, numel, shape in step.segments():
-            there, factor = slice(begin, begin + numel), _lr_factor(options["adjust_lr_fn"], *shape)
+            there, factor = slice(begin, begin + numel), math.sqrt(max(1, shape[0] / shape[1]))
+            if options["adjust_lr_fn"] == "match_rms_adamw":
+                factor = 0.2 * math.sqrt(max(shape))
             _add(values[there], result[there], -lr * factor, shape)
         if not param.is_contiguous():
             param.copy_(values.view(param.shape))
@@ -427,9 +405,3 @@ def _add(values: Tensor, update: Tensor, factor: Any, shape: tuple[int, ...]) ->
         values.add_(update * rounded)
     else:
         values.copy_(values.float().add_(update, alpha=rounded))
-
-
-def _lr_factor(function: str | None, rows: int, columns: int) -> float:
-    if function == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))

@@ -74,7 +74,11 @@ class StepPlan:
         self.matrices, self.owners = matrices, owners
         self.ranks = ranks
         self.batches = self._batches(limit)
-        self.transfers = [self._pieces(t) for t in range(len(self.batches) + 2)]
+        self.transfers = [
+            [piece for i in self.batch(t) for piece in self._inputs(i)]
+            + [piece for i in self.batch(t - 2) for piece in self._results(i)]
+            for t in range(len(self.batches) + 2)
+        ]
         """Without what stays on its rank."""
 
     @functools.cached_property
@@ -110,10 +114,6 @@ class StepPlan:
         matrix = self.matrices[i]
         return matrix.numel * matrix.n_inputs * matrix.dtype.itemsize
 
-    def _pieces(self, number: int) -> list[Portion]:
-        inputs = [piece for i in self.batch(number) for piece in self._inputs(i)]
-        return inputs + [piece for i in self.batch(number - 2) for piece in self._results(i)]
-
     def _inputs(self, i: int) -> list[Portion]:
         matrix, owner = self.matrices[i], self.owners[i]
         size = matrix.n_inputs * matrix.dtype.itemsize
@@ -139,12 +139,9 @@ class StepPlan:
         for rank in sorted(range(self.ranks), key=lambda rank: abs(rank - owner)):
             if matrix.ranges[rank][1] > 0:
                 nearest.setdefault(matrix.ranges[rank], rank)
-        found = sorted((rank, own) for own, rank in nearest.items())
-        if sum(numel for _, (_, numel) in found) != matrix.numel:
-            raise RuntimeError(
-                f"the ranks' shards of matrix {i} do not add up to it; please report this"
-            )
-        return found
+        if sum(numel for _, numel in nearest) != matrix.numel:
+            raise RuntimeError(f"the shards of matrix {i} do not add up to it; please report this")
+        return sorted((rank, elements) for elements, rank in nearest.items())
 
 
 def room_of(piece: Portion) -> int:

@@ -95,8 +95,8 @@ class _Run:
         """Do everything that lies between transfer `number - 1` and transfer `number`."""
         ready = self._plan.batch(number - 2)
         if ready:
-            own = {i: self._inputs.pop(i) for i in ready if self._plan.owners[i] == self._rank}
-            self._results.update(self._job.compute(own))
+            inputs = {i: self._inputs.pop(i) for i in ready if self._plan.owners[i] == self._rank}
+            self._results.update(self._job.compute(inputs))
         self._receive(number - 1)
         pieces = self._plan.transfers[number] if number < len(self._plan.transfers) else []
         if self._mail is not None and pieces:
@@ -105,20 +105,17 @@ class _Run:
 
     def _receive(self, number: int) -> None:
         pieces = self._plan.transfers[number] if number >= 0 else []
-        if self._mail is not None and pieces:
-            self._mail.receive()
-            for piece in pieces:
-                if piece.target == self._rank:
-                    self._take(piece, self._mail.arrived(piece))
-
-    def _take(self, piece: Portion, data: Tensor) -> None:
-        matrix = self._plan.matrices[piece.matrix]
-        values = data.view(matrix.dtype)
-        if piece.is_result:
-            self._job.take(piece.matrix, values)
-        else:
-            into = self._inputs[piece.matrix][:, piece.begin : piece.begin + piece.numel]
-            into.copy_(values.view(matrix.n_inputs, -1))
+        if self._mail is None or not pieces:
+            return
+        self._mail.receive()
+        for piece in (piece for piece in pieces if piece.target == self._rank):
+            matrix = self._plan.matrices[piece.matrix]
+            values = self._mail.arrived(piece).view(matrix.dtype)
+            if piece.is_result:
+                self._job.take(piece.matrix, values)
+            else:
+                into = self._inputs[piece.matrix][:, piece.begin : piece.begin + piece.numel]
+                into.copy_(values.view(matrix.n_inputs, -1))
 
     def _put(self, number: int, pieces: Sequence[Portion]) -> None:
         sent = {piece.matrix: piece for piece in pieces if not piece.is_result}
@@ -192,24 +189,20 @@ class _Rows:
         base = self._size * self._half
         self._places = {}
         for rank in range(self._comm.world):  # ranks that get the same elements read them together
-            own = dict.fromkeys(p._replace(target=-1) for p in pieces if p.source == rank)
-            self._places.update((piece, base + at) for piece, at in _starts(list(own)))
+            sent = dict.fromkeys(p._replace(target=-1) for p in pieces if p.source == rank)
+            self._places.update((piece, base + at) for piece, at in _starts(list(sent)))
 
-    def _at(self, piece: Portion) -> Tensor:
+    def out(self, piece: Portion) -> Tensor:
         start = self._places[piece._replace(target=-1)]
         return self._rows[piece.source][start : start + piece.nbytes]
 
-    def out(self, piece: Portion) -> Tensor:
-        return self._at(piece)
+    arrived = out
 
     def send(self) -> None:
         pass
 
     def receive(self) -> None:
         pass
-
-    def arrived(self, piece: Portion) -> Tensor:
-        return self._at(piece)
 
 
 class _Sent:
@@ -229,9 +222,9 @@ class _Sent:
         return torch.empty(n, dtype=torch.uint8, device=self._device)
 
     def begin(self, pieces: Sequence[Portion]) -> None:
-        ranks, mine = range(self._comm.world), self._comm.rank
-        sent = [[p for p in pieces if (p.source, p.target) == (mine, rank)] for rank in ranks]
-        received = [[p for p in pieces if (p.source, p.target) == (rank, mine)] for rank in ranks]
+        ranks, here = range(self._comm.world), self._comm.rank
+        sent = [[p for p in pieces if (p.source, p.target) == (here, rank)] for rank in ranks]
+        received = [[p for p in pieces if (p.source, p.target) == (rank, here)] for rank in ranks]
         self._splits = tuple(  # type: ignore[assignment]
             [sum(map(room_of, each)) for each in lists] for lists in (received, sent)
         )
@@ -270,10 +263,7 @@ class _Sent:
         try:
             yield
         except RuntimeError as error:
-            raise api.PeerError(
-                f"an optimizer's transfer of matrices failed: {error}. A rank may have exited; its "
-                "output says why"
-            ) from None
+            raise api.PeerError(f"an optimizer's transfer of matrices failed: {error}") from None
 
     def arrived(self, piece: Portion) -> Tensor:
         start = self._places[piece]

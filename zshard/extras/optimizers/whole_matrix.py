@@ -86,12 +86,10 @@ class WholeMatrix(Optimizer):
         _forget_values(params_of(self._inner))
         closure = inspect.signature(self._inner.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            raise TypeError(
-                f"{type(self._inner).__name__} needs a closure in each step, which WholeMatrix "
-                'does not support: use FSDP(..., strategy="no_shard")'
-            )
+            name = type(self._inner).__name__
+            raise TypeError(f'{name} needs a closure: use FSDP(..., strategy="no_shard")')
         self.defaults = self._inner.defaults
-        self._known = [list(group["params"]) for group in self.param_groups]
+        self._params = [list(group["params"]) for group in self.param_groups]
         _copy_options(self._inner.param_groups, self.param_groups)
 
     __getstate__ = refuse_copy
@@ -116,7 +114,7 @@ class WholeMatrix(Optimizer):
         except BaseException:
             del self.param_groups[-1]  # or later steps would step it
             raise
-        self._known.append(list(self.param_groups[-1]["params"]))
+        self._params.append(list(self.param_groups[-1]["params"]))
         _forget_values(params_of(self._inner))
         _copy_options(self._inner.param_groups, self.param_groups)
 
@@ -148,10 +146,7 @@ class WholeMatrix(Optimizer):
         comms = [comm_of(param) for param, _ in pairs]
         others = [i for i, comm in enumerate(comms) if comm is not None]
         if len({comms[i] for i in others}) > 1:
-            raise NotImplementedError(
-                "WholeMatrix() got parameters of models over several process groups: make one "
-                "optimizer for each process group"
-            )
+            raise NotImplementedError("WholeMatrix() needs one process group: make several")
         alone = (pair for pair, comm in zip(pairs, comms, strict=True) if comm is None)
         beside = [(param, proxy) for param, proxy in alone if param.grad is not None]
         jobs: list[_WholeJob] = []
@@ -174,8 +169,13 @@ class WholeMatrix(Optimizer):
         """Return the optimizer's full state, as the unsharded model's would be. Collective."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        packed = _packed(self)
-        packed["state"] = {**self._other_state(), **dict(sorted(self._gathered().items()))}
+        numbers = {id(param): number for number, param in enumerate(params_of(self))}
+        groups = [
+            {**group, "params": [numbers[id(param)] for param in group["params"]]}
+            for group in self.param_groups
+        ]
+        state = {**self._other_state(), **dict(sorted(self._gathered().items()))}
+        packed: dict[str, Any] = {"state": state, "param_groups": groups}
         for hook in self._optimizer_state_dict_post_hooks.values():
             packed = hook(self, packed) or packed
         return packed
@@ -199,82 +199,76 @@ class WholeMatrix(Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        owned = zip(numbers, self._steps.is_owner(self._stepped()), strict=False)
-        own = {number for number, is_own in owned if is_own}
-        others = set(numbers) - own
+        is_owner = self._steps.is_owner(self._stepped())
+        owned = {number for number, is_own in zip(numbers, is_owner, strict=False) if is_own}
+        others = set(numbers) - owned
         kept = {key: state for key, state in state_dict["state"].items() if key not in others}
         groups = [_unnamed(group) for group in state_dict["param_groups"]]
-        kept = copy.deepcopy(kept)
-        self._inner.load_state_dict({**state_dict, "state": kept, "param_groups": groups})
+        loaded = {**state_dict, "state": copy.deepcopy(kept), "param_groups": groups}
+        self._inner.load_state_dict(loaded)
         _copy_options(self._inner.param_groups, self.param_groups)
         run_post_hooks(self)
 
     def _stepped(self) -> list[Stepping]:
-        found = []
+        steps = []
         for number, group in enumerate(self.param_groups):
             turn = max(0, number + 1 - self._n_first)
-            found += [Stepping(p, _cost(full_shape(p)), turn=turn) for p in group["params"]]
-        return found
+            for param in group["params"]:
+                shape = full_shape(param)
+                cost = numel = torch.Size(shape).numel()  # then what matrix products take
+                cost *= min(shape[0], numel // max(shape[0], 1)) if shape else 1
+                steps.append(Stepping(param, cost, turn=turn))
+        return steps
 
     def _proxied(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a param group with a full parameter for each of the group's: with its values where
         this rank steps it, for optimizers that begin from them, and else zeros without memory.
         Collective."""
         owned = dict(zip(params_of(self), self._steps.is_owner(self._stepped()), strict=True))
-        proxies = [_proxy(param, owned[param]) for param in group["params"]]
+        proxies = []
+        for param in group["params"]:
+            value, part = _nothing(full_shape(param), param), part_of(param)
+            # Where shards are in shared memory, the owner reads alone.
+            if owned[param] or (part is not None and not api.shares_state(part.shards)):
+                full = full_tensor(param.detach())
+                value = full if owned[param] else value
+            proxies.append(nn.Parameter(value, param.requires_grad))
         return {**_unnamed(group), "params": proxies}
 
     def _refuse_changes(self) -> None:
         """Raise RuntimeError if a script has removed or replaced parameters: the optimizer has
         state, and each rank its part of the work, for those that it was given."""
-        if ids_of(self) != [list(map(id, params)) for params in self._known]:
+        if ids_of(self) != [list(map(id, params)) for params in self._params]:
             raise RuntimeError(
-                "the param groups of WholeMatrix() have lost parameters that it was made with, or "
-                "have others in their place: make another WholeMatrix() of the parameters to "
-                "step, and add new ones by add_param_group()"
+                "the param groups of WholeMatrix() have lost parameters, or have others: make "
+                "another WholeMatrix(), and add new ones by add_param_group()"
             )
 
     def _gathered(self) -> StateByNumber:
         """Return the state by the parameters' numbers, as copies on the CPU."""
         self._refuse_changes()
-        own: StateByNumber = self._inner.state_dict()["state"]
+        states: StateByNumber = self._inner.state_dict()["state"]
         is_owner = self._steps.is_owner(self._stepped())
-        found: StateByNumber = {}
+        gathered: StateByNumber = {}
         comms: dict[api.Comm | None, set[int]] = {}
         for number, param in enumerate(params_of(self)):
             part = part_of(param)
             comms.setdefault(None if part is None else part.comm, set()).add(number)
         for comm, numbers in comms.items():
-            mine = {n: state for n, state in own.items() if n in numbers and is_owner[n]}
+            owned = {n: state for n, state in states.items() if n in numbers and is_owner[n]}
             if comm is None or comm.world == 1:
-                found.update(copy.deepcopy(mine))
+                gathered.update(copy.deepcopy(owned))
                 continue
             file = io.BytesIO()
-            torch.save(mine, file)
+            torch.save(owned, file)
             for data in gather_bytes(comm, file.getvalue()):
-                found.update(torch.load(io.BytesIO(data), map_location="cpu", weights_only=False))
-        return found
+                gathered |= torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        return gathered
 
 
 def _unnamed(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a param group without names, which full parameters do not have."""
     return {key: value for key, value in group.items() if key != "param_names"}
-
-
-def _cost(shape: Sequence[int]) -> int:
-    """Return a measure of what matrix products of this shape take."""
-    numel = torch.Size(shape).numel()
-    return numel * (min(shape[0], numel // max(shape[0], 1)) if shape else 1)
-
-
-def _proxy(param: Tensor, is_own: bool) -> nn.Parameter:
-    value = _nothing(full_shape(param), param)
-    part = part_of(param)
-    # Where shards are in shared memory, the owner reads alone.
-    if is_own or (part is not None and not api.shares_state(part.shards)):
-        whole = full_tensor(param.detach())
-        value = whole if is_own else value
-    return nn.Parameter(value, param.requires_grad)
 
 
 def _forget_values(proxies: Iterable[Tensor]) -> None:
@@ -285,16 +279,6 @@ def _forget_values(proxies: Iterable[Tensor]) -> None:
 def _nothing(shape: Sequence[int], like: Tensor) -> Tensor:
     """Return a tensor without memory."""
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape))
-
-
-def _packed(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state dict without its state."""
-    numbers = {id(param): number for number, param in enumerate(params_of(optimizer))}
-    groups = [
-        {**group, "params": [numbers[id(param)] for param in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    return {"state": {}, "param_groups": groups}
 
 
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -35,10 +35,8 @@ def comm_of(param: Tensor) -> api.Comm | None:
 
 def refuse_copy(optimizer: Any) -> NoReturn:
     """Raise TypeError: the `__getstate__` of optimizers whose steps ranks share."""
-    raise TypeError(
-        f"zshard.{type(optimizer).__name__} cannot be copied or pickled: construct another, and "
-        "pass the result of state_dict() to its load_state_dict()"
-    )
+    name = type(optimizer).__name__
+    raise TypeError(f"zshard.{name} cannot be copied or pickled: save its state_dict()")
 
 
 class Stepping(NamedTuple):
@@ -62,12 +60,6 @@ class _Members(NamedTuple):
     params: list[weakref.ref[Tensor]]
     ranges: list[tuple[tuple[int, int], ...]]  # what each rank holds of each
     plans: dict[object, StepPlan]
-
-    def are(self, params: Sequence[Tensor]) -> bool:
-        """Return whether they are still these."""
-        return len(params) == len(self.params) and all(
-            ref() is param for ref, param in zip(self.params, params, strict=True)
-        )
 
 
 class WholeSteps:
@@ -111,26 +103,19 @@ class WholeSteps:
         job_of: returns the job for these parameters, which it numbers as in the list it gets.
         """
         for comm, members in _by_comm(stepped).items():
-            active = [i for i in members if _is_active(stepped[i].param)]
+            params = [stepped[i].param for i in members]
+            active = [i for i, p in zip(members, params, strict=True) if p.grad is not None]
+            active = [i for i in active if 0 not in full_shape(stepped[i].param)]
+            if not active:
+                continue
             with PublicCall(f"{self._name}.step()"), torch.inference_mode(False), plain():
-                if active:
-                    self._run(comm, stepped, (members, active), job_of(active))
-
-    def _run(
-        self,
-        comm: api.Comm | None,
-        stepped: Sequence[Stepping],
-        which: tuple[list[int], list[int]],
-        job: Job,
-    ) -> None:
-        plan = self._plan(comm, stepped, *which)
-        mail = None
-        if comm is not None and plan.most_sent > 0:
-            device = stepped[which[1][0]].param.device
-            mail = mail_for(plan, comm, device, self._mails.get(comm))
-            if comm.transport == "shm":
-                self._mails[comm] = mail
-        carry_out(plan, job, comm, mail)
+                job, plan, mail = job_of(active), self._plan(comm, stepped, members, active), None
+                if comm is not None and plan.most_sent > 0:
+                    device = stepped[active[0]].param.device
+                    mail = mail_for(plan, comm, device, self._mails.get(comm))
+                    if comm.transport == "shm":
+                        self._mails[comm] = mail
+                carry_out(plan, job, comm, mail)
 
     def _plan(
         self,
@@ -139,37 +124,33 @@ class WholeSteps:
         members: list[int],
         active: list[int],
     ) -> StepPlan:
-        known = self._members_of(comm, [stepped[i].param for i in members])
+        _, ranges, plans = self._members_of(comm, [stepped[i].param for i in members])
         costs = tuple(stepped[i].cost for i in active)
         key = (tuple(members), tuple(active), costs, tuple(stepped[i].dtype for i in active))
-        plan = known.plans.pop(key, None)
+        plan = plans.pop(key, None)
         if plan is None:
-            held = dict(zip(members, known.ranges, strict=True))
-            matrices = [self._matrix(stepped[i], held[i]) for i in active]
+            held, matrices = dict(zip(members, ranges, strict=True)), []
+            for i in active:
+                param, cost, _, dtype, _ = stepped[i]
+                numel = torch.Size(full_shape(param)).numel()
+                dtype = param.dtype if dtype is None else dtype
+                matrices.append(Matrix(numel, dtype, self._n_inputs, cost, held[i]))
             owners = _owners(comm, stepped, members)
             world = 1 if comm is None else comm.world
             plan = StepPlan(matrices, [owners[i] for i in active], world, self._limit)
-        known.plans[key] = plan  # the latest is the last
-        if len(known.plans) > _KEPT:
-            del known.plans[next(iter(known.plans))]
+        plans[key] = plan  # the latest is the last
+        if len(plans) > _KEPT:
+            del plans[next(iter(plans))]
         return plan
 
-    def _matrix(self, each: Stepping, ranges: tuple[tuple[int, int], ...]) -> Matrix:
-        numel = torch.Size(full_shape(each.param)).numel()
-        dtype = each.param.dtype if each.dtype is None else each.dtype
-        return Matrix(numel, dtype, self._n_inputs, each.cost, ranges)
-
     def _members_of(self, comm: api.Comm | None, params: list[Tensor]) -> _Members:
-        known = self._members.get(comm)
-        if known is None or not known.are(params):
-            own = [_range(part_of(param), param) for param in params]
-            if comm is None:
-                everyone = [own]
-            else:
-                everyone = [[(begin, end) for begin, end in rank] for rank in gather(comm, own)]
-            ranges = list(zip(*everyone, strict=True))
-            known = self._members[comm] = _Members(list(map(weakref.ref, params)), ranges, {})
-        return known
+        members = self._members.get(comm)
+        if members is None or [id(ref()) for ref in members.params] != list(map(id, params)):
+            here = [_range(part_of(param), param) for param in params]
+            of_all = [here] if comm is None else [list(map(tuple, r)) for r in gather(comm, here)]
+            ranges = list(zip(*of_all, strict=True))
+            members = self._members[comm] = _Members(list(map(weakref.ref, params)), ranges, {})
+        return members
 
 
 def _range(part: Part | None, param: Tensor) -> tuple[int, int]:
@@ -180,10 +161,10 @@ def _range(part: Part | None, param: Tensor) -> tuple[int, int]:
 
 def _by_comm(stepped: Sequence[Stepping]) -> dict[api.Comm | None, list[int]]:
     """Return the parameters of each model's ranks; None: of this rank alone."""
-    found: dict[api.Comm | None, list[int]] = {}
+    members: dict[api.Comm | None, list[int]] = {}
     for i, each in enumerate(stepped):
-        found.setdefault(comm_of(each.param), []).append(i)
-    return found
+        members.setdefault(comm_of(each.param), []).append(i)
+    return members
 
 
 def _owners(
@@ -193,10 +174,6 @@ def _owners(
     costs, turns = [stepped[i].cost for i in members], [stepped[i].turn for i in members]
     owners = assigned(costs, 1 if comm is None else comm.world, turns)
     return dict(zip(members, owners, strict=True))
-
-
-def _is_active(param: Tensor) -> bool:
-    return param.grad is not None and 0 not in full_shape(param)
 
 
 def _facts(each: Stepping) -> list[Fact]:

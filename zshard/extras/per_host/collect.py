@@ -15,7 +15,6 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import nn
 
-from zshard import api
 from zshard.api import NAME as MANIFEST
 from zshard.api import (
     CheckpointError,
@@ -56,26 +55,19 @@ def collect(folders: Sequence[str], out: str) -> str | None:
 def _collect_from_hosts(folders: Sequence[str], out: str) -> str | None:
     if len(folders) != 1:
         raise ValueError("under torchrun, pass one folder, which each host has under this path")
-    is_callers = dist.is_initialized()
-    if not is_callers:
-        make_default_group("gloo")
-    try:
-        return _collected(ranks_of(nn.Module()), folders[0], out)
-    finally:
-        if dist.is_initialized() and not is_callers:
-            dist.destroy_process_group()
-
-
-def _collected(comm: api.Comm, folder: str, out: str) -> str | None:
     with ExitStack() as stack:
-        path, spread = opened_together(stack, comm, folder)
+        if not dist.is_initialized():
+            make_default_group("gloo")
+            stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+        comm = ranks_of(nn.Module())
+        path, spread = opened_together(stack, comm, folders[0])
         if spread is None:
             raise CheckpointError(f"'{path}' is not in parts: it needs no collecting")
         everything = [(name, 0, size) for name, size in spread.manifest.whole.items()]
-        mine = spread.own_blocks(comm, everything if comm.rank == 0 else ())
-        line = None
+        blocks = spread.own_blocks(comm, everything if comm.rank == 0 else ())
         with on_all_ranks(comm):
-            mine.check()
+            blocks.check()
+        line = None
         with on_all_ranks(comm):
             if comm.rank == 0:
                 line = _write(spread, out)
@@ -93,7 +85,7 @@ def _write(spread: Spread, out: str) -> str:
             records[name] = FileRecord.copy(
                 os.path.join(staging.path, name), size, source.read_into
             )
-        more = {name: told for name, told in spread.manifest.more.items() if name != "parts"}
+        more = {name: entry for name, entry in spread.manifest.more.items() if name != "parts"}
         manifest = replace(spread.manifest, files=records, whole={}, more=more)
         write_text(os.path.join(staging.path, MANIFEST), manifest.dump())
         staging.commit()

@@ -95,8 +95,8 @@ class Found(NamedTuple):
 
 def by_age(names: Iterable[str]) -> list[str]:
     """Return the names without duplicates, newest first; only "" if it is among them."""
-    found = set(names)
-    return [""] if "" in found else sorted(found, key=lambda n: (len(n), n), reverse=True)
+    unique = set(names)
+    return [""] if "" in unique else sorted(unique, key=lambda n: (len(n), n), reverse=True)
 
 
 def look(comm: api.Comm, hosts: Hosts, folder: str) -> tuple[Found | None, list[HostReport]]:
@@ -111,7 +111,7 @@ def together(hosts: Sequence[str], reports: Sequence[HostReport]) -> Found | Non
 
     reports: by each one of `hosts`, in which hosts may occur more than once.
     """
-    found = []
+    checkpoints = []
     for id in dict.fromkeys(each.id for each in reports if each.id):
         holders: dict[str, list[str]] = {}
         for host, each in zip(hosts, reports, strict=True):
@@ -121,8 +121,8 @@ def together(hosts: Sequence[str], reports: Sequence[HostReport]) -> Found | Non
         needed = next(each.needed for each in reports if each.id == id)
         # Without part files, it is on a disk that hosts should share.
         is_whole = len(holders) == needed and (needed or all(each.id == id for each in reports))
-        found.append(Found(id, holders, bool(is_whole)))
-    return max(found, key=lambda each: each.is_complete, default=None)
+        checkpoints.append(Found(id, holders, bool(is_whole)))
+    return max(checkpoints, key=lambda each: each.is_complete, default=None)
 
 
 def report_of(folder: str) -> HostReport:
@@ -176,12 +176,8 @@ def choose(comm: api.Comm, hosts: Hosts, path: str) -> Chosen:
     chosen = newest(names, lambda name: look(comm, hosts, os.path.join(path, name)), path)
     if chosen.skipped:
         listed = ", ".join(f"'{name}'" for name in chosen.skipped)
-        warn_on_rank_0(
-            comm,
-            f"'{path}': the hosts do not have all of {listed}: '{chosen.name}' is the newest "
-            "complete checkpoint",
-            RuntimeWarning,
-        )
+        text = f"'{path}': the hosts lack parts of {listed}: '{chosen.name}' is taken"
+        warn_on_rank_0(comm, text, RuntimeWarning)
     return chosen
 
 
@@ -211,17 +207,14 @@ def folders_together(paths: Sequence[str]) -> Spread:
 
     chosen = newest(names, look_at, where)
     folders = [os.path.join(path, chosen.name) if chosen.name else path for path in paths]
-    ours = [
-        f
-        for f, reports in zip(folders, chosen.reports, strict=True)
-        if reports.id == chosen.found.id
-    ]
-    manifest = Manifest.read(ours[0])
+    reports = zip(folders, chosen.reports, strict=True)
+    folders = [folder for folder, report in reports if report.id == chosen.found.id]
+    manifest = Manifest.read(folders[0])
     if not manifest.whole:
-        raise CheckpointError(f"'{ours[0]}' is not in parts: it needs no collecting")
-    spread = Spread(ours[0], manifest, ours)
+        raise CheckpointError(f"'{folders[0]}' is not in parts: it needs no collecting")
+    spread = Spread(folders[0], manifest, folders)
     if not spread.is_complete():
-        raise CheckpointError(f"'{ours[0]}' is incomplete: {spread.missing()}")
+        raise CheckpointError(f"'{folders[0]}' is incomplete: {spread.missing()}")
     return spread
 
 

@@ -74,14 +74,15 @@ def parts_of(manifest: Manifest, path: str) -> dict[str, PartRecord]:
     """Return the part files that a manifest lists, by name. Raise CheckpointError, which names the
     checkpoint at `path`, unless they have the sizes of their runs, which lie within files."""
     try:
-        found = {name: PartRecord.of(told) for name, told in manifest.more.get("parts", {}).items()}
-        for name, part in found.items():
+        entries = manifest.more.get("parts", {})
+        records = {name: PartRecord.of(entry) for name, entry in entries.items()}
+        for name, part in records.items():
             if name not in manifest.files or manifest.files[name].size != part.size:
                 raise ValueError(f"the part file '{name:.80}' does not have the size of its runs")
             for file, runs in part.runs.items():
                 if any(min(run) < 0 or sum(run) > manifest.whole[file] for run in runs):
                     raise ValueError(f"the part file '{name:.80}' exceeds '{file:.80}'")
-        return found
+        return records
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         where = os.path.join(path, NAME)
         raise CheckpointError(f"'{where}' is not a valid manifest: {error!r}") from None
@@ -191,22 +192,11 @@ class Spread:
             for place in places
             if place.nearness == _LOST
         ]
-        hosts: dict[str, list[int]] = {}
+        hosts: dict[str, list[str]] = {}
         for name in dict.fromkeys(place.part for _, place in lost):
             part = self.parts[name]
-            hosts.setdefault(part.host, []).append(part.rank)
-        missing = "; ".join(
-            f"the part files of host '{host}' ({_ranks(ranks)}) are missing"
-            for host, ranks in hosts.items()
-        )
-        size = sum(place.length for _, place in lost)
-        return (
-            f"{missing}, which contain {size:,} bytes{self._names_of(lost)}: start these hosts "
-            "again, or copy their part files into the checkpoint's folder on any host; "
-            "save(replicas=1) keeps a copy on another host"
-        )
-
-    def _names_of(self, lost: Sequence[tuple[str, RunPlace]]) -> str:
+            hosts.setdefault(part.host, []).append(str(part.rank))
+        listed = "; ".join(f"host '{host}' (ranks {', '.join(of)})" for host, of in hosts.items())
         names: dict[str, None] = {}
         headers: dict[str, SafetensorsFile] = {}
         for file, place in lost:
@@ -214,53 +204,47 @@ class Spread:
                 with contextlib.suppress(CheckpointError, OSError):
                     opened = headers.setdefault(file, self.open(file, SafetensorsFile))
                     names.update(dict.fromkeys(opened.in_range(*_range(place))))
-        if not names:
-            return ""
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f" of {', '.join(list(names)[:3])}{more}"
+        tensors = f" of {', '.join(list(names)[:3])}" if names else ""
+        tensors += f" and {len(names) - 3} more" if len(names) > 3 else ""
+        size = f"{sum(place.length for _, place in lost):,} bytes{tensors}"
+        remedy = "start these hosts again, or copy their part files into its folder on any host"
+        return f"the part files of {listed} are missing, with {size}: {remedy}"
 
     # --- the places of files ----------------------------------------------------------------------
 
-    def _nearness(self, part: str) -> int:
-        return _HERE if part in self.here else _ELSEWHERE if part in self._elsewhere else _LOST
-
     def _all_places(self) -> dict[str, list[RunPlace]]:
         """Return where each file's bytes are, in order; of equal runs, the nearest."""
-        found: dict[str, list[RunPlace]] = {file: [] for file in self.manifest.whole}
+        places: dict[str, list[RunPlace]] = {file: [] for file in self.manifest.whole}
         for name, part in self.parts.items():
-            at = 0
+            is_elsewhere, at = name in self._elsewhere, 0
+            near = _HERE if name in self.here else _ELSEWHERE if is_elsewhere else _LOST
             for file, runs in part.runs.items():
                 for begin, length in runs:
-                    found[file].append(RunPlace(begin, self._nearness(name), name, at, length))
+                    places[file].append(RunPlace(begin, near, name, at, length))
                     at += length
-        return {file: self._chain(file, sorted(places)) for file, places in found.items()}
+        return {file: self._chain(file, sorted(of_file)) for file, of_file in places.items()}
 
     def _chain(self, file: str, places: Sequence[RunPlace]) -> list[RunPlace]:
         """Return places that contain each byte of a file once, in order."""
-        made: list[RunPlace] = []
+        chain: list[RunPlace] = []
         end = 0
         for place in places:
-            if made and _range(place) == _range(made[-1]):
+            if chain and _range(place) == _range(chain[-1]):
                 continue
             if place.begin != end:
                 break
-            made.append(place)
+            chain.append(place)
             end += place.length
         if end != self.manifest.whole[file]:
             where = os.path.join(self.path, NAME)
             raise CheckpointError(
-                f"'{where}' is not a valid manifest: parts do not contain byte {end} of '{file}' "
-                "exactly once"
+                f"'{where}' is not a valid manifest: parts do not have byte {end} of '{file}' once"
             )
-        return made
+        return chain
 
 
 def _range(place: RunPlace) -> tuple[int, int]:
     return place.begin, place.begin + place.length
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 class _Pieces:
@@ -290,21 +274,21 @@ class PartFile(OpenFile):
 
     def in_range(self, begin: int, end: int) -> list[str]:
         """Return the tensors in these bytes, as SafetensorsFile.in_range() does for the file."""
-        there: dict[str, None] = {}
+        names: dict[str, None] = {}
         with contextlib.suppress(CheckpointError, OSError):
             for file, first, last in self._part.files_in(begin, end):
                 if file.endswith(".safetensors"):
                     opened = self._spread.open(file, SafetensorsFile)
-                    there.update(dict.fromkeys(opened.in_range(first, last)))
-        return list(there)
+                    names.update(dict.fromkeys(opened.in_range(first, last)))
+        return list(names)
 
 
 def part_files_in(folder: str, parts: Mapping[str, PartRecord]) -> dict[str, str]:
     """Return the paths of those part files that a folder has, with the size of their runs."""
-    found = {}
+    paths = {}
     for name, part in parts.items():
         path = os.path.join(folder, name)
         with contextlib.suppress(OSError):
             if os.lstat(path).st_size == part.size:
-                found[name] = path
-    return found
+                paths[name] = path
+    return paths

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -77,24 +77,21 @@ class RemoteParts:
         """Fill `memory` with the bytes of a part file from byte `offset` on. Raise CheckpointError
         if the file is damaged, and OSError if it or its host cannot be read; both name the host."""
         rank = self._servers[name]
-        with self._naming(rank, name):
+        host = self._hosts[rank]
+        try:
             self._send(rank, _REQUEST, torch.tensor([self._numbers[name], offset, len(memory)]))
             for begin in range(0, len(memory), _CHUNK):
                 length = int(self._receive(rank, _ANSWER, torch.empty(1, dtype=torch.int64)))
                 if length > 0:
-                    text = self._receive(rank, _ANSWER, torch.empty(length, dtype=torch.uint8))
-                    raise _error_of(text, self._hosts[rank])
+                    data = self._receive(rank, _ANSWER, torch.empty(length, dtype=torch.uint8))
+                    text = bytes(data.tolist()).decode(errors="replace")
+                    kind = CheckpointError if text.startswith(_DAMAGED) else OSError
+                    raise kind(f"on host '{host}': {text[1:]}")
                 into = memory[begin : begin + _CHUNK]
                 self._receive(rank, _ANSWER, torch.frombuffer(into, dtype=torch.uint8))
-
-    @contextlib.contextmanager
-    def _naming(self, rank: int, name: str) -> Iterator[None]:
-        try:
-            yield
         except RuntimeError as error:  # gloo's
-            raise ConnectionError(
-                f"cannot read '{name}' from host '{self._hosts[rank]}' (rank {rank}): {error}"
-            ) from None
+            where = f"host '{host}' (rank {rank})"
+            raise ConnectionError(f"cannot read '{name}' from {where}: {error}") from None
 
     # --- the other side, in threads ---------------------------------------------------------------
 
@@ -104,8 +101,8 @@ class RemoteParts:
         with contextlib.suppress(RuntimeError), contextlib.ExitStack() as stack:
             opened: dict[int, OpenFile] = {}
             while True:
-                asked = self._receive(client, _REQUEST, torch.empty(3, dtype=torch.int64))
-                number, offset, length = asked.tolist()
+                request = self._receive(client, _REQUEST, torch.empty(3, dtype=torch.int64))
+                number, offset, length = request.tolist()
                 if number == _GOODBYE:
                     return
                 for begin in range(0, length, _CHUNK):
@@ -147,9 +144,3 @@ class RemoteParts:
         work: Any = self._group.recv([tensor], rank, tag)
         work.wait()
         return tensor
-
-
-def _error_of(data: Tensor, host: str) -> Exception:
-    said = bytes(data.tolist()).decode(errors="replace")
-    kind = CheckpointError if said.startswith(_DAMAGED) else OSError
-    return kind(f"on host '{host}': {said[1:]}")

@@ -56,10 +56,7 @@ def parse(per_host: object, replicas: int, overwrite: bool) -> int | None:
     if replicas and not per_host:
         raise ValueError("replicas are copies on other hosts' disks: pass per_host=True as well")
     if per_host and overwrite:
-        raise ValueError(
-            "overwrite=True is not available with per_host=True, since hosts cannot replace a "
-            "checkpoint at one moment: save to another path, or pass step= and keep_last="
-        )
+        raise ValueError("overwrite=True is not available with per_host=True: pass step=")
     return replicas if per_host else None
 
 
@@ -72,11 +69,8 @@ def writer(comm: api.Comm, beside: api.Comm, replicas: int) -> Callable[[SavePla
     hosts = Hosts(comm)
     possible = min(replicas, len(hosts.all) - 1)
     if possible < replicas:
-        warn_on_rank_0(
-            comm,
-            f"replicas={replicas}, but there are only {len(hosts.all)} hosts: this checkpoint "
-            f"has {possible} copies",
-        )
+        text = f"replicas={replicas}, but there are only {len(hosts.all)} hosts"
+        warn_on_rank_0(comm, f"{text}: this checkpoint has {possible} copies")
     group = group_beside(beside, torch.device("cpu")) if possible else None
     return functools.partial(write_parts, per_host=PerHost(hosts, possible, group))
 
@@ -94,18 +88,22 @@ def write_parts(plan: SavePlan, comm: api.Comm, per_host: PerHost) -> None:
     """Execute the plan. Collective; `comm` belongs to this thread."""
     hosts = per_host.hosts
     _refuse_shared_folder(comm, hosts, plan.target, plan.id)
-    # What hosts do not have together cannot be loaded: an interrupted save has left it.
-    there, _ = look(comm, hosts, plan.target.path)
-    is_left = there is not None and not there.is_complete
-    staging = Staging(plan.target, plan.id, overwrite=True if is_left else None)
+    # An incomplete set of parts is the remains of an interrupted save.
+    earlier, _ = look(comm, hosts, plan.target.path)
+    is_remains = earlier is not None and not earlier.is_complete
+    staging = Staging(plan.target, plan.id, overwrite=True if is_remains else None)
     try:
         with on_all_ranks(comm):
             if hosts.leads:
                 staging.open()
         writer = Writer(plan)
         with on_all_ranks(comm), torch.no_grad():
-            own = _write_part(plan, staging.path, comm, hosts, writer)
-        written = _gather(comm, own)
+            part = _write_part(plan, staging.path, comm, hosts, writer)
+        row = part and (part.name, part.part.entry, part.record.size, part.record.checksums)
+        written = [
+            _WrittenPart(name, PartRecord.of(entry), FileRecord(size, tuple(checksums)))
+            for name, entry, size, checksums in filter(None, gather(comm, row))
+        ]
         names = writer.strange_on_any(comm)
         if per_host.group is not None:
             _copy_parts(comm, per_host, staging.path, written)
@@ -135,28 +133,26 @@ def write_parts(plan: SavePlan, comm: api.Comm, per_host: PerHost) -> None:
 
 def _refuse_shared_folder(comm: api.Comm, hosts: Hosts, target: Target, id: str) -> None:
     """Raise ValueError if several hosts see one folder. Collective."""
-    places = [f"{target.hidden(id)}.{i}" for i in range(len(hosts.all))]
-    own = hosts.all.index(hosts.of[comm.rank])
-    made = False
+    marks = {host: f"{target.hidden(id)}.{i}" for i, host in enumerate(hosts.all)}
+    mark = marks.pop(hosts.of[comm.rank])
+    is_created = False
     try:
         with on_all_ranks(comm):
             if hosts.leads:
                 target.make_parent()
-                os.mkdir(places[own])
-                made = True
+                os.mkdir(mark)
+                is_created = True
         with on_all_ranks(comm):
-            others = (i for i in range(len(places)) if i != own and os.path.lexists(places[i]))
-            seen = next(others, None)
-            if hosts.leads and seen is not None:
+            other = next((host for host, m in marks.items() if os.path.lexists(m)), None)
+            if hosts.leads and other is not None:
+                names = hosts.names[comm.rank], hosts.names[hosts.of.index(other)]
                 raise ValueError(
-                    f"per_host=True, but the hosts '{hosts.names[comm.rank]}' and "
-                    f"'{hosts.names[hosts.of.index(hosts.all[seen])]}' share the folder "
-                    f"'{target.parent}': omit per_host, or your trainer's option for "
-                    "nodes that share no disk"
+                    f"per_host=True, but the hosts '{names[0]}' and '{names[1]}' share the folder "
+                    f"'{target.parent}': omit per_host"
                 )
     finally:
-        if made:
-            os.rmdir(places[own])
+        if is_created:
+            os.rmdir(mark)
 
 
 # --- the part file of a rank ----------------------------------------------------------------------
@@ -166,13 +162,10 @@ def _write_part(
     plan: SavePlan, folder: str, comm: api.Comm, hosts: Hosts, writer: Writer
 ) -> _WrittenPart | None:
     """Write this rank's part file and sync it. None if this rank has nothing to write."""
-    runs = plan.runs(headers=hosts.leads, texts=comm.rank == 0)  # each host has all headers, and so
-    # knows which tensors are missing
-    part = PartRecord(
-        hosts.names[comm.rank],
-        comm.rank,
-        {file: [(offset, size) for offset, size, _ in own] for file, own in runs.items()},
-    )
+    # Each host has all headers, and so knows which tensors are missing.
+    runs = plan.runs(headers=hosts.leads, texts=comm.rank == 0)
+    ranges = {file: [(offset, n) for offset, n, _ in of_file] for file, of_file in runs.items()}
+    part = PartRecord(hosts.names[comm.rank], comm.rank, ranges)
     name = f"rank-{comm.rank:05}-of-{comm.world:05}{PART}"
     if part.size == 0:
         return None
@@ -181,8 +174,7 @@ def _write_part(
         created = api.File.create(path, part.size)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"this rank cannot create '{path}', whose folder the first rank of its host just "
-            "created: all ranks of a host must save to the same folder"
+            f"this rank cannot create '{path}': save to the same folder on all ranks of a host"
         ) from None
     with created as file:
         todo, at = [], 0
@@ -192,15 +184,6 @@ def _write_part(
         rows = writer.write(file, todo)
         file.sync()
     return _WrittenPart(name, part, FileRecord.of(name, part.size, rows))
-
-
-def _gather(comm: api.Comm, own: _WrittenPart | None) -> list[_WrittenPart]:
-    """Return the part files of all ranks."""
-    mine = own and (own.name, own.part.entry, own.record.size, own.record.checksums)
-    return [
-        _WrittenPart(name, PartRecord.of(part), FileRecord(size, tuple(checksums)))
-        for name, part, size, checksums in filter(None, gather(comm, mine))
-    ]
 
 
 # --- copies on other hosts ------------------------------------------------------------------------
@@ -217,14 +200,13 @@ def _copy_parts(
         for each in written
         for host in hosts.after(each.part.rank, per_host.replicas)
     ]
-    mine = [each for each, reader in copies if reader == comm.rank]
+    copied = [each for each, reader in copies if reader == comm.rank]
     clients = {reader for each, reader in copies if each.part.rank == comm.rank}
-    names = [each.name for each in written]
-    paths = {name: os.path.join(folder, name) for name in names}
-    writers = {each.name: each.part.rank for each in mine}
-    served = RemoteParts(per_host.group, names, paths, writers, sorted(clients), hosts.names)
+    paths = {each.name: os.path.join(folder, each.name) for each in written}
+    writers = {each.name: each.part.rank for each in copied}
+    served = RemoteParts(per_host.group, list(paths), paths, writers, sorted(clients), hosts.names)
     with served as remote, on_all_ranks(comm):
-        for each in mine:
+        for each in copied:
             read = functools.partial(remote.read, each.name)
             if FileRecord.copy(paths[each.name], each.record.size, read) != each.record:
                 raise RuntimeError(f"'{paths[each.name]}' was changed on its way from another host")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from zshard.api import Offload
 from zshard.extras.planner.decoder import Dims
@@ -18,11 +18,6 @@ from zshard.extras.planner.search import plan
 from zshard.extras.planner.ways import PRECISIONS
 
 HELP = "predict memory and speed of training a model on GPUs"
-
-REMOVED = {  # -> what to use instead
-    "--measure": "--gpus and --gpu, and in a script zshard.predict_memory() and zshard.profile()",
-    "--against": "python -m benchmarks.plan_against CSV, in a clone of zshard",
-}
 
 
 def add_command(commands: Any) -> None:
@@ -57,35 +52,22 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--nic", type=float, help="Gbit/s of a host (default: the GPU's usual)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", type=Path, help="draw memory and the step (needs matplotlib)")
-    for name, instead in REMOVED.items():
-        parser.add_argument(name, action=_Removed, nargs=0, const=instead, help=argparse.SUPPRESS)
-
-
-class _Removed(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        parser.error(f"{self.option_strings[0]} is removed; use {self.const}")
 
 
 def _run(args: argparse.Namespace) -> int:
+    names = ("seq", "batch", "precision", "optimizer", "wire", "per_host", "nic")
+    options = {name: getattr(args, name) for name in names}
     try:
-        return _plan(args)
+        options |= {"compiled": args.compile, "offload": _offload(args.offload)}
+        result = plan(_model(args), args.gpus, args.gpu, **options)
+        print(result.to_json() if args.json else result)
+        if args.picture is not None:
+            from zshard.extras.planner.picture import draw
+
+            draw(result, args.picture)
     except (ValueError, TypeError, OSError) as error:
         print(f"python -m zshard plan: {error}", file=sys.stderr)
         return 2
-
-
-def _plan(args: argparse.Namespace) -> int:
-    if args.gpus is None or args.gpu is None:
-        raise ValueError("--gpus and --gpu say what the model is to train on")
-    names = ("seq", "batch", "precision", "optimizer", "wire", "per_host", "nic")
-    options = {name: getattr(args, name) for name in names}
-    options |= {"compiled": args.compile, "offload": _offload(args.offload)}
-    result = plan(_model(args), args.gpus, args.gpu, **options)
-    print(result.to_json() if args.json else result)
-    if args.picture is not None:
-        from zshard.extras.planner.picture import draw
-
-        draw(result, args.picture)
     return 0 if result.best is not None else 1
 
 
@@ -105,7 +87,5 @@ def _model(args: argparse.Namespace) -> Any:
     if args.model is not None or not all(dims):
         raise ValueError("give either MODEL or all of --layers, --width, --heads, --vocab")
     ffn = args.ffn or (4 * args.width if args.gpt else 64 * round(args.width / 24))
-    kv_heads = args.kv_heads or args.heads
-    seq = args.seq or 4096
-    sizes = args.layers, args.width, args.heads, kv_heads, ffn, args.vocab, seq
+    sizes = *dims[:3], args.kv_heads or args.heads, ffn, args.vocab, args.seq or 4096
     return Dims(*sizes, gated=not args.gpt, lora=args.lora)

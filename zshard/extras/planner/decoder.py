@@ -53,10 +53,7 @@ def decoder_of(dims: Dims, checkpointing: str = "") -> Decoder:
     if not isinstance(dims.lora, int) or dims.lora < 0:
         raise ValueError(f"Dims: lora must be a rank, or 0 for no adapters, got {dims.lora!r}")
     if dims.width % (2 * dims.heads) or dims.heads % dims.kv_heads:
-        raise ValueError(
-            f"Dims: width={dims.width} must be a multiple of 2 * heads={dims.heads}, and heads of "
-            f"kv_heads={dims.kv_heads}"
-        )
+        raise ValueError(f"{dims}: width must be a multiple of 2 heads, heads of kv_heads")
     with torch.device("meta"):
         return Decoder(dims, checkpointing)
 
@@ -186,5 +183,4 @@ def _keep_some() -> Any:
             keep = seen[phase] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    make: Any = create_selective_checkpoint_contexts
-    return make(policy)
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

@@ -87,7 +87,5 @@ def cluster_network(
     """Return the links of hosts with these GPUs: as given, else 8 GPUs and the usual network."""
     per_host = min(ranks, 8) if per_host is None else per_host
     if per_host < 1 or ranks % per_host:
-        raise ValueError(
-            f"gpus={ranks} is not a multiple of per_host={per_host}: pass the GPUs of one host"
-        )
+        raise ValueError(f"gpus={ranks} is not a multiple of per_host={per_host}: change one")
     return Network(device.link, device.nic if nic is None else nic, per_host)

@@ -140,18 +140,9 @@ def trace(
         return _Tracing(modules).of(model, loss, dtype)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
-            f"the model reads values of tensors ({error.func}), which a plan does not have: use a "
-            "variant of its forward without .item(), branches on tensors and masks as indices"
+            f"the model reads values of tensors ({error.func}): plan a forward without .item(), "
+            "branches on tensors and masks as indices"
         ) from error
-
-
-def _checked(result: Any) -> torch.Tensor:
-    if isinstance(result, torch.Tensor) and result.numel() == 1 and result.requires_grad:
-        return result
-    got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else result
-    raise ValueError(
-        f"step= must return the loss, one number that depends on trainable parameters, got {got}"
-    )
 
 
 class _Tracing:
@@ -167,7 +158,11 @@ class _Tracing:
     ) -> Traced:
         with contextlib.ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            fakes = _fakes_of(model, dtype)
+            fakes: dict[str, torch.Tensor] = {}
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                chosen = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                options: Any = {"dtype": chosen, "requires_grad": tensor.requires_grad}
+                fakes[name] = torch.empty(tensor.shape, **options)
             hooks = [model.register_forward_pre_hook(_cast_to(dtype), with_kwargs=True)]
             for i, module in enumerate(self._modules):
                 begin = functools.partial(self._mark, (i, True))
@@ -184,7 +179,11 @@ class _Tracing:
             stack.enter_context(self.meter)
             self.meter.begin(FORWARD, 0)
             with torch.nn.utils.stateless._reparametrize_module(model, fakes, tie_weights=True):
-                result: Any = _checked(loss(model))
+                result: Any = loss(model)
+                is_tensor = isinstance(result, torch.Tensor)
+                if not is_tensor or result.numel() != 1 or not result.requires_grad:
+                    got = f"shape {tuple(result.shape)}" if is_tensor else result
+                    raise ValueError(f"step= must return a scalar loss with a graph, got {got}")
                 kept = self.meter.live
                 self.meter.begin(BACKWARD, len(self.marks))
                 result.backward()
@@ -216,7 +215,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase, self._at = FORWARD, 0
         self._segments: dict[tuple[str, int], tuple[list[Kernel], list[int]]] = {}
         self._now = self._of(FORWARD, 0)
-        self._known: set[int] = set()
+        self._counted: set[int] = set()
 
     def _of(self, phase: str, i: int) -> tuple[list[Kernel], list[int]]:
         return self._segments.setdefault((phase, i), ([], [self.live, self.live]))
@@ -234,7 +233,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """Do not count this tensor's memory, which the caller keeps."""
-        self._known.add(id(tensor.untyped_storage()))
+        self._counted.add(id(tensor.untyped_storage()))
 
     def segment(self, phase: str, i: int) -> Segment:
         kernels, (start, peak) = self._of(phase, i)
@@ -254,18 +253,17 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _track(self, tensor: torch.Tensor) -> bool:
         """Count a tensor's memory; return whether it is new."""
         storage = tensor.untyped_storage()
-        key = id(storage)
-        if key in self._known:
+        key, size = id(storage), storage.nbytes()
+        if key in self._counted:
             return False
-        self._known.add(key)
-        size = storage.nbytes()
+        self._counted.add(key)
         self.live += size
         self._now[1][1] = max(self._now[1][1], self.live)
         weakref.finalize(storage, self._free, key, size)
         return True
 
     def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
+        self._counted.discard(key)
         self.live -= size
 
 
@@ -281,7 +279,11 @@ def _kernel(
     size = sum(t.numel() * t.itemsize for t in (*inputs, *outputs))
     dtype = outputs[0].dtype if outputs else torch.float32
     if packet in _ATTENTION:
-        return Kernel("attention", _attention_flops(func, args, kwargs), size, dtype)
+        names = [argument.name for argument in func._schema.arguments]
+        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        matrix = 2.0 * values["query"].numel() * values["key"].shape[-2]
+        causal = 0.5 if values.get("is_causal") else 1.0  # half the matrix is skipped
+        return Kernel("attention", float(causal * matrix * _ATTENTION[packet]), size, dtype)
     formula = flop_registry.get(packet)
     if formula is None:
         return Kernel("move", 0.0, size, dtype)
@@ -290,24 +292,6 @@ def _kernel(
     m = outputs[0].numel() // max(1, n)
     shape = m, n, max(1, int(flops / (2 * max(1, m * n))))
     return Kernel("matmul", flops, size, dtype, shape)
-
-
-def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
-    """Return a flash attention's flops: with a causal mask, half the matrix is skipped."""
-    names = [argument.name for argument in func._schema.arguments]
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
-    matrix = 2.0 * values["query"].numel() * values["key"].shape[-2]
-    causal = 0.5 if values.get("is_causal") else 1.0
-    return float(causal * matrix * _ATTENTION[func._overloadpacket])
-
-
-def _fakes_of(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return a fake of each parameter and buffer, in the fake mode that is on."""
-    fakes: dict[str, torch.Tensor] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        as_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        fakes[name] = torch.empty(tensor.shape, dtype=as_dtype, requires_grad=tensor.requires_grad)
-    return fakes
 
 
 def _cast_to(dtype: torch.dtype | None) -> Callable[..., Any]:

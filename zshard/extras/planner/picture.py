@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from zshard.extras.planner.gpus import GIB
-from zshard.extras.planner.prediction import Prediction
 from zshard.extras.planner.search import Plan, name_of
 from zshard.extras.planner.timeline import COMPUTE, WIRE
 
@@ -46,21 +44,15 @@ def draw(plan: Plan, file: Path) -> None:
     above.set_yticks(list(places), names)
     above.set_xlabel(f"GiB of a rank at the peak; dashed: what {plan.device} has")
     above.legend(fontsize=7)
-    _draw_step(below, plan.best or plan.predictions[0])
-    figure.savefig(file)
-
-
-def _draw_step(axes: Any, prediction: Prediction) -> None:
-    rows = {COMPUTE: 1, WIRE: 0}
-    seen = set()
-    for span in prediction.timeline.spans:
-        if span.resource not in rows:
-            continue
+    shown = plan.best or plan.predictions[0]
+    rows, shown_labels = {COMPUTE: 1, WIRE: 0}, set()
+    for span in (span for span in shown.timeline.spans if span.resource in rows):
+        name = None if span.what in shown_labels else span.what
+        shown_labels.add(span.what)
         style = {"color": COLOURS[span.what], "edgecolor": "white", "linewidth": 0.2}
-        label = span.what if span.what not in seen else None
-        seen.add(span.what)
         begin, width = 1e3 * span.start, 1e3 * span.seconds
-        axes.barh(rows[span.resource], width, left=begin, label=label, **style)
-    axes.set_yticks([1, 0], ["kernels", "wire"])
-    axes.set_xlabel(f"ms of a micro-batch with {prediction.way.strategy}")
-    axes.legend(fontsize=7, ncols=4)
+        below.barh(rows[span.resource], width, left=begin, label=name, **style)
+    below.set_yticks([1, 0], ["kernels", "wire"])
+    below.set_xlabel(f"ms of a micro-batch with {shown.way.strategy}")
+    below.legend(fontsize=7, ncols=4)
+    figure.savefig(file)

@@ -8,11 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from zshard.api import (
-    Offload,
-    Wire,
-    removal,
-)
+from zshard.api import Offload, Wire, removal
 from zshard.extras.planner.gpus import GIB, cluster_network, device_of
 from zshard.extras.planner.prediction import Prediction, predict
 from zshard.extras.planner.ways import PRECISIONS, Cluster, Way
@@ -72,8 +68,7 @@ class Plan:
         checkpoint activations. Raises ValueError if none fits."""
         if self.best is None:
             raise ValueError("nothing fits, so there is no line: use more GPUs or a smaller model")
-        way = self.best.way
-        words = ["model"]
+        way, words = self.best.way, ["model"]
         if way.strategy != "full_shard":
             words.append(f'strategy="{way.strategy}"')
         if way.precision != "fp32":
@@ -82,8 +77,7 @@ class Plan:
             words.append(f"offload={way.offload.spelled()}")
         if way.wire != Wire():
             words.append("wire=" + way.wire.spelled().replace("'", '"'))
-        comment = COMMENTS.get(way.checkpointing, "")
-        return f"FSDP({', '.join(words)}){comment}"
+        return f"FSDP({', '.join(words)}){COMMENTS.get(way.checkpointing, '')}"
 
     if not TYPE_CHECKING:
 
@@ -115,16 +109,24 @@ class Plan:
     def __str__(self) -> str:
         head = ("strategy", "checkpointing", "micro-batch", "GiB", "activations", "step s")
         more = (f"{self.unit}/s/GPU", "TFLOP/s", "exposed", "GB received")
-        rows: list[tuple[str, ...]] = [(*head, *more, "")]
-        rows += [self._row(each) for each in self.predictions]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        rows: list[tuple[str, ...]] = [(*head, *more, ""), *map(self._row, self.predictions)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
         for *words, note in rows:
             cells = [word.ljust(width) for word, width in zip(words[:2], widths, strict=False)]
             cells += [word.rjust(w) for word, w in zip(words[2:], widths[2:], strict=False)]
             lines.append("  ".join([*cells, note]).rstrip())
         rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-        return "\n".join([self.title, lines[0], rule, *lines[1:], "", self._why()])
+        limit = f"{self.limit / GIB:.0f} GiB"
+        if self.best is None:
+            least = min(self.predictions, key=lambda each: each.memory["total"])
+            more_memory = f"{GAP * least.memory['total'] / GIB:.0f} GiB, with {name_of(least.way)}"
+            why = f"Nothing fits into {limit}: the least is {more_memory}."
+        else:
+            host = self.best.memory["offloaded"] / GIB
+            moved = f" It keeps {host:.0f} GiB of each rank in its host's memory." if host else ""
+            why = f"The fastest that fits into {limit} of {self.device}:{moved}\n{self.line()}"
+        return "\n".join([self.title, lines[0], rule, *lines[1:], "", why])
 
     def _row(self, each: Prediction) -> tuple[str, ...]:
         way, memory = each.way, each.memory
@@ -143,20 +145,6 @@ class Plan:
             " + ".join(f"{size / 1e9:.1f}" for size in sizes),
             "recommended" if each is self.best else "" if self.fits(each) else "does not fit",
         )
-
-    def _why(self) -> str:
-        if self.best is None:
-            least = min(self.predictions, key=lambda each: each.memory["total"])
-            more = "" if least.way.offload is not None else ", offload="
-            return (
-                f"Nothing fits into {self.limit / GIB:.0f} GiB: the least is "
-                f"{GAP * least.memory['total'] / GIB:.0f} GiB, with {name_of(least.way)}. "
-                f"More GPUs, a shorter sequence{more} or AdamW8bit reduce it."
-            )
-        room = f"{self.limit / GIB:.0f} GiB of {self.device}"
-        host = self.best.memory["offloaded"]
-        moved = f" It keeps {host / GIB:.0f} GiB of each rank in its host's memory." if host else ""
-        return f"The fastest that fits into {room}:{moved}\n{self.line()}"
 
 
 def name_of(way: Way) -> str:
@@ -184,8 +172,6 @@ def plan(
     wire: str | Wire | None = None,
     per_host: int | None = None,
     nic: float | None = None,
-    measure: None = None,
-    transport: None = None,
 ) -> Plan:
     """Predict memory and speed of training, for each strategy, on GPUs that need not be there.
 
@@ -206,23 +192,18 @@ def plan(
         wire: as for FSDP.
         per_host: GPUs of a host. Default: 8, or all.
         nic: Gbit/s of a host to the others. Default: what hosts with such GPUs usually have.
-        measure, transport: removed; use `gpus` and `gpu`.
 
     Raises ValueError or TypeError for unknown names, NotImplementedError for an offload to disk,
     and what the model raises.
     """
-    if measure is not None or transport is not None:
-        raise TypeError(
-            "plan(measure=, transport=) are removed; use gpus= and gpu=, predict_memory() for the "
-            "memory of other ranks, and zshard.profile() for times"
-        )
     if gpus is None or gpu is None:
         raise ValueError("plan() needs gpus= and gpu=: how many GPUs, and which")
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise ValueError(f"gpus must be a positive integer, got {gpus!r}")
     if precision not in PRECISIONS:
-        known = ", ".join(repr(each) for each in PRECISIONS)
-        raise ValueError(f"unknown precision {precision!r}: expected one of {known}")
+        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+    if batch is not None and (batch < 1 or batch % gpus):
+        raise ValueError(f"batch={batch} is not a multiple of gpus={gpus}: choose a multiple")
     offloaded = Offload.of(offload)
     usual = Way(
         precision=precision,
@@ -236,33 +217,20 @@ def plan(
     cluster = Cluster(device, gpus, cluster_network(device, gpus, per_host, nic))
     search = _Search(workload, cluster, batch)
     predictions, best = search.run(usual, strategies, offload is None)
-    title = _title(workload, usual, cluster, name)
+    title = f"{sum(param.numel() for param in workload.model.parameters()) / 1e6:,.1f} M parameters"
+    if workload.unit == "tokens":
+        title += f", {workload.tokens:,} tokens in a sample"
+    title += f", {precision}, optimizer {optimizer}, on {gpus} x {name}"
+    if gpus > cluster.network.per_host:
+        title += f", {cluster.network.per_host} in a host, {cluster.network.nic:g} Gbit/s between"
+        title += f" hosts, wire {usual.wire.spelled()}" if usual.wire != Wire() else " hosts"
     return Plan(predictions, best, title, name, gpus, workload.unit, search.limit)
-
-
-def _title(workload: Workload, way: Way, cluster: Cluster, gpu: str) -> str:
-    numel = sum(param.numel() for param in workload.model.parameters())
-    sample = f", {workload.tokens:,} tokens in a sample" if workload.unit == "tokens" else ""
-    network = cluster.network
-    hosts = ""
-    if cluster.ranks > network.per_host:
-        hosts = f", {network.per_host} in a host, {network.nic:g} Gbit/s between hosts"
-    wire = f", wire {way.wire.spelled()}" if hosts and way.wire != Wire() else ""
-    return (
-        f"{numel / 1e6:,.1f} M parameters{sample}, {way.precision}, optimizer {way.optimizer}, on "
-        f"{cluster.ranks} x {gpu}{hosts}{wire}"
-    )
 
 
 class _Search:
     """Looks for the largest micro-batch that is worth its memory."""
 
     def __init__(self, workload: Workload, cluster: Cluster, batch: int | None) -> None:
-        if batch is not None and (batch < 1 or batch % cluster.ranks):
-            raise ValueError(
-                f"batch={batch} is not a multiple of gpus={cluster.ranks}: each GPU gets as many "
-                "samples as the others"
-            )
         self._workload, self._cluster = workload, cluster
         self._samples = None if batch is None else batch // cluster.ranks
         self.limit = (cluster.device.memory - cluster.device.reserved) * GIB
@@ -279,7 +247,12 @@ class _Search:
         tried = strategies or (("no_shard",) if ranks == 1 else usual)
         predictions = self._all(way, tried)
         if may_offload and not any(map(self._fit, predictions)):
-            predictions += self._offloaded(way, tried)
+            offloaded: list[Prediction] = []
+            for offload in OFFLOADS:  # the least that makes one fit; if none does, the smallest
+                if not any(map(self._fit, offloaded)):
+                    offloaded = self._all(way._replace(offload=offload), tried)
+            least = min(offloaded, key=lambda each: each.memory["total"])
+            predictions += list(filter(self._fit, offloaded)) or [least]
         predictions.sort(key=lambda each: (not self._fit(each), -each.tokens_per_s))
         fitting = [each for each in predictions if self._fit(each)]
         fast = [e for e in fitting if CLOSE * e.tokens_per_s >= fitting[0].tokens_per_s]
@@ -292,16 +265,6 @@ class _Search:
             for strategy in strategies
             for kind in self._workload.checkpointing
         ]
-
-    def _offloaded(self, way: Way, strategies: Sequence[str]) -> list[Prediction]:
-        """Return those that fit by offloading the least; if none does, the smallest."""
-        predictions: list[Prediction] = []
-        for offload in OFFLOADS:
-            predictions = self._all(way._replace(offload=offload), strategies)
-            fitting = [each for each in predictions if self._fit(each)]
-            if fitting:
-                return fitting
-        return [min(predictions, key=lambda each: each.memory["total"])]
 
     def _best(self, way: Way) -> Prediction:
         """Return the fastest micro-batch of a way that fits, or else the smallest."""

@@ -78,10 +78,7 @@ def workload_of(model: Any, step: TrainStep | None = None, seq: int | None = Non
         if any(is_unit(module) for module in model.modules()):
             raise ValueError("plan() takes the model as it is before FSDP(...): it is sharded")
         if step is None:
-            raise ValueError(
-                "plan() needs step= for a module: a function of the model and the number of "
-                "samples that makes a batch, runs the model on it and returns the loss"
-            )
+            raise ValueError("plan() needs step= for a module: pass step(model, samples) -> loss")
         return Workload(model, step, 1, "samples")
     return _of_config(model, seq)
 
@@ -124,10 +121,8 @@ def _of_config(model: Any, seq: int | None) -> Workload:
     try:
         import transformers  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
-        raise TypeError(
-            f"plan() takes a module, zshard.Dims or a transformers config, got {model!r}; configs "
-            "need transformers: pip install transformers"
-        ) from error
+        expected = "a module, zshard.Dims or a config (pip install transformers)"
+        raise TypeError(f"plan() takes {expected}, got {model!r}") from error
     config: Any = model
     if isinstance(model, str | Path):
         if str(model).endswith(".json") and not Path(model).is_file():

@@ -126,23 +126,19 @@ class Wrapped:
         """
         parts = self.run.engine.predict(False)
         del parts["total"]
-        peak, grads = self._peak(traced, parts["grads"])
-        parts["offloaded"] += self.offloaded_state
-        parts.update(grads=grads, optimizer=self.state, activations=peak)
-        held = sum(size for part, size in parts.items() if part != "offloaded")
-        return {**parts, "total": held}
-
-    def _peak(self, traced: Traced, all_grads: int) -> tuple[int, int]:
-        """Return the bytes of activations and of gradients where their sum is largest."""
+        all_grads = parts["grads"]
         kept = all_grads if self.way.accumulate > 1 else 0  # of earlier micro-batches
         sums = [(segment.peak, kept) for segment in traced.forward]
         arrived = 0.0
-        each = all_grads / max(1, sum(size.trained for size in self.sizes))
+        per_element = all_grads / max(1, sum(size.trained for size in self.sizes))
         for mark in range(len(traced.marks), -1, -1):
             grads = min(int(arrived), all_grads)  # a module may run more than once
             sums.append((traced.backward[mark].peak, max(grads, kept)))
             if mark > 0 and traced.marks[mark - 1][1]:
-                arrived += each * self.sizes[traced.marks[mark - 1][0]].trained
+                arrived += per_element * self.sizes[traced.marks[mark - 1][0]].trained
         sums.append((0, all_grads))
         part = COMPILED if self.way.compiled else 1.0
-        return max(((int(part * live), grads) for live, grads in sums), key=sum)
+        peak, grads = max(((int(part * live), grads) for live, grads in sums), key=sum)
+        parts["offloaded"] += self.offloaded_state
+        parts.update(grads=grads, optimizer=self.state, activations=peak)
+        return {**parts, "total": sum(parts.values()) - parts["offloaded"]}

@@ -13,13 +13,7 @@ import os
 import re
 from typing import NoReturn, TypeVar
 
-from zshard.api import (
-    NAME,
-    Checkpoint,
-    CheckpointError,
-    OpenFile,
-    SafetensorsFile,
-)
+from zshard.api import NAME, Checkpoint, CheckpointError, OpenFile, SafetensorsFile
 from zshard.extras.readers import chunked, dcp
 
 _FIRST = ("model.safetensors", "model.safetensors.index.json")
@@ -54,18 +48,13 @@ def _open_huggingface(checkpoint: Checkpoint, first: str) -> None:
     folder = os.path.basename(os.path.abspath(checkpoint.path))
     if re.fullmatch(r"\..*\.[0-9a-f]{32}\.tmp", folder):
         # The files have their full length, but zeros where nothing was written.
-        raise CheckpointError(
-            f"'{checkpoint.path}' is not a checkpoint: an interrupted save left it; load another "
-            "one"
-        )
+        raise CheckpointError(f"an interrupted save left '{checkpoint.path}': load another one")
 
     def opened_file(name: str, kind: type[_File]) -> _File:
         path = os.path.join(checkpoint.path, name)
         if not os.path.exists(path):
             index = os.path.join(checkpoint.path, first)
-            raise FileNotFoundError(
-                f"'{index}' refers to '{name}', which is missing; copy all files of the model"
-            )
+            raise FileNotFoundError(f"'{index}' refers to '{name}', which is missing: copy it, too")
         return kind(path)
 
     _add_tensors(checkpoint, checkpoint.open_listed(first, opened_file))
@@ -89,22 +78,18 @@ def refuse(path: str) -> NoReturn:
     inside = [f for f in folders if any(os.path.exists(os.path.join(path, f, m)) for m in marks)]
     if inside:
         names = ", ".join(f"'{name}'" for name in inside[:5]) + (", ..." if inside[5:] else "")
-        raise FileNotFoundError(
-            f"'{path}' is not a checkpoint, but contains {names}: pass the path of the one to load"
-        )
+        raise FileNotFoundError(f"'{path}' is not a checkpoint, but contains {names}: pass one")
     _refuse_pickles(path)
-    raise FileNotFoundError(
-        f"no finished checkpoint in '{path}': it has no {NAME}, {', '.join(_FIRST)} or numbered "
-        "checkpoints; pass the path that zshard.save() got"
-    )
+    files = f"{NAME}, {', '.join(_FIRST)} or numbered checkpoints"
+    raise FileNotFoundError(f"no finished checkpoint in '{path}': it has no {files}")
 
 
 def _refuse_pickles(path: str) -> None:
     if not os.path.isdir(path):
         if path.endswith(_PICKLES):
             raise CheckpointError(
-                f"'{path}' looks like a pickle, which can execute arbitrary code: load it with "
-                "torch.load(weights_only=True) and convert it with safetensors.torch.save_file()"
+                f"'{path}' looks like a pickle, which can execute arbitrary code: convert it with "
+                "torch.load(weights_only=True) and safetensors.torch.save_file()"
             )
         return
     names = os.listdir(path)
@@ -113,9 +98,8 @@ def _refuse_pickles(path: str) -> None:
     names_below = os.listdir(below) if inner and os.path.isdir(below) else []
     if any(map(re.compile(_DEEPSPEED).match, names + names_below)):
         raise CheckpointError(
-            f"'{path}' is a DeepSpeed checkpoint, which consists of pickles that can execute "
-            "arbitrary code: if you trust it, convert it with DeepSpeed's zero_to_fp32.py "
-            "--safe_serialization and load the resulting folder"
+            f"'{path}' is a DeepSpeed checkpoint, whose pickles can execute any code: convert "
+            "it with DeepSpeed's zero_to_fp32.py --safe_serialization"
         )
     for name in sorted(names):
         if name.endswith(_PICKLES):

@@ -13,17 +13,11 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import TypeGuard
+from typing import Any
 
 import torch
 
-from zshard.api import (
-    Checkpoint,
-    CheckpointError,
-    Readable,
-    SafetensorsFile,
-    bytes_of,
-)
+from zshard.api import Checkpoint, CheckpointError, Readable, SafetensorsFile, bytes_of
 
 Index = tuple[int, ...]
 
@@ -37,10 +31,8 @@ class Chunked:
         """what: names it in the CheckpointError if the chunks do not cover each element once."""
         self.dtype, self.shape, self._chunks = dtype, shape, chunks
         if not _cover(shape, [(begin, chunk.shape) for begin, chunk in chunks]):
-            raise CheckpointError(
-                f"the chunks of {what} overlap, leave a gap or exceed its shape {shape}: a file is "
-                "missing or belongs to another save; copy all files of the checkpoint"
-            )
+            text = f"the chunks of {what} overlap, leave a gap or exceed its shape {shape}"
+            raise CheckpointError(f"{text}: copy all files of the checkpoint")
 
     @property
     def files(self) -> list[str]:
@@ -107,10 +99,6 @@ def shards_in(path: str) -> list[str]:
     return sorted(name for name in os.listdir(path) if _SHARD.fullmatch(name))
 
 
-def _is_index(begin: object) -> TypeGuard[list[int]]:
-    return isinstance(begin, list) and all(type(each) is int and each >= 0 for each in begin)
-
-
 def open_shards_into(checkpoint: Checkpoint, names: Sequence[str]) -> None:
     """Open these files of a folder. Raise CheckpointError if parts overlap or leave gaps."""
     parts: dict[str, list[tuple[Index, Readable]]] = {}
@@ -121,17 +109,15 @@ def open_shards_into(checkpoint: Checkpoint, names: Sequence[str]) -> None:
         info = file.note("DCP_SHARDING_INFO")
         for name, entry in file.entries.items():
             facts = info.get(name)
-            begin = facts.get("saved_offsets") if isinstance(facts, dict) else None
-            if not _is_index(begin) or len(begin) != len(entry.shape):
+            begin: Any = facts.get("saved_offsets") if isinstance(facts, dict) else None
+            is_list = isinstance(begin, list) and all(type(n) is int and n >= 0 for n in begin)
+            if not is_list or len(begin) != len(entry.shape):
                 raise CheckpointError(f"{where} has no valid saved_offsets for '{name}'")
             parts.setdefault(name, []).append((tuple(begin), entry))
     model = {}
     for name, chunks in parts.items():
         if len({(len(begin), entry.dtype) for begin, entry in chunks}) > 1:
-            raise CheckpointError(
-                f"the files in '{checkpoint.path}' disagree on the dtype or number of dimensions "
-                f"of '{name}'"
-            )
+            raise CheckpointError(f"'{name}' has several dtypes or ranks in '{checkpoint.path}'")
         ends = [[b + n for b, n in zip(begin, e.shape, strict=True)] for begin, e in chunks]
         shape = tuple(max(each) for each in zip(*ends, strict=True))
         model[name] = Chunked(f"'{name}' in '{checkpoint.path}'", shape, chunks[0][1].dtype, chunks)

@@ -35,10 +35,7 @@ _OPTIMIZERS = (
     *("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "opt"),
     "optimizer_0",
 )
-_NO_NAMES = (
-    "it is keyed by unknown names; save the result of get_state_dict() of "
-    "torch.distributed.checkpoint.state_dict, which uses names, or load the model alone"
-)
+_NO_NAMES = "it is keyed by unknown names; save the result of torch's get_state_dict()"
 Entries = Mapping[KeyPath, Chunked | Stored]
 
 
@@ -123,9 +120,7 @@ def _entries(checkpoint: Checkpoint, where: str, metadata: object) -> Entries:
             continue
         dtype, chunks = kind.state["properties"].state[0], []
         if not isinstance(dtype, torch.dtype) or dtype not in CODES:
-            raise CheckpointError(
-                f"'{name}' in '{where}' has a dtype that is not supported: convert it, then save"
-            )
+            raise CheckpointError(f"'{name}' in '{where}' has an unsupported dtype: convert it")
         for chunk in kind.state["chunks"]:
             begin, shape = _sizes(chunk.state["offsets"]), _sizes(chunk.state["sizes"])
             place = _place(checkpoint, where, name, places[name, begin])
@@ -150,24 +145,17 @@ def _sizes(value: object) -> tuple[int, ...]:
 def _place(checkpoint: Checkpoint, where: str, name: str, info: Mapping[str, Any]) -> Stored:
     """Return where `name` is stored."""
     if info.get("transform_descriptors"):
-        raise CheckpointError(
-            f"'{where}' stores '{name}' compressed, which is not supported: load it with "
-            "torch.distributed.checkpoint and save it again without extensions"
-        )
+        raise CheckpointError(f"'{where}' stores '{name}' compressed: save it without extensions")
     inside, begin, length = _text(info["relative_path"]), info["offset"], info["length"]
     if set(inside) & set("/\\\0") or inside in ("", ".", ".."):
         raise CheckpointError(f"'{where}' refers to {inside!r:.80}, which is not in its folder")
     path = os.path.join(checkpoint.path, inside)
     if inside not in checkpoint.files:
         if not os.path.lexists(path):
-            raise CheckpointError(
-                f"'{path}' is missing, but '{where}' refers to it; copy all files of the checkpoint"
-            )
+            raise CheckpointError(f"'{path}' is missing, but '{where}' refers to it: copy it, too")
         checkpoint.files[inside] = OpenFile(path)
     file = checkpoint.files[inside]
     if not 0 <= begin <= begin + length <= file.size:
-        raise CheckpointError(
-            f"'{path}' is too short: it has {file.size} bytes, but '{name}' is at bytes {begin} to "
-            f"{begin + length}; copy the checkpoint again"
-        )
+        range_ = f"'{name}' is at bytes {begin} to {begin + length}"
+        raise CheckpointError(f"'{path}' has {file.size} bytes, but {range_}: copy it again")
     return Stored(file, begin, length, name)

@@ -29,10 +29,7 @@ class _ByNumber(OptimizerState):
         name_of = {n: names[id(p)] for n, p in zip(numbers, params_of(optimizer), strict=False)}
         if saved != sizes or not name_of.keys() >= self.tensors.keys() | self.values.keys():
             nothing = replace(self, groups=[{"params": []} for _ in sizes], tensors={}, values={})
-            return nothing, [
-                f"it has param groups of {saved} parameters, known by number, but the optimizer's "
-                f"have {sizes}"
-            ]
+            return nothing, [f"its param groups have {saved} parameters, the optimizer's {sizes}"]
         groups = [{**g, "params": [name_of[n] for n in g["params"]]} for g in self.groups]
         tensors = {name_of[n]: state for n, state in self.tensors.items()}
         values = {name_of[n]: state for n, state in self.values.items()}
@@ -78,8 +75,10 @@ def optimizer_of_paths(
         if path[:1] == ("param_groups",) and len(path) >= 3:
             _put(groups.setdefault(path[1], {}), path[2:], _option(value, tensors.get(path)))
     listed = [groups[i] for i in sorted(groups, key=lambda i: (len(str(i)), str(i)))]
-    for group in listed:
-        group.update({k: [v[i] for i in range(len(v))] for k, v in group.items() if _is_list(v)})
+    for group in listed:  # torch flattens lists that contain tensors, into any order
+        lists = {k: v for k, v in group.items() if isinstance(v, dict) and v}
+        lists = {k: v for k, v in lists.items() if v.keys() == set(range(len(v)))}
+        group.update({k: [v[i] for i in range(len(v))] for k, v in lists.items()})
     names: dict[str, str] = {}  # of parameters, by their key in the state, as text
     for group in listed:
         params = group.get("params", [])
@@ -150,12 +149,6 @@ def _put(into: dict[Any, Any], path: KeyPath, value: object) -> None:
 def _option(value: Any, tensor: Chunked | None) -> Any:
     """Return the value of an option, which is read if it is a tensor, such as a learning rate."""
     return value if tensor is None else tensor.value()
-
-
-def _is_list(value: object) -> bool:
-    """Return whether it was a list. (Torch flattens lists that contain tensors, and several ranks
-    may have written their elements, in any order.)"""
-    return isinstance(value, dict) and value.keys() == set(range(len(value))) and bool(value)
 
 
 def _named(key: object, names: Mapping[str, str]) -> Any:

@@ -140,17 +140,13 @@ def reading(what: str) -> Iterator[None]:
     try:
         yield
     except NoDataError as error:
-        raise NoDataError(
-            f"cannot read {what} as plain data: {error}; save it again with numbers, strings, "
-            "lists and dicts in place of objects"
-        ) from None
+        text = f"cannot read {what} as plain data: {error}; save it again without objects"
+        raise NoDataError(text) from None
     except (CheckpointError, OSError):
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise CheckpointError(
-            f"{what} is damaged: {why:.200}; copy the checkpoint again, or load another one"
-        ) from None
+        raise CheckpointError(f"{what} is damaged: {why:.200}; load another one") from None
 
 
 class Stored(io.IOBase):

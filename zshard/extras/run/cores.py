@@ -80,25 +80,18 @@ def shares_of(host: Host, ranks: int, binding: str) -> tuple[list[Share], int, s
     if binding == "none":
         return unbound, max(1, each), ""
     if each == 0:
-        why = (
-            f"{ranks} ranks share {host.usable} core(s), so they are not bound and each computes "
-            "on one thread: pass a smaller -n unless this is a test"
-        )
-        return unbound, 1, why
-    if host.is_throttled:
-        why = (
-            f"a quota of {host.quota:g} CPUs' time applies to {len(host.cores)} cores (cpu.max of "
-            "the control group), so ranks are not bound: others with a quota may choose the same "
-            "cores. Give the container a cpuset to bind ranks"
-        )
-        return unbound, each, why
+        cores = f"{ranks} ranks share {host.usable} core(s)"
+        return unbound, 1, f"{cores}, so they are not bound: pass a smaller -n"
+    if host.is_throttled:  # others with a quota may choose the same cores
+        quota = f"a quota of {host.quota:g} CPUs' time applies to {len(host.cores)} cores"
+        return unbound, each, f"{quota}, so ranks are not bound: give the container a cpuset"
     shares = []
     for rank in range(ranks):
-        cores = host.cores[rank * len(host.cores) // ranks :][:each]
-        nodes = {core.node for core in cores}
+        chosen = host.cores[rank * len(host.cores) // ranks :][:each]
+        nodes = {core.node for core in chosen}
         if binding == "numa":
-            cores = [core for core in host.cores if core.node in nodes]
-        cpus = sorted(core.cpu for core in cores)
+            chosen = [core for core in host.cores if core.node in nodes]
+        cpus = sorted(core.cpu for core in chosen)
         shares.append(Share(cpus, sorted(nodes) if host.nodes > 1 else []))
     return shares, each, ""
 

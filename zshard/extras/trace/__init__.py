@@ -111,10 +111,7 @@ class profile(Trace):
 
 def _start() -> int:
     if not api.trace_start():
-        raise RuntimeError(
-            "zshard.profile(): a trace runs already, of ZSHARD_TRACE or another zshard.profile(): "
-            "leave that context first, or unset ZSHARD_TRACE"
-        )
+        raise RuntimeError("a trace runs already: leave that profile(), or unset ZSHARD_TRACE")
     return time.monotonic_ns()
 
 
@@ -155,17 +152,17 @@ def trace_to(file: str) -> None:
 _n_merged = 0
 
 
-def _merged(own: RankTrace, kind: type[BaseException] | None) -> list[RankTrace] | None:
+def _merged(trace: RankTrace, kind: type[BaseException] | None) -> list[RankTrace] | None:
     """Return what all ranks have recorded on rank 0, [] on others; None if one has left by an
     exception. That one must not wait for ranks that may be waiting for it, so the store is asked
     first."""
     global _n_merged
     _n_merged += 1
     if not _has_group() or dist.get_world_size() == 1:
-        return [own]
+        return [trace]
     world = dist.get_world_size()
     store, prefix = distributed_c10d._get_default_store(), f"zshard/profile/{_n_merged}/"
-    store.set(prefix + str(own.rank), f"left {kind.__name__}" if kind else f"here {own.host}")
+    store.set(prefix + str(trace.rank), f"left {kind.__name__}" if kind else f"here {trace.host}")
     if kind is not None:
         return None
     hosts = set()
@@ -173,38 +170,31 @@ def _merged(own: RankTrace, kind: type[BaseException] | None) -> list[RankTrace]
         try:
             word, _, text = store.get(prefix + str(rank)).decode().partition(" ")
         except dist.DistStoreError:
-            raise api.PeerTimeoutError(
-                f"zshard.profile(): rank {rank} has not come to the end of its profile(): enter it "
-                "on all ranks, or pass merge=False to trace this rank alone"
-            ) from None
+            text = f"rank {rank} has not come to the end of its profile(): enter it on all ranks"
+            raise api.PeerTimeoutError(f"{text}, or pass merge=False") from None
         if word == "left":
-            warn(f"zshard.profile(): rank {rank} left by {text}: this trace is of rank {own.rank}")
+            warn(f"rank {rank} left its profile() by {text}: this trace is of rank {trace.rank}")
             return None
         hosts.add(text)
-    barriers = _barriers() if len(hosts) > 1 else []
-    gathered: list[Any] | None = [None] * world if own.rank == 0 else None
-    dist.gather_object((tuple(own), barriers), gathered)
-    clocks = {own.host: (0, 0)}  # of each host, which all its ranks have: shift and error
+    barriers: list[_Barrier] = []
+    for _ in range(_ROUNDS if len(hosts) > 1 else 0):
+        entered = time.monotonic_ns()
+        dist.barrier()
+        barriers.append((entered, time.monotonic_ns()))
+    gathered: list[Any] | None = [None] * world if trace.rank == 0 else None
+    dist.gather_object((tuple(trace), barriers), gathered)
+    clocks = {trace.host: (0, 0)}  # of each host, which all its ranks have: shift and error
     traces = []
     for fields, other in gathered or ():
-        trace = RankTrace(*fields)
-        if trace.host not in clocks:
-            clocks[trace.host] = bounds(barriers, other)
-        shift, error = clocks[trace.host]
-        traces.append(trace._replace(shift=shift, error=error))
+        peer = RankTrace(*fields)
+        if peer.host not in clocks:
+            clocks[peer.host] = bounds(barriers, other)
+        shift, error = clocks[peer.host]
+        traces.append(peer._replace(shift=shift, error=error))
     return traces
 
 
 _Barrier = tuple[int, int]  # when this rank entered it, and left it
-
-
-def _barriers() -> list[_Barrier]:
-    times = []
-    for _ in range(_ROUNDS):
-        entered = time.monotonic_ns()
-        dist.barrier()
-        times.append((entered, time.monotonic_ns()))
-    return times
 
 
 def bounds(first: Sequence[_Barrier], other: Sequence[_Barrier]) -> tuple[int, int]:

@@ -180,9 +180,9 @@ def text_of(summary: dict[str, Any]) -> str:
         cells = "".join(f"{1e3 * each[column]:10.2f}" for column in _COLUMNS)
         lines.append(f"{each['unit'] or '-':{width}}{cells}")
     for each in summary["waits"][:_MOST_WAITS]:
+        late = "".join(f"; rank {rank} came last to {n}" for rank, n in each["last"].items())
+        longest = f"the longest {1e3 * each['longest']:.2f} ms"
         lines.append(
-            f"{1e3 * each['seconds']:8.2f} ms in {each['count']}, the longest "
-            f"{1e3 * each['longest']:.2f} ms: {each['what']}"
-            + "".join(f"; rank {rank} came last to {n} of them" for rank, n in each["last"].items())
+            f"{1e3 * each['seconds']:8.2f} ms in {each['count']}, {longest}: {each['what']}{late}"
         )
     return "\n".join(lines)

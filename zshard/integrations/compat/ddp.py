@@ -29,15 +29,6 @@ _M = TypeVar("_M", bound=nn.Module)
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's attribute of a module
 
-_OMIT = "omit it: gradients are reduced during backward"
-_UNSUPPORTED = {
-    "delay_all_reduce_named_params": _OMIT,
-    "param_to_hook_all_reduce": _OMIT,
-    "mixed_precision": (
-        "call FSDP(module, strategy='no_shard', mixed_precision=zshard.MixedPrecision(...))"
-    ),
-}
-
 
 class _FoundByInstance(type):
     """Make isinstance(model, DistributedDataParallel) true for models that zshard has wrapped,
@@ -109,28 +100,20 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
         strategy: str | ShardingStrategy = "no_shard",
         **options: Any,
     ) -> Wrapped[_M]:
-        unsupported = delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision
-        for (name, remedy), value in zip(_UNSUPPORTED.items(), unsupported, strict=True):
-            if value is not None:
-                raise NotImplementedError(
-                    f"DistributedDataParallel({name}=...) is not supported: {remedy}"
-                )
-        if dim != 0:
-            raise NotImplementedError(
-                f"dim={dim} is not supported: a rank gets a batch of its own, and zshard splits "
-                "none; omit it"
-            )
         device_ids = device_ids or None  # DDP takes an empty list, too
-        if output_device is not None and [output_device] != list(device_ids or ()):
-            raise NotImplementedError(
-                f"output_device={output_device!r} is not supported with device_ids={device_ids!r}: "
-                "results stay on the device that they are computed on; omit output_device"
-            )
-        if _IGNORED in getattr(module, "__dict__", {}):
-            raise NotImplementedError(
-                f"the module's {_IGNORED} is not supported: delete it, and pass the parameters as "
-                "ignored_states="
-            )
+        unsupported = {
+            "delay_all_reduce_named_params=": delay_all_reduce_named_params is not None,
+            "param_to_hook_all_reduce=": param_to_hook_all_reduce is not None,
+            "mixed_precision= (FSDP() takes a zshard.MixedPrecision)": mixed_precision is not None,
+            f"dim={dim}": dim != 0,
+            f"output_device={output_device!r} with device_ids={device_ids!r}": (
+                output_device is not None and [output_device] != list(device_ids or ())
+            ),
+            f"{_IGNORED} (FSDP() takes ignored_states=)": _IGNORED
+            in getattr(module, "__dict__", {}),
+        }
+        for name in (name for name, is_passed in unsupported.items() if is_passed):
+            raise NotImplementedError(f"DistributedDataParallel does not support {name}: omit it")
         if broadcast_buffers is not None and forward_sync_buffers is not None:
             raise ValueError("pass either broadcast_buffers or forward_sync_buffers, not both")
         sync = forward_sync_buffers if broadcast_buffers is None else broadcast_buffers

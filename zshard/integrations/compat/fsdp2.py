@@ -145,18 +145,17 @@ def fully_shard(
     for each in modules:
         _check_module(each)
     if shard_placement_fn is not None:
-        raise NotImplementedError(
-            "fully_shard(shard_placement_fn=...) is not supported: zshard shards each unit as one "
-            "flat buffer; omit it"
-        )
+        raise NotImplementedError("fully_shard(shard_placement_fn=) is not supported: omit it")
     if dp_mesh_dims is not None:
         raise NotImplementedError(
-            "fully_shard(dp_mesh_dims=...) is not supported: zshard takes no DTensors; omit it, "
-            "and pass mesh= the dimensions to shard (and replicate) over, such as mesh['shard']"
+            "fully_shard(dp_mesh_dims=) is not supported: pass mesh= the dimensions to shard over"
         )
     hybrid = _dimensions(mesh) == 2
     groups = _groups_to_keep_in(reshard_after_forward, mesh, hybrid)
-    ignored = _params(ignored_params)  # which may be a generator
+    ignored = list(ignored_params or ())
+    for param in ignored:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(f"ignored_params must contain parameters, got {type(param).__name__}")
     for each in modules:
         FSDP(
             each,
@@ -180,10 +179,8 @@ def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard expects an nn.Module, got {type(module).__name__}")
     if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
-        raise ValueError(
-            f"{type(module).__name__} has no forward, so its parameters could not be unsharded in "
-            "time: call fully_shard on each module in it"
-        )
+        name = type(module).__name__
+        raise ValueError(f"{name} has no forward: call fully_shard on each module in it")
 
 
 def _dimensions(mesh: DeviceMesh | None) -> int:
@@ -193,15 +190,9 @@ def _dimensions(mesh: DeviceMesh | None) -> int:
     if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_group")):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"mesh has {mesh.ndim} dimensions: expected one (shard) or two (replicate, shard); "
-            "zshard has no tensor or pipeline parallelism"
-        )
+        raise ValueError(f"mesh must be (shard) or (replicate, shard), got {mesh.ndim} dimensions")
     if mesh.device_type not in ("cpu", "cuda"):
-        raise NotImplementedError(
-            f"fully_shard(mesh=...) does not support the device type {mesh.device_type!r}: zshard "
-            "trains on CPUs and CUDA GPUs"
-        )
+        raise NotImplementedError(f"mesh must be of CPUs or CUDA GPUs, got {mesh.device_type!r}")
     return int(mesh.ndim)
 
 
@@ -215,35 +206,20 @@ def _groups_to_keep_in(
         return None
     if hybrid:
         raise NotImplementedError(
-            f"fully_shard(reshard_after_forward={number}) is not supported with a two-dimensional "
-            "mesh: pass True or False"
+            f"reshard_after_forward must be True or False with a two-dimensional mesh, got {number}"
         )
     groups = resolve_groups(None, mesh, ShardingStrategy.FULL_SHARD)
     world = 1 if groups.world is None else dist.get_world_size(groups.world)
     if number < 1 or world % number != 0:
-        raise ValueError(
-            f"reshard_after_forward={number} does not divide the {world} ranks to shard over"
-        )
-    if number in (1, world):
-        return None
-    return groups.split(number)
+        raise ValueError(f"reshard_after_forward={number} does not divide the {world} ranks")
+    return None if number in (1, world) else groups.split(number)
 
 
 def _strategy(reshard_after_forward: bool | int | None, hybrid: bool) -> ShardingStrategy:
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, int)):
-        raise TypeError(
-            "reshard_after_forward must be True, False, None or a number of ranks, got "
-            f"{reshard_after_forward!r}"
-        )
+        what = "True, False, None or a number of ranks"
+        raise TypeError(f"reshard_after_forward must be {what}, got {reshard_after_forward!r}")
     is_one = reshard_after_forward == 1 and reshard_after_forward is not True  # rank per group
     if reshard_after_forward is False or is_one:
         return ShardingStrategy.HYBRID_SHARD_ZERO2 if hybrid else ShardingStrategy.SHARD_GRAD_OP
     return ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
-
-
-def _params(ignored: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
-    params = list(ignored or ())
-    for param in params:
-        if not isinstance(param, nn.Parameter):
-            raise TypeError(f"ignored_params must contain parameters, got {type(param).__name__}")
-    return params

@@ -42,10 +42,7 @@ from zshard.integrations.deepspeed.schedules import schedule_of
 from zshard.integrations.deepspeed.zero import describe
 
 _HALF = (torch.float16, torch.bfloat16)
-_NEEDS_OPTIMIZER = (
-    "a scheduler needs an optimizer: add the section 'optimizer' to the DeepSpeed config, or pass "
-    "optimizer="
-)
+_NEEDS_OPTIMIZER = "a scheduler needs an optimizer: add 'optimizer' to the DeepSpeed config"
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 Result = tuple[DeepSpeedEngine, Optimizer | None, DataLoader[Any] | None, Any]
@@ -101,35 +98,38 @@ def initialize(
         DivergenceError: the ranks' models or configs differ. And what FSDP() raises.
     """
     module = _check_model(model)
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise NotImplementedError(
-                f"zshard.initialize(): {name} must be None: zshard has data parallelism only"
-            )
-    content = read(_config_of(args, config, config_params))
+    if mpu is not None or mesh_param is not None:
+        raise NotImplementedError(
+            "zshard.initialize() has data parallelism only: omit mpu= and mesh_param="
+        )
+    of_args = getattr(args, "deepspeed_config", None)
+    configs = {"config": config, "config_params": config_params, "args.deepspeed_config": of_args}
+    names = [name for name, value in configs.items() if value is not None]
+    if len(names) != 1:
+        raise ValueError(
+            f"zshard.initialize() got {' and '.join(names) or 'no DeepSpeed config'}: pass config="
+        )
+    content = read(configs[names[0]])
     init_distributed(dist_init_required=dist_init_required)
     settings = settings_of(content, args, dist.get_world_size(), dist.get_rank())
     _check_sums(module, settings)
     client = _check_optimizer(optimizer, module)
     groups = None if model_parameters is None else _check_parameters(model_parameters, module)
     if isinstance(lr_scheduler, LRScheduler) and lr_scheduler.optimizer is not client:
-        raise ValueError(
-            "lr_scheduler schedules another optimizer than the engine's: pass optimizer= as well, "
-            "or a function of the optimizer as lr_scheduler="
-        )
+        raise ValueError("lr_scheduler schedules another optimizer: pass that one as optimizer=")
     if training_data is not None:
         check_dataset(training_data)
     if optimizer is None or client is not None:
         _try_sections(settings, client, groups, lr_scheduler is None)
     _shard(module, settings)
-    chosen = client or _make_optimizer(optimizer, groups, module, settings)
-    scheduler = _make_scheduler(lr_scheduler, chosen, settings)
-    engine = DeepSpeedEngine(module, chosen, scheduler, settings)
+    client = client or _make_optimizer(optimizer, groups, module, settings)
+    scheduler = _make_scheduler(lr_scheduler, client, settings)
+    engine = DeepSpeedEngine(module, client, scheduler, settings)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    return engine, chosen, engine.training_dataloader, scheduler
+    return engine, client, engine.training_dataloader, scheduler
 
 
 def init_distributed(
@@ -159,8 +159,7 @@ def init_distributed(
         return
     if dist_init_required is False:
         raise RuntimeError(
-            "torch.distributed is not initialized: call torch.distributed.init_process_group() "
-            "first, or omit dist_init_required=False"
+            "torch.distributed is not initialized: initialize it, or omit dist_init_required=False"
         )
     options: dict[str, Any] = {
         name: arguments[name] for name in ("rank", "world_size") if arguments.get(name, -1) >= 0
@@ -182,14 +181,9 @@ def _check_model(model: object) -> nn.Module:
         kind = "nothing" if model is None else type(model).__name__
         raise TypeError(f"zshard.initialize() expects model=, an nn.Module, got {kind}")
     if isinstance(model, DeepSpeedEngine) or is_unit(model):
-        raise ValueError(
-            "this model is already sharded: call zshard.initialize() once per model, with the "
-            "plain module, and keep the engine"
-        )
+        raise ValueError("this model is already sharded: call zshard.initialize() once per model")
     if isinstance(model, DistributedDataParallel):
-        raise TypeError(
-            "this model is in DistributedDataParallel: pass the plain module to zshard.initialize()"
-        )
+        raise TypeError("this model is in DistributedDataParallel: pass the plain module")
     return model
 
 
@@ -199,24 +193,10 @@ def _check_sums(module: nn.Module, settings: Settings) -> None:
     for name, param in module.named_parameters():
         dtype = torch.float32 if settings.dtype and param.dtype in _HALF else param.dtype
         if sums is not None and param.requires_grad and dtype is not sums:
-            wanted, actual = (str(each).removeprefix("torch.") for each in (sums, dtype))
             raise NotImplementedError(
-                f"'{ACCUMULATED}' in the DeepSpeed config is {wanted}, but parameter '{name}' is "
-                f"{actual}, and zshard sums micro-batches in the parameters' dtype: remove the "
-                "key, or for float32 sums enable 'bf16', which keeps float32 parameters"
+                f"'{ACCUMULATED}' in the DeepSpeed config is {sums}, but parameter '{name}' sums "
+                f"micro-batches in its dtype, {dtype}: remove the key"
             )
-
-
-def _config_of(args: object, config: Config | None, config_params: Config | None) -> object:
-    of_args = getattr(args, "deepspeed_config", None)
-    configs = {"config": config, "config_params": config_params, "args.deepspeed_config": of_args}
-    names = [name for name, value in configs.items() if value is not None]
-    if len(names) != 1:
-        raise ValueError(
-            f"zshard.initialize() expects one DeepSpeed config, got {' and '.join(names) or 'none'}"
-            ": pass config=, or args= with deepspeed_config"
-        )
-    return configs[names[0]]
 
 
 def _check_optimizer(optimizer: object, module: nn.Module) -> Optimizer | None:
@@ -224,9 +204,8 @@ def _check_optimizer(optimizer: object, module: nn.Module) -> Optimizer | None:
     if optimizer is None or (callable(optimizer) and not isinstance(optimizer, Optimizer)):
         return None
     if not isinstance(optimizer, Optimizer):
-        kind = type(optimizer).__name__
-        raise TypeError(f"optimizer must be a torch optimizer or a function, got {kind}")
-    _check_own(optimizer.param_groups, module, "optimizer")
+        raise TypeError(f"optimizer must be a torch optimizer or a function, got {optimizer!r:.80}")
+    _check_members(optimizer.param_groups, module, "optimizer")
     return optimizer
 
 
@@ -235,25 +214,21 @@ def _check_parameters(parameters: Iterable[Any], module: nn.Module) -> list[Any]
         kind = type(parameters).__name__
         raise TypeError(f"model_parameters must be parameters or param groups, got a {kind}")
     groups = list(parameters)
-    has_groups = bool(groups) and all(isinstance(each, dict) for each in groups)
-    for i, each in enumerate(groups if has_groups else ()):
-        params = each["params"]
-        groups[i] = {**each, "params": [params] if isinstance(params, Tensor) else list(params)}
-    _check_own(groups if has_groups else [{"params": groups}], module, "model_parameters")
+    has_groups = bool(groups) and all(isinstance(group, dict) for group in groups)
+    for i, group in enumerate(groups if has_groups else ()):
+        params = group["params"]
+        groups[i] = {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
+    _check_members(groups if has_groups else [{"params": groups}], module, "model_parameters")
     return groups
 
 
-def _check_own(groups: Iterable[Any], module: nn.Module, name: str) -> None:
-    own = {id(param) for param in module.parameters()}
-    for group in groups:
-        for param in group["params"]:
-            if isinstance(param, tuple):  # torch's named parameters
-                param = param[1]
-            if id(param) not in own:
-                raise ValueError(
-                    f"{name} has a tensor of shape {tuple(getattr(param, 'shape', ()))} that is "
-                    "not a parameter of the model: pass parameters of the same model"
-                )
+def _check_members(groups: Iterable[Any], module: nn.Module, name: str) -> None:
+    of_model = {id(param) for param in module.parameters()}
+    for param in (param for group in groups for param in group["params"]):
+        param = param[1] if isinstance(param, tuple) else param  # torch's named parameters
+        if id(param) not in of_model:
+            shape = tuple(getattr(param, "shape", ()))
+            raise ValueError(f"{name} has a tensor of shape {shape}, not a parameter of the model")
 
 
 def _try_sections(
@@ -261,9 +236,8 @@ def _try_sections(
 ) -> None:
     """Build the config's optimizer and scheduler for dummy parameters, so that errors surface
     before the model is sharded."""
-    count = sum(isinstance(each, dict) for each in groups or ()) or 1
-    if client is not None:
-        count = len(client.param_groups)
+    count = sum(isinstance(group, dict) for group in groups or ()) or 1
+    count = len(client.param_groups) if client is not None else count
     dummies = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(count)]
     section, schedule = settings.section("optimizer"), settings.section("scheduler")
     optimizer: Optimizer = torch.optim.AdamW(dummies)
@@ -313,8 +287,7 @@ def _make_optimizer(
         return None if section is None else optimizer_of(section, groups)
     optimizer = function(groups)
     if not isinstance(optimizer, Optimizer):
-        kind = type(optimizer).__name__
-        raise TypeError(f"optimizer= must return a torch optimizer, got {kind}")
+        raise TypeError(f"optimizer= must return a torch optimizer, got {optimizer!r:.80}")
     return optimizer
 
 

@@ -7,6 +7,7 @@ value and the remedy.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -98,19 +99,18 @@ def read(config: object) -> dict[str, Any]:
     path = os.fspath(config)
     try:
         with open(path, encoding="utf-8-sig") as file:
-            text = _TOKEN.sub(_blank, file.read())
+            text = file.read()
+        # Blanks in place of comments and commas: the parser's errors keep their line and column.
+        text = _TOKEN.sub(
+            lambda m: m[0] if m[0].startswith('"') else re.sub(r"[^\n]", " ", m[0]), text
+        )
         content = json.loads(text, object_pairs_hook=_without_duplicates)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"there is no DeepSpeed config '{path}': pass its path, or a dict (current directory: "
-            f"'{os.getcwd()}')"
+            f"there is no DeepSpeed config '{path}' (in '{os.getcwd()}'): pass its path, or a dict"
         ) from None
     except ValueError as error:
-        raise ValueError(
-            f"the DeepSpeed config '{path}' is not valid JSON: {error} (comments and trailing "
-            "commas are allowed; put {...} around the whole, keys and texts in double quotes, and "
-            "a comma between entries)"
-        ) from None
+        raise ValueError(f"the DeepSpeed config '{path}' is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise TypeError(f"the DeepSpeed config '{path}' must be a JSON object, got {content!r}")
     return content
@@ -129,41 +129,32 @@ def settings_of(config: Mapping[str, Any], args: object, world: int, rank: int) 
     settings = _settings(ConfigValues(filled), world)
     if assumed and rank == 0:
         print(
-            'zshard: the DeepSpeed config has "auto" that args= does not tell, so these are the '
+            'zshard: args= lacks values for "auto" in the DeepSpeed config, so these are the '
             f"defaults of transformers' TrainingArguments: {', '.join(assumed)}",
             flush=True,
         )
     if ignored and rank == 0:
-        warn(
-            f"zshard ignores these keys of the DeepSpeed config: {', '.join(ignored)}; "
-            "docs/deepspeed.md lists those that work"
-        )
+        warn(f"zshard ignores these keys of the DeepSpeed config: {', '.join(ignored)}")
     return settings
 
 
 def _settings(values: ConfigValues, world: int) -> Settings:
     stage = int(values.get("zero_optimization.stage", 0))
     if stage > 3:
-        raise ValueError(f"'zero_optimization.stage' must be 0, 1, 2 or 3, got {stage}")
-    if values.get("gradient_allreduce_op", "mean").lower() != "mean":
-        raise NotImplementedError(
-            "'gradient_allreduce_op' in the DeepSpeed config must be 'mean': to sum gradients, "
-            "multiply the loss by the number of ranks"
-        )
+        raise ValueError(must_be("zero_optimization.stage", "0, 1, 2 or 3", stage))
+    operation = values.get("gradient_allreduce_op", "mean")
+    if operation.lower() != "mean":
+        raise NotImplementedError(must_be("gradient_allreduce_op", "'mean'", operation))
     dtype, autocast = _dtypes(values)
     wire = values.dtype("communication_data_type")
     buffers = values.dtype("data_types.buffer_dtype")
     precision = MixedPrecision(param_dtype=dtype, reduce_dtype=wire, buffer_dtype=buffers)
     accumulated = values.dtype(ACCUMULATED)
     if dtype is not None and accumulated not in (None, torch.float32):
-        raise NotImplementedError(
-            f"'{ACCUMULATED}' in the DeepSpeed config must be 'fp32' with 'bf16' or 'fp16': zshard "
-            "then keeps float32 parameters, and sums micro-batches in the parameters' dtype"
-        )
-    train, micro, steps = (values.get(name) for name in (TRAIN, MICRO, STEPS))
+        raise NotImplementedError(must_be(ACCUMULATED, "'fp32' with 'bf16' or 'fp16'", accumulated))
     return Settings(
         values=values.config,
-        sizes=complete(train, micro, steps, world),
+        sizes=complete(values.get(TRAIN), values.get(MICRO), values.get(STEPS), world),
         stage=stage,
         dtype=dtype,
         autocast=autocast,
@@ -186,30 +177,24 @@ def complete(train: int | None, micro: int | None, steps: int | None, world: int
     """
     if train is None and micro is None:
         raise ValueError(f"the DeepSpeed config has no '{TRAIN}' and no '{MICRO}': add one of them")
-    train, micro, steps = (None if each is None else int(each) for each in (train, micro, steps))
-    if steps is None:
-        both = train is not None and micro is not None
-        steps = _divided(train or 0, MICRO, micro or 0, world) if both else 1
-    if micro is None:
-        micro = _divided(train or 0, STEPS, steps, world)
-    train = micro * steps * world if train is None else train
-    if train != micro * steps * world:
-        raise ValueError(
-            f"{TRAIN}={train} is not {MICRO}={micro} * {STEPS}={steps} * {world} rank(s), which "
-            f"is {micro * steps * world}: leave one of them out of the DeepSpeed config, or start "
-            "another number of ranks"
+    train, micro, steps = (None if size is None else int(size) for size in (train, micro, steps))
+    if train is None:
+        assert micro is not None
+        steps = steps or 1
+        return BatchSizes(micro * steps * world, micro, steps)
+    if micro is None and steps is None:
+        steps = 1
+    parts = {name: size for name, size in ((MICRO, micro), (STEPS, steps)) if size is not None}
+    quotient, rest = divmod(train, math.prod(parts.values()) * world)
+    if rest or not quotient or (len(parts) == 2 and quotient != 1):
+        product = " * ".join(
+            [*(f"{name}={size}" for name, size in parts.items()), f"{world} rank(s)"]
         )
-    return BatchSizes(train, micro, steps)
-
-
-def _divided(train: int, name: str, size: int, world: int) -> int:
-    quotient, rest = divmod(train, size * world)
-    if rest or not quotient:
         raise ValueError(
-            f"{TRAIN}={train} is not a multiple of {name}={size} * {world} rank(s): choose a "
-            f"multiple of {size * world}, or start another number of ranks"
+            f"{TRAIN}={train} is not {'' if len(parts) == 2 else 'a multiple of '}{product}: "
+            "change one of them in the DeepSpeed config, or start another number of ranks"
         )
-    return quotient
+    return BatchSizes(train, micro or quotient, steps or quotient)
 
 
 def _dtypes(values: ConfigValues) -> tuple[torch.dtype | None, torch.dtype | None]:
@@ -217,17 +202,13 @@ def _dtypes(values: ConfigValues) -> tuple[torch.dtype | None, torch.dtype | Non
     kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "torch_autocast": None}
     on = [name for name in kinds if values.get(f"{name}.enabled", False)]
     if len(on) > 1:
-        raise ValueError(
-            f"the DeepSpeed config enables {' and '.join(on)}: enable only one of them"
-        )
+        raise ValueError(f"the DeepSpeed config enables {' and '.join(on)}: enable one of them")
     if on != ["torch_autocast"]:
         return kinds[on[0]] if on else None, None
     dtype = values.dtype("torch_autocast.dtype") or torch.bfloat16
     if dtype is torch.float16:
-        raise NotImplementedError(
-            "'torch_autocast.dtype' in the DeepSpeed config must be 'bfloat16': for float16 with "
-            "loss scaling, enable 'fp16'"
-        )
+        valid = "'bfloat16' (for float16, enable 'fp16')"
+        raise NotImplementedError(must_be("torch_autocast.dtype", valid, dtype))
     return None, dtype
 
 
@@ -245,18 +226,24 @@ def _loss_scale(values: ConfigValues) -> LossScale:
 
 def _offload(values: ConfigValues, stage: int) -> Offload | None:
     """Return the Offload of the config; None: nothing is offloaded."""
-    places = []
+    places: list[str | None] = []  # of each part: a folder, or "" for host memory; None: stays
     for part, old_names in (("param", ("_param", "_params")), ("optimizer", ("",))):
-        place = _place(values, f"zero_optimization.offload_{part}")
-        is_old = any(values.get(f"zero_optimization.cpu_offload{name}") for name in old_names)
-        places.append("" if place is None and is_old else place)
+        name = f"zero_optimization.offload_{part}"
+        device, folder = values.get(f"{name}.device", "none"), values.get(f"{name}.nvme_path", "")
+        if device not in ("none", "cpu", "nvme"):
+            raise ValueError(must_be(f"{name}.device", "'none', 'cpu' or 'nvme'", device))
+        if device == "nvme" and not folder:
+            raise ValueError(must_be(f"{name}.nvme_path", "set with device 'nvme'", folder))
+        is_old = any(values.get(f"zero_optimization.cpu_offload{old}") for old in old_names)
+        place = {"none": "" if is_old else None, "cpu": "", "nvme": folder}[device]
+        places.append(place)
     if stage == 0 or places == [None, None]:
         return None
     folders = {folder for folder in places if folder}
     if len(folders) > 1:
         raise NotImplementedError(
-            "'offload_param.nvme_path' and 'offload_optimizer.nvme_path' in the DeepSpeed config "
-            f"differ ({' and '.join(sorted(folders))}): use one folder for both"
+            f"the two 'nvme_path' in the DeepSpeed config differ ({' and '.join(sorted(folders))}):"
+            " use one folder"
         )
     directory = folders.pop() if folders else None
     to_disk = directory is not None  # on CPUs, "cpu" already holds everything
@@ -273,25 +260,8 @@ def make_folder(offload: Offload | None) -> None:
     try:
         os.makedirs(offload.directory, exist_ok=True)
     except OSError as error:
-        how = "set 'nvme_path' in the DeepSpeed config to a folder on a local disk"
-        why = f"{error.strerror}: {how}"
-        raise OSError(error.errno, why, os.fspath(offload.directory)) from None
-
-
-def _place(values: ConfigValues, name: str) -> str | None:
-    """Return the target of an offloaded part: a folder, or "" for host memory; None: not
-    offloaded."""
-    device: str = values.get(f"{name}.device", "none")
-    if device in ("none", "cpu"):
-        return None if device == "none" else ""
-    if device != "nvme":
-        raise ValueError(must_be(f"{name}.device", "'none', 'cpu' or 'nvme'", device))
-    folder: str = values.get(f"{name}.nvme_path", "")
-    if not folder:
-        raise ValueError(
-            f"'{name}.device' in the DeepSpeed config is 'nvme': set '{name}.nvme_path'"
-        )
-    return folder
+        text = f"{error.strerror}: set 'nvme_path' in the DeepSpeed config to a local folder"
+        raise OSError(error.errno, text, os.fspath(offload.directory)) from None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -300,10 +270,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if names.count(name) > 1:
             raise ValueError(f"the key '{name}' is there twice: remove one")
     return dict(pairs)
-
-
-def _blank(token: re.Match[str]) -> str:
-    """Replace a comment or comma by blanks, so that a parser's errors name the right line and
-    column."""
-    is_string = token[0].startswith('"')
-    return token[0] if is_string else re.sub(r"[^\n]", " ", token[0])

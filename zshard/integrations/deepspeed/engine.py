@@ -75,10 +75,8 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         if torch.is_grad_enabled() and self.module.training:
             if self._backwards and self._boundary is None and self._sizes.steps > 1:
                 raise RuntimeError(
-                    "engine.step() was not called after engine.backward(): with "
-                    f"gradient_accumulation_steps={self._sizes.steps}, call step() after the "
-                    "backward of each micro-batch (it does nothing before the last one), or call "
-                    "engine.set_gradient_accumulation_boundary()"
+                    "engine.step() was not called after engine.backward(): call both for each of "
+                    f"the gradient_accumulation_steps={self._sizes.steps} micro-batches"
                 )
             self._forwards += 1
         if self._settings.autocast is None:
@@ -99,10 +97,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         self._need_optimizer("backward")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(
-                f"engine.backward() expects a scalar loss that requires a gradient, got {kind}: "
-                "pass the mean of the losses, computed outside torch.no_grad()"
-            )
+            raise TypeError(f"engine.backward() expects a scalar loss with a graph, got {kind}")
         if scale_wrt_gas and self._sizes.steps > 1:
             loss = loss / self._sizes.steps
         scaler: Any = self._scaler
@@ -171,8 +166,8 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
             raise RuntimeError("engine.step() was called within engine.no_sync(): call it outside")
         if not self._backwards:
             raise RuntimeError(
-                "engine.step() was called without engine.backward(loss): call both once per "
-                "micro-batch, and engine.backward(loss) instead of loss.backward()"
+                "engine.step() was called without engine.backward(loss): call it instead of "
+                "loss.backward()"
             )
         ends = self.is_gradient_accumulation_boundary()
         self._step_applied = False
@@ -226,7 +221,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
             overflow = any(map(bool, self._scaler._found_inf_per_device(optimizer).values()))
         self._norm = None
         if settings.clipping or settings.computes_norm or settings.skips_overflows:
-            params = [param for group in self._param_groups for param in group["params"]]
+            params = [param for group in optimizer.param_groups for param in group["params"]]
             self._norm = float(nn.utils.clip_grad_norm_(params, settings.clipping or math.inf))
             if settings.skips_overflows:
                 overflow = not math.isfinite(self._norm)
@@ -252,8 +247,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
     def _need_optimizer(self, name: str) -> None:
         if self.optimizer is None:
             raise RuntimeError(
-                f"engine.{name}() needs an optimizer: add the section 'optimizer' to the DeepSpeed "
-                "config, or pass optimizer= to zshard.initialize()"
+                f"engine.{name}() needs an optimizer: add 'optimizer' to the DeepSpeed config"
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -282,15 +276,13 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         if self._micro:
             raise RuntimeError(
                 f"engine.set_train_batch_size() was called after {self._micro} of "
-                f"{self._sizes.steps} micro-batches of a step: call it where "
-                "is_gradient_accumulation_boundary() was last True"
+                f"{self._sizes.steps} micro-batches of a step: call it between optimizer steps"
             )
         least = self._sizes.micro * self.dp_world_size
         if train_batch_size < least or train_batch_size % least:
             raise ValueError(
-                f"train_batch_size={train_batch_size} is not a multiple of {least}: "
-                f"train_micro_batch_size_per_gpu={self._sizes.micro} * {self.dp_world_size} rank(s)"
-                "; choose a multiple"
+                f"train_batch_size={train_batch_size} is not a multiple of {least}, one micro-batch"
+                " per rank: choose a multiple"
             )
         steps = train_batch_size // least
         self._sizes = BatchSizes(train_batch_size, self._sizes.micro, steps)
@@ -394,8 +386,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
             model = self.__dict__.get("_modules", {}).get("module")
             if model is None or not hasattr(model, name):
                 raise AttributeError(
-                    f"the engine of zshard.initialize() has no attribute '{name}', and neither has "
-                    "the model: docs/deepspeed.md lists what the engine has"
+                    f"the engine and its model have no attribute '{name}': see docs/deepspeed.md"
                 ) from None
         return getattr(model, name)
 

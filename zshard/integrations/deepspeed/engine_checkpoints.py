@@ -73,8 +73,7 @@ class EngineCheckpoints:
         """
         if exclude_frozen_parameters:
             raise NotImplementedError(
-                "exclude_frozen_parameters=True is not supported: a checkpoint has all parameters; "
-                "save the state dict of the trained ones with torch.save()"
+                "exclude_frozen_parameters=True is not supported: omit it; checkpoints have all"
             )
         folder, comm = path_of(save_dir), self._comm()
         how: dict[str, Any] = {"overwrite": True}
@@ -87,11 +86,13 @@ class EngineCheckpoints:
             name = _checked(f"global_step{self.global_steps}" if tag is None else str(tag))
             path = os.path.join(folder, name)
             if client_state is not None and not isinstance(client_state, Mapping):
-                kind = type(client_state).__name__
-                raise TypeError(f"client_state must be a dict, got {kind}")
+                raise TypeError(f"client_state must be a dict, got {type(client_state).__name__}")
             if writes:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-        extra = {_ENGINE: self._own_state(), _CLIENT: dict(client_state or {})}
+        state = {count: getattr(self, count) for count in _COUNTS}
+        parts = {"loss_scale": self._settings.loss_scale, "lr_scheduler": self.lr_scheduler}
+        state |= {k: None if part is None else part.state_dict() for k, part in parts.items()}
+        extra = {_ENGINE: state, _CLIENT: dict(client_state or {})}
         save(path, self.module, self.optimizer, extra=extra, **how)
         with on_all_ranks(comm):
             if save_latest and writes:
@@ -131,8 +132,7 @@ class EngineCheckpoints:
         """
         if custom_load_fn is not None:
             raise NotImplementedError(
-                "custom_load_fn is not supported: load the tensors in the script, then call "
-                "engine.module.load_state_dict() on all ranks"
+                "custom_load_fn is not supported: call engine.module.load_state_dict() on all ranks"
             )
         folder, comm = path_of(load_dir), self._comm()
         with on_all_ranks(comm):
@@ -142,22 +142,34 @@ class EngineCheckpoints:
         if tag is None:
             name = next(filter(None, names), None)
         if name is None:
-            warn_on_rank_0(
-                comm,
-                f"there is no checkpoint to load: '{os.path.join(folder, _LATEST)}' does not "
-                "exist; pass tag= to load a certain one",
-            )
+            missing = os.path.join(folder, _LATEST)
+            warn_on_rank_0(comm, f"nothing was loaded: there is no '{missing}'; pass tag=")
             return None, None
         path = os.path.join(folder, name)
-        is_there = any(gather(comm, os.path.isdir(path)))
+        some_rank_has_it = any(gather(comm, os.path.isdir(path)))
         with on_all_ranks(comm):
-            _check_folder(folder, name, is_there)
+            if not some_rank_has_it:
+                tags = sorted(entry.name for entry in Path(folder).glob("*") if entry.is_dir())
+                raise FileNotFoundError(f"there is no checkpoint '{path}': pass one of {tags}")
+            if any(Path(path).glob("*_model_states.pt")):
+                raise CheckpointError(
+                    f"'{path}' is a checkpoint of DeepSpeed: convert it with DeepSpeed's "
+                    "zero_to_fp32.py --safe_serialization, then call zshard.load()"
+                )
         wants_optimizer = load_optimizer_states and not load_module_only
         optimizer = self.optimizer if wants_optimizer else None
         loaded = load(path, self.module, optimizer, strict=load_module_strict)
         self._drop_round()
-        if not load_module_only:
-            self._take_state(loaded, load_lr_scheduler_states)
+        state = None if load_module_only else loaded.get(_ENGINE)
+        if state is not None:  # zshard.save() saves none: the counts stay
+            for count in _COUNTS:
+                setattr(self, count, state[count])
+            scale, scheduler = self._settings.loss_scale, self.lr_scheduler
+            if scale is not None and state["loss_scale"] is not None:
+                scale.load_state_dict(state["loss_scale"])
+                self._new_scaler()
+            if load_lr_scheduler_states and scheduler and state["lr_scheduler"] is not None:
+                scheduler.load_state_dict(state["lr_scheduler"])
         return path, dict(loaded.get(_CLIENT, {}))
 
     @PublicCall("save_16bit_model()")
@@ -173,8 +185,8 @@ class EngineCheckpoints:
         """
         if save_filename.endswith(".safetensors"):
             raise ValueError(
-                f"save_filename={save_filename!r}: this writes a pickle; for safetensors files, "
-                "call zshard.save(path, engine.module, dtype=torch.bfloat16)"
+                f"save_filename={save_filename!r} would be a pickle: for safetensors files, call "
+                "zshard.save()"
             )
         comm = self._comm()
         params = dict(self.module.named_parameters(remove_duplicate=False))
@@ -195,24 +207,6 @@ class EngineCheckpoints:
     def _comm(self) -> api.Comm:
         return state_of(self.module).comms.all
 
-    def _own_state(self) -> dict[str, Any]:
-        parts = {"loss_scale": self._settings.loss_scale, "lr_scheduler": self.lr_scheduler}
-        states = {k: None if part is None else part.state_dict() for k, part in parts.items()}
-        return {**{name: getattr(self, name) for name in _COUNTS}, **states}
-
-    def _take_state(self, loaded: Mapping[str, Any], with_scheduler: bool) -> None:
-        state = loaded.get(_ENGINE)
-        if state is None:  # saved by zshard.save(): the counts stay
-            return
-        for name in _COUNTS:
-            setattr(self, name, state[name])
-        scale = self._settings.loss_scale
-        if scale is not None and state["loss_scale"] is not None:
-            scale.load_state_dict(state["loss_scale"])
-            self._new_scaler()
-        if with_scheduler and self.lr_scheduler is not None and state["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-
 
 def _checked(tag: str) -> str:
     parts = tag.split("/")
@@ -227,20 +221,3 @@ def _latest_of(folder: str) -> str | None:
             return _checked(file.read().strip())
     except FileNotFoundError:
         return None
-
-
-def _check_folder(folder: str, name: str, is_there: bool) -> None:
-    """Raise FileNotFoundError or CheckpointError for a folder that is no checkpoint of zshard.
-    is_there: whether some rank sees it."""
-    path = os.path.join(folder, name)
-    if not is_there:
-        tags = sorted(each.name for each in Path(folder).glob("*") if each.is_dir())
-        raise FileNotFoundError(
-            f"there is no checkpoint '{path}'; tags in '{folder}': {', '.join(tags) or 'none'}"
-        )
-    if any(Path(path).glob("*_model_states.pt")):
-        raise CheckpointError(
-            f"'{path}' is a checkpoint of DeepSpeed, which consists of pickles: convert it with "
-            "DeepSpeed's zero_to_fp32.py --safe_serialization, then call zshard.load() on the "
-            "result"
-        )

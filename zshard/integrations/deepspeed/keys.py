@@ -42,10 +42,6 @@ def _is_integer(value: Any) -> bool:
     return _is_number(value) and math.isfinite(value) and value == int(value)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
 def _check(
     has_type: Callable[[Any], bool],
     kind: str,
@@ -71,8 +67,10 @@ def _dtype_of(text: str) -> torch.dtype | None:
 
 _any = _check(lambda value: True, "")  # check_params() checks it
 _flag = _check(lambda value: isinstance(value, bool), "true or false")
-_text = _check(_is_text, "a string")
-_dtype = _check(_is_text, "a string", _dtype_of, "'fp32', 'fp16' or 'bf16'")
+_text = _check(lambda value: isinstance(value, str), "a string")
+_dtype = _check(
+    lambda value: isinstance(value, str), "a string", _dtype_of, "'fp32', 'fp16' or 'bf16'"
+)
 _number = _check(_is_number, "a number", lambda n: 0 <= n < math.inf, "finite and at least 0")
 
 
@@ -169,12 +167,11 @@ def _checked(section: Mapping[str, Any], path: str, ignored: list[str]) -> dict[
             values[key] = _checked(value, name, ignored)
         elif name in REFUSED and not _is_off(value):
             raise NotImplementedError(
-                f"'{name}' in the DeepSpeed config would change numbers, and zshard does not "
-                "support it: remove it (docs/deepspeed.md says what to use instead)"
+                f"'{name}' in the DeepSpeed config is not supported: remove it (docs/deepspeed.md)"
             )
         elif path not in FREE and name not in WORKS and name not in REFUSED:
-            beside = [last for at, _, last in _PLACES if at == path]
-            near = did_you_mean(str(key), beside, _CLOSE)
+            siblings = [last for parent, _, last in _PLACES if parent == path]
+            near = did_you_mean(str(key), siblings, _CLOSE)
             ignored.append(f"{name} ({near[2:]})" if near else name)
     return values
 
@@ -285,21 +282,18 @@ def _filled(
             values[key] = value
         elif name in SOURCES:
             attributes, default = SOURCES[name]
-            of_args = [_argument(args, each) for each in attributes]
-            if of_args and None not in of_args:
-                values[key] = of_args if len(of_args) > 1 else of_args[0]
+            arguments = [_argument(args, attribute) for attribute in attributes]
+            if arguments and None not in arguments:
+                values[key] = arguments if len(arguments) > 1 else arguments[0]
             elif not _follows(name, section, args):
                 values[key] = default
                 assumed.append(f"{name} is {default}")
-        elif name == "scheduler.params.total_num_steps":
-            values[key] = steps = _argument(args, "max_steps")
-            if not isinstance(steps, int) or steps <= 0:
-                raise ValueError(
-                    f"'{name}' in the DeepSpeed config is \"auto\": set it, or pass args= with "
-                    "max_steps, the number of optimizer steps"
-                )
         elif name != TRAIN and (name in WORKS or path in FREE):
-            raise ValueError(f"'{name}' in the DeepSpeed config is \"auto\": set its value")
+            is_total = name == "scheduler.params.total_num_steps"
+            values[key] = steps = _argument(args, "max_steps") if is_total else None
+            if not isinstance(steps, int) or steps <= 0:
+                remedy = "set it, or pass args= with max_steps" if is_total else "set its value"
+                raise ValueError(f"'{name}' in the DeepSpeed config is \"auto\": {remedy}")
         elif name != TRAIN:
             values[key] = value
     return values

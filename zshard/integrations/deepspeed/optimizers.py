@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from zshard import api
-from zshard.integrations.deepspeed.keys import check_params
+from zshard.integrations.deepspeed.keys import check_params, must_be
 
 _TORCHS = ("Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 
@@ -29,12 +29,10 @@ def optimizer_of(section: dict[str, Any], parameters: object) -> Optimizer:
     """
     name, params = section["type"], dict(section.get("params") or {})
     kind = _class_of(name, params)
-    if params.get("max_grad_norm"):
+    if params.pop("max_grad_norm", None):
         raise ValueError(
-            "'optimizer.params.max_grad_norm' is not a parameter of an optimizer: set "
-            "'gradient_clipping' at the top of the DeepSpeed config"
+            "'optimizer.params.max_grad_norm' has no effect: set 'gradient_clipping' instead"
         )
-    params.pop("max_grad_norm", None)
     check_params("optimizer.params", kind, params)
     if isinstance(params.get("betas"), list):
         params["betas"] = tuple(params["betas"])
@@ -46,19 +44,19 @@ def optimizer_of(section: dict[str, Any], parameters: object) -> Optimizer:
 
 
 def _class_of(name: str, params: dict[str, Any]) -> type[Any]:
-    """Return the class; removes DeepSpeed's own options from `params` and fills in its defaults."""
+    """Return the class; removes DeepSpeed's options from `params` and fills in its defaults."""
     key = name.lower()
     if key in ("adam", "adamw"):
         return _adam(key == "adamw", params)
-    classes: dict[str, Any] = {each.lower(): getattr(torch.optim, each) for each in _TORCHS}
-    kind: type[Any] | None = api.SGD if key == "sgd" else classes.get(key)
-    if kind is not None:
-        return kind
-    raise ValueError(
-        f"unknown 'optimizer.type' {name!r} in the DeepSpeed config: expected one of "
-        f"{', '.join(('Adam', 'AdamW', 'SGD', *_TORCHS))}; for another, pass an elementwise "
-        "optimizer, zshard.Muon or zshard.WholeMatrix as optimizer=, or a function that makes it"
-    )
+    classes: dict[str, Any] = {kind.lower(): getattr(torch.optim, kind) for kind in _TORCHS}
+    classes["sgd"] = api.SGD
+    if key not in classes:
+        raise ValueError(
+            f"'optimizer.type' {name!r} in the DeepSpeed config is not one of Adam, AdamW, SGD, "
+            f"{', '.join(_TORCHS)}: pass another one as optimizer="
+        )
+    kind: type[Any] = classes[key]
+    return kind
 
 
 def _adam(is_adamw: bool, params: dict[str, Any]) -> type[Any]:
@@ -68,10 +66,7 @@ def _adam(is_adamw: bool, params: dict[str, Any]) -> type[Any]:
         params.pop(key, None)
     for key in ("bias_correction", "fp32_optimizer_states"):
         if params.pop(key, True) is False:
-            raise NotImplementedError(
-                f"'optimizer.params.{key}' in the DeepSpeed config must be true: zshard's Adam "
-                "corrects the bias and keeps its state in the dtype of the parameters"
-            )
+            raise NotImplementedError(must_be(f"optimizer.params.{key}", "true", False))
     if not is_torchs:
         params.setdefault("weight_decay", 0.0)
     return api.AdamW if decouples else api.Adam
@@ -122,8 +117,7 @@ class LossScale:
             self.scale = max(self.scale / _FACTOR, self.least)
         else:
             raise OverflowError(
-                f"the gradients overflow at the least loss scale, {self.least:g}: the loss or the "
-                "weights are not finite, or float16 is too narrow for this model (use bf16)"
+                f"the gradients overflow at the least loss scale, {self.least:g}: use bf16"
             )
 
     def state_dict(self) -> dict[str, Any]:

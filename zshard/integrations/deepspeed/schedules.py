@@ -76,9 +76,8 @@ class WarmupLR(Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        highest = _lrs(optimizer) if warmup_max_lr is None else warmup_max_lr
         self._low = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
-        self._high = _per_group(optimizer, "warmup_max_lr", highest)
+        self._high = _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
         self._ramp = _Ramp(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -127,20 +126,20 @@ class WarmupCosineLR(Schedule):
         self._total = _steps("total_num_steps", total_num_steps, 1)
         self._ramp = _Ramp(warmup_num_steps, warmup_type)
         self._first, self._last = warmup_min_ratio, cos_min_ratio
-        self._bases = _lrs(optimizer)
+        self._bases = _per_group(optimizer, "lr", None)
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        return [lr * self._ratio(self.last_batch_iteration) for lr in self._bases]
-
-    def _ratio(self, step: int) -> float:
+        step, warmup = self.last_batch_iteration, self._ramp.steps
         if step < 0:
-            return 0.0
-        if step < self._ramp.steps:
-            return self._first + self._ramp.at(step) * (1.0 - self._first)
-        way = (step - self._ramp.steps + 1) / max(1, self._total - self._ramp.steps)
-        wave = (1 + math.cos(math.pi * min(1.0, way))) / 2
-        return max(0.0, self._last + (1.0 - self._last) * wave)
+            ratio = 0.0
+        elif step < warmup:
+            ratio = self._first + self._ramp.at(step) * (1.0 - self._first)
+        else:
+            progress = min(1.0, (step - warmup + 1) / max(1, self._total - warmup))
+            wave = (1 + math.cos(math.pi * progress)) / 2
+            ratio = max(0.0, self._last + (1.0 - self._last) * wave)
+        return [lr * ratio for lr in self._bases]
 
 
 class OneCycle(Schedule):
@@ -173,11 +172,8 @@ class OneCycle(Schedule):
     ) -> None:
         first, second = cycle_first_step_size, cycle_second_step_size
         second = first if second is None else second
-        if first <= 0 or second < 0:
-            raise ValueError(
-                f"'cycle_first_step_size' must be positive, got {first}, and "
-                f"'cycle_second_step_size' at least 0, got {second}"
-            )
+        _steps("cycle_first_step_size", first, 1)
+        _steps("cycle_second_step_size", second, 0)
         stairs, others = cycle_first_stair_count, cycle_second_stair_count
         self._up, self._down = float(first), float(second)
         self._stairs = stairs, stairs if others is None else others
@@ -250,11 +246,12 @@ def _between(low: list[float], high: list[float], part: float) -> list[float]:
     return [a + (b - a) * part for a, b in zip(low, high, strict=True)]
 
 
-def _lrs(optimizer: Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def _per_group(optimizer: Optimizer, name: str, value: float | Sequence[float]) -> list[float]:
+def _per_group(
+    optimizer: Optimizer, name: str, value: float | Sequence[float] | None
+) -> list[float]:
+    """Return a value per param group; None: the optimizer's learning rates."""
+    if value is None:
+        return [float(group["lr"]) for group in optimizer.param_groups]
     count = len(optimizer.param_groups)
     if not isinstance(value, list | tuple):
         return [value] * count  # type: ignore[list-item]
@@ -281,9 +278,8 @@ def schedule_of(section: dict[str, Any], optimizer: Optimizer) -> Schedule:
     name, params = section["type"], section.get("params") or {}
     if name not in _SCHEDULES:
         raise ValueError(
-            f"unknown 'scheduler.type' {name!r} in the DeepSpeed config: expected one of "
-            f"{', '.join(_SCHEDULES)}; for another, pass one of torch.optim.lr_scheduler as "
-            "lr_scheduler=, such as lambda optimizer: LambdaLR(optimizer, factor_of_step)"
+            f"'scheduler.type' {name!r} in the DeepSpeed config is not one of "
+            f"{', '.join(_SCHEDULES)}: pass another one as lr_scheduler="
         )
     kind = _SCHEDULES[name]
     check_params("scheduler.params", kind, params)

@@ -96,19 +96,15 @@ class ZeroInit(contextlib.AbstractContextManager[None]):
         self, module: nn.Module | None = None, *, enabled: bool = True, **arguments: object
     ):
         if module is not None:
-            raise NotImplementedError(
-                "zero.Init(module=...) is not supported: build the module within `with "
-                "zero.Init():`"
-            )
+            raise NotImplementedError("zero.Init(module=): build the module within zero.Init()")
         self._enabled, self._device = enabled, torch.device("meta")
 
     def __enter__(self) -> None:
         if not self._enabled:
             return
         warn(
-            "zero.Init() builds the model on the meta device: zshard.initialize() calls each "
-            "module's reset_parameters() and the model's _init_weights(module), and values that "
-            "constructors set otherwise are lost, so call from_pretrained() outside of it",
+            "zero.Init() builds on the meta device: reset_parameters() and _init_weights() set the "
+            "values later, so call from_pretrained() outside of it"
         )
         self._device.__enter__()
 
@@ -118,9 +114,8 @@ class ZeroInit(contextlib.AbstractContextManager[None]):
         self._device.__exit__(*error)
         if isinstance(error[1], RuntimeError) and "from_pretrained" in str(error[1]):
             raise RuntimeError(
-                "from_pretrained() cannot load values within zero.Init(): call it outside, and "
-                "zshard.initialize() shards the model; for a model that does not fit on one rank, "
-                "build it from its config within zero.Init(), and zshard.load(folder, model) later"
+                "from_pretrained() cannot load values within zero.Init(): call it outside, or build"
+                " from the config, and call zshard.load(folder, model) later"
             ) from error[1]
 
 
@@ -164,8 +159,7 @@ def GatheredParameters(
             for state in states:
                 comm = state.comms.all
                 if not 0 <= modifier_rank < comm.world:
-                    raise ValueError(
-                        f"modifier_rank={modifier_rank} is out of range for world size {comm.world}"
-                    )
+                    limit = f"world size {comm.world}"
+                    raise ValueError(f"modifier_rank={modifier_rank} is out of range for {limit}")
                 for param in state.unit.params if comm.world > 1 else ():
                     take_from(modifier_rank, comm, param.detach())

@@ -51,8 +51,7 @@ _CHUNK = 8 << 20  # bytes; one value of a checkpoint's `extra` may have twice as
 
 def _imported() -> tuple[Any, Any]:
     """Return the Lightning packages that the script uses, for the Trainer and for Fabric."""
-    used = [pair for pair in _PACKAGES if any(name in sys.modules for name in pair)]
-    for trainer, fabric in (*used, *_PACKAGES):
+    for trainer, fabric in sorted(_PACKAGES, key=sys.modules.keys().isdisjoint):
         try:
             return importlib.import_module(trainer), importlib.import_module(fabric)
         except ModuleNotFoundError as error:
@@ -80,11 +79,8 @@ class Sharding:
         **arguments: Any,
     ) -> None:
         for name in arguments.keys() - ARGUMENTS - _LIGHTNINGS:
-            raise TypeError(
-                f"{type(self).__name__} has no argument {name!r}: it takes those of Lightning's "
-                "FSDPStrategy and of zshard.FSDP (omit find_unused_parameters: unused parameters "
-                f"need no flag){did_you_mean(name, ARGUMENTS | _LIGHTNINGS)}"
-            )
+            hint = did_you_mean(name, ARGUMENTS | _LIGHTNINGS)
+            raise TypeError(f"{type(self).__name__} has no argument {name!r}: omit it{hint}")
         if state_dict_type not in ("full", "sharded"):
             raise ValueError(
                 f"state_dict_type must be 'full' or 'sharded', got {state_dict_type!r}"
@@ -100,8 +96,7 @@ class Sharding:
             if state.comms.all.world != world:
                 raise ValueError(
                     f"{class_of(each).__name__} is sharded over {state.comms.all.world} rank(s), "
-                    f"but Lightning runs {world}: call zshard.FSDP in configure_model() (in "
-                    "Fabric: after fabric.launch()), or leave it to the strategy"
+                    f"but Lightning runs {world}: leave zshard.FSDP to the strategy"
                 )
         policy = self._recomputed
         if callable(policy):
@@ -116,8 +111,8 @@ class Sharding:
             arguments["device_mesh"] = self._mesh
         if self.root_device.type != "cpu":
             arguments.setdefault("device_id", self.root_device)
-        for each in (*(_callable_parts(module) if parts_too else ()), module):
-            FSDP(each, **arguments)
+        for part in (*(_callable_parts(module) if parts_too else ()), module):
+            FSDP(part, **arguments)
 
     def _save_folder(
         self, file: object, module: nn.Module, optimizer: Optimizer | None, rest: dict[str, Any]
@@ -149,10 +144,7 @@ class Sharding:
         loaded = load(path, module, optimizer, strict=strict)
         chunks = self.broadcast(loaded.get("lightning"))
         if not chunks:
-            raise ValueError(
-                f"{os.fspath(path)!r} was not saved by Lightning: load it with "
-                "zshard.load(path, model)"
-            )
+            raise ValueError(f"{path!r} was not saved by Lightning: call zshard.load(path, model)")
         rest: dict[str, Any] = torch.load(io.BytesIO(b"".join(chunks)), weights_only=weights_only)
         return rest
 
@@ -214,9 +206,12 @@ class ZShardFabricStrategy(Sharding, _Ddp):  # type: ignore[misc]
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._backward_sync_control = _BackwardSync()
+        self._backward_sync_control = self
         self._is_saving = False
         self._sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()  # in setup order
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return FSDP.no_sync(_unwrapped(module)) if enabled else nullcontext()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if not is_unit(module):
@@ -279,25 +274,15 @@ class ZShardFabricStrategy(Sharding, _Ddp):  # type: ignore[misc]
             return super().load_checkpoint(path, state, strict, weights_only)
         (module, optimizer), others = _split(state if isinstance(state, dict) else {"": state})
         rest = self._load_folder(path, module, optimizer, strict, weights_only)
-        for key in others:
+        for key, old in others.items():
             if key not in rest and strict:
-                raise KeyError(
-                    f"the checkpoint {os.fspath(path)!r} has no entry {key!r}: omit it from the "
-                    "state, or pass strict=False"
-                )
-            value = rest.pop(key, others[key])
-            if hasattr(others[key], "load_state_dict"):
-                others[key].load_state_dict(value)
+                raise KeyError(f"{path!r} has no entry {key!r}: pass strict=False")
+            value = rest.pop(key, old)
+            if hasattr(old, "load_state_dict"):
+                old.load_state_dict(value)
             else:
                 state[key] = value
         return rest
-
-
-class _BackwardSync:
-    """Fabric's no_backward_sync()."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return FSDP.no_sync(_unwrapped(module)) if enabled else nullcontext()
 
 
 class _Wrapper(nn.Module):
@@ -317,12 +302,11 @@ def _unwrapped(module: nn.Module) -> Any:
 
 def _split(state: dict[str, Any]) -> tuple[tuple[nn.Module, Optimizer | None], dict[str, Any]]:
     """Return the one module and the optimizer to save, and the other entries."""
-    modules = [each for each in state.values() if isinstance(each, nn.Module)]
-    optimizers = [each for each in state.values() if isinstance(each, Optimizer)]
+    modules = [value for value in state.values() if isinstance(value, nn.Module)]
+    optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
     if len(modules) != 1 or len(optimizers) > 1:
         raise ValueError(
-            "state_dict_type='sharded' saves one module and at most one optimizer, got "
-            f"{len(modules)} and {len(optimizers)}: use state_dict_type='full'"
+            f"{len(modules)} modules and {len(optimizers)} optimizers: use state_dict_type='full'"
         )
     rest = {k: v for k, v in state.items() if not isinstance(v, nn.Module | Optimizer)}
     return (_unwrapped(modules[0]), optimizers[0] if optimizers else None), rest

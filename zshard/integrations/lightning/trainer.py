@@ -89,10 +89,8 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
             self._share_averages(trainer)
             self.setup_optimizers(trainer)
             if self._is_sharded_save and len(self.optimizers) > 1:
-                raise ValueError(
-                    f"state_dict_type='sharded' saves one optimizer, but {len(self.optimizers)} "
-                    "are configured: use state_dict_type='full'"
-                )
+                count = len(self.optimizers)
+                raise ValueError(f"{count} optimizers are configured: use state_dict_type='full'")
         self.setup_precision_plugin()
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -107,10 +105,8 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
             if not isinstance(average, nn.Module):
                 continue
             if self._is_sharded_save:
-                raise ValueError(
-                    f"{type(callback).__name__} saves full weights, which "
-                    "state_dict_type='sharded' does not: use state_dict_type='full'"
-                )
+                name = type(callback).__name__
+                raise ValueError(f"{name} saves full weights: use state_dict_type='full'")
             if hasattr(average, "n_averaged"):  # torch's AveragedModel, around the copy
                 average = average.module
             self._setup_model(average)
@@ -195,8 +191,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
             raise TypeError("storage_options and filter need state_dict_type='full'")
         if checkpoint.pop("state_dict"):
             raise RuntimeError(
-                "on_save_checkpoint() changed checkpoint['state_dict'], which is empty with "
-                "state_dict_type='sharded': use state_dict_type='full'"
+                "on_save_checkpoint() changed checkpoint['state_dict']: use state_dict_type='full'"
             )
         has_optimizer = bool(checkpoint.pop("optimizer_states", None))
         optimizer = self.optimizers[0] if has_optimizer else None
