@@ -61,7 +61,7 @@ def test_seconds_count_where_no_rate_was_published():
         ({"n_gpus": "eight"}, "n_gpus is not a number: 'eight'"),
         ({"heads": "0"}, "heads is 0"),
         ({"heads": "3"}, "width is no multiple of heads"),
-        ({"kv_heads": "3"}, "Dims: width=256 must be"),
+        ({"kv_heads": "3"}, "Dims(layers=4, width=256, heads=4, kv_heads=3"),
         ({"strategy": "HSDP", "shard_group": "3"}, "all shard groups must have the same size"),
     ],
     ids=lambda value: str(value)[:24],

@@ -204,7 +204,7 @@ def test_load_propagates_it(tmp_path: Path, monkeypatch: Any) -> None:
 
     model = FSDP(nn.Linear(3, 3))
     zshard.save(tmp_path / "saved", model)
-    for name in ("check_agreement", "_carry_out", "_plan"):
+    for name in ("check_agreement", "_check", "_plan_model"):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fails)
             passes(lambda: zshard.load(tmp_path / "saved", model))

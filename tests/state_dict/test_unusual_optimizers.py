@@ -142,7 +142,7 @@ class OfABase(torch.optim.SGD):
 
 
 def steps_of_a_base(combination):
-    """Return the model after steps, some of which raise; state is read right after each."""
+    """Return the model after steps, a tenth of them failing; state is read right after each."""
     torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
     model = make(Stack) if combination is None else wrapped(Stack, combination)
     optimizer = OfABase(model.parameters(), lr=1e-3, momentum=0.9)

@@ -3,7 +3,7 @@ step updates parameters together. State that does not fit the parameters, or wha
 declares (InOneCall.state_layout), is refused before anything changes.
 
 Values may be Pending: those of files, for zshard.load(), which reads shards after the optimizers of
-all ranks have accepted memory for them; or those that this rank has read, Read.
+all ranks have accepted memory for them; or those that this rank has read, ReadState.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zshard.units.shards import Part, part_of, units_stepped_by
 from zshard.units.units import writing
 
 __all__ = [
-    *("Read", "entries_to_load", "has_parts", "load", "problems_with", "read_entries"),
+    *("ReadState", "entries_to_load", "has_parts", "load", "problems_with", "read_entries"),
     "run_post_hooks",
 ]
 
@@ -92,7 +92,7 @@ def _groups_to_load(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -
     return saved
 
 
-class Read(Pending):
+class ReadState(Pending):
     """What hooks see of state that this rank has read. `origin` is its shard."""
 
     keeps_dtype = True
@@ -222,7 +222,7 @@ def read_entries(
     alike: dict[Any, list[int]] = {}
     used: set[int] = set()
     for at, each in enumerate(entries):
-        if isinstance(each.full, Read):
+        if isinstance(each.full, ReadState):
             found[at] = each.full.origin
         elif each.part is None or each.key == "step":
             found[at] = filled(each.own)

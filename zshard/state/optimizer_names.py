@@ -25,7 +25,7 @@ from zshard.optim.sharded_state import params_of, without_parameters
 from zshard.ranks.agreement import PublicCall, gather, on_all_ranks
 from zshard.ranks.transports import comm_for
 from zshard.state.optimizer import gather_state
-from zshard.state.optimizer_load import Read, entries_to_load, problems_with, read_entries
+from zshard.state.optimizer_load import ReadState, entries_to_load, problems_with, read_entries
 from zshard.state.source import FromRank0, pending
 from zshard.state.stand_ins import Pending
 from zshard.units.returned import note_used, tensors_in
@@ -221,7 +221,7 @@ def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) ->
     entries = [e for e in entries_to_load(optimizer, told) if isinstance(e.full, Pending)]
     for each, value in read_entries(optimizer, entries):
         whole = tuple(each.full.shape)  # which hooks see
-        shown = value if each.part is None else Read.of(str(each.key), value, source, whole)
+        shown = value if each.part is None else ReadState.of(str(each.key), value, source, whole)
         state[each.param.number][each.key] = shown
     return {**told, "state": {**told["state"], **state}}
 
