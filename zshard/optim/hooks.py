@@ -82,6 +82,7 @@ class _Seen:
     models: list[Stepped] = field(default_factory=list)  # when its state was last looked at
     is_checked: bool = False  # its first step has been
     depth: int = 0  # of its steps now: a step() may call that of its base class
+    has_begun: bool = False  # this step to write, when its gradients have been checked
 
 
 _seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
@@ -156,16 +157,17 @@ def _before_step(
     runs after it."""
     seen = _seen.setdefault(optimizer, _Seen())
     seen.depth += 1
-    if seen.depth > 1:
-        return None
-    refuse_writes(units_stepped_by(optimizer), "a step", optimizer)
-    if returned.known:
-        returned.look()
-    know(optimizer, in_step=True)
-    _refuse_by_class(optimizer)
+    if seen.depth == 1:
+        seen.has_begun = False
+        refuse_writes(units_stepped_by(optimizer), "a step", optimizer)
+        if returned.known:
+            returned.look()
+        know(optimizer, in_step=True)
+        _refuse_by_class(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
-        _begin_to_write(optimizer)
+        if not seen.has_begun:
+            _begin_to_write(optimizer, in_closure=seen.depth > 1)
         return None
     for unit in units_stepped_by(optimizer):  # an optimizer may write before its closure, too
         unit.engine.begin_write()
@@ -208,6 +210,7 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
         optimizer.wait_for_ranks()
     for unit in units_stepped_by(optimizer):
         unit.engine.before_step(in_closure)
+    _seen[optimizer].has_begun = True
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -217,6 +220,11 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if seen.depth > 0:
         return
     try:
+        if not seen.has_begun:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() has not called its closure, so it has stepped "
+                "with gradients that zshard has not checked or clipped: call step() without one"
+            )
         _end_of_step(optimizer)
         if optimizer not in _inner:
             _note_step(optimizer)
