@@ -150,10 +150,8 @@ def refuse_names(model: nn.Module) -> None:
         if not isinstance(state, State | None):
             taken.append(ATTRIBUTE)
         if taken or (stray := stray_part(module)) is not None:
-            name, whose = (taken[0], "zshard's") if taken else (stray, "torch's wrappers'")
-            raise ValueError(
-                f"a {kind.__name__} has an attribute {name!r}, a name of {whose}: rename it"
-            )
+            name, whose = (taken[0], "zshard's") if taken else (stray, "torch's")
+            raise ValueError(f"a {kind.__name__} has an attribute {name!r}, {whose} own: rename it")
 
 
 def warn_of_clashes(base: type[nn.Module], units: Sequence[UnitSpec]) -> None:
