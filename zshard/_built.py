@@ -18,10 +18,10 @@ def note_on(extension: str | Path) -> Path:
 
 def digest(clone: Path) -> str:
     """Return a digest of what the extension is compiled from."""
-    found = hashlib.sha256()
+    total = hashlib.sha256()
     for folder in ("csrc", "cuda"):
         for path in sorted((clone / folder).rglob("*")):
             if path.suffix in _COMPILED:
-                found.update(f"{path.relative_to(clone)}\0".encode())
-                found.update(hashlib.sha256(path.read_bytes()).digest())
-    return found.hexdigest()
+                total.update(f"{path.relative_to(clone)}\0".encode())
+                total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()

@@ -246,16 +246,16 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         deterministic: str | None = None,
         micro_batches: int | None = None,
     ) -> Wrapped[_M]:
-        given = dict(locals())
+        arguments = dict(locals())
         _patches.install()
         import_upper()
-        check_arguments(given)
+        check_arguments(arguments)
         refuse_names(module)
         refuse_half(module)
         device = device_of(
             module, either(device_id=device_id, device_ids=device_ids and device_ids[0])
         )
-        options = parse_options(given | {"device": device})
+        options = parse_options(arguments | {"device": device})
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored, options=options)
         warn_of_clashes(FSDP, specs)
@@ -303,10 +303,10 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         state = state_of(self)
         is_part = bool(args) or kwargs.get("destination") is not None  # appends to a larger dict
         keep = is_part or not state.form.rank0_only or state.comms.all.rank == 0
-        whole = whole_state_dict(self, super().state_dict, args, kwargs, keep)
+        full = whole_state_dict(self, super().state_dict, args, kwargs, keep)
         if not keep:
-            whole.clear()
-        return whole
+            full.clear()
+        return full
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state dict of full tensors; each rank copies its own shard.
@@ -342,13 +342,13 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         return modules_of(FSDP, module, root_only)
 
     def extra_repr(self) -> str:
-        own = super().extra_repr()
+        shown = super().extra_repr()
         if not is_unit(self):
-            return own
+            return shown
         state = state_of(self)
         name, transport = state.unit.name or "(root)", state.comms.all.transport
         note = f"unit={name!r}, {state.unit.strategy}, {transport}"
-        return f"{own}, {note}" if own else note
+        return f"{shown}, {note}" if shown else note
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return another sharded model with the same values, over the same ranks, for example for

@@ -98,16 +98,16 @@ def _unscale_here(
     pass over them (docs/design/clipping.md)."""
     grads = [grad for grad in grads_of(params_of(optimizer)) if grad is not None]
     sharded: list[torch.Tensor] = []
-    whole: list[torch.Tensor] = []
+    unsharded: list[torch.Tensor] = []
     for grad in grads:
-        (whole if _core.grad_owner(grad) is None else sharded).append(grad)
+        (unsharded if _core.grad_owner(grad) is None else sharded).append(grad)
     if not sharded or not all(map(_is_simple, [*grads, found_inf, inv_scale])):
         _settle(grads)
         return _torchs_unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
     if not math.isfinite(_core.squares_value(_core.squares(sharded))):
         found_inf.fill_(1)
     factor = float(inv_scale)
-    left = [*whole, *(_core.scale_later(sharded, factor) if factor != 1 else [])]
+    left = [*unsharded, *(_core.scale_later(sharded, factor) if factor != 1 else [])]
     _settle(left)
     torch._amp_foreach_non_finite_check_and_unscale_(left, found_inf, inv_scale)
     return {found_inf.device: found_inf}

@@ -76,25 +76,25 @@ class Offload:
         return f"Offload({', '.join(words)})"
 
     @staticmethod
-    def of(given: object, argument: str = "offload") -> Offload | None:
+    def of(value: object, argument: str = "offload") -> Offload | None:
         """Return the Offload that an argument means: an Offload, a directory, a bool, or a
         CPUOffload or an offload policy, zshard's or torch's. None: everything stays in memory.
         Raises TypeError for anything else."""
-        if given is None or isinstance(given, Offload):
-            return given
-        if isinstance(given, str | os.PathLike):
-            return Offload(directory=given)
-        if isinstance(given, bool):
-            return Offload() if given else None
-        kinds = {cls.__name__ for cls in type(given).__mro__}
+        if value is None or isinstance(value, Offload):
+            return value
+        if isinstance(value, str | os.PathLike):
+            return Offload(directory=value)
+        if isinstance(value, bool):
+            return Offload() if value else None
+        kinds = {cls.__name__ for cls in type(value).__mro__}
         if "CPUOffload" in kinds:
-            moves = bool(getattr(given, "offload_params", False))
+            moves = bool(getattr(value, "offload_params", False))
         elif "OffloadPolicy" in kinds:
             moves = "CPUOffloadPolicy" in kinds
         else:
             raise TypeError(
                 f"{argument} must be an Offload, a directory, a bool, or torch's CPUOffload or "
-                f"OffloadPolicy, got {given!r}"
+                f"OffloadPolicy, got {value!r}"
             )
         return Offload(grads=True) if moves else None
 

@@ -50,10 +50,7 @@ class TorchWrapPolicy(Protocol):
     """A policy object of torch.distributed.fsdp.wrap."""
 
     def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]: ...
 
 
@@ -121,12 +118,12 @@ def checks_names(call: str, others: Collection[str] = ()) -> Callable[[_F], _F]:
 # --- parsing --------------------------------------------------------------------------------------
 
 
-def either(**given: Any) -> Any:
+def either(**arguments: Any) -> Any:
     """Return the value that a script passes by one of two names; None if it passes neither. Raises
     ValueError if it passes both."""
-    passed = [value for value in given.values() if value is not None]
+    passed = [value for value in arguments.values() if value is not None]
     if len(passed) > 1:
-        raise ValueError(f"pass either {' or '.join(given)}, not both")
+        raise ValueError(f"pass either {' or '.join(arguments)}, not both")
     return passed[0] if passed else None
 
 
@@ -157,16 +154,16 @@ def parse_size(name: str, size: int | str, others: str = "", base: int = 1024) -
 _Passed = Mapping[str, Any]
 
 
-def check_arguments(given: _Passed) -> None:
+def check_arguments(arguments: _Passed) -> None:
     """Raise for arguments that are not options, and for a module that FSDP() cannot wrap."""
-    module, init, devices = given["module"], given["param_init_fn"], given["device_ids"]
+    module, init, devices = arguments["module"], arguments["param_init_fn"], arguments["device_ids"]
     if not isinstance(module, nn.Module):
         raise TypeError(f"FSDP expects an nn.Module, got {type(module).__name__}")
-    if not given["use_orig_params"]:
+    if not arguments["use_orig_params"]:
         raise NotImplementedError("use_orig_params=False is not supported: omit use_orig_params")
     if init is not None and not callable(init):
         raise TypeError(f"param_init_fn must be a callable that takes a module, got {init!r}")
-    buffers = given["forward_sync_buffers"]
+    buffers = arguments["forward_sync_buffers"]
     check_choice("forward_sync_buffers", buffers, (False, True, "training"))
     if devices is not None and (not isinstance(devices, list | tuple) or len(devices) != 1):
         raise ValueError(f"device_ids={devices!r}: expected a list of one GPU, that of this rank")
@@ -180,8 +177,7 @@ def check_arguments(given: _Passed) -> None:
 
 
 def split_ignored(
-    modules: Iterable[nn.Module] | None,
-    states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+    modules: Iterable[nn.Module] | None, states: Iterable[nn.Parameter] | Iterable[nn.Module] | None
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
     """Return the modules and parameters that FSDP()'s ignored_modules and ignored_states
     exclude."""
@@ -214,50 +210,50 @@ class Option(NamedTuple):
     compared: Callable[[Any], str] | None = repr
 
 
-def _strategy(given: _Passed) -> ShardingStrategy:
-    strategy, older = given.get("strategy"), given.get("sharding_strategy")
+def _strategy(arguments: _Passed) -> ShardingStrategy:
+    strategy, older = arguments.get("strategy"), arguments.get("sharding_strategy")
     chosen = either(strategy=strategy, sharding_strategy=older)
     return strategy_of("full_shard" if chosen is None else chosen)
 
 
-def _prefetch(given: _Passed) -> Prefetch:
-    asked, device = given.get("backward_prefetch", "backward_pre"), given.get("device", CPU)
+def _prefetch(arguments: _Passed) -> Prefetch:
+    asked, device = arguments.get("backward_prefetch", "backward_pre"), arguments.get("device", CPU)
     name = asked.name if isinstance(asked, enum.Enum) else asked
     name = name.lower() if isinstance(name, str) else name
     check_choice("backward_prefetch", name, ("backward_pre", "backward_post", None))
-    units = 1 if given.get("limit_all_gathers", True) else 2
+    units = 1 if arguments.get("limit_all_gathers", True) else 2
     backward = units if name == "backward_pre" else 0
     # On GPUs a late gather stalls the GPU.
-    early = given.get("forward_prefetch", False) or device != CPU
+    early = arguments.get("forward_prefetch", False) or device != CPU
     return Prefetch(units if early else backward, backward)
 
 
-def _offload(given: _Passed) -> Offload | None:
-    offload = Offload.of(given.get("offload"))
-    older = Offload.of(given.get("cpu_offload"), "cpu_offload")
+def _offload(arguments: _Passed) -> Offload | None:
+    offload = Offload.of(arguments.get("offload"))
+    older = Offload.of(arguments.get("cpu_offload"), "cpu_offload")
     chosen: Offload | None = either(offload=offload, cpu_offload=older)
-    return chosen and chosen.on(given.get("device", CPU))
+    return chosen and chosen.on(arguments.get("device", CPU))
 
 
-def _limit(given: _Passed) -> MemoryLimit:
-    limit: MemoryLimit = given.get("memory_limit", "auto")
+def _limit(arguments: _Passed) -> MemoryLimit:
+    limit: MemoryLimit = arguments.get("memory_limit", "auto")
     if limit is None or limit == "auto":
         return limit
     return parse_size("memory_limit", limit, ', "auto" or None')
 
 
-def _keep(given: _Passed) -> int | None:
-    keep = given.get("keep_gathered", "auto")
+def _keep(arguments: _Passed) -> int | None:
+    keep = arguments.get("keep_gathered", "auto")
     if isinstance(keep, bool):
         return _ALL if keep else 0
     if keep == "auto":
-        return None if given.get("memory_limit", "auto") is not None else 0
+        return None if arguments.get("memory_limit", "auto") is not None else 0
     return parse_size("keep_gathered", keep, ', "auto", True or False')
 
 
 OPTIONS = (
     Option("strategy", _strategy, lambda strategy: str(strategy.value)),
-    Option("mixed_precision", lambda given: precision_of(given.get("mixed_precision"))),
+    Option("mixed_precision", lambda arguments: precision_of(arguments.get("mixed_precision"))),
     Option("backward_prefetch", _prefetch, None),
     # Directories may differ: each host may have its own disk.
     Option("offload", _offload, lambda offload: repr(offload and replace(offload, directory=None))),
@@ -267,15 +263,15 @@ OPTIONS = (
         _keep,
         lambda keep: {None: "'auto'", 0: "False", _ALL: "True"}.get(keep, f"{keep} bytes"),
     ),
-    Option("wire", lambda given: Wire.of(given.get("wire"))),
-    Option("extras", lambda given: tuple(parse_extras(given).items()), None),
+    Option("wire", lambda arguments: Wire.of(arguments.get("wire"))),
+    Option("extras", lambda arguments: tuple(parse_extras(arguments).items()), None),
 )
 """In the order of the fields of Options. Extras' arguments have rows in zshard/upper.py."""
 
 
-def parse_options(given: _Passed) -> Options:
+def parse_options(arguments: _Passed) -> Options:
     """Return the options that arguments of FSDP() ask for. Raises what their parsers raise."""
-    options = Options(*(option.parse(given) for option in OPTIONS))
+    options = Options(*(option.parse(arguments) for option in OPTIONS))
     rounds = options.precision.compute or options.precision.wire or options.wire.parameters
     if rounds is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
         raise NotImplementedError(  # FSDP1's variable would change numbers

@@ -122,36 +122,36 @@ class Precision:
         return isinstance(module, self.keep)
 
 
-def precision_of(given: object) -> Precision:
+def precision_of(policy: object) -> Precision:
     """Translate a MixedPrecision or a MixedPrecisionPolicy, zshard's or torch's. None: no casts.
 
     Raises TypeError for any other object, ValueError for a dtype that is not floating-point,
     NotImplementedError for keep_low_precision_grads.
     """
-    if given is None:
+    if policy is None:
         return Precision()
-    if not hasattr(given, "param_dtype") or not hasattr(given, "reduce_dtype"):
+    if not hasattr(policy, "param_dtype") or not hasattr(policy, "reduce_dtype"):
         raise TypeError(
             "mixed_precision must be a MixedPrecision(param_dtype=torch.bfloat16) or "
-            f"MixedPrecisionPolicy, got {given!r}"
+            f"MixedPrecisionPolicy, got {policy!r}"
         )
-    if getattr(given, "keep_low_precision_grads", False):
+    if getattr(policy, "keep_low_precision_grads", False):
         raise NotImplementedError("keep_low_precision_grads=True is not supported: omit it")
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
-        check_choice(name, getattr(given, name, None), (None, *_FLOATS))
-    is_policy = hasattr(given, "output_dtype")  # FSDP2's, not FSDP1's
-    casts = bool(getattr(given, "cast_forward_inputs", False))
-    keep = getattr(given, "_module_classes_to_ignore", None)
+        check_choice(name, getattr(policy, name, None), (None, *_FLOATS))
+    is_policy = hasattr(policy, "output_dtype")  # FSDP2's, not FSDP1's
+    casts = bool(getattr(policy, "cast_forward_inputs", False))
+    keep = getattr(policy, "_module_classes_to_ignore", None)
     return Precision(
-        compute=given.param_dtype,
-        wire=given.reduce_dtype,
-        wire_of_params=given.reduce_dtype is None and _REDUCES_IN_OWN and is_policy,
-        buffers=getattr(given, "buffer_dtype", None),
-        outputs=getattr(given, "output_dtype", None),
+        compute=policy.param_dtype,
+        wire=policy.reduce_dtype,
+        wire_of_params=policy.reduce_dtype is None and _REDUCES_IN_OWN and is_policy,
+        buffers=getattr(policy, "buffer_dtype", None),
+        outputs=getattr(policy, "output_dtype", None),
         cast_inputs=casts,
-        cast_root_inputs=casts or bool(getattr(given, "cast_root_forward_inputs", False)),
+        cast_root_inputs=casts or bool(getattr(policy, "cast_root_forward_inputs", False)),
         keep=BATCH_NORMS if keep is None else tuple(keep),
-        override=getattr(given, "param_dtype_override_fn", None),
+        override=getattr(policy, "param_dtype_override_fn", None),
     )
 
 

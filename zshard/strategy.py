@@ -99,12 +99,12 @@ def _plain(name: str) -> str:
 _BY_PLAIN_NAME = {_plain(name): each for name, each in _NAMES.items()}
 
 
-def strategy_of(given: object) -> ShardingStrategy:
+def strategy_of(asked: object) -> ShardingStrategy:
     """Return the strategy that a string or an enum member, such as torch's, names.
 
     Raises ValueError for an unknown name, TypeError for any other type.
     """
-    value = given.name if isinstance(given, enum.Enum) else given
+    value = asked.name if isinstance(asked, enum.Enum) else asked
     if not isinstance(value, str):
         raise TypeError(f"strategy must be a string or an enum member, got {value!r}")
     strategy = _BY_PLAIN_NAME.get(_plain(value))

@@ -55,18 +55,17 @@ def module_for(name: str) -> ModuleType:
     return importlib.import_module({**_OF_CALL, **_OF_OPTIMIZER}[name])
 
 
-def parse_extras(given: Mapping[str, object]) -> dict[str, Any]:
+def parse_extras(arguments: Mapping[str, object]) -> dict[str, Any]:
     """Return what extras make of their arguments of FSDP(), by name; those that are not used stay
     away. Raises TypeError or ValueError for an invalid argument."""
-    found: dict[str, Any] = {}
+    parsed: dict[str, Any] = {}
     used: dict[str, None] = {}
     for name, (default, module) in _OF_ARGUMENT.items():
-        value = given.get(name, default)
+        value = arguments.get(name, default)
         if type(value) is not type(default) or value != default:  # False is not 0 steps
             used[module] = None
     for module in used:
-        own = {
-            n: given.get(n, default) for n, (default, of) in _OF_ARGUMENT.items() if of == module
-        }
-        found |= importlib.import_module(module).parse(**own)
-    return found
+        defaults = {n: default for n, (default, of) in _OF_ARGUMENT.items() if of == module}
+        its_arguments = {name: arguments.get(name, default) for name, default in defaults.items()}
+        parsed |= importlib.import_module(module).parse(**its_arguments)
+    return parsed

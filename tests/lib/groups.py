@@ -43,7 +43,7 @@ def end_groups_but(known: set[Any]) -> None:
     wake a hundred times a second. zshard's own groups for earlier ones stay."""
     groups = dist.distributed_c10d._world.pg_map
     entries = (entry for same in transports._entries.values() for entry in same)
-    zshards = [entry.made for entry in entries if entry.group in known | _kept]
+    zshards = [entry.created for entry in entries if entry.group in known | _kept]
     for group in set(groups) - known - _kept - set().union(*zshards):
         dist.destroy_process_group(group)
     transports._drop_dead_entries()
@@ -104,7 +104,7 @@ def on_hosts(per_host: int, name: str = "host") -> Iterator[None]:
         transports._entries.clear()
         transports._entries.update(known)
         dist.barrier()
-        found = (entry.made for entries in within.values() for entry in entries)
+        found = (entry.created for entries in within.values() for entry in entries)
         for made in set().union(*found):
             dist.destroy_process_group(made)
 

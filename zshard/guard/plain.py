@@ -79,21 +79,21 @@ def grads_of(params: Iterable[Tensor]) -> list[Tensor | None]:
         return [_own_grad(param) for param in params]
 
 
-def guard_like(made: Tensor, tensor: Tensor) -> Any:
+def guard_like(result: Tensor, tensor: Tensor) -> Any:
     """Guard a plain tensor as `tensor` is, if it has the shape of its shard; return it."""
     part = _core.slice_part(tensor)
-    return made if part is None else _core.mark_slice(made, part)
+    return result if part is None else _core.mark_slice(result, part)
 
 
 def slices_among(values: Iterable[object]) -> list[Part]:
     """Return the Parts of the shards among values, and in lists and dicts of them."""
-    found: list[Part] = []
+    parts: list[Part] = []
     for value in values:
         if isinstance(value, Tensor):
             part = _core.slice_part(value)
-            found += [] if part is None else [part]
+            parts += [] if part is None else [part]
         elif isinstance(value, list | tuple):
-            found += slices_among(value)
+            parts += slices_among(value)
         elif isinstance(value, dict):
-            found += slices_among(value.values())
-    return found
+            parts += slices_among(value.values())
+    return parts

@@ -87,18 +87,18 @@ class _Guarded(GuardedTensor):
             return memo[id(self)]
         part = _core.slice_part(self)
         with plain():
-            made = _own_copy(self)
-        memo[id(self)] = made
+            copied = _own_copy(self)
+        memo[id(self)] = copied
         for key, value in vars(self).items() if type(self) is ShardTensor else ():  # as torch does
             if key != "_zshard_part":
-                setattr(made, key, copy.deepcopy(value, memo))
-        return made if part is None else _guard_copy(made, part)
+                setattr(copied, key, copy.deepcopy(value, memo))
+        return copied if part is None else _guard_copy(copied, part)
 
     def __copy__(self) -> Any:
         part = _core.slice_part(self)
         with plain():
-            made = _as_torchs(self)
-        return made if part is None else _guard_copy(made, part)
+            copied = _as_torchs(self)
+        return copied if part is None else _guard_copy(copied, part)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Raise ShardError: pickling, as in torch.save(), needs the full tensor."""
@@ -149,8 +149,8 @@ class WholeParameter(nn.Parameter):
         part = part_of(self)
         if part is not None:
             part.watch_data()
-        whole: Tensor = _data.__get__(self)
-        return whole
+        full: Tensor = _data.__get__(self)
+        return full
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -206,23 +206,23 @@ def _own_copy(tensor: Tensor) -> Tensor:
     return values.requires_grad_(tensor.requires_grad)
 
 
-def _guard_copy(made: Tensor, part: object) -> Tensor:
+def _guard_copy(copied: Tensor, part: object) -> Tensor:
     """Guard a copy."""
-    made._zshard_part = part  # type: ignore[attr-defined]
-    made.__class__ = ShardParameter if isinstance(made, nn.Parameter) else ShardTensor
-    return made
+    copied._zshard_part = part  # type: ignore[attr-defined]
+    copied.__class__ = ShardParameter if isinstance(copied, nn.Parameter) else ShardTensor
+    return copied
 
 
 def _as_torchs(tensor: Tensor) -> Tensor:
     """Return the same elements in torch's own class, with a script's attributes."""
-    made = tensor.detach()
+    plain_tensor = tensor.detach()
     if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, tensor.requires_grad)
+        plain_tensor = nn.Parameter(plain_tensor, tensor.requires_grad)
     else:
-        made.requires_grad_(tensor.requires_grad)
-    own = {key: value for key, value in vars(tensor).items() if key != "_zshard_part"}
-    vars(made).update(own)
-    return made
+        plain_tensor.requires_grad_(tensor.requires_grad)
+    attributes = {key: value for key, value in vars(tensor).items() if key != "_zshard_part"}
+    vars(plain_tensor).update(attributes)
+    return plain_tensor
 
 
 def has_memory_of(tensor: Tensor, source: object) -> bool:
@@ -273,8 +273,8 @@ def _param_at(value: Any) -> Tensor | None:
     if part is None or part.root is not part:
         return None
     unit = part.unit
-    own = unit is not None and unit.is_slice(part.index, value)
-    return unit.params[part.index] if unit is not None and own else None
+    is_its_memory = unit is not None and unit.is_slice(part.index, value)
+    return unit.params[part.index] if unit is not None and is_its_memory else None
 
 
 def _full_of(value: object) -> Any:

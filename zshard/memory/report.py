@@ -31,16 +31,16 @@ def memory_of(module: nn.Module, what: str) -> dict[str, int]:
     check_choice("memory(): what", what, ("now", "peak", "predicted"))
     state = state_of(module)
     states = [each for _, each in units_of(module)]
-    held = _optimizer_bytes(states)
-    state.optimizer_peak = max(state.optimizer_peak, held)
+    of_optimizers = _optimizer_bytes(states)
+    state.optimizer_peak = max(state.optimizer_peak, of_optimizers)
     if what == "now":
-        return with_optimizer(_of_engines(states, _core.Engine.memory), held)
+        return with_optimizer(_of_engines(states, _core.Engine.memory), of_optimizers)
     if what == "peak":
         return with_optimizer(_of_engines(states, _core.Engine.peak), state.optimizer_peak)
     units = [(each.unit, each.unit.params) for each in states]
     in_memory, elsewhere = (2 * trained_bytes(units, where) for where in (False, True))
     predicted = _of_engines(states, lambda engine: engine.predict(False))
-    return with_optimizer(predicted, held or in_memory, elsewhere)
+    return with_optimizer(predicted, of_optimizers or in_memory, elsewhere)
 
 
 def _of_engines(

@@ -123,13 +123,13 @@ def copy_plain(root: nn.Module, memo: dict[int, Any]) -> Copied:
     """Copy the modules of a sharded model; parameters of units get their full shape and no
     values."""
     states = list(units_of(root))
-    units, held = [(module, state.unit) for module, state in states], set()
+    units, in_units = [(module, state.unit) for module, state in states], set()
     for _, unit in units:
         # As they were when the unit was made, so the copy's unit has the same layout.
         for index, (param, trainable) in enumerate(
             zip(unit.params, unit.was_trainable, strict=True)
         ):
-            held.add(id(param))
+            in_units.add(id(param))
             full = without_memory(param, unit.param(index)["shape"], param.device)
             memo[id(param)] = full.requires_grad_(trainable)
     token = _within.set(True)
@@ -143,7 +143,7 @@ def copy_plain(root: nn.Module, memo: dict[int, Any]) -> Copied:
             if type(memo[id(param)]) is not nn.Parameter:
                 vars(memo[id(param)]).update(copy.deepcopy(vars(param), memo))
     pairs = [(unit, memo[id(module)]) for module, unit in units]
-    others = [memo[id(p)] for p in root.parameters() if id(p) not in held]
+    others = [memo[id(p)] for p in root.parameters() if id(p) not in in_units]
     return copied, pairs, others
 
 

@@ -216,7 +216,7 @@ class ShardingPlan:
             comm.align()  # an earlier FSDP() may have failed after some ranks had made a unit
         with on_all_ranks(everyone):
             engine = make_engine(module, self.comms, self.options)
-        made = []
+        units = []
         module.__dict__[_HALF] = True
         for spec in self.specs:
             if materializer is not None:
@@ -225,11 +225,11 @@ class ShardingPlan:
             with told_to_all_ranks(everyone):
                 initial.give(spec)
             with on_all_ranks(everyone):
-                made.append(self.make_unit(engine, spec))
+                units.append(self.make_unit(engine, spec))
         del module.__dict__[_HALF]
         self.take_in(engine)
         with on_all_ranks(everyone):
-            self.plan_step(engine, made)
+            self.plan_step(engine, units)
         apart = [each for each, state in self.inner if state.is_apart(self.comms)]
         with told_to_all_ranks(everyone):
             initial.give_buffers({*settings.ignored, *apart})
@@ -273,10 +273,10 @@ class ShardingPlan:
             state.hooks = [hook for hook in state.hooks if hook[1] not in dropped]
             state.rename(self.names[module])
 
-    def plan_step(self, engine: _core.Engine, made: Sequence[_core.Unit]) -> None:
+    def plan_step(self, engine: _core.Engine, units: Sequence[_core.Unit]) -> None:
         """Report the order of the units to the engine, and reserve the memory of a step."""
         inner = [(module, state.unit, state.unit) for module, state in self.joined]
-        plan_forward(engine, self.module, list(zip(self.specs, made, strict=True)), inner)
+        plan_forward(engine, self.module, list(zip(self.specs, units, strict=True)), inner)
         engine.reserve()
 
 

@@ -59,12 +59,12 @@ def install() -> None:
     _teach(clip_grad._clip_grads_with_norm_, _torchs_scale, _clip_grads_with_norm_)
 
 
-def _teach(wrapper: Any, torchs: Callable[..., Any], ours: Callable[..., Any]) -> None:
+def _teach(wrapper: Any, torchs: Callable[..., Any], replacement: Callable[..., Any]) -> None:
     """Make torch's wrapper call `ours`. Scripts that imported the name before zshard would not see
     a new function."""
     for cell in wrapper.__closure__:
         if cell.cell_contents is torchs:
-            cell.cell_contents = ours
+            cell.cell_contents = replacement
 
 
 @plain()
@@ -212,30 +212,30 @@ def _get_total_norm(
         refuse_clipping()
     _refuse_other_ranks(grads)
     sharded: dict[_core.Engine, list[Tensor]] = {}
-    whole: list[Tensor] = []
+    unsharded: list[Tensor] = []
     for grad in grads:
         owner = _core.grad_owner(grad)
-        (whole if owner is None else sharded.setdefault(owner, [])).append(grad)
-    _refuse_other_shards(whole)
+        (unsharded if owner is None else sharded.setdefault(owner, [])).append(grad)
+    _refuse_other_shards(unsharded)
     if not sharded and _owner_of_norms() is None:  # torch's own waits only for error_if_nonfinite
         return _torchs_total_norm(grads, norm_type, error_if_nonfinite, foreach)
     with plain():
-        return _norm_over_ranks(sharded, whole, norm_type, error_if_nonfinite)
+        return _norm_over_ranks(sharded, unsharded, norm_type, error_if_nonfinite)
 
 
 def _norm_over_ranks(
     sharded: dict[_core.Engine, list[Tensor]],
-    whole: Sequence[Tensor],
+    unsharded: Sequence[Tensor],
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> Tensor:
     if not norm_type > 0:
         raise ValueError(f"norm_type must be a positive number or inf, got {norm_type}")
-    grads = [*whole, *(grad for each in sharded.values() for grad in each)]
+    grads = [*unsharded, *(grad for each in sharded.values() for grad in each)]
     if _core.on_gpu([grad.contiguous() for grad in grads]):
-        norm: float | Tensor = _norm_on_gpu(sharded, whole, float(norm_type))
+        norm: float | Tensor = _norm_on_gpu(sharded, unsharded, float(norm_type))
     else:
-        norm = _norm(sharded, whole, float(norm_type))
+        norm = _norm(sharded, unsharded, float(norm_type))
     if error_if_nonfinite and not math.isfinite(norm):  # waits for a GPU
         raise RuntimeError(
             f"the total norm of order {norm_type} for gradients is {norm}, so they cannot be "
@@ -248,12 +248,12 @@ def _norm_over_ranks(
 
 
 def _norm_on_gpu(
-    sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor], norm_type: float
+    sharded: dict[_core.Engine, list[Tensor]], unsharded: Sequence[Tensor], norm_type: float
 ) -> Tensor:
     """As _norm(), without waiting for the GPU: returns a float64 number there, which may not be
     computed yet."""
     exponent = norm_type if math.isinf(norm_type) else 2.0  # how ranks' shares are combined
-    parts = [_power_sum_on_gpu(whole, norm_type, 0)[0]] if whole else []
+    parts = [_power_sum_on_gpu(unsharded, norm_type, 0)[0]] if unsharded else []
     for engine, grads in sharded.items():  # in list order, the same on all ranks
         announce("norm", engine, grads, norm_type)
         room = _power_sum_on_gpu(grads, norm_type, _core.gpu_ranks(engine))
@@ -281,7 +281,7 @@ def _power_sum_on_gpu(tensors: Sequence[Tensor], norm_type: float, more: int) ->
 
 
 def _norm(
-    sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor], norm_type: float
+    sharded: dict[_core.Engine, list[Tensor]], unsharded: Sequence[Tensor], norm_type: float
 ) -> float:
     """Return the norm over all ranks' shares of the sharded gradients, plus the unsharded ones
     once."""
@@ -289,8 +289,8 @@ def _norm(
     if owner is not None:
         owner.check_norm(norm_type)
         if norm_type == 2:
-            return _exact_norm(sharded, whole)
-    total = power_sum(whole, norm_type)
+            return _exact_norm(sharded, unsharded)
+    total = power_sum(unsharded, norm_type)
     for engine, grads in sharded.items():  # in list order, the same on all ranks
         announce("norm", engine, grads, norm_type)
         part = norm_over_ranks(engine, grads, norm_type)
@@ -299,9 +299,9 @@ def _norm(
 
 
 @PublicCall("clip_grad_norm_()")
-def _exact_norm(sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor]) -> float:
+def _exact_norm(sharded: dict[_core.Engine, list[Tensor]], unsharded: Sequence[Tensor]) -> float:
     """Round once, whichever ranks have which gradients."""
-    total = _core.squares([grad.contiguous() for grad in whole])
+    total = _core.squares([grad.contiguous() for grad in unsharded])
     for engine, grads in sharded.items():
         share = engine.sum_over_ranks(_core.squares([grad.contiguous() for grad in grads]))
         total = [a + b for a, b in zip(total, share, strict=True)]

@@ -180,13 +180,13 @@ class InOneCall(torch.optim.Optimizer):
         if not group.get("capturable"):
             return None
         device = group["params"][0].device
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         lr = group["lr"]
         return (
             torch.empty(16 * len(group["params"]), dtype=torch.float64, device=device),
             lr.double() if isinstance(lr, Tensor) and lr.device == device else None,
             None if scale is None else scale.double().reciprocal().float(),
-            None if found is None else found.float(),
+            None if found_inf is None else found_inf.float(),
         )
 
     def _set_rounding(self, stochastic: bool, seed: int) -> None:

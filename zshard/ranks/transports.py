@@ -30,10 +30,7 @@ from zshard.ranks.nccl import NcclOptions, library, sharing_a_gpu
 from zshard.ranks.stalls import answer_stalls, forget_dead
 from zshard.strategy import ShardingStrategy
 
-TRANSPORTS = {
-    "cpu": ("auto", "shm", "hosts", "c10d"),
-    "cuda": ("auto", "nccl", "c10d"),
-}
+TRANSPORTS = {"cpu": ("auto", "shm", "hosts", "c10d"), "cuda": ("auto", "nccl", "c10d")}
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -43,7 +40,7 @@ class _Connection:
     group: Group  # the process group, kept so that its id is not reused
     comm: _core.Comm
     limit: float  # its timeout in seconds
-    made: set[Group] = field(default_factory=set)  # zshard's own groups, which end with it
+    created: set[Group] = field(default_factory=set)  # zshard's own groups, which end with it
     beside: dict[str, Group] = field(default_factory=dict)  # of these, group_beside()'s
 
 
@@ -224,7 +221,7 @@ def group_beside(comm: _core.Comm, device: torch.device) -> Group:
     entry = _connection_of(comm)
     if device.type not in entry.beside:
         entry.beside[device.type] = new_group(entry.group, str(device))
-        entry.made.add(entry.beside[device.type])
+        entry.created.add(entry.beside[device.type])
     return entry.beside[device.type]
 
 
@@ -252,7 +249,7 @@ def _connection(group: Group, limit: float, connect: Callable[[], _core.Comm]) -
     """Return the result of `connect`, with the process groups that it creates."""
     before = set(dist.distributed_c10d._world.pg_map)
     comm = connect()
-    others = set().union(*(entry.made for entry in _connections()))
+    others = set().union(*(entry.created for entry in _connections()))
     created = set(dist.distributed_c10d._world.pg_map) - before - others
     return _Connection(group, comm, limit, created)
 
@@ -276,9 +273,9 @@ def _drop_dead_entries() -> None:
     _stopped[:] = [entry for entry in _stopped if id(entry.group) in alive]
     dead = [entry for key in list(_entries) if key[0] not in alive for entry in _entries.pop(key)]
     forget_dead()
-    for made in set().union(*(entry.made for entry in dead)):
-        if made in groups:
-            dist.destroy_process_group(made)
+    for group in set().union(*(entry.created for entry in dead)):
+        if group in groups:
+            dist.destroy_process_group(group)
 
 
 def _timeout_of(group: Group) -> float:

@@ -31,10 +31,10 @@ _version_of = Tensor._version.__get__  # type: ignore[attr-defined]
 class _Returned:
     """The tensors of one state dict that are copies of a model's."""
 
-    def __init__(self, state: State, tensors: Mapping[str, Tensor], said: tuple[str, str]) -> None:
+    def __init__(self, state: State, tensors: Mapping[str, Tensor], calls: tuple[str, str]) -> None:
         self._state = weakref.ref(state)
         self._names = list(tensors)
-        self._said = said  # the call that returned them, and the one that would load them
+        self._calls = calls  # the call that returned them, and the one that would load them
         self._storages = [StorageWeakRef(t.untyped_storage()) for t in tensors.values()]  # type: ignore[no-untyped-call]
         self._numbers = {each.cdata for each in self._storages}
         self._counters = [_counter_of(each) for each in tensors.values()]
@@ -65,7 +65,7 @@ class _Returned:
         now = map(_version_of, self._counters)
         rows = zip(self._names, now, self._before, strict=True)
         name = next(name for name, after, before in rows if after != before)
-        got, loads = self._said
+        got, loads = self._calls
         warn(
             f"a script wrote to {name} in the result of {got}, a copy, and that write is lost: "
             f"pass the dict to {loads} to keep the write"
@@ -95,12 +95,12 @@ def note_returned(owners: Mapping[int, State], state: object) -> None:
         note(owner, tensors, ("model.state_dict()", "model.load_state_dict()"))
 
 
-def note(state: State, tensors: Mapping[str, Tensor], said: tuple[str, str]) -> None:
-    """Remember copies by what messages call them. said: the call that returned them, and the one
+def note(state: State, tensors: Mapping[str, Tensor], calls: tuple[str, str]) -> None:
+    """Remember copies by what messages call them. calls: the call that returned them, and the one
     that would load them."""
     if tensors and not state.knows_of_writes and not is_for_now(state):
         known[:] = [each for each in known if each.is_written() or not each.is_dropped()]
-        known.append(_Returned(state, tensors, said))
+        known.append(_Returned(state, tensors, calls))
 
 
 def is_plain(value: object) -> bool:

@@ -186,12 +186,12 @@ def unsharded(unit: _core.Unit) -> Iterator[None]:
     forward without gradients: over c10d all ranks run it together. A pinned unit is read as it is,
     with what a script has written to it, and alone."""
     with contextlib.nullcontext() if unit.is_pinned else session([unit]):
-        held = unit.is_full  # by a running forward, which continues with it
+        was_full = unit.is_full  # by a running forward, which continues with it
         unit.unshard(True)
         try:
             yield
         finally:
-            if not held:
+            if not was_full:
                 unit.reshard()
 
 

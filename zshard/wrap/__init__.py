@@ -102,10 +102,7 @@ def always_wrap_policy(*args: object, **kwargs: object) -> bool:
 
 
 def lambda_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    lambda_fn: Callable[[nn.Module], bool],
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
     """A policy that makes a module a unit if `lambda_fn(module)` is true.
 
@@ -115,10 +112,7 @@ def lambda_auto_wrap_policy(
 
 
 def transformer_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    transformer_layer_cls: ModuleClasses,
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: ModuleClasses
 ) -> bool:
     """A policy that makes every instance of `transformer_layer_cls`, a set of classes, a unit.
 
@@ -163,10 +157,7 @@ size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = _EXCLUDE_WRAP_MODULES  # type
 
 
 def _or_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    policies: Iterable[Callable[..., bool]],
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
     """A policy that makes a module a unit if one of `policies` would."""
     return any(
