@@ -117,7 +117,7 @@ def _sorted(
 def _check_model(model: nn.Module) -> None:
     state = state_of(model)
     if state.unit.name:
-        raise ValueError(f"join() was called on unit '{state.unit.name}', not on the model")
+        raise ValueError(f"join() was called on unit '{state.unit.name}', not the model")
     is_apart = any(of_unit.is_apart(state.comms) for _, of_unit in units_of(model))
     for what, is_there in (
         ("units with process groups of other ranks: give all ranks as many batches", is_apart),
@@ -148,13 +148,11 @@ class _Joined:
         self._optimizers, self._others = optimizers, others
 
     def begin(self) -> None:
-        """Start announcing."""
         _live[self.engine] = self
         for optimizer in self._optimizers:
             optimizer.zero_grad = functools.partial(_zero_grad, optimizer)  # type: ignore[method-assign]
 
     def end(self) -> None:
-        """Stop announcing."""
         _live.pop(self.engine, None)
         for optimizer in self._optimizers:
             vars(optimizer).pop("zero_grad", None)
@@ -358,7 +356,6 @@ def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    """An optimizer's zero_grad() within join()."""
     if not set_to_none:
         _announcer.announce("zero", optimizer)
     type(optimizer).zero_grad(optimizer, set_to_none)

@@ -247,7 +247,6 @@ def _status(address: str, timeout: float) -> KeeperStatus:
 def _ask(
     address: str, packets: Iterator[tuple[bytes, Sequence[int]]], timeout: float
 ) -> _keeper.Message:
-    """Send a request and return its reply."""
     deadline = time.monotonic() + timeout
     try:
         with _connect(address, deadline) as line:

@@ -139,7 +139,6 @@ _REFUSED = ("amsgrad", "capturable", "stochastic_rounding")
 
 
 def _is_coded(group: Mapping[str, Any], param: Tensor) -> bool:
-    """Return whether a parameter's moments are in 8 bits."""
     return bool(group["bits"] == 8 and full_numel(param) >= group["min_8bit_size"])
 
 

@@ -84,8 +84,6 @@ def carry_out(plan: StepPlan, job: Job, comm: api.Comm | None, mail: Mail | None
 
 
 class _Run:
-    """The work of one step on this rank."""
-
     def __init__(self, plan: StepPlan, job: Job, rank: int, mail: Mail | None) -> None:
         self._plan, self._job, self._rank, self._mail = plan, job, rank, mail
         self._inputs: dict[int, Tensor] = {}  # of this rank's matrices

@@ -248,8 +248,6 @@ def _range(place: RunPlace) -> tuple[int, int]:
 
 
 class _Pieces:
-    """The bytes of a file of a Spread."""
-
     def __init__(self, spread: Spread, name: str, size: int) -> None:
         self._spread, self._name, self.size = spread, name, size
 

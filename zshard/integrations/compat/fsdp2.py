@@ -184,7 +184,6 @@ def _check_module(module: object) -> None:
 
 
 def _dimensions(mesh: DeviceMesh | None) -> int:
-    """Return the number of dimensions of the mesh; 1 without one."""
     if mesh is None:
         return 1
     if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_group")):

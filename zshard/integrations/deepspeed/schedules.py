@@ -226,8 +226,6 @@ class OneCycle(Schedule):
 
 
 class _Ramp:
-    """A ramp from 0 to 1 over a number of steps."""
-
     def __init__(self, steps: int, kind: str) -> None:
         self.steps = max(2, _steps("warmup_num_steps", steps, 0))
         if kind not in ("log", "linear"):
