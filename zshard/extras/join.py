@@ -71,7 +71,9 @@ def join(model: nn.Module, objects: Sequence[Any], by_all: bool, throws: bool) -
         check_agreement(comm, facts, "arguments of join()")
     joined = _Joined(model, optimizers, others)
     joined.engine.join_begin(by_all, throws)
-    joined.begin()
+    _live[joined.engine] = joined
+    for optimizer in optimizers:
+        optimizer.zero_grad = functools.partial(_zero_grad, optimizer)  # type: ignore[method-assign]
     try:
         try:
             yield
@@ -84,7 +86,9 @@ def join(model: nn.Module, objects: Sequence[Any], by_all: bool, throws: bool) -
                 joined.engine.join_leave(f"{type(error).__name__}: {error}"[:_LONGEST])
             raise
     finally:
-        joined.end()
+        _live.pop(joined.engine, None)
+        for optimizer in optimizers:
+            vars(optimizer).pop("zero_grad", None)
         joined.engine.join_end()
 
 
@@ -146,16 +150,6 @@ class _Joined:
         self._params: list[Tensor] = list(model.parameters())
         self._is_sharded = [part_of(param) is not None for param in self._params]
         self._optimizers, self._others = optimizers, others
-
-    def begin(self) -> None:
-        _live[self.engine] = self
-        for optimizer in self._optimizers:
-            optimizer.zero_grad = functools.partial(_zero_grad, optimizer)  # type: ignore[method-assign]
-
-    def end(self) -> None:
-        _live.pop(self.engine, None)
-        for optimizer in self._optimizers:
-            vars(optimizer).pop("zero_grad", None)
 
     def _share(self, value: object) -> Any:
         """Return the leading rank's value. Collective."""

@@ -124,13 +124,13 @@ class WholeSteps:
         members: list[int],
         active: list[int],
     ) -> StepPlan:
-        params, known = [stepped[i].param for i in members], self._members.get(comm)
-        if known is None or [id(ref()) for ref in known.params] != list(map(id, params)):
+        params, kept = [stepped[i].param for i in members], self._members.get(comm)
+        if kept is None or [id(ref()) for ref in kept.params] != list(map(id, params)):
             here = [_range(part_of(param), param) for param in params]
             of_all = [here] if comm is None else [list(map(tuple, r)) for r in gather(comm, here)]
             ranges = list(zip(*of_all, strict=True))
-            known = self._members[comm] = _Members(list(map(weakref.ref, params)), ranges, {})
-        _, ranges, plans = known
+            kept = self._members[comm] = _Members(list(map(weakref.ref, params)), ranges, {})
+        _, ranges, plans = kept
         costs = tuple(stepped[i].cost for i in active)
         key = (tuple(members), tuple(active), costs, tuple(stepped[i].dtype for i in active))
         plan = plans.pop(key, None)

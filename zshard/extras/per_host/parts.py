@@ -66,7 +66,7 @@ class PartRecord(NamedTuple):
     def entry(self) -> dict[str, Any]:
         """What a manifest has of it. Runs are text, which is shorter than JSON:
         "offset+length offset+length ..."."""
-        runs = {file: " ".join(f"{at}+{n}" for at, n in own) for file, own in self.runs.items()}
+        runs = {file: " ".join(f"{at}+{n}" for at, n in of) for file, of in self.runs.items()}
         return {**self._asdict(), "runs": runs}
 
 

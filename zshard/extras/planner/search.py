@@ -36,7 +36,7 @@ OFFLOADS = (Offload(), Offload(grads=True))
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What plan() found.
+    """The result of plan().
 
     Attributes:
         predictions: for each strategy and kind of checkpointing the fastest that fits, or the
