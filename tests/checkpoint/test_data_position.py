@@ -242,7 +242,7 @@ def test_wrong_loaders_are_refused() -> None:
         next(position.batches(loader_of(position, None)))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="needs torchdata's StatefulDataLoader"):
         next(DataPosition().batches(DataLoader(numbers())))
-    with pytest.raises(TypeError, match="has no sampler: pass the length"):
+    with pytest.raises(TypeError, match="has no sampler: pass n_samples"):
         len(DataPosition().sampler)
     with pytest.raises(ValueError, match="n_samples must be at least 1"):
         DataPosition(0)

@@ -168,18 +168,18 @@ def misused(combination):
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
 def test_misuse_names_the_remedy(pool2, combination):
     expected = [
-        "no parameter of this model",
+        "without a parameter of this model",
         "the same AdamW twice",
         "got Linear",
         "got int",
-        "got Linear: call model = FSDP",
-        "call it on the outermost",
+        "got Linear: call FSDP()",
+        "not the model",
         "divide_by_initial_world_size is True on rank 0, but False on rank 1",
         "the list of optimizers is AdamW on rank 0, but none on rank 1",
         "got int",
         "join() is already active",
-        "pass all optimizers of the model",
-        "model.join(optimizer, scaler)",
+        "pass it, as in model.join(optimizer)",
+        "call join(optimizer, scaler)",
     ]
     for found in pool2.run(misused, combination):
         for said, words in zip(found, expected, strict=True):

@@ -276,11 +276,11 @@ def refused(what):
     ("what", "text"),
     [
         ("wrong", "nonfinite must be 'raise', 'skip' or None, got 'stop'"),
-        ("number", "check_replicas must be a number of steps, or 0 for no checks, got -1"),
+        ("number", "check_replicas must be a number of steps or 0, got -1"),
         ("different", "nonfinite is 'raise' on rank 0, but 'skip' on rank 1"),
         ("backward", "optimizer_in_backward() does not support FSDP(nonfinite=)"),
         ("lbfgs", 'nonfinite="skip" does not support LBFGS'),
-        ("two models", "SGD steps several models, and nonfinite= was passed to only some of them"),
+        ("two models", "SGD steps models without nonfinite="),
     ],
 )
 def test_misuse_is_refused(pool2, what, text):

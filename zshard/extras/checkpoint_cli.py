@@ -230,7 +230,6 @@ def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
 
 
 def _write_all(folder: str, items: list[Entry], limit: int, checkpoint: Checkpoint) -> list[str]:
-    """Write everything; return the names of the files of tensors."""
     files = lay_out(items, "model", limit, checkpoint.tied)
     for file in files:
         with api.File.create(os.path.join(folder, file.name), file.size) as opened_file:
@@ -251,7 +250,6 @@ def _write_all(folder: str, items: list[Entry], limit: int, checkpoint: Checkpoi
 
 
 def _write(file: api.File, item: Entry, offset: int, entry: Readable) -> None:
-    """Write one tensor, a chunk at a time."""
     size = entry.dtype.itemsize
     larger = max(item.dtype, entry.dtype, key=lambda dtype: dtype.itemsize)
     for begin, end in chunks(math.prod(item.shape), larger):

@@ -143,7 +143,17 @@ def report() -> tuple[str, int]:
         problem = f"MISSING: {missing[name]}" if name in missing else None
         lines.append(f"{name:<11} {'. '.join(filter(None, (fact, problem)))}")
     lines += [f"{'keeper':<11} {of_keeper(keeper)}" for keeper in keepers()]
-    lines += ["", *_what_is_used(features)]
+    host = "shm on one host, hosts (shm and c10d) on several" if features["shm"] else "c10d"
+    cpu = f"CPU training is available; ranks communicate over {host}."
+    if not features["c10d"]:
+        cpu = "CPU training is available, on a single rank only."
+    if features["gpu"]:
+        transport = "NCCL" if features["nccl"] else "torch's process group (c10d)"
+        gpu = f"GPU training is available; ranks communicate over {transport}."
+    else:
+        lacks = ", ".join(name for name in _FOR_GPUS if name in missing) or "GPUs"
+        gpu = f"GPU training is not available; see above: {lacks}."
+    lines += ["", cpu, gpu]
     return "\n".join(lines), int(bool(features["gpus"]) and not features["gpu"])
 
 
@@ -172,18 +182,3 @@ def of_keeper(keeper: KeeperStatus | int) -> str:
     files = f"{sum(held.fds for held in keeper.held.values())} memory file(s)"
     size = f"{keeper.bytes / 2**20:.1f} MiB in {files}"
     return f"process {keeper.pid}, {keeper.age:.0f} s old, holds {size}, and {ends}"
-
-
-def _what_is_used(features: dict[str, Any]) -> list[str]:
-    """Describe whether training works on CPUs and on GPUs, and the transports of ranks."""
-    host = "shm on one host, hosts (shm and c10d) on several" if features["shm"] else "c10d"
-    cpu = f"CPU training is available; ranks communicate over {host}."
-    if not features["c10d"]:
-        cpu = "CPU training is available, on a single rank only."
-    if features["gpu"]:
-        transport = "NCCL" if features["nccl"] else "torch's process group (c10d)"
-        gpu = f"GPU training is available; ranks communicate over {transport}."
-    else:
-        lacks = [name for name in _FOR_GPUS if name in features["missing"]]
-        gpu = f"GPU training is not available; see above: {', '.join(lacks) or 'GPUs'}."
-    return [cpu, gpu]

@@ -71,7 +71,9 @@ def join(model: nn.Module, objects: Sequence[Any], by_all: bool, throws: bool) -
         check_agreement(comm, facts, "arguments of join()")
     joined = _Joined(model, optimizers, others)
     joined.engine.join_begin(by_all, throws)
-    joined.begin()
+    _live[joined.engine] = joined
+    for optimizer in optimizers:
+        optimizer.zero_grad = functools.partial(_zero_grad, optimizer)  # type: ignore[method-assign]
     try:
         try:
             yield
@@ -84,7 +86,9 @@ def join(model: nn.Module, objects: Sequence[Any], by_all: bool, throws: bool) -
                 joined.engine.join_leave(f"{type(error).__name__}: {error}"[:_LONGEST])
             raise
     finally:
-        joined.end()
+        _live.pop(joined.engine, None)
+        for optimizer in optimizers:
+            vars(optimizer).pop("zero_grad", None)
         joined.engine.join_end()
 
 
@@ -117,7 +121,7 @@ def _sorted(
 def _check_model(model: nn.Module) -> None:
     state = state_of(model)
     if state.unit.name:
-        raise ValueError(f"join() was called on unit '{state.unit.name}', not on the model")
+        raise ValueError(f"join() was called on unit '{state.unit.name}', not the model")
     is_apart = any(of_unit.is_apart(state.comms) for _, of_unit in units_of(model))
     for what, is_there in (
         ("units with process groups of other ranks: give all ranks as many batches", is_apart),
@@ -146,18 +150,6 @@ class _Joined:
         self._params: list[Tensor] = list(model.parameters())
         self._is_sharded = [part_of(param) is not None for param in self._params]
         self._optimizers, self._others = optimizers, others
-
-    def begin(self) -> None:
-        """Start announcing."""
-        _live[self.engine] = self
-        for optimizer in self._optimizers:
-            optimizer.zero_grad = functools.partial(_zero_grad, optimizer)  # type: ignore[method-assign]
-
-    def end(self) -> None:
-        """Stop announcing."""
-        _live.pop(self.engine, None)
-        for optimizer in self._optimizers:
-            vars(optimizer).pop("zero_grad", None)
 
     def _share(self, value: object) -> Any:
         """Return the leading rank's value. Collective."""
@@ -358,7 +350,6 @@ def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    """An optimizer's zero_grad() within join()."""
     if not set_to_none:
         _announcer.announce("zero", optimizer)
     type(optimizer).zero_grad(optimizer, set_to_none)

@@ -116,6 +116,8 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
     """Mixin that precedes an Accelerator's own class."""
 
     _zshard_arguments: dict[str, Any]
+    _models: list[Any]
+    _optimizers: list[Any]
     _zshard_evaluates_wrapped = True  # evaluation uses DDP's wrapper; a Trainer's does not
 
     def prepare_model(
@@ -165,8 +167,15 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
             for i, (model, optimizer) in enumerate(pairs):
                 save(_folder(folder, i), model, optimizer, **how)
 
-        with self.register_save_state_pre_hook(write), _hidden(self, pairs):
-            return super().save_state(output_dir, safe_serialization, **kwargs)
+        models, optimizers = self._models, self._optimizers
+        saved = [optimizer for _, optimizer in pairs]
+        self._models = [model for model in models if not _is_sharded(model)]
+        self._optimizers = [each for each in optimizers if _inner(each) not in saved]
+        try:
+            with self.register_save_state_pre_hook(write):
+                return super().save_state(output_dir, safe_serialization, **kwargs)
+        finally:
+            self._models, self._optimizers = models, optimizers
 
     def load_state(
         self,
@@ -259,19 +268,6 @@ def _pairs(accelerator: Any) -> list[tuple[nn.Module, torch.optim.Optimizer | No
         optimizers = _optimizers_of(accelerator, model)
         pairs.append((model, optimizers[0] if len(optimizers) == 1 else None))
     return pairs
-
-
-@contextlib.contextmanager
-def _hidden(accelerator: Any, pairs: list[tuple[Any, Any]]) -> Iterator[None]:
-    """Context manager that hides these models and optimizers from the Accelerator."""
-    models, optimizers = accelerator._models, accelerator._optimizers
-    saved = [optimizer for _, optimizer in pairs]
-    accelerator._models = [each for each in models if not _is_sharded(each)]
-    accelerator._optimizers = [each for each in optimizers if _inner(each) not in saved]
-    try:
-        yield
-    finally:
-        accelerator._models, accelerator._optimizers = models, optimizers
 
 
 def _folder(folder: str, index: int) -> Path:

@@ -21,8 +21,6 @@ _MERGE = ("merge_and_unload", "unload")
 
 
 class _Adapters(Extension):
-    """Models with adapters of PEFT."""
-
     def methods(self, original: type[nn.Module]) -> dict[str, Any]:
         return {name: _of_copy(name) for name in _MERGE} if hasattr(original, _COUNT) else {}
 

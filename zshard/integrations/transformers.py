@@ -170,8 +170,6 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
 
 
 class _PretrainedModels(Extension):
-    """Models of transformers."""
-
     def methods(self, original: type[nn.Module]) -> dict[str, Any]:
         return _generate_of(original)
 

@@ -144,7 +144,6 @@ def _guard_steps(module: nn.Module, checks: StepChecks) -> StepGuard:
 
 
 def _guard_of(unit: api.Unit) -> StepGuard | None:
-    """Return what checks the steps of the unit's model, if anything does."""
     return _guards.get(unit.engine_id) if _guards else None
 
 
@@ -152,8 +151,6 @@ def _guard_of(unit: api.Unit) -> StepGuard | None:
 
 
 class _Checks(Extension):
-    """The checks of all models that have some."""
-
     def finish(self, model: nn.Module, of: nn.Module | None = None) -> None:
         options: dict[str, Any] = dict(state_of(model).options.extras)
         original = _guard_of(state_of(of).unit) if of is not None else None
@@ -240,7 +237,6 @@ class _Withheld:
 def _refuse_mixtures(
     optimizer: torch.optim.Optimizer, units: list[api.Unit], guards: list[StepGuard]
 ) -> None:
-    """Raise NotImplementedError where all ranks could not skip one step together."""
     kinds = {guard.checks.nonfinite for guard in guards}
     if "skip" in kinds and isinstance(optimizer, torch.optim.LBFGS):
         raise NotImplementedError('nonfinite="skip" does not support LBFGS: pass nonfinite="raise"')

@@ -3,7 +3,7 @@
     token = start(seconds=600.0, watch_pid=os.getpid())
     keeper = Keeper(token)
     keeper.hold("rank0", b'{"step": 7}', [fd])  # fd may be closed now
-    found = keeper.get("rank0")  # in another process: found.meta, found.fds, found.holder
+    files = keeper.get("rank0")  # in another process: files.meta, files.fds, files.holder
 
 Ranks get the token in the environment variable ZSHARD_KEEPER. Each call is a connection of its own,
 so forks and threads share nothing.
@@ -247,7 +247,6 @@ def _status(address: str, timeout: float) -> KeeperStatus:
 def _ask(
     address: str, packets: Iterator[tuple[bytes, Sequence[int]]], timeout: float
 ) -> _keeper.Message:
-    """Send a request and return its reply."""
     deadline = time.monotonic() + timeout
     try:
         with _connect(address, deadline) as line:

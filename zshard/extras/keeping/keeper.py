@@ -154,7 +154,6 @@ class _NamedFiles:
             self._pidfd.append(os.pidfd_open(pid))
 
     def holder(self) -> int:
-        """The process, while it lives; else 0."""
         return 0 if has_ended(self._pidfd) else self._pid
 
 
@@ -170,7 +169,6 @@ class _Line:
         self.moved()
 
     def moved(self) -> None:
-        """Note progress."""
         self.deadline = time.monotonic() + PATIENCE
 
     def reply(self, head: Head, body: bytes = b"", fds: Sequence[int] = ()) -> None:
@@ -216,7 +214,6 @@ class _Keeping:
             self.turn(listener)
 
     def turn(self, listener: socket.socket) -> None:
-        """Wait for what comes next, and serve it."""
         poll = select.poll()
         if len(self.lines) < MOST_LINES and self.last is None:
             poll.register(listener, select.POLLIN)
@@ -306,7 +303,6 @@ class _Keeping:
     # --- requests ---------------------------------------------------------------------------------
 
     def answer(self, line: _Line, request: Message) -> None:
-        """Serve a request. Raises _Refused."""
         serve = getattr(self, f"op_{request.head.get('op')}", None)
         if serve is None:
             raise _Refused("it has no such operation")
@@ -318,7 +314,6 @@ class _Keeping:
         serve(line, request)
 
     def op_hold(self, line: _Line, request: Message) -> None:
-        """Replace what is held under a name."""
         name = self.name_in(request)
         others = sum(len(entry.fds) + 1 for key, entry in self.held.items() if key != name)
         if others + len(request.fds) > self.room:

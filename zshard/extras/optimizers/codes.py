@@ -60,7 +60,6 @@ def _by_group(scale: Tensor, like: Tensor) -> Tensor:
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """Return 2 ** (exponent - 127) in float32."""
     return (exponent.to(torch.int32) << 23).view(torch.float32)
 
 

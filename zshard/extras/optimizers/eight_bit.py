@@ -83,20 +83,22 @@ class EightBit(InOneCall):
             self._forms[key] = form
         super()._step_params(key, group, state)
 
-    def _has_form(self, group: Mapping[str, Any], param: Tensor, own: Mapping[str, Any]) -> bool:
+    def _has_form(self, group: Mapping[str, Any], param: Tensor, state: Mapping[str, Any]) -> bool:
         """Return whether the state of a parameter, if it has any, follows the group's options."""
-        layout, low = self.state_layout(group, param), "low_bits" in own
-        names = [name for name in self._state_names(group) if own.get(name) is not None]
-        if any((codes.scale_of(name) in own) != (codes.scale_of(name) in layout) for name in names):
+        layout, low = self.state_layout(group, param), "low_bits" in state
+        names = [name for name in self._state_names(group) if state.get(name) is not None]
+        if any(
+            (codes.scale_of(name) in state) != (codes.scale_of(name) in layout) for name in names
+        ):
             return False
         return low == ("low_bits" in layout) if names or low else True
 
     # --- state dicts ------------------------------------------------------------------------------
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        own_groups = vars(self).get("param_groups", ())  # of a copy: none
-        for group, own in zip(state["param_groups"], own_groups, strict=False):
-            group["master"] = group.get("master") or own["master"]  # the saved run may lack it
+        groups = vars(self).get("param_groups", ())  # of a copy: none
+        for saved, group in zip(state["param_groups"], groups, strict=False):
+            saved["master"] = saved.get("master") or group["master"]  # the saved run may lack it
         super().__setstate__(state)
         self._forms = {}  # no plan is left
         for group in self.param_groups:
@@ -107,13 +109,13 @@ class EightBit(InOneCall):
     @plain()
     def _convert(self, group: Mapping[str, Any], param: Tensor) -> None:
         """Give a parameter's loaded state the form that the step expects."""
-        own = self.state.get(param, {})
+        state = self.state.get(param, {})
         for name in self._state_names(group):
-            if own.get(name) is None or codes.scale_of(name) in own:
+            if state.get(name) is None or codes.scale_of(name) in state:
                 continue
-            own[name] = own[name].to(torch.float32)
+            state[name] = state[name].to(torch.float32)
             if _is_coded(group, param):
-                own[name], own[codes.scale_of(name)] = codes.encode(name, own[name])
+                state[name], state[codes.scale_of(name)] = codes.encode(name, state[name])
 
     @staticmethod
     def to_fp32(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +126,7 @@ class EightBit(InOneCall):
 
         The result shares other tensors with the argument, and has no low_bits.
         """
-        state = {number: codes.decoded(own) for number, own in state_dict["state"].items()}
+        state = {number: codes.decoded(of) for number, of in state_dict["state"].items()}
         groups = [
             {key: value for key, value in group.items() if key not in _OPTIONS}
             for group in state_dict["param_groups"]
@@ -139,7 +141,6 @@ _REFUSED = ("amsgrad", "capturable", "stochastic_rounding")
 
 
 def _is_coded(group: Mapping[str, Any], param: Tensor) -> bool:
-    """Return whether a parameter's moments are in 8 bits."""
     return bool(group["bits"] == 8 and full_numel(param) >= group["min_8bit_size"])
 
 

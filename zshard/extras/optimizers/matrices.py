@@ -27,16 +27,15 @@ def _weights(module: nn.Module) -> Iterator[Tensor]:
         names = ("weight",)
     elif isinstance(module, nn.MultiheadAttention):
         names = _OF_ATTENTION
-    found = (getattr(module, name, None) for name in names)
-    for weight in found:
+    for weight in (getattr(module, name, None) for name in names):
         if isinstance(weight, nn.Parameter) and weight.is_floating_point() and weight.ndim == 2:
             yield weight
 
 
 def _is_conv1d(module: nn.Module) -> bool:
     """Return whether it is transformers' Conv1D (GPT-2): a Linear whose weight is transposed."""
-    found = sys.modules.get("transformers.pytorch_utils")  # if it has one, this is imported
-    return isinstance(module, getattr(found, "Conv1D", ()))
+    utilities = sys.modules.get("transformers.pytorch_utils")  # if it has one, this is imported
+    return isinstance(module, getattr(utilities, "Conv1D", ()))
 
 
 def hidden_matrices(model: nn.Module) -> set[int]:

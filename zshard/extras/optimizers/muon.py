@@ -211,7 +211,6 @@ class Muon(torch.optim.Optimizer):
         self._whole.wait_for_ranks(param for param, _ in self._matrices())
 
     def _matrices(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Return the matrices, each with its param group."""
         groups = [each for each in self.param_groups if each["use_muon"]]
         return [(param, each) for each in groups for param in each["params"]]
 

@@ -43,25 +43,6 @@ class Job(Protocol):
         """Apply this rank's elements of the result, one-dimensional."""
 
 
-class Mail(Protocol):
-    """The memory that transfers use."""
-
-    def begin(self, pieces: Sequence[Portion]) -> None:
-        """Begin to fill the next transfer."""
-
-    def out(self, piece: Portion) -> Tensor:
-        """Return the bytes of a piece that this rank sends."""
-
-    def send(self) -> None:
-        """Send them. All ranks have filled the transfer."""
-
-    def receive(self) -> None:
-        """Wait for what the others have sent."""
-
-    def arrived(self, piece: Portion) -> Tensor:
-        """Return the bytes of a piece that this rank has received."""
-
-
 def carry_out(plan: StepPlan, job: Job, comm: api.Comm | None, mail: Mail | None) -> None:
     """Run the plan; see the head of owners.py. comm, mail: None if nothing leaves its rank.
 
@@ -84,8 +65,6 @@ def carry_out(plan: StepPlan, job: Job, comm: api.Comm | None, mail: Mail | None
 
 
 class _Run:
-    """The work of one step on this rank."""
-
     def __init__(self, plan: StepPlan, job: Job, rank: int, mail: Mail | None) -> None:
         self._plan, self._job, self._rank, self._mail = plan, job, rank, mail
         self._inputs: dict[int, Tensor] = {}  # of this rank's matrices
@@ -268,3 +247,9 @@ class _Sent:
     def arrived(self, piece: Portion) -> Tensor:
         start = self._places[piece]
         return self._in[start : start + piece.nbytes]
+
+
+Mail = _Rows | _Sent
+"""The memory of transfers: begin() begins to fill the next one, send() follows when all ranks have,
+and receive() waits for it. out(), arrived(): the bytes of a piece that this rank sends, or has
+received."""

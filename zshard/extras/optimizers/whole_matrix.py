@@ -184,8 +184,8 @@ class WholeMatrix(Optimizer):
         """Return the full state of each parameter, as copies on the CPU, and what the optimizer
         keeps under keys that are no parameters. Collective."""
         numbers = dict(enumerate(params_of(self)))
-        own = {numbers[number]: state for number, state in self._gathered().items()}
-        return {**self._other_state(), **own}
+        states = {numbers[number]: state for number, state in self._gathered().items()}
+        return {**self._other_state(), **states}
 
     def _other_state(self) -> dict[Any, Any]:
         return cast(dict[Any, Any], copied(other_state(self._inner.state)))
@@ -282,8 +282,8 @@ def _nothing(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    for theirs, group in zip(source, target, strict=True):
-        group.update({k: v for k, v in theirs.items() if k not in ("params", "param_names")})
+    for options, group in zip(source, target, strict=True):
+        group.update({k: v for k, v in options.items() if k not in ("params", "param_names")})
 
 
 class _WholeJob:

@@ -124,7 +124,13 @@ class WholeSteps:
         members: list[int],
         active: list[int],
     ) -> StepPlan:
-        _, ranges, plans = self._members_of(comm, [stepped[i].param for i in members])
+        params, kept = [stepped[i].param for i in members], self._members.get(comm)
+        if kept is None or [id(ref()) for ref in kept.params] != list(map(id, params)):
+            here = [_range(part_of(param), param) for param in params]
+            of_all = [here] if comm is None else [list(map(tuple, r)) for r in gather(comm, here)]
+            ranges = list(zip(*of_all, strict=True))
+            kept = self._members[comm] = _Members(list(map(weakref.ref, params)), ranges, {})
+        _, ranges, plans = kept
         costs = tuple(stepped[i].cost for i in active)
         key = (tuple(members), tuple(active), costs, tuple(stepped[i].dtype for i in active))
         plan = plans.pop(key, None)
@@ -142,15 +148,6 @@ class WholeSteps:
         if len(plans) > _KEPT:
             del plans[next(iter(plans))]
         return plan
-
-    def _members_of(self, comm: api.Comm | None, params: list[Tensor]) -> _Members:
-        members = self._members.get(comm)
-        if members is None or [id(ref()) for ref in members.params] != list(map(id, params)):
-            here = [_range(part_of(param), param) for param in params]
-            of_all = [here] if comm is None else [list(map(tuple, r)) for r in gather(comm, here)]
-            ranges = list(zip(*of_all, strict=True))
-            members = self._members[comm] = _Members(list(map(weakref.ref, params)), ranges, {})
-        return members
 
 
 def _range(part: Part | None, param: Tensor) -> tuple[int, int]:

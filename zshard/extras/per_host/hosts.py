@@ -64,8 +64,8 @@ class Hosts:
 
     def after(self, rank: int, count: int) -> list[str]:
         """Return the `count` hosts that follow the host of `rank`, in a circle."""
-        own = self.all.index(self.of[rank])
-        return [self.all[(own + i) % len(self.all)] for i in range(1, count + 1)]
+        here = self.all.index(self.of[rank])
+        return [self.all[(here + i) % len(self.all)] for i in range(1, count + 1)]
 
     @property
     def names(self) -> list[str]:
@@ -85,7 +85,7 @@ class HostReport(NamedTuple):
     problem: str = ""  # why the manifest cannot be read
 
 
-class Found(NamedTuple):
+class HostsCheckpoint(NamedTuple):
     """A checkpoint in parts that some hosts have."""
 
     id: str
@@ -99,14 +99,16 @@ def by_age(names: Iterable[str]) -> list[str]:
     return [""] if "" in unique else sorted(unique, key=lambda n: (len(n), n), reverse=True)
 
 
-def look(comm: api.Comm, hosts: Hosts, folder: str) -> tuple[Found | None, list[HostReport]]:
+def look(
+    comm: api.Comm, hosts: Hosts, folder: str
+) -> tuple[HostsCheckpoint | None, list[HostReport]]:
     """Return the checkpoint that the hosts have together in a folder, preferring a complete one,
     and what each rank reports. Collective."""
     reports = [HostReport(*each) for each in gather(comm, report_of(folder))]
     return together(hosts.of, reports), reports
 
 
-def together(hosts: Sequence[str], reports: Sequence[HostReport]) -> Found | None:
+def together(hosts: Sequence[str], reports: Sequence[HostReport]) -> HostsCheckpoint | None:
     """Return the checkpoint that hosts have together, preferring a complete one.
 
     reports: by each one of `hosts`, in which hosts may occur more than once.
@@ -121,7 +123,7 @@ def together(hosts: Sequence[str], reports: Sequence[HostReport]) -> Found | Non
         needed = next(each.needed for each in reports if each.id == id)
         # Without part files, it is on a disk that hosts should share.
         is_whole = len(holders) == needed and (needed or all(each.id == id for each in reports))
-        checkpoints.append(Found(id, holders, bool(is_whole)))
+        checkpoints.append(HostsCheckpoint(id, holders, bool(is_whole)))
     return max(checkpoints, key=lambda each: each.is_complete, default=None)
 
 
@@ -141,13 +143,15 @@ class Chosen(NamedTuple):
     """A checkpoint that was chosen of several."""
 
     name: str  # of the folder; "" for the path itself
-    found: Found
+    checkpoint: HostsCheckpoint
     reports: list[HostReport]
     skipped: list[str]  # names of newer ones that are incomplete
 
 
 def newest(
-    names: Iterable[str], look_at: Callable[[str], tuple[Found | None, list[HostReport]]], path: str
+    names: Iterable[str],
+    look_at: Callable[[str], tuple[HostsCheckpoint | None, list[HostReport]]],
+    path: str,
 ) -> Chosen:
     """Return the newest complete checkpoint; if none is complete, the newest. Raise CheckpointError
     if no manifest can be read.
@@ -157,13 +161,13 @@ def newest(
     others: list[Chosen] = []
     problems: list[str] = []
     for name in names:
-        found, reports = look_at(name)
+        checkpoint, reports = look_at(name)
         problems += [each.problem for each in reports if each.problem]
-        if found is None:
+        if checkpoint is None:
             continue
-        if found.is_complete:
-            return Chosen(name, found, reports, [each.name for each in others])
-        others.append(Chosen(name, found, reports, []))
+        if checkpoint.is_complete:
+            return Chosen(name, checkpoint, reports, [each.name for each in others])
+        others.append(Chosen(name, checkpoint, reports, []))
     if not others:
         raise CheckpointError(problems[0] if problems else f"no finished checkpoint in '{path}'")
     return others[0]
@@ -185,12 +189,12 @@ def latest_of_hosts(directory: str | os.PathLike[str], model: nn.Module) -> str 
     """Carry out zshard.latest_checkpoint(directory, model)."""
     comm = ranks_of(bare(model))
     path = path_of(directory)
-    own: list[str] = []
+    names: list[str] = []
     with on_all_ranks(comm):
         with suppress(FileNotFoundError):
             os.listdir(path)  # for its other errors
-        own += names_at(path)
-    if not any(gather(comm, bool(own))):
+        names += names_at(path)
+    if not any(gather(comm, bool(names))):
         return None
     return os.path.join(path, choose(comm, Hosts(comm), path).name)
 
@@ -201,14 +205,14 @@ def folders_together(paths: Sequence[str]) -> Spread:
     where = ", ".join(f"'{path}'" for path in paths)
     names = by_age(name for path in paths for name in names_at(path))
 
-    def look_at(name: str) -> tuple[Found | None, list[HostReport]]:
+    def look_at(name: str) -> tuple[HostsCheckpoint | None, list[HostReport]]:
         reports = [report_of(os.path.join(path, name)) for path in paths]
         return together(paths, reports), reports
 
     chosen = newest(names, look_at, where)
     folders = [os.path.join(path, chosen.name) if chosen.name else path for path in paths]
     reports = zip(folders, chosen.reports, strict=True)
-    folders = [folder for folder, report in reports if report.id == chosen.found.id]
+    folders = [folder for folder, report in reports if report.id == chosen.checkpoint.id]
     manifest = Manifest.read(folders[0])
     if not manifest.whole:
         raise CheckpointError(f"'{folders[0]}' is not in parts: it needs no collecting")
@@ -225,12 +229,17 @@ class HostsSpread(Spread):
     """A checkpoint in parts, open on all ranks."""
 
     def __init__(
-        self, path: str, manifest: Manifest, hosts: Hosts, found: Found, is_here: bool
+        self,
+        path: str,
+        manifest: Manifest,
+        hosts: Hosts,
+        checkpoint: HostsCheckpoint,
+        is_here: bool,
     ) -> None:
         """is_here: whether this host has it, as far as it does."""
         self._hosts = hosts
         # For each rank, whom it reads other hosts' part files from.
-        self.servers = [_servers(hosts, found.holders, rank) for rank in range(len(hosts.of))]
+        self.servers = [_servers(hosts, checkpoint.holders, rank) for rank in range(len(hosts.of))]
         super().__init__(path, manifest, [path] * is_here, self.servers[hosts.rank])
 
     def own_blocks(self, comm: api.Comm, wanted: Iterable[tuple[str, int, int]]) -> FileBlocks:
@@ -259,9 +268,9 @@ def opened_together(stack: ExitStack, comm: api.Comm, path: str) -> tuple[str, H
     Raises CheckpointError, which names the lost hosts, if hosts do not have all part files.
     """
     hosts = Hosts(comm)
-    name, found, reports, _ = choose(comm, hosts, path)
+    name, checkpoint, reports, _ = choose(comm, hosts, path)
     folder = os.path.join(path, name) if name else path
-    first = next(rank for rank, each in enumerate(reports) if each.id == found.id)
+    first = next(rank for rank, each in enumerate(reports) if each.id == checkpoint.id)
     text, where = b"", os.path.join(folder, api.NAME)
     with on_all_ranks(comm):
         if comm.rank == first:
@@ -270,10 +279,12 @@ def opened_together(stack: ExitStack, comm: api.Comm, path: str) -> tuple[str, H
     manifest = Manifest.parse(gather_bytes(comm, text)[first], where)
     if not manifest.whole:
         return folder, None
-    spread = HostsSpread(folder, manifest, hosts, found, reports[comm.rank].id == found.id)
+    spread = HostsSpread(
+        folder, manifest, hosts, checkpoint, reports[comm.rank].id == checkpoint.id
+    )
     servers = spread.servers
     if any(servers):
-        clients = [rank for rank, own in enumerate(servers) if comm.rank in own.values()]
+        clients = [rank for rank, of in enumerate(servers) if comm.rank in of.values()]
         group = group_beside(comm, _CPU)
         remote = RemoteParts(
             group, list(spread.parts), spread.here, servers[comm.rank], clients, hosts.names
@@ -289,9 +300,9 @@ def opened_together(stack: ExitStack, comm: api.Comm, path: str) -> tuple[str, H
 def _servers(hosts: Hosts, holders: Mapping[str, list[str]], rank: int) -> dict[str, int]:
     """Return the ranks that `rank` reads part files from which its own host does not have. If
     several hosts have one, the ranks of a host share them."""
-    own = hosts.of[rank]
+    here = hosts.of[rank]
     return {
         name: hosts.peer(rank, there[rank % len(there)])
         for name, there in holders.items()
-        if own not in there
+        if here not in there
     }

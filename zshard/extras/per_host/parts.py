@@ -66,7 +66,7 @@ class PartRecord(NamedTuple):
     def entry(self) -> dict[str, Any]:
         """What a manifest has of it. Runs are text, which is shorter than JSON:
         "offset+length offset+length ..."."""
-        runs = {file: " ".join(f"{at}+{n}" for at, n in own) for file, own in self.runs.items()}
+        runs = {file: " ".join(f"{at}+{n}" for at, n in of) for file, of in self.runs.items()}
         return {**self._asdict(), "runs": runs}
 
 
@@ -248,8 +248,6 @@ def _range(place: RunPlace) -> tuple[int, int]:
 
 
 class _Pieces:
-    """The bytes of a file of a Spread."""
-
     def __init__(self, spread: Spread, name: str, size: int) -> None:
         self._spread, self._name, self.size = spread, name, size
 

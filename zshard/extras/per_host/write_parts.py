@@ -76,8 +76,6 @@ def writer(comm: api.Comm, beside: api.Comm, replicas: int) -> Callable[[SavePla
 
 
 class _WrittenPart(NamedTuple):
-    """The part file that a rank has written."""
-
     name: str
     part: PartRecord
     record: FileRecord

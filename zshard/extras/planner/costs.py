@@ -67,7 +67,7 @@ class Costs:
             return 0.0
         used = (i for (act, i), n in self._acts.items() if act == "gather" for _ in range(n))
         return self._host_seconds(
-            sum(self._sizes[i].own for i in used if self._wrapped.units[i].offloads[0])
+            sum(self._sizes[i].stored for i in used if self._wrapped.units[i].offloads[0])
         )
 
     def step_seconds(self) -> float:

@@ -146,8 +146,6 @@ def trace(
 
 
 class _Tracing:
-    """One run of a model: see trace()."""
-
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self.marks: list[tuple[int, bool]] = []

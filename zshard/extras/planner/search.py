@@ -36,7 +36,7 @@ OFFLOADS = (Offload(), Offload(grads=True))
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What plan() found.
+    """The result of plan().
 
     Attributes:
         predictions: for each strategy and kind of checkpointing the fastest that fits, or the
@@ -228,8 +228,6 @@ def plan(
 
 
 class _Search:
-    """Looks for the largest micro-batch that is worth its memory."""
-
     def __init__(self, workload: Workload, cluster: Cluster, batch: int | None) -> None:
         self._workload, self._cluster = workload, cluster
         self._samples = None if batch is None else batch // cluster.ranks
@@ -259,7 +257,6 @@ class _Search:
         return predictions, min(fast, key=lambda each: each.memory["total"], default=None)
 
     def _all(self, way: Way, strategies: Sequence[str]) -> list[Prediction]:
-        """Return the best prediction of each strategy and kind of checkpointing."""
         return [
             self._best(way._replace(strategy=strategy, checkpointing=kind))
             for strategy in strategies

@@ -50,13 +50,13 @@ def _over(strategy: ShardingStrategy, group: int, ranks: int) -> Over:
 class Size(NamedTuple):
     """A unit. numel: elements of all parameters; trained: of those that are trained. full: bytes of
     all parameters as they are gathered; grads: of the trained ones' gradients as they are reduced;
-    own: of all parameters in their own dtype."""
+    stored: of all parameters in their own dtype."""
 
     numel: int
     trained: int
     full: float
     grads: int
-    own: int
+    stored: int
 
 
 class Wrapped:
@@ -82,8 +82,8 @@ class Wrapped:
         if unit.is_coded:
             full = numel * CODE_BYTES[self.way.wire.parameters]
         grads = sum(param.numel() * self._itemsize(param) for param in trained)
-        own = sum(param.numel() * param.itemsize for param in params)
-        return Size(numel, of_trained, full, grads, own)
+        stored = sum(param.numel() * param.itemsize for param in params)
+        return Size(numel, of_trained, full, grads, stored)
 
     def _part_of(self, unit: api.Unit, params: Sequence[nn.Parameter]) -> Held:
         trained = cast = copy = 0

@@ -143,7 +143,6 @@ def _sizes(value: object) -> tuple[int, ...]:
 
 
 def _place(checkpoint: Checkpoint, where: str, name: str, info: Mapping[str, Any]) -> Stored:
-    """Return where `name` is stored."""
     if info.get("transform_descriptors"):
         raise CheckpointError(f"'{where}' stores '{name}' compressed: save it without extensions")
     inside, begin, length = _text(info["relative_path"]), info["offset"], info["length"]

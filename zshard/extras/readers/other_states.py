@@ -114,7 +114,6 @@ def optimizer_of_paths(
 def _flat_optimizer(
     tensors: Mapping[KeyPath, Chunked], values: Mapping[KeyPath, Any], params: set[str]
 ) -> OptimizerState:
-    """Return the state of the flat format, in which each parameter has its own options."""
     state: dict[str, dict[str, Any]] = {}
     others: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}

@@ -62,7 +62,6 @@ def main(words: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return torchrun's parser with -n and --bind."""
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument(
         "-n",
@@ -122,7 +121,13 @@ def kept(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[
         yield
         return
     try:
-        token, seconds = _token(args.keep, args.keep_seconds)
+        if args.keep == ANEW:
+            seconds = client.SECONDS if args.keep_seconds is None else args.keep_seconds
+            token = client.start(seconds)
+        else:
+            token, keeper = args.keep, client.Keeper(args.keep)
+            keeper.watch(os.getpid(), args.keep_seconds)
+            seconds = keeper.status().seconds
     except KeeperError as error:
         parser.error(f"--keep: {error}")
     print(
@@ -143,16 +148,6 @@ def kept(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[
     finally:
         with contextlib.suppress(KeeperError):  # it was ended by hand
             client.Keeper(token).end()
-
-
-def _token(keep: str, seconds: float | None) -> tuple[str, float]:
-    """Return the token of a new keeper, or of the one that was named, and how long that stays."""
-    if keep == ANEW:
-        seconds = client.SECONDS if seconds is None else seconds
-        return client.start(seconds), seconds
-    keeper = client.Keeper(keep)
-    keeper.watch(os.getpid(), seconds)
-    return keep, keeper.status().seconds
 
 
 def summary(shares: list[Share], threads: str) -> str:

@@ -143,7 +143,11 @@ def fully_shard(
     """
     modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:
-        _check_module(each)
+        name = type(each).__name__
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"fully_shard expects an nn.Module, got {name}")
+        if "forward" not in vars(each) and type(each).forward is nn.Module.forward:
+            raise ValueError(f"{name} has no forward: call fully_shard on each module in it")
     if shard_placement_fn is not None:
         raise NotImplementedError("fully_shard(shard_placement_fn=) is not supported: omit it")
     if dp_mesh_dims is not None:
@@ -175,16 +179,7 @@ def fully_shard(
     return module
 
 
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard expects an nn.Module, got {type(module).__name__}")
-    if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
-        name = type(module).__name__
-        raise ValueError(f"{name} has no forward: call fully_shard on each module in it")
-
-
 def _dimensions(mesh: DeviceMesh | None) -> int:
-    """Return the number of dimensions of the mesh; 1 without one."""
     if mesh is None:
         return 1
     if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_group")):

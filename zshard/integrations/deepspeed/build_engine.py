@@ -42,7 +42,6 @@ from zshard.integrations.deepspeed.schedules import schedule_of
 from zshard.integrations.deepspeed.zero import describe
 
 _HALF = (torch.float16, torch.bfloat16)
-_NEEDS_OPTIMIZER = "a scheduler needs an optimizer: add 'optimizer' to the DeepSpeed config"
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 Result = tuple[DeepSpeedEngine, Optimizer | None, DataLoader[Any] | None, Any]
@@ -119,11 +118,16 @@ def initialize(
         raise ValueError("lr_scheduler schedules another optimizer: pass that one as optimizer=")
     if training_data is not None:
         check_dataset(training_data)
-    if optimizer is None or client is not None:
-        _try_sections(settings, client, groups, lr_scheduler is None)
+    if optimizer is None or client is not None:  # errors come before the model is sharded
+        count = sum(isinstance(group, dict) for group in groups or ()) or 1
+        count = len(client.param_groups) if client is not None else count
+        dummies = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(count)]
+        trial = None if client is None else torch.optim.AdamW(dummies)
+        _steppers(trial, dummies, None if lr_scheduler is None else False, settings)
     _shard(module, settings)
-    client = client or _make_optimizer(optimizer, groups, module, settings)
-    scheduler = _make_scheduler(lr_scheduler, client, settings)
+    if groups is None:
+        groups = [param for param in module.parameters() if param.requires_grad]
+    client, scheduler = _steppers(optimizer, groups, lr_scheduler, settings)
     engine = DeepSpeedEngine(module, client, scheduler, settings)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
@@ -231,24 +235,6 @@ def _check_members(groups: Iterable[Any], module: nn.Module, name: str) -> None:
             raise ValueError(f"{name} has a tensor of shape {shape}, not a parameter of the model")
 
 
-def _try_sections(
-    settings: Settings, client: Optimizer | None, groups: list[Any] | None, schedules: bool
-) -> None:
-    """Build the config's optimizer and scheduler for dummy parameters, so that errors surface
-    before the model is sharded."""
-    count = sum(isinstance(group, dict) for group in groups or ()) or 1
-    count = len(client.param_groups) if client is not None else count
-    dummies = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(count)]
-    section, schedule = settings.section("optimizer"), settings.section("scheduler")
-    optimizer: Optimizer = torch.optim.AdamW(dummies)
-    if client is None and section is not None:
-        optimizer = optimizer_of(section, dummies)
-    if schedules and schedule is not None:
-        if client is None and section is None:
-            raise ValueError(_NEEDS_OPTIMIZER)
-        schedule_of(schedule, optimizer)
-
-
 # --- building -------------------------------------------------------------------------------------
 
 
@@ -277,25 +263,23 @@ def _shard(module: nn.Module, settings: Settings) -> None:
     describe(module.parameters())
 
 
-def _make_optimizer(
-    function: Any, groups: list[Any] | None, module: nn.Module, settings: Settings
-) -> Optimizer | None:
-    if groups is None:
-        groups = [param for param in module.parameters() if param.requires_grad]
-    if function is None:
-        section = settings.section("optimizer")
-        return None if section is None else optimizer_of(section, groups)
-    optimizer = function(groups)
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer= must return a torch optimizer, got {optimizer!r:.80}")
-    return optimizer
-
-
-def _make_scheduler(scheduler: Any, optimizer: Optimizer | None, settings: Settings) -> Any:
-    section = settings.section("scheduler")
+def _steppers(
+    optimizer: Any, groups: list[Any], scheduler: Any, settings: Settings
+) -> tuple[Optimizer | None, Any]:
+    """Return the optimizer and the scheduler. optimizer, scheduler: these, or functions that return
+    them; None: the config's."""
+    section, schedule = settings.section("optimizer"), settings.section("scheduler")
+    if optimizer is None and section is not None:
+        optimizer = optimizer_of(section, groups)
+    elif optimizer is not None and not isinstance(optimizer, Optimizer):
+        optimizer = optimizer(groups)
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer= must return a torch optimizer, got {optimizer!r:.80}")
     is_function = callable(scheduler) and not hasattr(scheduler, "step")
-    if not is_function and (scheduler is not None or section is None):
-        return scheduler
+    if not is_function and (scheduler is not None or schedule is None):
+        return optimizer, scheduler
     if optimizer is None:
-        raise ValueError(_NEEDS_OPTIMIZER)
-    return scheduler(optimizer) if is_function else schedule_of(section or {}, optimizer)
+        raise ValueError("a scheduler needs an optimizer: add 'optimizer' to the DeepSpeed config")
+    return optimizer, scheduler(optimizer) if is_function else schedule_of(
+        schedule or {}, optimizer
+    )

@@ -198,7 +198,6 @@ def complete(train: int | None, micro: int | None, steps: int | None, world: int
 
 
 def _dtypes(values: ConfigValues) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """Return the dtypes of forward and backward, and of torch.autocast."""
     kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "torch_autocast": None}
     on = [name for name in kinds if values.get(f"{name}.enabled", False)]
     if len(on) > 1:
@@ -225,7 +224,6 @@ def _loss_scale(values: ConfigValues) -> LossScale:
 
 
 def _offload(values: ConfigValues, stage: int) -> Offload | None:
-    """Return the Offload of the config; None: nothing is offloaded."""
     places: list[str | None] = []  # of each part: a folder, or "" for host memory; None: stays
     for part, old_names in (("param", ("_param", "_params")), ("optimizer", ("",))):
         name = f"zero_optimization.offload_{part}"

@@ -7,6 +7,7 @@ unfinished one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -136,14 +137,17 @@ class EngineCheckpoints:
             )
         folder, comm = path_of(load_dir), self._comm()
         with on_all_ranks(comm):
-            name = _latest_of(folder) if tag is None else _checked(str(tag))
+            name = None if tag is None else _checked(str(tag))
+            latest = os.path.join(folder, _LATEST)
+            if tag is None:
+                with contextlib.suppress(FileNotFoundError):
+                    name = _checked(Path(latest).read_text("utf-8").strip())
         # A new host with a disk of its own has no file `latest` and no checkpoint.
         names = gather(comm, name)
         if tag is None:
             name = next(filter(None, names), None)
         if name is None:
-            missing = os.path.join(folder, _LATEST)
-            warn_on_rank_0(comm, f"nothing was loaded: there is no '{missing}'; pass tag=")
+            warn_on_rank_0(comm, f"nothing was loaded: there is no '{latest}'; pass tag=")
             return None, None
         path = os.path.join(folder, name)
         some_rank_has_it = any(gather(comm, os.path.isdir(path)))
@@ -213,11 +217,3 @@ def _checked(tag: str) -> str:
     if not tag or os.path.isabs(tag) or ".." in parts or tag == _LATEST or "" in parts:
         raise ValueError(f"tag={tag!r} is not the name of a folder in save_dir")
     return tag
-
-
-def _latest_of(folder: str) -> str | None:
-    try:
-        with open(os.path.join(folder, _LATEST), encoding="utf-8") as file:
-            return _checked(file.read().strip())
-    except FileNotFoundError:
-        return None

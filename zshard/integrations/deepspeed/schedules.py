@@ -172,8 +172,9 @@ class OneCycle(Schedule):
     ) -> None:
         first, second = cycle_first_step_size, cycle_second_step_size
         second = first if second is None else second
-        _steps("cycle_first_step_size", first, 1)
-        _steps("cycle_second_step_size", second, 0)
+        if first <= 0 or second < 0:
+            name, size = ("first", first) if first <= 0 else ("second", second)
+            raise ValueError(f"'cycle_{name}_step_size' is too small: {size}")
         stairs, others = cycle_first_stair_count, cycle_second_stair_count
         self._up, self._down = float(first), float(second)
         self._stairs = stairs, stairs if others is None else others
@@ -226,8 +227,6 @@ class OneCycle(Schedule):
 
 
 class _Ramp:
-    """A ramp from 0 to 1 over a number of steps."""
-
     def __init__(self, steps: int, kind: str) -> None:
         self.steps = max(2, _steps("warmup_num_steps", steps, 0))
         if kind not in ("log", "linear"):

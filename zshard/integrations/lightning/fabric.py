@@ -117,7 +117,6 @@ class Sharding:
     def _save_folder(
         self, file: object, module: nn.Module, optimizer: Optimizer | None, rest: dict[str, Any]
     ) -> None:
-        """Save a folder with zshard.save(), including rank 0's `rest`."""
         path: str = os.fspath(self.broadcast(file))
         chunks: list[bytes] = []
         comm = ranks_of(module)
@@ -140,7 +139,6 @@ class Sharding:
         strict: bool,
         weights_only: bool | None,
     ) -> dict[str, Any]:
-        """Load what _save_folder() saved; return its `rest`."""
         loaded = load(path, module, optimizer, strict=strict)
         chunks = self.broadcast(loaded.get("lightning"))
         if not chunks:
@@ -301,7 +299,6 @@ def _unwrapped(module: nn.Module) -> Any:
 
 
 def _split(state: dict[str, Any]) -> tuple[tuple[nn.Module, Optimizer | None], dict[str, Any]]:
-    """Return the one module and the optimizer to save, and the other entries."""
     modules = [value for value in state.values() if isinstance(value, nn.Module)]
     optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
     if len(modules) != 1 or len(optimizers) > 1:

@@ -130,7 +130,6 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
     # --- steps ----------------------------------------------------------------------------------
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a step of the module with full parameters, as in its forward."""
         module = self.lightning_module
         return call_as_forward(module, getattr(module, name), args, kwargs)
 
