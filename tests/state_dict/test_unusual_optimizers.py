@@ -163,3 +163,43 @@ def steps_of_a_base_like_a_plain_model(combination):
 @pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
 def test_a_step_that_calls_its_base_class_is_one_step(pool2, combination):
     assert pool2.run(steps_of_a_base_like_a_plain_model, combination) == [[], []]
+
+
+def ignoring(has_base):
+    """Return a new class whose step() ignores its closure and calls that of its base class, which
+    torch hooks too once that has an instance."""
+
+    class Base(WithoutOptions):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for param in self.param_groups[0]["params"]:
+                param.sub_(param.grad)
+
+    class Ignoring(Base):
+        def step(self, closure=None):
+            return super().step()
+
+    if has_base:
+        Base([torch.nn.Parameter(torch.ones(2))])
+    return Ignoring
+
+
+def steps_without_its_closure(combination, has_base):
+    model = make(Stack) if combination is None else wrapped(Stack, combination)
+    optimizer = ignoring(has_base)(model.parameters())
+    (model(floats(1)).sum() * 100).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step(lambda: None)
+    return {n: t.clone() for n, t in model.state_dict().items()}
+
+
+def same_without_its_closure(combination):
+    with pytest.raises(RuntimeError, match="has not called its closure"):
+        steps_without_its_closure(combination, False)
+    found = steps_without_its_closure(combination, True)
+    return differences(found, steps_without_its_closure(None, True))
+
+
+@pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
+def test_a_closure_that_is_not_called_is_an_error_or_does_no_harm(pool2, combination):
+    assert pool2.run(same_without_its_closure, combination) == [[], []]

@@ -220,7 +220,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if seen.depth > 0:
         return
     try:
-        if not seen.has_begun:
+        if seen.models and not seen.has_begun:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() has not called its closure, so it has stepped "
                 "with gradients that zshard has not checked or clipped: call step() without one"
