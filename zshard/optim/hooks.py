@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +33,7 @@ from zshard.optim.step_digest import note_step, note_values
 from zshard.units import returned
 from zshard.units.extensions import EXTENSIONS, announce
 from zshard.units.moment import REPLACED, UNSHARDED, refuse, refuse_writes
-from zshard.units.shards import Stepped, part_of, stepped_by, units_stepped_by
+from zshard.units.shards import context_of, contexts, part_of, stepped_by, units_stepped_by
 
 __all__ = [
     *("before_first_steps", "install", "install_steps", "is_older", "know", "know_again"),
@@ -74,18 +72,6 @@ def install() -> None:
 
 # --- known optimizers -----------------------------------------------------------------------------
 
-
-@dataclass
-class _Seen:
-    """What is known of an optimizer."""
-
-    models: list[Stepped] = field(default_factory=list)  # when its state was last looked at
-    is_checked: bool = False  # its first step has been
-    depth: int = 0  # of its steps now: a step() may call that of its base class
-    has_begun: bool = False  # this step to write, when its gradients have been checked
-
-
-_seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
 _checks: list[Callable[[Optimizer], bool]] = []
 
 
@@ -98,7 +84,7 @@ def before_first_steps(check: Callable[[Optimizer], bool]) -> None:
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _check_first_step(optimizer: Optimizer) -> None:
     _checks[:] = [check for check in _checks if check(optimizer)]
-    _seen[optimizer].is_checked = True
+    context_of(optimizer).is_checked = True
 
 
 def know(optimizer: Optimizer, in_step: bool = False, is_loaded: bool = False) -> None:
@@ -107,26 +93,27 @@ def know(optimizer: Optimizer, in_step: bool = False, is_loaded: bool = False) -
     where all ranks do. Peers that share memory can read its state from now on. in_step: around a
     step, when nothing else has changed it. is_loaded: all of its state has just been loaded."""
     models, older = stepped_by(optimizer), False
-    seen = _seen.setdefault(optimizer, _Seen())
-    if seen.models is not models:
+    context = context_of(optimizer)
+    if context.seen is not models:
         older = is_older(optimizer)
         if older and not is_loaded:
             shard_state_of(optimizer)
-        seen.models = models
+        context.seen = models
     post(optimizer, in_step, older)
 
 
 def is_older(optimizer: Optimizer) -> bool:
     """Return whether one of its models was sharded after know() last saw it. Not if only other
     models are new: a kept run's state must stay where it is."""
-    seen, models = _seen.get(optimizer, _Seen()), stepped_by(optimizer)
-    return [each.facts for each in seen.models] != [each.facts for each in models]
+    models, context = stepped_by(optimizer), context_of(optimizer)
+    return [each.facts for each in context.seen or ()] != [each.facts for each in models]
 
 
 def post(optimizer: Optimizer, in_step: bool = False, is_new: bool = False) -> None:
     """Let peers that share memory read an optimizer's state as it is. in_step: as in know().
     is_new: it may have been sharded since the last call."""
-    _seen.setdefault(optimizer, _Seen())
+    context = context_of(optimizer)
+    context.seen = context.seen or []
     for each in stepped_by(optimizer):
         if each.peers is not None:
             each.peers.note(optimizer, in_step, is_new)
@@ -135,7 +122,7 @@ def post(optimizer: Optimizer, in_step: bool = False, is_new: bool = False) -> N
 def know_again(unit: _core.Unit) -> None:
     """Call know() for the optimizers that had sharded state of parts of a model before FSDP()
     wrapped the model itself, `unit`."""
-    for optimizer in [each for each, seen in _seen.items() if seen.models]:
+    for optimizer in [each for each, context in contexts.items() if context.seen]:
         if any(each.engine_id == unit.engine_id for each in units_stepped_by(optimizer)):
             know(optimizer)
 
@@ -143,7 +130,7 @@ def know_again(unit: _core.Unit) -> None:
 def seen_optimizers() -> list[Optimizer]:
     """Return all living optimizers that have stepped, that step in backward, or whose state has
     been saved or loaded, in order of first use."""
-    return list(_seen)
+    return [each for each, context in contexts.items() if context.seen is not None]
 
 
 # --- hooks around a step --------------------------------------------------------------------------
@@ -155,10 +142,10 @@ def _before_step(
     """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
     parameters that unshard() has gathered. With a closure, which computes the gradients, the check
     runs after it."""
-    seen = _seen.setdefault(optimizer, _Seen())
-    seen.depth += 1
-    if seen.depth == 1:
-        seen.has_begun = False
+    context = context_of(optimizer)
+    context.depth += 1
+    if context.depth == 1:
+        context.has_begun = False
         refuse_writes(units_stepped_by(optimizer), "a step", optimizer)
         if returned.known:
             returned.look()
@@ -166,8 +153,8 @@ def _before_step(
         _refuse_by_class(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
-        if not seen.has_begun:
-            _begin_to_write(optimizer, in_closure=seen.depth > 1)
+        if not context.has_begun:
+            _begin_to_write(optimizer, in_closure=context.depth > 1)
         return None
     for unit in units_stepped_by(optimizer):  # an optimizer may write before its closure, too
         unit.engine.begin_write()
@@ -186,9 +173,10 @@ def _before_step(
 def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     """Refuse invalid gradients, and notify the models that their parameters are about to be
     written."""
+    context = context_of(optimizer)
     refuse((each.state for each in stepped_by(optimizer) if each.state), "step", REPLACED)
-    if optimizer not in _inner:
-        announce("step", optimizer, not _seen[optimizer].is_checked)
+    if not context.is_inner:
+        announce("step", optimizer, not context.is_checked)
     if _core.has_local_grads():
         for param in params_of(optimizer):
             if param.grad is not None:
@@ -196,8 +184,8 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     if _core.has_held_units():
         parts = (part_of(param) for param in params_of(optimizer))
         refuse((each.state for each in parts if each and each.state), "step", UNSHARDED)
-    if optimizer not in _inner:
-        if not _seen[optimizer].is_checked:
+    if not context.is_inner:
+        if not context.is_checked:
             _check_first_step(optimizer)
         for each in EXTENSIONS:
             each.before_step(optimizer, in_closure)
@@ -210,23 +198,23 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
         optimizer.wait_for_ranks()
     for unit in units_stepped_by(optimizer):
         unit.engine.before_step(in_closure)
-    _seen[optimizer].has_begun = True
+    context.has_begun = True
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Torch's post-hook, which runs only if the step has not raised."""
-    seen = _seen[optimizer]
-    seen.depth -= 1
-    if seen.depth > 0:
+    context = context_of(optimizer)
+    context.depth -= 1
+    if context.depth > 0:
         return
     try:
-        if seen.models and not seen.has_begun:
+        if context.models and not context.has_begun:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() has not called its closure, so it has stepped "
                 "with gradients that zshard has not checked or clipped: call step() without one"
             )
         _end_of_step(optimizer)
-        if optimizer not in _inner:
+        if not context.is_inner:
             _note_step(optimizer)
         know(optimizer, in_step=True)  # its state exists now
     finally:
@@ -250,9 +238,9 @@ def _end_writes(optimizer: Optimizer) -> None:
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _after_failed_step(optimizer: Optimizer) -> None:
     """A step, its closure or a hook has raised: other ranks may read the parameters as they are."""
-    seen = _seen.setdefault(optimizer, _Seen())
-    seen.depth = max(0, seen.depth - 1)
-    if seen.depth == 0:
+    context = context_of(optimizer)
+    context.depth = max(0, context.depth - 1)
+    if context.depth == 0:
         _end_of_step(optimizer)
         _end_writes(optimizer)
 
@@ -263,16 +251,13 @@ _note_step = torch._disable_dynamo(note_step)  # type: ignore[attr-defined]
 
 # --- refusals -------------------------------------------------------------------------------------
 
-_inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers within another one, which steps them only on ranks that have parameters for them."""
-
 
 def _refuse_by_class(optimizer: Optimizer) -> None:
     cls = type(optimizer)
     library, name = cls.__module__.partition(".")[0], cls.__name__.lower()
     if name == "zeroredundancyoptimizer":
         check_optimizer(optimizer)
-        _inner.add(getattr(optimizer, "optim", optimizer))
+        context_of(getattr(optimizer, "optim", optimizer)).is_inner = True
     takes_norms = library in _KERNELS and any(word in name for word in _NEED_NORMS)
     quantizes = library in _QUANTIZE and any(word in name for word in ("8bit", "4bit", "fp8"))
     if (takes_norms or quantizes) and any(map(_core.is_shard, params_of(optimizer))):

@@ -25,7 +25,7 @@ from zshard.optim.step import InOneCall
 from zshard.optim.step_digest import note_step
 from zshard.units.extensions import EXTENSIONS
 from zshard.units.moment import REPLACED, refuse, refuse_writes
-from zshard.units.shards import ids_of
+from zshard.units.shards import context_of, ids_of
 from zshard.units.units import Hook, State, hook_forward, units_of
 
 __all__ = [
@@ -40,11 +40,6 @@ _handles: weakref.WeakKeyDictionary[nn.Module, list[OptimizerInBackward]] = (
 
 _scaled_backward: int | None = None
 """Torch's graph task id of the last backward that started at a scaled loss."""
-
-_uncounted: weakref.WeakKeyDictionary[InOneCall, tuple[int, set[int], set[int]]]
-_uncounted = weakref.WeakKeyDictionary()
-"""For each optimizer, of the last backward: torch's graph task id, the ids of the handles for which
-it is not over, and the param groups that they have stepped."""
 
 _OVER, _BEGIN = -1, -2  # must match csrc/python/py_in_backward.c
 
@@ -143,12 +138,13 @@ class OptimizerInBackward:
                     "optimizer_in_backward() was called: remove() its handle, and call it again"
                 )
             for optimizer in self._optimizers:
-                if optimizer not in _uncounted or _uncounted[optimizer][0] != task:
-                    _uncounted[optimizer] = task, set(), set()
-                _uncounted[optimizer][1].add(id(self))
+                context = context_of(optimizer)
+                if context.in_backward[0] != task:
+                    context.in_backward = task, set(), set()
+                context.in_backward[1].add(id(self))
         elif index == _OVER:
             for optimizer in self._optimizers:
-                _, handles, groups = _uncounted[optimizer]
+                _, handles, groups = context_of(optimizer).in_backward
                 handles.discard(id(self))
                 if groups and not handles:
                     optimizer._end_parts(groups)
@@ -159,7 +155,7 @@ class OptimizerInBackward:
         else:
             for optimizer, group, params in self._parts[index]:
                 optimizer._step_part(group, index, params)
-                _uncounted[optimizer][2].add(group)
+                context_of(optimizer).in_backward[2].add(group)
                 self._stepped.add(optimizer)
 
 

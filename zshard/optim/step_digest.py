@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zshard.guard.slices import plain
-from zshard.units.shards import Stepped, replicas_of, stepped_by
+from zshard.units.shards import Stepped, context_of, contexts, replicas_of, stepped_by
 from zshard.units.units import State
 
 __all__ = ["note_step", "note_values", "sum_of_bits", "watch_steps"]
@@ -101,11 +101,6 @@ class _Account:
             return tuple(group.get(key) for key in self.keys)
 
 
-_accounts: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, _Account]]
-_accounts = weakref.WeakKeyDictionary()
-"""For each optimizer, by the ranks of the models that it steps."""
-
-
 class _Watcher(Protocol):
     """An object that is notified of the steps of a model."""
 
@@ -141,12 +136,12 @@ def note_step(optimizer: torch.optim.Optimizer, engine_id: int | None = None) ->
 
 
 def _account_of(optimizer: torch.optim.Optimizer, comm_id: int) -> _Account:
-    accounts = _accounts.setdefault(optimizer, {})
+    accounts: dict[int, _Account] = context_of(optimizer).accounts
     if comm_id not in accounts:
         name = type(optimizer).__name__
-        pairs = _accounts.items()
         others = sum(
-            type(other).__name__ == name and comm_id in by_comm for other, by_comm in pairs
+            type(other).__name__ == name and comm_id in context.accounts
+            for other, context in contexts.items()
         )
         label = name if others == 0 else f"{name} #{others + 1}"
         accounts[comm_id] = _Account(optimizer, label)
@@ -156,9 +151,9 @@ def _account_of(optimizer: torch.optim.Optimizer, comm_id: int) -> _Account:
 def _all_texts(comm_id: int) -> str:
     """Return all texts, up to the length that peers receive."""
     texts, room = [], _ROOM
-    for accounts in _accounts.values():
-        if comm_id in accounts and room > 0:
-            texts.append(accounts[comm_id].lines)
+    for context in contexts.values():
+        if comm_id in context.accounts and room > 0:
+            texts.append(context.accounts[comm_id].lines)
             room -= len(texts[-1])
         if room <= 0:
             break

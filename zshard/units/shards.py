@@ -12,7 +12,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,8 @@ from zshard.units.moment import UNSHARDED, refuse, refuse_writes, writers
 from zshard.units.units import State
 
 __all__ = [
-    *("Entry", "Part", "Stepped", "asked_for_size", "entry_of", "known_parts", "part_of"),
+    *("Entry", "OptimizerContext", "Part", "Stepped", "asked_for_size", "context_of", "contexts"),
+    *("entry_of", "known_parts", "part_of"),
     *("remember_parts", "replicas_of", "sizes_for_torch", "stepped_by", "units_stepped_by"),
 ]
 
@@ -279,7 +280,8 @@ def known_parts() -> list[tuple[Tensor, Part]]:
 def remember_parts(state: State) -> None:
     """Register the parameters of a new unit."""
     unit = state.unit
-    _stepped.clear()
+    for context in list(contexts.values()):  # an optimizer may be older than its model
+        context.ids = None
     for index, param in enumerate(unit.params):
         facts = unit.param(index)
         part = Part(
@@ -367,19 +369,46 @@ class Stepped:
         return state is None or state.comms.all.world == 1
 
 
-_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[list[int]], list[Stepped]]]
-_stepped = weakref.WeakKeyDictionary()
-"""What is known of optimizers; emptied when a model is wrapped, which they may be older than."""
+@dataclass(eq=False)
+class OptimizerContext:
+    """What zshard knows of one optimizer."""
+
+    ids: list[list[int]] | None = None  # of its parameters; None: a model was wrapped since then
+    models: list[Stepped] = field(default_factory=list)
+    # optim/hooks.py's: `models` when its state was last looked at; whether its first step has been;
+    # how deep in its own step() it is, as a step() may call that of its base class; whether this
+    # step has begun to write; whether another optimizer calls it, on ranks that it has work for.
+    seen: list[Stepped] | None = None
+    is_checked: bool = False
+    depth: int = 0
+    has_begun: bool = False
+    is_inner: bool = False
+    # optim/step_digest.py's: its account of each model, by the model's ranks.
+    accounts: dict[int, Any] = field(default_factory=dict)
+    # optim/in_backward.py's, of the last backward: torch's graph task id, the ids of the handles
+    # for which it is not over, and the param groups that they have stepped.
+    in_backward: tuple[int, set[int], set[int]] = field(default_factory=lambda: (-1, set(), set()))
+
+
+contexts: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerContext]
+contexts = weakref.WeakKeyDictionary()
+
+
+def context_of(optimizer: torch.optim.Optimizer) -> OptimizerContext:
+    """Return the optimizer's context, a new one for a new optimizer."""
+    context = contexts.get(optimizer)
+    if context is None:
+        context = contexts[optimizer] = OptimizerContext()
+    return context
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[Stepped]:
     """Return the optimizer's share of each sharded model."""
-    ids = ids_of(optimizer)
-    known = _stepped.get(optimizer)
+    ids, context = ids_of(optimizer), context_of(optimizer)
     # A model may outlive one of its units.
-    if known is None or known[0] != ids or any(each.state is None for each in known[1]):
-        known = _stepped[optimizer] = ids, _models_of(optimizer)
-    return known[1]
+    if context.ids != ids or any(each.state is None for each in context.models):
+        context.ids, context.models = ids, _models_of(optimizer)
+    return context.models
 
 
 def ids_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:
