@@ -249,7 +249,7 @@ OTHER_STATE = [
     (zshard.AdamW8bit, torch.optim.RMSprop, {}, "'exp_avg' of parameter 0 is missing"),
     (zshard.SGD, torch.optim.AdamW, {}, "'momentum_buffer' of parameter 0 is missing"),
     (zshard.SGD8bit, torch.optim.AdamW, {}, "'momentum_buffer' of parameter 0 is missing"),
-    (zshard.Muon, torch.optim.SGD, {"momentum": 0.9}, "the saved one is of another kind"),
+    (zshard.Muon, torch.optim.SGD, {"momentum": 0.9}, "the saved one has not"),
     (zshard.Muon, torch.optim.AdamW, {}, "'momentum_buffer' of parameter 0 is missing"),
 ]
 

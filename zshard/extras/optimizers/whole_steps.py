@@ -36,7 +36,8 @@ def comm_of(param: Tensor) -> api.Comm | None:
 def refuse_copy(optimizer: Any) -> NoReturn:
     """Raise TypeError: the `__getstate__` of optimizers whose steps ranks share."""
     name = type(optimizer).__name__
-    raise TypeError(f"zshard.{name} cannot be copied or pickled: save its state_dict()")
+    remedy = "pass its state_dict() to another one's load_state_dict()"
+    raise TypeError(f"zshard.{name} cannot be copied or pickled: {remedy}")
 
 
 class Stepping(NamedTuple):
