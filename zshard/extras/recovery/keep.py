@@ -22,7 +22,7 @@ import contextlib
 import ctypes
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, auto
 from typing import Any, ClassVar
 
@@ -47,7 +47,7 @@ from zshard.api import (
 )
 from zshard.extras.keeping.client import Keeper, keeper_of_run
 from zshard.extras.recovery.checks import check, check_others
-from zshard.extras.recovery.files import Files, Mark
+from zshard.extras.recovery.files import Files, Mark, mark
 from zshard.extras.recovery.layout import (
     counters_of,
     layout_of,
@@ -58,9 +58,8 @@ from zshard.extras.recovery.layout import (
 )
 from zshard.extras.recovery.recover import (
     KeptName,
-    Old,
-    generations,
     names_at,
+    old_memory,
     recovered,
     restore_others,
     say,
@@ -89,12 +88,10 @@ class Phase(Enum):
 
 _NO_COMMIT = {
     Phase.NEW: "commit() before recover(): call kept.recover(...) before the loop",
-    Phase.CALLED: "commit() was called without `with`, so nothing was committed: write `with "
-    "kept.commit(...):` around optimizer.step()",
+    Phase.CALLED: "commit() without `with` commits nothing: write `with kept.commit(...):`",
     Phase.BLOCK: "commit() within commit(): leave the block first",
-    Phase.CUT_OFF: "the last commit() failed on the way, so only another process can continue: end "
-    "this one",
-    Phase.CLOSED: "commit() after close(), which ends the kept run: call close() at the end",
+    Phase.CUT_OFF: "the last commit() failed on the way: continue in another process",
+    Phase.CLOSED: "commit() after close(): call close() at the end of the run",
 }
 
 
@@ -138,16 +135,15 @@ class Keep:
         keeper = keeper_of_run()
         if keeper is None or not api.keeps_memory():
             raise RuntimeError(
-                "this run has no keeper: start it with `python -m zshard run --keep script.py`, or "
-                "call zshard.keep() before FSDP(...)"
+                "this run has no keeper: start it with `python -m zshard run --keep`, or call "
+                "zshard.keep() before FSDP(...)"
             )
         check(model, optimizer)
         check_others(others)
         if Keep._is_open:
             raise RuntimeError(
-                "this process has a Keep() already, and two would not be at the same step after a "
-                "restart: keep one module that contains all models, and step it with one "
-                "optimizer; or close() the first"
+                "this process has a Keep() already: close() it, or keep one module that contains "
+                "all models"
             )
         self._keeper: Keeper = keeper
         self._model, self._others = model, others
@@ -187,14 +183,12 @@ class Keep:
         if self._phase is not Phase.NEW:
             raise RuntimeError("recover() was called before: call it once, before the first step")
         _pickled("recover()", start)
-        old = generations(self._keeper, self._comm, self._name)
-        found = recovered(
-            Old(self._keeper, self._comm, old), self._model, self._optimizer, self._others
-        )
-        if found is None:
-            script = self._from_checkpoint(start, old.newest >= 0)
+        old = old_memory(self._keeper, self._comm, self._name)
+        if old.step:
+            script = recovered(old, self._model, self._optimizer, self._others)
+            self._step = old.step
         else:
-            self._step, script = found
+            script = self._from_checkpoint(start, old.newest >= 0)
         self._script = _pickled("recover()", script)
         self._name = self._name._replace(generation=old.newest + 1)
         self._phase = Phase.BETWEEN
@@ -215,9 +209,8 @@ class Keep:
             return {**start, **extra["script"]}
         if self._others:
             raise RuntimeError(
-                f"the checkpoint {path} lacks the state of the {type(self._others[0]).__name__} "
-                "that Keep() was given: save with extra=kept.state_dict(). To begin with this one, "
-                "call zshard.load() and restore the rest before Keep(), without checkpoints="
+                f"the checkpoint {path} lacks the state of the {type(self._others[0]).__name__}: "
+                "save with extra=kept.state_dict(), or zshard.load() it before Keep()"
             )
         say(self._comm, "it has no random states: save with extra=kept.state_dict()")
         return {**start, **extra}
@@ -255,9 +248,9 @@ class Keep:
         self._refuse_unentered()
         if self._phase is not Phase.BETWEEN:
             raise RuntimeError(_NO_COMMIT[self._phase])
-        own = _pickled("commit()", script)
+        pickled = _pickled("commit()", script)
         self._phase = Phase.CALLED
-        return self._block(own)
+        return self._block(pickled)
 
     @contextlib.contextmanager
     def _block(self, script: bytes) -> Iterator[None]:
@@ -296,24 +289,20 @@ class Keep:
         try:
             self._refuse_unentered()
         finally:
-            self._free()
+            if self._phase is not Phase.CLOSED:
+                self._phase, Keep._is_open = Phase.CLOSED, False
+                for engine in [engine for engine, keep in writers.items() if keep is self]:
+                    del writers[engine]
+                self._drop(lambda name: name.rank == self._name.rank)
+                if self._files is not None:
+                    self._files.close()
+                self._files = None
 
-    def _free(self) -> None:
-        if self._phase is Phase.CLOSED:
-            return
-        self._phase, Keep._is_open = Phase.CLOSED, False
-        for engine in [engine for engine, keep in writers.items() if keep is self]:
-            del writers[engine]
+    def _drop(self, is_done: Callable[[KeptName], bool]) -> None:
         for name in names_at(self._keeper):
-            if (name.rank, name.keep) == (self._name.rank, self._name.keep):
-                self._drop(name)
-        if self._files is not None:
-            self._files.close()
-        self._files = None
-
-    def _drop(self, name: KeptName) -> None:
-        self._keeper.drop(str(name))
-        _held.pop(str(name), None)
+            if name.keep == self._name.keep and is_done(name):
+                self._keeper.drop(str(name))
+                _held.pop(str(name), None)
 
     def _complete(self, script: bytes, prepared: Any) -> None:
         plans = prepared.plans
@@ -327,14 +316,14 @@ class Keep:
             plan.count()
         files.write(number, pickle.dumps(values_of(files.counters)) + state)
         grads = grads_of(params_of(self._optimizer))
-        _held["in hand"] = [each for each in grads if each is not None]  # others may finish it
-        files.mark(Mark.READY, number)
+        _held["in hand"] = [grad for grad in grads if grad is not None]  # others may finish it
+        mark(files.head, Mark.READY, number)
         with PublicCall("Keep.commit()"):
             self._comm.exchange(number.to_bytes(8, "little"))
         self._forget_older()
         if plans:
             files.step.finish(number)
-        files.mark(Mark.DONE, number)
+        mark(files.head, Mark.DONE, number)
         del _held["in hand"]
         self._step, self._script, self._phase = number, script, Phase.BETWEEN
 
@@ -345,7 +334,11 @@ class Keep:
             for group in self._optimizer.param_groups
         ]
         buffers = {
-            name: (str(value.dtype).removeprefix("torch."), tuple(value.shape), _bytes(value))
+            name: (
+                str(value.dtype).removeprefix("torch."),
+                tuple(value.shape),
+                bytes(bytes_of(value.detach().cpu().contiguous())),
+            )
             for name, value in self._model.named_buffers()
         }
         state = {
@@ -377,10 +370,8 @@ class Keep:
         except BaseException:
             files.close_area()
             raise
-        memory = [value for _, value in named_shards(self._model)]
-        _held[name] = [
-            each.detach() for each in (*memory, *(v for _, v in state_tensors(optimizer)))
-        ]
+        tensors = (*named_shards(self._model), *state_tensors(optimizer))
+        _held[name] = [tensor.detach() for _, tensor in tensors]
         self._files = files
         if before is not None:
             before.close_area()
@@ -388,13 +379,9 @@ class Keep:
 
     def _forget_older(self) -> None:
         """Free what earlier processes left, once all ranks have written a step of this one."""
-        if self._is_alone:
-            return
-        self._is_alone, own = True, self._name
-        for name in names_at(self._keeper):
-            is_older = name.keep == own.keep and name.generation < own.generation
-            if is_older and (name.rank == own.rank or name.rank >= own.world):
-                self._drop(name)
+        if not self._is_alone:
+            self._is_alone, (this, rank, world, _) = True, self._name
+            self._drop(lambda n: n.generation < this and (n.rank == rank or n.rank >= world))
 
     # --- refusals ---------------------------------------------------------------------------------
 
@@ -407,8 +394,8 @@ class Keep:
         self._refuse_unentered()
         if self._phase is Phase.BLOCK:
             raise RuntimeError(
-                "the optimizer's step takes effect at the end of the commit() block: run forwards "
-                "and state_dict() after it"
+                "the step takes effect at the end of the commit() block: run forwards and "
+                "state_dict() after it"
             )
 
     def refuse_write(self, what: str, optimizer: Optimizer | None) -> None:
@@ -418,18 +405,18 @@ class Keep:
             if self._phase is Phase.NEW:
                 return
             raise RuntimeError(
-                f"{what} would change a kept model outside of its steps, and a restart would "
-                "repeat it: do it before kept.recover(...), or do not keep this run"
+                f"{what} would change a kept model outside of its steps: do it before "
+                "kept.recover(...)"
             )
         if optimizer is not self._optimizer:
             raise RuntimeError(
-                f"{type(optimizer).__name__} steps a kept model, but Keep() was given another "
-                "optimizer: give all parameters to that one, in param groups"
+                f"{type(optimizer).__name__} steps a kept model, but Keep() was given another: "
+                "give all parameters to that one"
             )
         if self._phase is not Phase.BLOCK:
             raise RuntimeError(
-                "a step outside of commit() would be repeated by a restart: call kept.recover(...) "
-                "before the loop, and write `with kept.commit(...):` around each optimizer.step()"
+                "a step outside of commit() would be repeated by a restart: write `with "
+                "kept.commit(...):` around each optimizer.step()"
             )
 
 
@@ -438,7 +425,3 @@ def _pickled(call: str, values: Mapping[str, Any]) -> bytes:
         return pickle.dumps(dict(values))
     except Exception as error:
         raise TypeError(f"{call} takes plain values, but pickling failed: {error}") from error
-
-
-def _bytes(value: Tensor) -> bytes:
-    return bytes(bytes_of(value.detach().cpu().contiguous()))
