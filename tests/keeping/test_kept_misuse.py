@@ -60,7 +60,7 @@ def test_what_cannot_be_kept_is_named(keeper: Keeper) -> None:
 
 BESIDE = (
     "steps 'weight', which is not in the model that Keep() was given",
-    "one optimizer of sharded parameters, but got a second one, SGD: give all parameters to one",
+    "keeps one optimizer of shards, but got a second one, SGD: give all parameters to one",
     "got SGD without the module that it steps: pass that module",
     "keeps one FSDP(...) model, but got a second one",
 )

@@ -190,11 +190,15 @@ def changed_models():
     frozen = FSDP(plain)
     second = EMA(frozen, 0.9)
     frozen.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"'blocks.0.norm.weight' was removed, replaced or unfrozen"):
+    with pytest.raises(
+        RuntimeError, match=r"'blocks.0.norm.weight' was removed, replaced or unfrozen"
+    ):
         second.state_dict()
     del model.head.bias
     model.head.register_parameter("bias", None)
-    with pytest.raises(RuntimeError, match=r"'head.bias' was removed, replaced or unfrozen since EMA"):
+    with pytest.raises(
+        RuntimeError, match=r"'head.bias' was removed, replaced or unfrozen since EMA"
+    ):
         ema.state_dict()
 
 

@@ -83,10 +83,8 @@ class EMA:
         self.model = bare(model)
         states = [state for _, state in units_of(self.model)]
         if not states:
-            raise ValueError(
-                f"EMA() expects a model with FSDP modules, got {type(model).__name__}: make it "
-                "after FSDP(...), or use torch.optim.swa_utils.AveragedModel"
-            )
+            text = f"EMA() expects a model with FSDP modules, got {type(model).__name__}"
+            raise ValueError(f"{text}: make it after FSDP(...), or use torch's AveragedModel")
         if api.keeps_memory():
             raise NotImplementedError("a kept run cannot restore averages: run it without --keep")
         self._comm, self._states = comm_of(self.model), states
@@ -152,10 +150,8 @@ class EMA:
                 ends = [param.detach().to(average.dtype) for param, average in pairs]
                 torch._foreach_lerp_(averages, ends, weight)
         elif not api.average(params, self.averages, weights):
-            raise RuntimeError(
-                "a parameter's shape, strides, dtype or device was changed since EMA(...): make "
-                "the EMA after such changes"
-            )
+            text = "a parameter's shape, strides, dtype or device was changed since EMA(...)"
+            raise RuntimeError(f"{text}: make the EMA after such changes")
 
     # --- use --------------------------------------------------------------------------------------
 
@@ -232,10 +228,8 @@ class EMA:
         changed = [name for name, param in self.params.items() if now.get(name) is not param]
         changed += [n for n, param in now.items() if param.requires_grad and id(param) not in ids]
         if changed:
-            raise RuntimeError(
-                f"parameter '{changed[0]}' was removed, replaced or unfrozen since EMA(...): make "
-                "the EMA after such changes"
-            )
+            text = f"parameter '{changed[0]}' was removed, replaced or unfrozen since EMA(...)"
+            raise RuntimeError(f"{text}: make the EMA after such changes")
         if self.updates == 0:
             self._copy()
 

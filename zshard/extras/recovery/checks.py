@@ -31,10 +31,8 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
         )
     names, shards = names_of(optimizer), {id(shard) for _, shard in named_shards(model)}
     if absent := [name for param, name in names.items() if param not in shards]:
-        raise ValueError(
-            f"the optimizer steps '{absent[0]}', which is not in the model that Keep() was given: "
-            "keep one module that contains all models of the optimizer"
-        )
+        text = f"the optimizer steps '{absent[0]}', which is not in the model that Keep() was given"
+        raise ValueError(f"{text}: keep one module that contains all models")
     for is_refused, words in (
         (state_of(model).comms.all.world == 1, "needs two ranks or more, got one"),
         (is_stepped_in_backward(model), "excludes optimizer_in_backward(): remove() its handle"),
@@ -54,16 +52,12 @@ def check_others(others: Sequence[Any]) -> None:
         if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
             raise TypeError(f"Keep() got a {name}, which has no state_dict(): pass it to commit()")
         if isinstance(other, nn.Module) and any(True for _ in units_of(other)):
-            raise NotImplementedError(
-                f"Keep() keeps one FSDP(...) model, but got a second one, {name}: keep one module "
-                "that contains both"
-            )
+            text = f"Keep() keeps one FSDP(...) model, but got a second one, {name}"
+            raise NotImplementedError(f"{text}: keep one module that contains both")
         params = [*params_of(other)] if isinstance(other, Optimizer) else []
         if any(map(part_of, params)):
-            raise NotImplementedError(
-                f"Keep() keeps one optimizer of sharded parameters, but got a second one, {name}: "
-                "give all parameters to one"
-            )
+            text = f"Keep() keeps one optimizer of shards, but got a second one, {name}"
+            raise NotImplementedError(f"{text}: give all parameters to one")
         if {*map(id, params)} - restored:
             raise ValueError(
                 f"Keep() got {name} without the module that it steps: pass that module, too"

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from enum import Enum, auto
 from typing import Any, ClassVar
 
@@ -134,17 +136,13 @@ class Keep:
     ) -> None:
         keeper = keeper_of_run()
         if keeper is None or not api.keeps_memory():
-            raise RuntimeError(
-                "this run has no keeper: start it with `python -m zshard run --keep`, or call "
-                "zshard.keep() before FSDP(...)"
-            )
+            text = "this run has no keeper: start it with `python -m zshard run --keep`"
+            raise RuntimeError(f"{text}, or call zshard.keep() before FSDP(...)")
         check(model, optimizer)
         check_others(others)
         if Keep._is_open:
-            raise RuntimeError(
-                "this process has a Keep() already: close() it, or keep one module that contains "
-                "all models"
-            )
+            text = "this process has a Keep() already: close() it"
+            raise RuntimeError(f"{text}, or keep one module that contains all models")
         self._keeper: Keeper = keeper
         self._model, self._others = model, others
         self._optimizer: Any = optimizer
@@ -208,10 +206,8 @@ class Keep:
             set_rng_state(extra["random"])
             return {**start, **extra["script"]}
         if self._others:
-            raise RuntimeError(
-                f"the checkpoint {path} lacks the state of the {type(self._others[0]).__name__}: "
-                "save with extra=kept.state_dict(), or zshard.load() it before Keep()"
-            )
+            text = f"the checkpoint {path} lacks the state of the {type(self._others[0]).__name__}"
+            raise RuntimeError(f"{text}: save with extra=kept.state_dict(), or load() it yourself")
         say(self._comm, "it has no random states: save with extra=kept.state_dict()")
         return {**start, **extra}
 
@@ -333,14 +329,11 @@ class Keep:
             {k: v for k, v in group.items() if k != "params"}
             for group in self._optimizer.param_groups
         ]
-        buffers = {
-            name: (
-                str(value.dtype).removeprefix("torch."),
-                tuple(value.shape),
-                bytes(bytes_of(value.detach().cpu().contiguous())),
-            )
-            for name, value in self._model.named_buffers()
-        }
+        buffers = {}
+        for name, value in self._model.named_buffers():
+            plain = value.detach().cpu().contiguous()  # alive while bytes_of() is read
+            facts = str(plain.dtype).removeprefix("torch."), tuple(plain.shape)
+            buffers[name] = (*facts, bytes(bytes_of(plain)))
         state = {
             "script": script,
             "stepped": stepped,
@@ -364,9 +357,9 @@ class Keep:
         layout.files = list(dict.fromkeys([*layout.files, *with_grads]))
         files = Files(max(runs, 1), optimizer.state_changes, before)
         files.counters, files.held = counters_of(optimizer), layout.files
-        name = str(self._name)
+        name, layout_json = str(self._name), json.dumps(asdict(layout)).encode()
         try:
-            self._keeper.hold(name, layout.as_json(), [*files.fds, *layout.files])
+            self._keeper.hold(name, layout_json, [*files.fds, *layout.files])
         except BaseException:
             files.close_area()
             raise
@@ -393,10 +386,8 @@ class Keep:
     def _refuse_in_block(self) -> None:
         self._refuse_unentered()
         if self._phase is Phase.BLOCK:
-            raise RuntimeError(
-                "the step takes effect at the end of the commit() block: run forwards and "
-                "state_dict() after it"
-            )
+            text = "the step takes effect at the end of the commit() block"
+            raise RuntimeError(f"{text}: run forwards and state_dict() after it")
 
     def refuse_write(self, what: str, optimizer: Optimizer | None) -> None:
         """As units.SoleWriter."""
@@ -404,20 +395,14 @@ class Keep:
         if optimizer is None:
             if self._phase is Phase.NEW:
                 return
-            raise RuntimeError(
-                f"{what} would change a kept model outside of its steps: do it before "
-                "kept.recover(...)"
-            )
+            text = f"{what} would change a kept model outside of its steps"
+            raise RuntimeError(f"{text}: do it before kept.recover(...)")
         if optimizer is not self._optimizer:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} steps a kept model, but Keep() was given another: "
-                "give all parameters to that one"
-            )
+            text = f"{type(optimizer).__name__} steps a kept model, but Keep() was given another"
+            raise RuntimeError(f"{text}: give all parameters to that one")
         if self._phase is not Phase.BLOCK:
-            raise RuntimeError(
-                "a step outside of commit() would be repeated by a restart: write `with "
-                "kept.commit(...):` around each optimizer.step()"
-            )
+            text = "a step outside of commit() would be repeated by a restart"
+            raise RuntimeError(f"{text}: write `with kept.commit(...):` around optimizer.step()")
 
 
 def _pickled(call: str, values: Mapping[str, Any]) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,13 +34,6 @@ class KeptLayout:
     model: list[str] = field(default_factory=list)
     optimizer: str = ""
 
-    def as_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> KeptLayout:
-        return cls(**json.loads(text))
-
 
 def named_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's shard of each parameter of the model's units, with its name."""
@@ -55,10 +48,8 @@ def names_of(optimizer: Optimizer) -> dict[int, str]:
     for index, param in enumerate(params_of(optimizer)):
         part = part_of(param)
         if part is None:
-            raise ValueError(
-                f"parameter {index} of the optimizer, of shape {tuple(param.shape)}, is in no "
-                "FSDP(...) model: wrap the module that has it"
-            )
+            text = f"parameter {index} of the optimizer, of shape {tuple(param.shape)}"
+            raise ValueError(f"{text}, is in no FSDP(...) model: wrap the module that has it")
         names[id(param)] = part.name
     return names
 

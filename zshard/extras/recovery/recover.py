@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import mmap
 import os
 import pickle
@@ -87,7 +88,7 @@ class Old(NamedTuple):
         if held is None:
             raise RuntimeError("the keeper has dropped this run's state meanwhile: start it again")
         try:
-            yield KeptLayout.from_json(held.meta), held.fds
+            yield KeptLayout(**json.loads(held.meta)), held.fds
         finally:
             for fd in held.fds:
                 os.close(fd)
@@ -154,10 +155,8 @@ def _check_same(what: str, then: Sequence[str], now: Sequence[str]) -> None:
     if then != now:
         kept = next((line for line in then if line not in now), "nothing")
         here = next((line for line in now if line not in then), "nothing")
-        raise RuntimeError(
-            f"the kept state has the {what} '{kept}', but this script has '{here}': run the script "
-            "that was kept, or start a new run"
-        )
+        text = f"the kept state has the {what} '{kept}', but this script has '{here}'"
+        raise RuntimeError(f"{text}: run the script that was kept, or start a new run")
 
 
 def states_of(others: Sequence[Any]) -> list[list[Any]]:

@@ -85,10 +85,8 @@ class Rounds:
         that takes nothing, only take part."""
         for entry in batch:
             if version_of(entry.value) != self.versions.get(entry.name, version_of(entry.value)):
-                raise RuntimeError(
-                    f"'{entry.name}' was written to during an export: leave the loop of "
-                    "zshard.export() first"
-                )
+                text = f"'{entry.name}' was written to during an export"
+                raise RuntimeError(f"{text}: leave the loop of zshard.export() first")
         read_full(batch, targets if self.takes else [None for _ in batch])
 
 
@@ -227,10 +225,8 @@ class Export:
             if not isinstance(new, str):
                 raise TypeError(f"rename('{old}') must return a string or None, got {new!r}")
             if new in names:
-                raise ValueError(
-                    f"rename() gives '{names[new]}' and '{old}' the same name, '{new}': give each "
-                    "tensor another one"
-                )
+                text = f"rename() gives '{names[new]}' and '{old}' the same name, '{new}'"
+                raise ValueError(f"{text}: give each tensor another one")
             names[new] = old
             is_float = entry.dtype.is_floating_point
             dtype = self._dtype if self._dtype is not None and is_float else entry.dtype

@@ -111,22 +111,20 @@ def receive_export(group: dist.ProcessGroup | None = None, src: int = 0) -> Iter
     not all of the weights; torch's error if the group fails.
     """
     line = _Channel(group, src)
-    going_on = True
+    header: dict[str, Any] = {"tensors": []}
     try:
-        while going_on:
-            going_on = False  # unless a message says otherwise: a group that fails is not drained
+        while "tensors" in header:
+            header = {}  # unless a message says otherwise: a group that fails is not drained
             header, tensors = line.receive()
             if "error" in header:
                 raise RuntimeError(f"the sender's export failed: {header['error']}: export again")
-            going_on = "tensors" in header
-            if going_on:
+            if "tensors" in header:
                 names = [name for name, _, _ in header["tensors"]]
                 bucket = dict(zip(names, tensors, strict=True))
                 del tensors
                 yield bucket
                 del bucket
     finally:
-        while going_on:
-            going_on = False
+        while "tensors" in header:
+            header = {}
             header, _ = line.receive()
-            going_on = "tensors" in header
