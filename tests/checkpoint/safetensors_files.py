@@ -48,8 +48,8 @@ TWICE = b'{"a":%s,"a":%s}' % ((json.dumps(right_header()["a"]).encode(),) * 2)
 
 # Invalid files: the bytes, and text of the error.
 WRONG: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "it has 0 bytes, but the header length alone takes 8"),
-    "seven bytes": (b"\1\0\0\0\0\0\0", "it has 7 bytes"),
+    "nothing": (b"", "it is truncated at byte 0"),
+    "seven bytes": (b"\1\0\0\0\0\0\0", "it is truncated at byte 7"),
     "header of no bytes": (packed(b""), "the header of"),
     "header beyond the file": (
         (10**6).to_bytes(8, "little") + b"{}",

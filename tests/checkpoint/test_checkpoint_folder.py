@@ -493,7 +493,9 @@ def while_another(folder, is_numbered):
 def test_save_while_another_is_in_progress(pool2, is_numbered, tmp_path):
     for (kind, text), names in pool2.run(while_another, tmp_path, is_numbered):
         assert kind is RuntimeError and names == ["new"]
-        assert "another save to '" in text and "process " in text and ".zshard.lock'" in text
+        assert (
+            "another save is in progress" in text and "process " in text and ".zshard.lock'" in text
+        )
 
 
 def on_disks_of_their_own(folder, model, optimizer):

@@ -223,13 +223,11 @@ def test_index_that_contradicts_the_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"refers to 'two\.safetensors', which is missing"):
         read(folder(tmp_path / "a", HOMES, ["one"]))
     more = {**HOMES, "three": "two.safetensors"}
-    with pytest.raises(
-        ValueError, match=r"wrong about tensor 'three', which 'two\.safetensors' lacks"
-    ):
+    with pytest.raises(ValueError, match=r"wrong about 'three', which 'two\.safetensors' lacks"):
         read(folder(tmp_path / "b", more))
     crossed = {"one": "two.safetensors", "two": "one.safetensors"}
     with pytest.raises(
-        ValueError, match=r"tensor 'one', which 'one\.safetensors' has, but the index"
+        ValueError, match=r"wrong about 'one', which 'one\.safetensors' has, but the index"
     ):
         read(folder(tmp_path / "c", crossed))
     path = folder(tmp_path / "d", HOMES)

@@ -194,9 +194,7 @@ def test_checksums_of_pieces_are_joined(cuts, random):
 )
 def test_bytes_not_written_exactly_once_are_an_error(change):
     rows = cut(DATA, [5, 100, BLOCK + 7])
-    with pytest.raises(
-        RuntimeError, match=r"'x' \(\d+ bytes\) was not written exactly once at byte"
-    ):
+    with pytest.raises(RuntimeError, match=r"byte \d+ of 'x' was not written exactly once"):
         FileRecord.of("x", len(DATA), change(rows))
 
 

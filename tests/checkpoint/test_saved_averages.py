@@ -218,7 +218,7 @@ def test_invalid_manifests(tmp_path, entry):
     path.write_text(
         json.dumps({"crc32c": f"{_core.crc32c(text.encode()):08x}", "checkpoint": body})
     )
-    with pytest.raises(zshard.CheckpointError, match=r"invalid (decays|counts) of averages"):
+    with pytest.raises(zshard.CheckpointError, match=r"invalid entry of averages"):
         zshard.load(tmp_path / "a", model, ema=ema)
 
 

@@ -3,13 +3,17 @@ are those of an undisturbed run, to the bit."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kept_training import STEPS, losses_in, random_kills, survived, undisturbed
+import torch
+from kept_training import STEPS, Run, losses_in, random_kills, survived, undisturbed
+from nursery import fork_ranks
 
-from zshard.extras.keeping.client import Keeper
+import zshard
+from zshard.extras.keeping.client import VARIABLE, Keeper
 
 PLACES = ("forward", "backward", "before", "block", "after")
 
@@ -96,3 +100,25 @@ def test_random_kills(keeper: Keeper, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_hundred_random_kills(keeper: Keeper, tmp_path: Path, seed: int) -> None:
     check(keeper, tmp_path, WIDE, random_kills(10, 0.3, seed + 1))
+
+
+def with_transposed_buffer(token: str) -> tuple[int, bool]:
+    """Commit a step, or recover it; return where this began, and whether the buffer is as it was
+    committed."""
+    os.environ[VARIABLE] = token
+    run, expected = Run({}), torch.arange(12.0).view(3, 4).t()
+    run.model.register_buffer("table", torch.zeros(3, 4).t())
+    kept = zshard.Keep(run.model, run.optimizer)
+    start = kept.recover({"step": 0})["step"]
+    if start == 0:
+        run.model.table.copy_(expected)
+        run.loss(0).backward()
+        with kept.commit({"step": 1}):
+            run.optimizer.step()
+    return start, torch.equal(run.model.table, expected)
+
+
+def test_a_buffer_with_strides_is_restored(keeper: Keeper) -> None:
+    for start in (0, 1):
+        for result in fork_ranks(with_transposed_buffer, 2, keeper.token, check=True):
+            assert result.value == (start, True)

@@ -47,7 +47,7 @@ def without_with(token: str) -> dict[str, tuple[str, str]]:
 
 
 def test_commit_without_with(keeper: Keeper) -> None:
-    words = "without `with`, so nothing was committed: write `with kept.commit(...):`"
+    words = "commit() without `with` commits nothing: write `with kept.commit(...):`"
     for result in fork_ranks(without_with, 2, keeper.token, check=True):
         with all_rows() as row:
             for then, (text, after) in result.value.items():
@@ -123,7 +123,7 @@ def test_outside_of_steps(keeper: Keeper, tmp_path: Path, transport: str) -> Non
         assert all(same for _, same in found.values()), found
         for name, (text, _) in found.items():
             assert text.startswith(OUTSIDE.get(name, "RuntimeError: ")), (name, text)
-            repeats = "repeat it: do it before kept.recover(...)" in text
+            repeats = "outside of its steps: do it before kept.recover(...)" in text
             assert repeats == (name not in OUTSIDE), (name, text)
 
 

@@ -72,7 +72,7 @@ def test_which_of_several():
 def test_copies_and_pickles():
     ema = EMA(FSDP(nn.Linear(2, 2)), 0.9)
     for call in (copy.deepcopy, copy.copy, pickle.dumps):
-        with pytest.raises(TypeError, match=re.escape("zshard.save(path, model, ema=ema)")):
+        with pytest.raises(TypeError, match=re.escape("zshard.save(..., ema=ema)")):
             call(ema)
 
 
@@ -190,11 +190,15 @@ def changed_models():
     frozen = FSDP(plain)
     second = EMA(frozen, 0.9)
     frozen.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"'blocks.0.norm.weight' is trainable, but was frozen"):
+    with pytest.raises(
+        RuntimeError, match=r"'blocks.0.norm.weight' was removed, replaced or unfrozen"
+    ):
         second.state_dict()
     del model.head.bias
     model.head.register_parameter("bias", None)
-    with pytest.raises(RuntimeError, match=r"'head.bias' was removed or replaced since EMA"):
+    with pytest.raises(
+        RuntimeError, match=r"'head.bias' was removed, replaced or unfrozen since EMA"
+    ):
         ema.state_dict()
 
 

@@ -148,20 +148,20 @@ class Checkpoint:
         Raises OSError if a file cannot be opened and CheckpointError if it is invalid, naming the
         file.
         """
-        found = Checkpoint(path_of(path))
+        opened = Checkpoint(path_of(path))
         try:
             if spread is not None:
-                found.path = spread.path
-                found._take(spread.manifest, spread, with_optimizer)
-            elif os.path.isdir(found.path) and os.path.lexists(os.path.join(found.path, NAME)):
-                found._open_own(with_optimizer)
-            elif _has_folders_alone(found.path) or not module_for("readers").open_into(
-                found, with_optimizer
+                opened.path = spread.path
+                opened._take(spread.manifest, spread, with_optimizer)
+            elif os.path.isdir(opened.path) and os.path.lexists(os.path.join(opened.path, NAME)):
+                opened._open_with_manifest(with_optimizer)
+            elif _has_folders_alone(opened.path) or not module_for("readers").open_into(
+                opened, with_optimizer
             ):
-                found._open_newest(with_optimizer)
-            yield found
+                opened._open_newest(with_optimizer)
+            yield opened
         finally:
-            found.close()
+            opened.close()
 
     def pending(self, name: str, entry: Readable) -> Pending:
         """Return a tensor of the checkpoint for load_state_dict(), which has no values yet."""
@@ -172,12 +172,11 @@ class Checkpoint:
         `strict`, if an entry is not plain data; otherwise warn and skip that entry."""
         if self.manifest is None:
             return self.shared(strict)
-        found = decode(self.manifest.extra_of(rank), self.path)
-        if not isinstance(found, dict):
-            raise CheckpointError(
-                f"'{self.path}': extra must be a dict, got {type(found).__name__}"
-            )
-        return found
+        extra = decode(self.manifest.extra_of(rank), self.path)
+        if not isinstance(extra, dict):
+            kind = type(extra).__name__
+            raise CheckpointError(f"'{self.path}': extra must be a dict, got {kind}")
+        return extra
 
     def open_listed(
         self, name: str, opened_file: Callable[[str, type[Any]], Any]
@@ -192,8 +191,8 @@ class Checkpoint:
         self.files[name] = file = opened_file(name, OpenFile)
         homes = parse_index(file.bytes_of(min(file.size, HEADER_LIMIT + 1)), file.path)
         files: dict[str, SafetensorsFile] = {}
-        for each in dict.fromkeys(homes.values()):
-            self.files[each] = files[each] = opened_file(each, SafetensorsFile)
+        for part in dict.fromkeys(homes.values()):
+            self.files[part] = files[part] = opened_file(part, SafetensorsFile)
         check_homes(homes, files, file.path)
         return files
 
@@ -207,9 +206,8 @@ class Checkpoint:
                 return {key: each for file in files.values() for key, each in file.entries.items()}
         if prefix == _OPTIMIZER:
             return {}  # an optimizer without state
-        raise CheckpointError(
-            f"'{os.path.join(self.path, NAME)}' lists neither {prefix}.safetensors nor its index"
-        )
+        where = os.path.join(self.path, NAME)
+        raise CheckpointError(f"'{where}' lists neither {prefix}.safetensors nor its index")
 
     def open_file(self, name: str, kind: type[_File]) -> _File:
         """Open a file of the manifest as a `kind` of OpenFile; its size must match the manifest."""
@@ -220,17 +218,13 @@ class Checkpoint:
         if self.spread is not None:
             return self.spread.open(name, kind)
         if not os.path.lexists(path):
-            raise CheckpointError(
-                f"'{path}' is missing from the checkpoint; copy it again, or load an earlier one"
-            )
+            raise CheckpointError(f"'{path}' is missing from the checkpoint: copy it again")
         facts, saved = os.lstat(path), self.manifest.files[name].size
         if not stat.S_ISREG(facts.st_mode):
             raise CheckpointError(f"'{path}' is not a regular file, but was saved as one")
         if facts.st_size != saved:
-            raise CheckpointError(
-                f"'{path}' is damaged: it has {facts.st_size} bytes, but was saved with {saved}; "
-                "copy the checkpoint again, or load an earlier one"
-            )
+            sizes = f"it has {facts.st_size} bytes, but was saved with {saved}"
+            raise CheckpointError(f"'{path}' is damaged: {sizes}; load an earlier one")
         return kind(path, follow=False)
 
     def verify(self) -> int:
@@ -253,7 +247,7 @@ class Checkpoint:
 
     # --- opening ----------------------------------------------------------------------------------
 
-    def _open_own(self, with_optimizer: bool) -> None:
+    def _open_with_manifest(self, with_optimizer: bool) -> None:
         manifest = Manifest.read(self.path)
         spread: InParts | None = None
         if manifest.whole:
@@ -266,10 +260,9 @@ class Checkpoint:
         self.model = self.tensors(_MODEL)
         self.tied = dict(manifest.tied)
         where = os.path.join(self.path, NAME)
-        told = manifest.model
-        extra_state = told.get("extra_state", {})
-        self.others = {name: decode(each, where) for name, each in extra_state.items()}
-        self.versions = decode(told.get("versions", {}), where)
+        extra_state = manifest.model.get("extra_state", {})
+        self.others = {name: decode(value, where) for name, value in extra_state.items()}
+        self.versions = decode(manifest.model.get("versions", {}), where)
         if not all(type(version) is int for version in self.versions.values()):
             raise CheckpointError(f"'{where}' has module versions that are not integers")
         if with_optimizer and manifest.optimizer is not None:
@@ -281,13 +274,13 @@ class Checkpoint:
         tagged = None if steps else _tagged_in(directory)
         if tagged is not None:
             self.path = tagged
-            self._open_own(with_optimizer)
+            self._open_with_manifest(with_optimizer)
             return
         if not steps:
             module_for("readers").refuse(self.path)
         self.path = os.path.join(directory, name_of(steps[-1]))
         try:
-            self._open_own(with_optimizer)
+            self._open_with_manifest(with_optimizer)
         except (OSError, CheckpointError) as error:
             if finished(directory)[-1:] != steps[-1:]:  # another job is saving and deleting there
                 self.close()
@@ -368,7 +361,7 @@ class OptimizerState:
 
 
 def optimizer_of_manifest(
-    told: Mapping[str, Any], tensors: Mapping[str, Readable], where: str
+    saved: Mapping[str, Any], tensors: Mapping[str, Readable], where: str
 ) -> OptimizerState:
     """Return the optimizer's state as a manifest describes it; see contents.py. Raise
     CheckpointError if the description is invalid or does not fit the tensors."""
@@ -378,16 +371,16 @@ def optimizer_of_manifest(
     try:
         groups = [
             {**dict_of(decode(group["options"], where)), "params": _names(group["params"])}
-            for group in told["groups"]
+            for group in saved["groups"]
         ]
-        for name, own in told["state"].items():
-            state[name] = {key: left.pop(f"{name}.{key}") for key in _names(own["tensors"])}
-            values[name] = dict_of(decode(own["values"], where))
-        kind, other = _name(told["class"]), dict_of(decode(told.get("other", {}), where))
+        for name, row in saved["state"].items():
+            state[name] = {key: left.pop(f"{name}.{key}") for key in _names(row["tensors"])}
+            values[name] = dict_of(decode(row["values"], where))
+        (kind,) = _names([saved["class"]])
+        other = dict_of(decode(saved.get("other", {}), where))
     except KeyError as error:
-        raise CheckpointError(
-            f"'{where}' and the optimizer's files do not match: one of them lacks {error}"
-        ) from None
+        text = f"'{where}' and the optimizer's files do not match: one of them lacks {error}"
+        raise CheckpointError(text) from None
     except (TypeError, AttributeError) as error:
         raise CheckpointError(f"'{where}' has an invalid optimizer entry: {error}") from None
     if left:
@@ -395,13 +388,7 @@ def optimizer_of_manifest(
     return OptimizerState(kind, groups, state, values, other=other)
 
 
-def _name(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a name, got {value!r:.40}")
-    return value
-
-
 def _names(value: object) -> list[str]:
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list, got {value!r:.40}")
-    return [_name(each) for each in value]
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"expected a list of names, got {value!r:.40}")
+    return value

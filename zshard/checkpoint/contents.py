@@ -18,7 +18,7 @@ The manifest's entry for an optimizer (`optimizer`). Its tensors are in files as
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
@@ -91,11 +91,11 @@ class Replicas:
         everyone = [parts]
         if any(each is not comm for each in shards.values()):
             everyone = gather(comm, parts)
-        self._known: dict[int, tuple[int, int, int]] = {}
-        for i, (key, each) in enumerate(shards.items()):
-            same = [r for r, their in enumerate(everyone) if their[i : i + 1] == parts[i : i + 1]]
-            row = (1, 0) if each is comm else (len(same), same.index(comm.rank))
-            self._known[key] = (*row, i)
+        self._groups: dict[int, tuple[int, int, int]] = {}
+        for i, (key, shard_comm) in enumerate(shards.items()):
+            same = [r for r, ranks in enumerate(everyone) if ranks[i : i + 1] == parts[i : i + 1]]
+            row = (1, 0) if shard_comm is comm else (len(same), same.index(comm.rank))
+            self._groups[key] = (*row, i)
 
     def share(self, entry: Entry) -> SaveShare | None:
         """Return this rank's share of a tensor to save; None: rank 0 saves it."""
@@ -104,14 +104,12 @@ class Replicas:
             return (0, 1, 0, _RANK_0) if rank == 0 else None
         if not part.is_cut:
             return 0, self._comm.world, rank, _EVERYONE
-        return part.begin, *self._known[id(part.shards)]
+        return part.begin, *self._groups[id(part.shards)]
 
 
 def facts_of(contents: Contents, what: str) -> list[Fact]:
     """Return the facts that must agree between ranks."""
-    facts = [
-        (f"{what} '{each.name}'", f"shape {each.shape}, {each.dtype}") for each in contents.entries
-    ]
+    facts = [(f"{what} '{e.name}'", f"shape {e.shape}, {e.dtype}") for e in contents.entries]
     facts += [(f"'{name}'", f"tied to '{home}'") for name, home in contents.tied.items()]
     facts += [(f"'{name}'", "not a tensor") for name in contents.rest]
     return facts
@@ -128,13 +126,16 @@ def of_model(model: nn.Module, dtype: torch.dtype | None) -> Contents:
     Raises what inventory() does, and TypeError for other entries that cannot be saved.
     """
     contents = inventory(model)
-    entries = [
-        entry._replace(
-            value=_at_rest(entry.value, entry.part),
-            dtype=dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype,
-        )
-        for entry in contents.entries
-    ]
+    entries = []
+    for entry in contents.entries:
+        values, part = to_local(entry.value).detach(), entry.part
+        if part is not None and tuple(values.shape) != part.local_shape:
+            if tuple(values.shape) != part.shape:
+                change = f"changed from {part.local_shape} to {tuple(values.shape)}"
+                raise RuntimeError(f"the shape of parameter '{part.name}' was {change}: restore it")
+            values = part.of(values)  # after `param.data = full_tensor`
+        stored = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
+        entries.append(entry._replace(value=values, dtype=stored))
     versions = {
         plain_name(prefix): facts["version"]
         for prefix, facts in contents.facts.items()
@@ -178,25 +179,23 @@ def inventory(model: nn.Module) -> Contents:
 def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
     """Return state_dict() with placeholders for the units' parameters, and {id: shard} of these
     parameters."""
-    made: dict[int, Saved] = {}
+    stand_ins: dict[int, Saved] = {}
     parts: dict[int, Part] = {}
     for param in model.parameters():
         part = part_of(param)
         if part is not None:
             parts[id(param)] = part
-            made[id(param)] = Saved.of(param, part.shape, part.name)
+            stand_ins[id(param)] = Saved.of(param, part.shape, part.name)
     with ExitStack() as stack:
         for module in model.modules():
-            own = {n: made[id(p)] for n, p in module._parameters.items() if id(p) in made}
-            if own:
-                stack.enter_context(StandIns(module, own))
+            items = module._parameters.items()
+            if by_name := {n: stand_ins[id(p)] for n, p in items if id(p) in stand_ins}:
+                stack.enter_context(StandIns(module, by_name))
         stack.enter_context(state_dict_form(model))
         state = model.state_dict()
     if not isinstance(state, Mapping):
-        raise TypeError(
-            f"state_dict() of {type(model).__name__} must return a mapping, got "
-            f"{type(state).__name__}"
-        )
+        kinds = type(model).__name__, type(state).__name__
+        raise TypeError("state_dict() of {} must return a mapping, got {}".format(*kinds))
     named = OrderedDict((plain_name(n) if isinstance(n, str) else n, v) for n, v in state.items())
     for name in named:
         if not isinstance(name, str):
@@ -207,41 +206,19 @@ def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
     return named, parts
 
 
-def _at_rest(value: Tensor, part: Part | None) -> Tensor:
-    """Return this rank's elements of a parameter, or a tensor that is in no unit."""
-    values = to_local(value).detach()
-    if part is not None and tuple(values.shape) != part.local_shape:
-        if tuple(values.shape) != part.shape:
-            raise RuntimeError(
-                f"the shape of parameter '{part.name}' was changed from {part.local_shape} to "
-                f"{tuple(values.shape)}: assign values of the same shape only"
-            )
-        values = part.of(values)  # after `param.data = full_tensor`
-    return values
-
-
 def _check_tensor(name: str, value: Tensor, is_param: bool = False) -> None:
     """Raise for a tensor that cannot be saved. is_param: it is the parameter of a unit."""
     if (not is_param and type(value) not in _KINDS) or value.layout != torch.strided:
-        raise TypeError(
-            f"'{name}' is a {type(value).__name__} of layout {value.layout}: only plain strided "
-            "tensors can be saved; convert it (DTensor.full_tensor(), Tensor.to_dense())"
-        )
+        kind = f"'{name}' is a {type(value).__name__} of layout {value.layout}"
+        raise TypeError(f"{kind}: convert it to a plain strided tensor (full_tensor(), to_dense())")
     if not is_param and _core.is_shard(value):
-        raise RuntimeError(
-            f"'{name}' would contain only this rank's shard of a parameter: tie, parametrize or "
-            "share the parameter before FSDP(...), not after it; in a state_dict() of your own, "
-            "take parameters from nn.Module.state_dict()"
-        )
+        text = f"'{name}' would contain only this rank's shard of a parameter"
+        raise RuntimeError(f"{text}: tie, parametrize or share it before FSDP(...)")
     if value.is_meta:
-        raise RuntimeError(
-            f"'{name}' is on the meta device and has no values to save: initialize or load it first"
-        )
+        raise RuntimeError(f"'{name}' is on the meta device: initialize or load it first")
     if value.dtype not in CODES:
-        raise TypeError(
-            f"'{name}' is of dtype {value.dtype}, which safetensors lacks: convert it, or register "
-            "the buffer with persistent=False"
-        )
+        text = f"'{name}' is of dtype {value.dtype}, which safetensors lacks"
+        raise TypeError(f"{text}: convert it, or make the buffer persistent=False")
 
 
 def _tied_names(
@@ -275,8 +252,8 @@ def _tied_patterns(model: nn.Module) -> Callable[[str], bool]:
     def is_listed(name: str) -> bool:
         for prefix, key in listed:
             with suppress(re.error, TypeError):
-                own = name[len(prefix) :]
-                if name.startswith(prefix) and (key == own or re.search(key, own)):
+                rest = name[len(prefix) :]
+                if name.startswith(prefix) and (key == rest or re.search(key, rest)):
                     return True
         return False
 
@@ -293,14 +270,13 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer) -> Contents:
     saved, naming it; ValueError for a parameter that is not the model's.
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
+        kind = type(optimizer).__name__
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {kind}")
     names = names_of(model, optimizer)
     know(optimizer)
     held = held_by(optimizer)
-    shards = {id(each.param): each.shards for each in held}
-    nested = (f"{each.nested} of '{each.part.name}'" for each in held if each.nested)
+    shards = {id(row.param): row.shards for row in held}
+    nested = (f"{row.nested} of '{row.part.name}'" for row in held if row.nested)
     state: Any = optimizer.state
     if takes_full_state(optimizer):
         state = optimizer.full_state()  # type: ignore[attr-defined]
@@ -310,7 +286,7 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer) -> Contents:
     saved: dict[str, dict[str, Any]] = {}
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         tensors, values = [], {}
-        name, own_shards = names[id(param)], shards.get(id(param), {})
+        name, shards_by_key = names[id(param)], shards.get(id(param), {})
         if not isinstance(state.get(param, {}), Mapping):
             raise TypeError(f"the optimizer state of '{name}' is not a dict, so it cannot be saved")
         for key, value in state.get(param, {}).items():
@@ -319,7 +295,7 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer) -> Contents:
             if isinstance(value, Tensor):
                 value = to_local(value)
                 _check_tensor(f"{name}.{key}", value)
-                shard = own_shards.get(key)
+                shard = shards_by_key.get(key)
                 part = part_of(param) if shard is None else shard.part
                 shape = tuple(value.shape) if shard is None else shard.shape
                 if shard is None and part is not None and (part.is_cut or shape != part.shape):
@@ -333,10 +309,12 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer) -> Contents:
         if tensors or values:
             saved[name] = {"tensors": tensors, "values": values}
     entries = [entry for same in by_key.values() for entry in same]
-    _check_unique(entries)
-    kind = class_of_state(optimizer)
+    counts = Counter(entry.name for entry in entries)
+    if wrong := [name for name, count in counts.items() if count > 1 or not is_name(name)]:
+        raise ValueError(f"duplicate or invalid name in the optimizer state: '{wrong[0]:.80}'")
+    state_class = class_of_state(optimizer)
     facts: dict[str, Any] = {
-        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "class": f"{state_class.__module__}.{state_class.__qualname__}",
         "groups": [_group(i, group, names) for i, group in enumerate(optimizer.param_groups)],
         "state": saved,
     }
@@ -345,16 +323,6 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer) -> Contents:
         facts["other"] = encode(other, "the optimizer's state")
         rest |= {f"{text}, {kind}": None for text, kind in facts_of_other(other)}
     return Contents(entries, rest=rest, facts=facts, nested=next(nested, ""))
-
-
-def _check_unique(entries: list[Entry]) -> None:
-    seen: set[str] = set()
-    for name in (entry.name for entry in entries):
-        if name in seen or not is_name(name):
-            raise ValueError(
-                f"duplicate or invalid tensor name in the optimizer state: '{name:.80}'"
-            )
-        seen.add(name)
 
 
 def _group(i: int, group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:

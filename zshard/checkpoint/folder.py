@@ -38,9 +38,7 @@ def path_of(path: str | os.PathLike[str] | None) -> str:
     """Return a path as text. Raise TypeError or ValueError for an invalid path."""
     text = path if path is None else os.fspath(path)
     if not isinstance(text, str):
-        why = ""
-        if path is None:
-            why = "; zshard.latest_checkpoint() returns None if it finds no finished checkpoint"
+        why = "; zshard.latest_checkpoint() found no finished checkpoint" if path is None else ""
         raise TypeError(f"path must be a string or a pathlib.Path, got {text!r}{why}")
     if "\0" in text:
         raise ValueError(f"path={text!r} contains a NUL byte")
@@ -57,11 +55,11 @@ class Target(NamedTuple):
     @staticmethod
     def of(path: str | os.PathLike[str], step: int | None) -> Target:
         """Raise TypeError or ValueError for a path that cannot name a folder."""
-        given = path_of(path)
-        whole = absolute(given) if given else ""
-        parent, name = (whole, name_of(step)) if step is not None else os.path.split(whole)
+        text = path_of(path)
+        full = absolute(text) if text else ""
+        parent, name = (full, name_of(step)) if step is not None else os.path.split(full)
         if not parent or not name:
-            raise ValueError(f"path={given!r} does not name a folder")
+            raise ValueError(f"path={text!r} does not name a folder")
         return Target(parent, name, step is not None)
 
     @property
@@ -76,16 +74,11 @@ class Target(NamedTuple):
             with contextlib.suppress(FileExistsError):
                 _core.make_folder(self.parent)
             _core.sync_folder(above)
-        if os.path.isdir(self.parent):
-            return
-        if os.path.exists(self.parent):
-            raise NotADirectoryError(
-                f"cannot save '{self.path}': '{self.parent}' is not a directory; choose another "
-                "path"
-            )
-        raise FileNotFoundError(
-            f"cannot save '{self.path}': '{self.parent}' does not exist; create it first"
-        )
+        if not os.path.isdir(self.parent):
+            text = f"cannot save '{self.path}': '{self.parent}'"
+            if os.path.exists(self.parent):
+                raise NotADirectoryError(f"{text} is not a directory; choose another path")
+            raise FileNotFoundError(f"{text} does not exist; create it first")
 
     def hidden(self, id: str) -> str:
         """Return its temporary path, until it is finished."""
@@ -133,8 +126,8 @@ def latest_checkpoint(
     it is a file; with `model`, CheckpointError if no host can read a manifest.
     """
     if model is not None:
-        found: str | None = module_for("per_host").latest_of_hosts(directory, model)
-        return found
+        path: str | None = module_for("per_host").latest_of_hosts(directory, model)
+        return path
     steps = finished(directory)
     return os.path.join(os.fspath(directory), name_of(steps[-1])) if steps else None
 
@@ -145,9 +138,8 @@ def finished(directory: str | os.PathLike[str]) -> list[int]:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
-    there = {name: step for name in names if (step := step_of(name)) is not None}
-    is_finished = {n: os.path.isfile(os.path.join(directory, n, MANIFEST)) for n in there}
-    return sorted(step for name, step in there.items() if is_finished[name])
+    steps = {step: name for name in names if (step := step_of(name)) is not None}
+    return sorted(s for s in steps if os.path.isfile(os.path.join(directory, steps[s], MANIFEST)))
 
 
 def names_at(path: str) -> list[str]:
@@ -189,8 +181,13 @@ class Staging:
         target.make_parent()
         self._lock = _locked(target)
         self._check_free()
-        if self._lock is not None:
-            _clean(target)
+        name = _STEP if target.is_numbered else re.escape(target.name)
+        pattern = re.compile(rf"\.{name}\.{_ID}\.tmp")  # what interrupted saves have left
+        for entry in os.listdir(target.parent) if self._lock is not None else ():
+            path = os.path.join(target.parent, entry)
+            if pattern.fullmatch(entry) and os.path.isdir(path) and not os.path.islink(path):
+                with contextlib.suppress(OSError):  # the leftover is harmless
+                    remove(path)
         _core.make_folder(self.path)
         self._there = True
 
@@ -245,9 +242,8 @@ class Staging:
             raise FileExistsError(f"'{path}' already exists: save to another path{or_replace}")
         is_folder = os.path.isdir(path) and not os.path.islink(path)
         if not is_folder or (os.listdir(path) and not os.path.isfile(os.path.join(path, MANIFEST))):
-            raise FileExistsError(
-                f"cannot overwrite '{path}', which is not a zshard checkpoint: save to another path"
-            )
+            text = f"cannot overwrite '{path}', which is not a zshard checkpoint"
+            raise FileExistsError(f"{text}: save to another path")
 
 
 def retain(target: Target, keep_last: int, id: str) -> None:
@@ -258,10 +254,8 @@ def retain(target: Target, keep_last: int, id: str) -> None:
     others = [step for step in finished(target.parent) if step < this]
     old_ones = others[: max(0, len(others) + 1 - keep_last)]
     if old_ones and not _is_finite(target.path):
-        newest = next(
-            (s for s in reversed(others) if _is_finite(os.path.join(target.parent, name_of(s)))),
-            None,
-        )
+        finite = (s for s in reversed(others) if _is_finite(target._replace(name=name_of(s)).path))
+        newest = next(finite, None)
         old_ones = [step for step in old_ones if step != newest]
     for step in old_ones:
         old = Target(target.parent, name_of(step), True)
@@ -276,11 +270,8 @@ def warn_of_newer(target: Target) -> None:
     """Warn if latest_checkpoint() returns another checkpoint than `target`."""
     newest = latest_checkpoint(target.parent) if target.is_numbered else None
     if newest is not None and newest != target.path:
-        warnings.warn(
-            f"'{newest}' has a later step than '{target.name}', which was just saved: "
-            "latest_checkpoint() and load() use it until you delete it; keep_last does not",
-            stacklevel=2,
-        )
+        text = f"'{newest}' has a later step than '{target.name}', just saved, and load() uses it"
+        warnings.warn(f"{text}: delete it, or choose another path", stacklevel=2)
 
 
 def _is_finite(path: str) -> bool:
@@ -315,17 +306,6 @@ def _swap(new: str, old: str) -> None:
         raise OSError(error.errno, why, old) from None
 
 
-def _clean(target: Target) -> None:
-    """Delete what interrupted saves have left."""
-    name = _STEP if target.is_numbered else re.escape(target.name)
-    pattern = re.compile(rf"\.{name}\.{_ID}\.tmp")
-    for entry in os.listdir(target.parent):
-        path = os.path.join(target.parent, entry)
-        if pattern.fullmatch(entry) and os.path.isdir(path) and not os.path.islink(path):
-            with contextlib.suppress(OSError):  # the leftover is harmless
-                remove(path)
-
-
 def _lock_path(target: Target) -> str:
     name = ".zshard.lock" if target.is_numbered else f".{target.name}.zshard.lock"
     return os.path.join(target.parent, name)
@@ -339,9 +319,11 @@ def _locked(target: Target) -> int | None:
         try:
             lock = _core.lock_file(path)
         except BlockingIOError:
+            holder = "an unknown process"
+            with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+                holder = file.read(200) or holder
             raise RuntimeError(
-                f"another save to '{target.parent}' is in progress: {_holder(path)} holds the lock "
-                f"'{path}'; wait for it to finish"
+                f"another save is in progress: {holder} holds the lock '{path}'; wait for it"
             ) from None
         except OSError as error:
             if error.errno in _NO_LOCKS:
@@ -359,11 +341,3 @@ def _locked(target: Target) -> int | None:
             _core.unlock(lock)
             raise
         _core.unlock(lock)
-
-
-def _holder(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read(200) or "an unknown process"
-    except (OSError, ValueError):
-        return "an unknown process"

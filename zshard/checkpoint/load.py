@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,7 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard._errors import CheckpointError
-from zshard.checkpoint.checkpoint import (
-    Averages,
-    Checkpoint,
-    is_extra_state,
-    older_than,
-)
+from zshard.checkpoint.checkpoint import Averages, Checkpoint, is_extra_state, older_than
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.folder import has_parts, path_of
 from zshard.checkpoint.load_optimizer import numbered_state, pending_in, prepare
@@ -36,13 +31,7 @@ from zshard.checkpoint.safetensors import SafetensorsFile, TensorEntry
 from zshard.checkpoint.write import finish
 from zshard.guard import slices
 from zshard.ranks import meeting
-from zshard.ranks.agreement import (
-    Fact,
-    PublicCall,
-    check_agreement,
-    on_all_ranks,
-    on_any_rank,
-)
+from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks, on_any_rank
 from zshard.state.load_state_dict import plan
 from zshard.state.source import LoadPlan, filled
 from zshard.state.stand_ins import Pending
@@ -133,36 +122,36 @@ def load(
         asked.append(("ema", type(ema).__name__))
         facts = [(f"load({name}=)", str(value)) for name, value in asked]
         check_agreement(comm, facts, "calls to zshard.load()")
-        found = _open(stack, comm, path, optimizer is not None)
+        checkpoint = _open(stack, comm, path, optimizer is not None)
         plan_averages: Callable[[], LoadPlan] | None = None
         with on_all_ranks(comm):
             if open_averages is not None:
-                plan_averages = open_averages(found)
-        if found.manifest is not None:
-            _check_heads(comm, found)
+                plan_averages = open_averages(checkpoint)
+        if checkpoint.manifest is not None:
+            _check_heads(comm, checkpoint)
         numbered: dict[str, Any] = {}
         with on_all_ranks(comm, lambda: plans[0].fact()):
-            for_model, keys = _plan_model(model, found, strict)
+            for_model, keys = _plan_model(model, checkpoint, strict)
             plans = [for_model]
             if optimizer is not None:
-                numbered = numbered_state(model, optimizer, found, strict)
+                numbered = numbered_state(model, optimizer, checkpoint, strict)
             if plan_averages is not None:
                 plans.append(plan_averages())
-            loaded = Loaded(found.extra_of(comm.rank, strict))
+            loaded = Loaded(checkpoint.extra_of(comm.rank, strict))
         with slices.plain():
-            pending = [value for each in plans for value in each.pending()]
+            pending = [value for todo in plans for value in todo.pending()]
             if optimizer is not None:
                 pending += pending_in(optimizer, numbered)
-            _check(comm, found, pending, verify)
+            _check(comm, checkpoint, pending, verify)
         if optimizer is not None:
             plans.insert(1, prepare(comm, optimizer, numbered))
         with on_all_ranks(comm):
-            for each in plans:
-                each.carry_out()
-    loaded.path, loaded.step = found.path, found.step
+            for todo in plans:
+                todo.carry_out()
+    loaded.path, loaded.step = checkpoint.path, checkpoint.step
     loaded.missing_keys = list(keys.missing_keys)
     loaded.unexpected_keys = list(keys.unexpected_keys)
-    loaded.verified = verify and found.manifest is not None
+    loaded.verified = verify and checkpoint.manifest is not None
     return loaded
 
 
@@ -182,33 +171,19 @@ def _open(
     if on_any_rank(comm, in_parts):
         path, spread = module_for("per_host").opened_together(stack, comm, path)
     with on_all_ranks(comm):
-        found = stack.enter_context(Checkpoint.opened(path, with_optimizer, spread))
-    check_agreement(comm, _facts(found), "checkpoints")
-    return found
-
-
-def _facts(found: Checkpoint) -> list[Fact]:
-    """Return the facts that must agree between ranks."""
-    facts = [("the checkpoint id", found.manifest.id)] if found.manifest is not None else []
-    tensors = sorted(found.model.items())
-    return facts + [(f"tensor '{n}'", f"shape {e.shape}, {e.dtype}") for n, e in tensors]
-
-
-@contextlib.contextmanager
-def _checking_files(comm: _core.Comm, found: Checkpoint) -> Iterator[None]:
-    """Context manager for checking files: on_all_ranks(), with errors that name an older
-    checkpoint."""
-    with on_all_ranks(comm):
-        try:
-            yield
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}{older_than(found.path)}") from None
+        checkpoint = stack.enter_context(Checkpoint.opened(path, with_optimizer, spread))
+    tensors = sorted(checkpoint.model.items())
+    facts = [(f"tensor '{n}'", f"shape {e.shape}, {e.dtype}") for n, e in tensors]
+    if checkpoint.manifest is not None:
+        facts.insert(0, ("the checkpoint id", checkpoint.manifest.id))
+    check_agreement(comm, facts, "checkpoints")
+    return checkpoint
 
 
 # --- planning -------------------------------------------------------------------------------------
 
 
-def _plan_model(model: nn.Module, found: Checkpoint, strict: bool) -> tuple[LoadPlan, Any]:
+def _plan_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> tuple[LoadPlan, Any]:
     """Return what to do, and what load_state_dict() would return. Raise RuntimeError, which lists
     everything that does not fit."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
@@ -218,66 +193,62 @@ def _plan_model(model: nn.Module, found: Checkpoint, strict: bool) -> tuple[Load
             f"cannot load into tensors on the meta device ({', '.join(names[:5])}): first call "
             "FSDP(model, param_init_fn=zshard.uninitialized) or model.to_empty(device=...)"
         )
-    if found.manifest is not None:
+    if checkpoint.manifest is not None:
         for extension in EXTENSIONS:
-            extension.check_recorded(model, found.manifest.model, found.path)
-    return plan(model, _state_of(found, model), strict)
+            extension.check_recorded(model, checkpoint.manifest.model, checkpoint.path)
+    return plan(model, _state_of(checkpoint, model), strict)
 
 
-def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
+def _state_of(checkpoint: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
     """Return a state dict of tensors that are not read yet."""
     state: OrderedDict[str, Any] = OrderedDict(
         (plain_name(name), filled(value) if is_extra_state(name) else value)
-        for name, entry in found.model.items()
-        for value in (found.pending(name, entry),)
+        for name, entry in checkpoint.model.items()
+        for value in (checkpoint.pending(name, entry),)
     )
-    state.update((plain_name(name), value) for name, value in found.others.items())
-    _add_tied(model, state)
-    names = {
-        plain_name(n) for kind in (model.named_parameters, model.named_buffers) for n, _ in kind()
-    }
-    for alias, name in found.tied.items():  # in this model they may be separate tensors
-        if plain_name(alias) in names and plain_name(alias) not in state:
-            state[plain_name(alias)] = state[plain_name(name)]
-    state = OrderedDict(wanted_by(model, state))
-    if found.versions is not None:
-        told = {plain_name(prefix): version for prefix, version in found.versions.items()}
-        versions = {name: told.get(plain_name(name), 1) for name, _ in model.named_modules()}
-        state._metadata = {p: {"version": v} for p, v in versions.items()}  # type: ignore[attr-defined]
-    return state
-
-
-def _add_tied(model: nn.Module, state: OrderedDict[str, Any]) -> None:
-    """Give all names of a tied tensor the same entry: files contain it once."""
-    names: dict[int, list[str]] = {}
+    state.update((plain_name(name), value) for name, value in checkpoint.others.items())
+    names: dict[int, list[str]] = {}  # of each tensor; files contain a tied one once
     for kind in (model.named_parameters, model.named_buffers):
         for name, tensor in kind(remove_duplicate=False):
             names.setdefault(id(tensor), []).append(plain_name(name))
     for same in names.values():
-        there = next((name for name in same if name in state), None)
-        for name in same:
-            if there is not None and name not in state:
-                state[name] = state[there]
+        if saved := [name for name in same if name in state]:
+            state.update((name, state[saved[0]]) for name in same if name not in state)
+    firsts = {same[0] for same in names.values()}
+    for alias, name in checkpoint.tied.items():  # in this model they may be separate tensors
+        if plain_name(alias) in firsts and plain_name(alias) not in state:
+            state[plain_name(alias)] = state[plain_name(name)]
+    state = OrderedDict(wanted_by(model, state))
+    if checkpoint.versions is not None:
+        saved_ones = {plain_name(prefix): v for prefix, v in checkpoint.versions.items()}
+        versions = {name: saved_ones.get(plain_name(name), 1) for name, _ in model.named_modules()}
+        state._metadata = {p: {"version": v} for p, v in versions.items()}  # type: ignore[attr-defined]
+    return state
 
 
-def _check_heads(comm: _core.Comm, found: Checkpoint) -> None:
+def _check_heads(comm: _core.Comm, checkpoint: Checkpoint) -> None:
     """Verify what opening has read, apart from the manifest; each rank verifies its share."""
-    assert found.manifest is not None, "the caller checks this"
-    if found.spread is None:
-        mine = FileBlocks.heads(found.files, found.manifest.files).share(comm.rank, comm.world)
+    assert checkpoint.manifest is not None, "the caller checks this"
+    files = checkpoint.files
+    if checkpoint.spread is None:
+        blocks = FileBlocks.heads(files, checkpoint.manifest.files).share(comm.rank, comm.world)
     else:
-        opened_files = found.files.items()
-        headers = [(n, 0, f.data) for n, f in opened_files if isinstance(f, SafetensorsFile)]
-        mine = found.spread.own_blocks(comm, headers)
-    with _checking_files(comm, found):
-        mine.check()
+        headers = [(n, 0, f.data) for n, f in files.items() if isinstance(f, SafetensorsFile)]
+        blocks = checkpoint.spread.own_blocks(comm, headers)
+    _verify(comm, checkpoint, blocks)
+
+
+def _verify(comm: _core.Comm, checkpoint: Checkpoint, blocks: FileBlocks) -> None:
+    """Verify this rank's blocks. Collective. An error names an older checkpoint."""
+    with on_all_ranks(comm):
+        try:
+            blocks.check()
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{older_than(checkpoint.path)}") from None
 
 
 def _check(
-    comm: _core.Comm,
-    found: Checkpoint,
-    pending: Sequence[Pending],
-    verify: bool,
+    comm: _core.Comm, checkpoint: Checkpoint, pending: Sequence[Pending], verify: bool
 ) -> None:
     """Check what will be read; each rank checks its share. Check the archives around values, and
     the checksums of all blocks that have not been checked yet."""
@@ -285,21 +256,19 @@ def _check(
     with on_all_ranks(comm):
         for entry in share(entries, comm.rank, comm.world):
             entry.check()
-    if found.manifest is None or not verify:
+    if checkpoint.manifest is None or not verify:
         return
     needed = {id(entry.file) for entry in entries if isinstance(entry, TensorEntry)}
-    files = {name: file for name, file in found.files.items() if id(file) in needed}
+    files = {name: file for name, file in checkpoint.files.items() if id(file) in needed}
     wanted = [
         value.origin.place(value.begin, value.numel())
         for value in pending
         if isinstance(value.origin, TensorEntry)
     ]
-    if found.spread is None:
-        mine = own_blocks(comm, files, found.manifest.files, wanted, meeting.host_id())
+    if checkpoint.spread is None:
+        blocks = own_blocks(comm, files, checkpoint.manifest.files, wanted, meeting.host_id())
     else:
         names = {id(file): name for name, file in files.items()}
-        mine = found.spread.own_blocks(
-            comm, [(names[id(f)], begin, end) for f, begin, end in wanted]
-        )
-    with _checking_files(comm, found):
-        mine.check()
+        ranges = [(names[id(file)], begin, end) for file, begin, end in wanted]
+        blocks = checkpoint.spread.own_blocks(comm, ranges)
+    _verify(comm, checkpoint, blocks)

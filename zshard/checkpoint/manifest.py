@@ -71,10 +71,7 @@ class FileRecord:
                 sums[-1] = _core.crc32c_join(sums[-1], crc, length)
             end += length
         if end != size:
-            raise RuntimeError(
-                f"'{file}' ({size} bytes) was not written exactly once at byte {end}: please "
-                "report it"
-            )
+            raise RuntimeError(f"byte {end} of '{file}' was not written exactly once: report it")
         return FileRecord(size, tuple(sums))
 
     @staticmethod
@@ -135,26 +132,24 @@ class Manifest:
         else:
             del body["whole"]
         body |= {"extra": list(self.extra), **body.pop("more")}
-        whole = {"crc32c": _checksum(body), "checkpoint": body}
-        return json.dumps(whole, indent=1, allow_nan=False).encode()
+        signed = {"crc32c": _checksum(body), "checkpoint": body}
+        return json.dumps(signed, indent=1, allow_nan=False).encode()
 
     @staticmethod
     def parse(text: bytes, path: str) -> Manifest:
         """Return the Manifest that dump() made into `text`; messages refer to `path`. Raise
         CheckpointError for any other text."""
-        whole = object_of(text, f"'{path}'", LIMIT)
-        body = whole.get("checkpoint")
+        signed = object_of(text, f"'{path}'", LIMIT)
+        body = signed.get("checkpoint")
         if not isinstance(body, dict) or body.get("format") != "zshard":
             raise CheckpointError(f"'{path}' is not the manifest of a zshard checkpoint")
         if body.get("version") not in (VERSION, VERSION_OF_PARTS):
+            version = f"format version {str(body.get('version'))[:20]}"
+            reads = f"this zshard reads versions {VERSION} and {VERSION_OF_PARTS}: upgrade zshard"
+            raise CheckpointError(f"'{path}' has {version}, but {reads}")
+        if signed.get("crc32c") != _checksum(body):
             raise CheckpointError(
-                f"'{path}' has format version {str(body.get('version'))[:20]}, but this zshard "
-                f"reads versions {VERSION} and {VERSION_OF_PARTS}: upgrade zshard"
-            )
-        if whole.get("crc32c") != _checksum(body):
-            raise CheckpointError(
-                f"'{path}' is damaged: its checksum does not match its content; copy the "
-                "checkpoint again, or load an earlier one"
+                f"'{path}' is damaged: its checksum does not match its content; load an earlier one"
             )
         try:
             return _manifest_of(body)
@@ -169,7 +164,7 @@ class Manifest:
             return Manifest.parse(bytes(file.bytes_of(min(file.size, LIMIT + 1))), where)
 
 
-_OWN = {*(each.name for each in fields(Manifest)), "format", "version", "block"}  # no extra's
+_FIELDS = {*(each.name for each in fields(Manifest)), "format", "version", "block"}  # no extra's
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
@@ -178,17 +173,15 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def _manifest_of(body: Mapping[str, Any]) -> Manifest:
-    if body["block"] != BLOCK:
-        raise ValueError(f"unsupported block size {body['block']!r}")
     step = body["step"]
     model = dict_of(body["model"])
     for part in ("extra_state", "versions"):
         dict_of(model.get(part, {}))
-    made = Manifest(
+    manifest = Manifest(
         id=body["id"],
         step=None if step is None else _count(step),
         world=_count(body["world"]),
-        files={_plain(name): _record_of(name, told) for name, told in body["files"].items()},
+        files={_plain(name): _record_of(name, facts) for name, facts in body["files"].items()},
         tied=_strings(body["tied"]),
         model=model,
         optimizer=None if body["optimizer"] is None else dict_of(body["optimizer"]),
@@ -196,26 +189,27 @@ def _manifest_of(body: Mapping[str, Any]) -> Manifest:
         software=_strings(body["software"]),
         finite=body["finite"],
         whole={_plain(name): _count(size) for name, size in body.get("whole", {}).items()},
-        more={name: told for name, told in body.items() if name not in _OWN and told is not None},
+        more={
+            name: facts for name, facts in body.items() if name not in _FIELDS and facts is not None
+        },
     )
-    if type(made.finite) is not bool:
-        raise TypeError(f"finite must be a boolean, got {made.finite!r:.40}")
-    if not _HEX.fullmatch(made.id):
-        raise ValueError(f"invalid id {made.id!r:.40}")
-    if len(made.extra) not in (0, 1, made.world):
-        raise ValueError(f"extra has {len(made.extra)} entries for {made.world} ranks")
     in_parts = body["version"] == VERSION_OF_PARTS
-    if bool(made.more.get("parts")) != in_parts or bool(made.whole) != in_parts:
-        raise ValueError(f"version {VERSION_OF_PARTS} has parts, and other versions have none")
-    return made
+    for is_valid, name in (
+        (body["block"] == BLOCK, "block"),
+        (type(manifest.finite) is bool, "finite"),
+        (_HEX.fullmatch(manifest.id) is not None, "id"),
+        (len(manifest.extra) in (0, 1, manifest.world), "extra"),
+        (bool(manifest.more.get("parts")) == bool(manifest.whole) == in_parts, "parts"),
+    ):
+        if not is_valid:
+            raise ValueError(f"invalid {name}: {body.get(name)!r:.40}")
+    return manifest
 
 
-def _record_of(name: str, told: Mapping[str, Any]) -> FileRecord:
-    size, text = _count(told["size"]), told["crc32c"]
+def _record_of(name: str, facts: Mapping[str, Any]) -> FileRecord:
+    size, text = _count(facts["size"]), facts["crc32c"]
     if len(text) != 8 * -(-size // BLOCK):
-        raise ValueError(
-            f"wrong number of checksums for '{name:.80}' ({size} bytes): {len(text) // 8}"
-        )
+        raise ValueError(f"wrong number of checksums for '{name:.80}': {len(text) // 8}")
     return FileRecord(size, tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8)))
 
 
@@ -299,7 +293,12 @@ class FileBlocks(list[Block]):
             for offset, length, crc in file.check(first * BLOCK, last, BLOCK):
                 block = offset // BLOCK
                 if crc != record.checksums[block]:
-                    raise CheckpointError(_damage(file, block, offset, offset + length))
+                    names = file.in_range(offset, offset + length)
+                    names[3:] = [f"and {len(names) - 3} more"] if len(names) > 3 else []
+                    where = f"bytes {offset} to {offset + length} (block {block})"
+                    where += f", which contain {', '.join(names)}" if names else ""
+                    text = f"'{file.path}' is damaged: checksum mismatch in {where}"
+                    raise CheckpointError(text)
 
 
 def own_blocks(
@@ -319,10 +318,16 @@ def own_blocks(
     """
     blocks = FileBlocks.data(files, records)
     count = len(blocks)
-    told = gather_bytes(comm, _marks(blocks, wanted) + host.encode())
-    near = [rank for rank, data in enumerate(told) if data[count:] == host.encode()]
+    marks = bytearray(count)  # a byte for each block: 1 if this rank wants some of it
+    number = {(id(file), block): i for i, (file, _, block) in enumerate(blocks)}
+    for file, begin, end in wanted:
+        for block in range(begin // BLOCK, -(-end // BLOCK)):
+            if begin < end and (id(file), block) in number:
+                marks[number[id(file), block]] = 1
+    everyone = gather_bytes(comm, bytes(marks) + host.encode())
+    near = [rank for rank, data in enumerate(everyone) if data[count:] == host.encode()]
     masks: dict[bytes, int] = {}  # a byte for each block that the host wants, by host
-    for data in told:
+    for data in everyone:
         masks[data[count:]] = masks.get(data[count:], 0) | int.from_bytes(data[:count], "little")
     once = twice = 0
     for mask in masks.values():
@@ -330,21 +335,10 @@ def own_blocks(
         once |= mask
     alone = (once & ~twice).to_bytes(count, "little")
     ours = masks[host.encode()].to_bytes(count, "little")
-    own = [i for i in range(count) if alone[i] and ours[i]]
+    of_host = [i for i in range(count) if alone[i] and ours[i]]
     rest = [i for i in range(count) if not alone[i]]
-    mine = [*share(own, near.index(comm.rank), len(near)), *share(rest, comm.rank, comm.world)]
-    return FileBlocks(blocks[i] for i in sorted(mine))
-
-
-def _marks(blocks: Sequence[Block], wanted: Iterable[tuple[OpenFile, int, int]]) -> bytes:
-    """Return a byte for each block: 1 if one of the ranges touches it."""
-    marks = bytearray(len(blocks))
-    number = {(id(file), block): i for i, (file, _, block) in enumerate(blocks)}
-    for file, begin, end in wanted:
-        for block in range(begin // BLOCK, -(-end // BLOCK)):
-            if begin < end and (id(file), block) in number:
-                marks[number[id(file), block]] = 1
-    return bytes(marks)
+    of_host = [*share(of_host, near.index(comm.rank), len(near))]
+    return FileBlocks(blocks[i] for i in sorted([*of_host, *share(rest, comm.rank, comm.world)]))
 
 
 def share(things: Sequence[_T], rank: int, world: int) -> Sequence[_T]:
@@ -360,12 +354,3 @@ def _runs(blocks: Sequence[Block]) -> Iterator[tuple[Block, int]]:
         if not follows or i - begin == _RUN:
             yield blocks[begin], number + 1
             begin = i
-
-
-def _damage(file: OpenFile, block: int, begin: int, end: int) -> str:
-    text = f"'{file.path}' is damaged: checksum mismatch in bytes {begin} to {end} (block {block})"
-    there = file.in_range(begin, end)
-    if not there:
-        return text
-    more = f" and {len(there) - 3} more" if len(there) > 3 else ""
-    return f"{text}, which contain {', '.join(there[:3])}{more}"

@@ -54,9 +54,9 @@ DTYPES = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-def rows_of(told: bytes) -> list[tuple[int, int, int]]:
+def rows_of(written: bytes) -> list[tuple[int, int, int]]:
     """Return (offset, length, CRC-32C) of each run that _core.File wrote or checked."""
-    numbers = memoryview(told).cast("Q").tolist()
+    numbers = memoryview(written).cast("Q").tolist()
     return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
 
 
@@ -124,9 +124,8 @@ class OpenFile:
         except OSError as error:
             if follow or error.errno != errno.ELOOP:
                 raise
-            raise CheckpointError(
-                f"'{path}' is a symbolic link, which a zshard checkpoint must not contain"
-            ) from None
+            text = f"'{path}' is a symbolic link, which a zshard checkpoint must not contain"
+            raise CheckpointError(text) from None
         except ValueError as error:
             raise CheckpointError(str(error)) from None
 
@@ -195,12 +194,9 @@ class SafetensorsFile(OpenFile):
         return object_of(text, f"the header of '{self.path}'")
 
     def in_range(self, begin: int, end: int) -> list[str]:
-        there = ["the header"] if begin < self.data else []
-        for name, entry in self.entries.items():
-            span = Span(*entry[1:])
-            if span.begin < end and begin < span.end:
-                there.append(f"'{name}'")
-        return there
+        spans = {f"'{name}'": Span(*entry[1:]) for name, entry in self.entries.items()}
+        inside = (name for name, span in spans.items() if span.begin < end and begin < span.end)
+        return [*(["the header"] if begin < self.data else []), *inside]
 
 
 # --- headers --------------------------------------------------------------------------------------
@@ -209,13 +205,12 @@ class SafetensorsFile(OpenFile):
 def header_length(first: bytes, size: int, path: str) -> int:
     """Return the length of the header, from the first 8 bytes of a file of `size` bytes. Raise
     CheckpointError for an impossible length, before any memory of that size is allocated."""
-    if size < 8:
-        raise _wrong(path, f"it has {size} bytes, but the header length alone takes 8")
     length = int.from_bytes(first, "little")
-    if length > HEADER_LIMIT:
-        raise _wrong(path, f"its header has {length} bytes; the limit is {HEADER_LIMIT}")
-    if length > size - 8:
-        raise _wrong(path, f"it is truncated at byte {size}; its header ends at {8 + length}")
+    what = f"its header has {length} bytes; the limit is {HEADER_LIMIT}"
+    if length <= HEADER_LIMIT:
+        what = f"it is truncated at byte {size}; its header ends at {8 + length}"
+    if size < 8 or length > min(HEADER_LIMIT, size - 8):
+        raise CheckpointError(f"'{path}' is not a valid safetensors file: {what}")
     return length
 
 
@@ -226,53 +221,45 @@ def parse_header(
     CheckpointError if it is invalid."""
     header = object_of(text, f"the header of '{path}'")
     notes = header.pop("__metadata__", {})
-    if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
-        raise _wrong(path, "__metadata__ in its header must be an object of strings")
-    data = 8 + len(text)
-    spans = {name: _span(name, facts, data, path) for name, facts in header.items()}
-    at = data
-    for name, span in sorted(spans.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if span.begin != at:
-            what = "overlaps another" if span.begin < at else "leaves a gap before it"
-            raise _wrong(
-                path, f"tensor '{name}' begins at byte {span.begin - data} of the data and {what}"
-            )
-        at = span.end
-    if at != size:
-        raise _wrong(path, f"its tensors take {at - data} bytes, but its data has {size - data}")
+    data = at = 8 + len(text)
+    try:
+        if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
+            raise ValueError("__metadata__ in its header must be an object of strings")
+        spans = {name: _span(name, facts, data) for name, facts in header.items()}
+        for name, span in sorted(spans.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if span.begin != at:
+                what = "overlaps another" if span.begin < at else "leaves a gap before it"
+                place = f"byte {span.begin - data} of the data"
+                raise ValueError(f"tensor '{name}' begins at {place} and {what}")
+            at = span.end
+        if at != size:
+            raise ValueError(f"its tensors take {at - data} bytes, but its data has {size - data}")
+    except ValueError as error:
+        raise CheckpointError(f"'{path}' is not a valid safetensors file: {error}") from None
     return spans, notes
 
 
-def _span(name: str, facts: object, data: int, path: str) -> Span:
-    """The location of the tensor `name` in a file whose data section begins at byte `data`."""
+def _span(name: str, facts: object, data: int) -> Span:
+    """Return where a tensor is in a file whose data section begins at byte `data`. Raise ValueError
+    if the header's facts are invalid."""
     if not is_name(name):
-        raise _wrong(path, f"{name[:80]!r} is not a valid tensor name")
+        raise ValueError(f"{name[:80]!r} is not a valid tensor name")
     if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
-        raise _wrong(path, f"tensor '{name}' must have exactly dtype, shape and data_offsets")
+        raise ValueError(f"tensor '{name}' must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _wrong(path, f"tensor '{name}' has the unknown dtype {_short(dtype)!r}")
+        raise ValueError(f"tensor '{name}' has the unknown dtype {_short(dtype)!r}")
     if not are_counts(shape) or len(shape) > _DIMS_LIMIT:
-        raise _wrong(
-            path,
-            f"tensor '{name}' must have a list of at most {_DIMS_LIMIT} sizes as shape, got "
-            f"{_short(shape)}",
-        )
+        sizes = f"a list of at most {_DIMS_LIMIT} sizes as shape"
+        raise ValueError(f"tensor '{name}' must have {sizes}, got {_short(shape)}")
     if not are_counts(offsets) or len(offsets) != 2:
-        raise _wrong(path, f"tensor '{name}' must have [begin, end] as data_offsets")
+        raise ValueError(f"tensor '{name}' must have [begin, end] as data_offsets")
     begin, end = offsets
-    bytes_of_shape = math.prod(shape) * DTYPES[dtype].itemsize
-    if end - begin != bytes_of_shape or bytes_of_shape >= 2**63:
-        raise _wrong(
-            path,
-            f"tensor '{name}' of shape {_short(shape)} and dtype {dtype} takes {bytes_of_shape} "
-            f"bytes, but its data_offsets are {begin} to {end}",
-        )
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    if end - begin != size or size >= 2**63:
+        takes = f"of shape {_short(shape)} and dtype {dtype} takes {size} bytes"
+        raise ValueError(f"tensor '{name}' {takes}, but its data_offsets are {begin} to {end}")
     return Span(DTYPES[dtype], tuple(shape), data + begin)
-
-
-def _wrong(path: str, what: str) -> CheckpointError:
-    return CheckpointError(f"'{path}' is not a valid safetensors file: {what}")
 
 
 def _short(value: object) -> str:
@@ -291,21 +278,17 @@ def parse_index(text: bytes | bytearray, path: str) -> dict[str, str]:
     for name, file in homes.items():
         is_plain = isinstance(file, str) and is_name(file) and not set(file) & set("/\\:")
         if not is_plain or not file.endswith(".safetensors"):
-            raise CheckpointError(
-                f"'{path}' maps tensor {name[:80]!r} to {_short(file)!r}, which is not the name "
-                "of a .safetensors file in the same folder"
-            )
+            what = f"'{path}' maps tensor {name[:80]!r} to {_short(file)!r}"
+            raise CheckpointError(f"{what}, not the name of a .safetensors file in the same folder")
     return homes
 
 
 def check_homes(homes: Mapping[str, str], files: Mapping[str, SafetensorsFile], index: str) -> None:
     """Raise CheckpointError unless the files have exactly the tensors that `index` maps to them."""
-    there = {(name, file) for file, opened in files.items() for name in opened.entries}
-    for name, file in sorted(there ^ set(homes.items())):
-        where = "has, but the index does not list there" if (name, file) in there else "lacks"
-        raise CheckpointError(
-            f"'{index}' is wrong about tensor {name[:80]!r}, which '{file}' {where}"
-        )
+    pairs = {(name, file) for file, opened in files.items() for name in opened.entries}
+    for name, file in sorted(pairs ^ set(homes.items())):
+        what = "has, but the index does not list there" if (name, file) in pairs else "lacks"
+        raise CheckpointError(f"'{index}' is wrong about {name[:80]!r}, which '{file}' {what}")
 
 
 def is_name(name: str) -> bool:
@@ -332,17 +315,15 @@ def object_of(text: bytes | bytearray, what: str, limit: int = HEADER_LIMIT) -> 
     if len(text) > limit:
         raise CheckpointError(f"{what} is longer than {limit} bytes")
     try:
-        whole = json.loads(
-            str(text, "utf-8"),
-            object_pairs_hook=_unique,
-            parse_float=_number,
-            parse_constant=_number,
+        decoded = str(text, "utf-8")
+        value = json.loads(
+            decoded, object_pairs_hook=_unique, parse_float=_number, parse_constant=_number
         )
+        if not isinstance(value, dict):
+            raise ValueError("expected a JSON object")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is damaged: {error}") from None
-    if not isinstance(whole, dict):
-        raise CheckpointError(f"{what} is damaged: expected a JSON object")
-    return whole
+    return value
 
 
 def _number(text: str) -> float:
@@ -353,9 +334,8 @@ def _number(text: str) -> float:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice = next(key for key, count in counts.items() if count > 1)
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"duplicate key {twice[:80]!r}")
-    return made
+    return unique

@@ -144,16 +144,14 @@ def save(
         contents = [of_model(model, dtype)]
         if optimizer is not None:
             contents.append(of_optimizer(model, optimizer))
-        own = encode(dict(extra or {}))
+        encoded = encode(dict(extra or {}))
         more = [] if ema is None else [module_for("ema").to_save(ema, model)]
-        request = SaveRequest(target, kept, limit, contents, own, copied, more)
+        request = SaveRequest(target, kept, limit, contents, encoded, copied, more)
     check_agreement(comm, request.facts(), "checkpoints to save")
     nested = request.contents[-1].nested
     if not on_any_rank(comm, not nested):  # on one rank alone, a shape may match by chance
-        raise RuntimeError(
-            f"cannot save {nested} in the optimizer state, which contains this rank's shards: "
-            "store each tensor under a key of its own"
-        )
+        text = f"cannot save {nested} in the optimizer state, which contains this rank's shards"
+        raise RuntimeError(f"{text}: store each tensor under a key of its own")
     for engine in {s.unit.engine_id: s.unit.engine for _, s in units_of(model)}.values():
         engine.compare()  # whether the ranks' shards are of one step
     plan = plan_of(comm, request, model, copies)
@@ -186,13 +184,10 @@ def _count(name: str, value: Any, low: int) -> int:
 def _check_arguments(kept: Kept, extra: object, dtype: object) -> None:
     if extra is not None and not isinstance(extra, Mapping):
         raise TypeError(f"extra must be a dict, got {type(extra).__name__}")
-    if dtype is not None:
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-        if not dtype.is_floating_point or dtype not in CODES:
-            raise ValueError(
-                f"dtype must be a floating-point dtype that safetensors supports, got {dtype}"
-            )
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    if dtype is not None and (not dtype.is_floating_point or dtype not in CODES):
+        raise ValueError(f"dtype must be a floating-point dtype of safetensors, got {dtype}")
     if kept.keep_last is not None and kept.step is None:
         raise ValueError("keep_last needs numbered checkpoints: pass step as well")
 
@@ -216,10 +211,17 @@ def _write(plan: SavePlan, comm: _core.Comm) -> None:
             rows = list(_write_runs(plan, staging.path, rank_0, writer))
         everyone = _gather(comm, rows)
         strange = writer.strange_on_any(comm)
-        finite = not strange
         with on_all_ranks(comm):
-            if rank_0:
-                _finish(plan, staging, everyone, finite)
+            if rank_0:  # after all tensors are synced
+                records = {
+                    file.name: FileRecord.of(file.name, file.size, everyone[number])
+                    for number, file in enumerate(plan.files)
+                }
+                for name, text in plan.texts.items():
+                    records[name] = write_text(os.path.join(staging.path, name), text)
+                path = os.path.join(staging.path, MANIFEST)
+                write_text(path, plan.manifest(records, finite=not strange))
+                staging.commit()
         staging.discard()
         plan.clean_up(comm, rank_0, strange)
     finally:
@@ -233,7 +235,7 @@ def _write_runs(
     """Write this rank's pieces, and the headers if `headers`, and fsync them. Yield (file number,
     checksum) pairs."""
     numbers = {file.name: number for number, file in enumerate(plan.files)}
-    todo = sorted(plan.runs(headers, texts=False).items(), key=lambda own: numbers[own[0]])
+    todo = sorted(plan.runs(headers, texts=False).items(), key=lambda item: numbers[item[0]])
     for first in range(0, len(todo), _OPEN):
         with ExitStack() as stack:
             opened = []
@@ -249,32 +251,16 @@ def _open(path: str) -> _core.File:
     try:
         return _core.File.open_to_write(path)
     except FileNotFoundError:
-        raise FileNotFoundError(
-            f"this rank cannot see '{path}', which rank 0 just created: save to a folder on a file "
-            "system that all ranks share, or pass per_host=True"
-        ) from None
+        text = f"this rank cannot see '{path}', which rank 0 just created"
+        raise FileNotFoundError(f"{text}: save to a shared disk, or pass per_host=True") from None
 
 
 def _gather(comm: _core.Comm, rows: Sequence[tuple[int, Written]]) -> dict[int, list[Written]]:
     """Return what all ranks wrote, by file."""
-    mine = array("Q", [number for file, row in rows for number in (file, *row)])
-    found: dict[int, list[Written]] = {}
-    for data in gather_bytes(comm, mine.tobytes()):
-        told = memoryview(data).cast("Q").tolist()
-        for file, *row in zip(told[::4], told[1::4], told[2::4], told[3::4], strict=True):
-            found.setdefault(file, []).append((row[0], row[1], row[2]))
-    return found
-
-
-def _finish(
-    plan: SavePlan, staging: Staging, written: Mapping[int, list[Written]], finite: bool
-) -> None:
-    """Finish the save on rank 0, after all tensors are synced."""
-    records = {
-        file.name: FileRecord.of(file.name, file.size, written[number])
-        for number, file in enumerate(plan.files)
-    }
-    for name, text in plan.texts.items():
-        records[name] = write_text(os.path.join(staging.path, name), text)
-    write_text(os.path.join(staging.path, MANIFEST), plan.manifest(records, finite))
-    staging.commit()
+    numbers = array("Q", [number for file, row in rows for number in (file, *row)])
+    written: dict[int, list[Written]] = {}
+    for data in gather_bytes(comm, numbers.tobytes()):
+        values = iter(memoryview(data).cast("Q").tolist())
+        for file, *row in zip(values, values, values, values, strict=True):
+            written.setdefault(file, []).append((row[0], row[1], row[2]))
+    return written

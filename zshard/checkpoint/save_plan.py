@@ -106,10 +106,10 @@ class SaveRequest(NamedTuple):
             optimizer = self.contents[1].facts
             names = [group["params"] for group in optimizer["groups"]]
             facts += [("the optimizer", optimizer["class"]), ("param_groups", repr(names))]
-        for each in self.beside:
-            for stem, contents in each.contents.items():
+        for beside in self.beside:
+            for stem, contents in beside.contents.items():
                 facts += facts_of(contents, f"tensor of {stem}")
-            facts.append((f"the {each.name}", repr(each.entry)))
+            facts.append((f"the {beside.name}", repr(beside.entry)))
         return facts
 
 
@@ -145,15 +145,15 @@ class SavePlan:
     def runs(self, headers: bool, texts: bool) -> dict[str, list[WrittenRun]]:
         """Return what this rank writes, by file; the headers of all files, and further files, if it
         is the rank for these."""
-        found: dict[str, list[WrittenRun]] = {}
+        runs: dict[str, list[WrittenRun]] = {}
         for file in self.files if headers else ():
-            found[file.name] = [(0, len(file.header), file.header)]
+            runs[file.name] = [(0, len(file.header), file.header)]
         for piece in self.pieces:
             run = (piece.offset, piece.size, piece)
-            found.setdefault(self.files[piece.file].name, []).append(run)
+            runs.setdefault(self.files[piece.file].name, []).append(run)
         for name, text in self.texts.items() if texts else ():
-            found[name] = [(0, len(text), text)]
-        return found
+            runs[name] = [(0, len(text), text)]
+        return runs
 
     def clean_up(self, comm: _core.Comm, leads: bool, strange: Collection[str]) -> None:
         """After the save, delete older checkpoints, and warn of NaN and of newer ones. Collective.
@@ -166,32 +166,29 @@ class SavePlan:
                 retain(self.target, self.kept.keep_last, self.id)
             if comm.rank == 0 and strange:
                 listed = ", ".join(f"'{name}'" for name in sorted(strange))
-                warnings.warn(
-                    f"the checkpoint '{self.target.path}' has NaN or infinite values in {listed}; "
-                    "keep_last also keeps the newest checkpoint without such values",
-                    stacklevel=2,
-                )
+                text = f"the checkpoint '{self.target.path}' has NaN or infinite values in {listed}"
+                warnings.warn(f"{text}; keep_last also keeps the newest without any", stacklevel=2)
             if leads:
                 warn_of_newer(self.target)
 
 
 def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module, copies: Replicas) -> SavePlan:
     """Collective. The ranks agree on `asked`."""
-    own, *others = asked.contents
+    of_model, *others = asked.contents
     digest = hashlib.sha256(json.dumps(asked.extra).encode()).digest()
     is_same = len(set(comm.exchange(digest))) == 1
     extras = [asked.extra] if is_same else gather(comm, asked.extra)
     with on_all_ranks(comm):
-        files = lay_out(own.entries, "model", asked.limit, own.tied)
+        files = lay_out(of_model.entries, "model", asked.limit, of_model.tied)
         texts = texts_of(model, files) if comm.rank == 0 else {}
         texts["model.safetensors.index.json"] = index_of(files)
         more = {"optimizer": others[0]} if others and others[0].entries else {}
-        for each in asked.beside:
-            more |= each.contents
+        for beside in asked.beside:
+            more |= beside.contents
         for stem, contents in more.items():
-            own_files = lay_out(contents.entries, stem, asked.limit)
-            texts[f"{stem}.safetensors.index.json"] = index_of(own_files)
-            files = files + own_files
+            files_of_stem = lay_out(contents.entries, stem, asked.limit)
+            texts[f"{stem}.safetensors.index.json"] = index_of(files_of_stem)
+            files = files + files_of_stem
 
     facts = {key: value for each in EXTENSIONS for key, value in each.recorded(model).items()}
     draft = Manifest(
@@ -199,12 +196,12 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module, copies: Repl
         step=asked.kept.step,
         world=comm.world,
         files={},
-        tied=own.tied,
-        model={**own.facts, **facts},
+        tied=of_model.tied,
+        model={**of_model.facts, **facts},
         optimizer=others[0].facts if others else None,
         extra=extras,
         software={"zshard": __version__, "torch": torch.__version__},
-        more={each.name: each.entry for each in asked.beside},
+        more={beside.name: beside.entry for beside in asked.beside},
     )
     names = frozenset(plain_name(n) for n, _ in model.named_parameters(remove_duplicate=False))
     pieces = pieces_of(files, copies.share)
@@ -217,18 +214,17 @@ def texts_of(model: nn.Module, files: Sequence[PlannedFile]) -> dict[str, bytes]
     whose weights have other names."""
     config: Any = getattr(model, "config", None)
     has_adapters = any(type(m).__module__.partition(".")[0] == "peft" for m in model.modules())
-    if not hasattr(type(model), "config_class") or has_adapters:
+    writes_json = callable(getattr(config, "to_json_string", None))
+    if not hasattr(type(model), "config_class") or has_adapters or not writes_json:
         return {}
-    if not callable(getattr(config, "to_json_string", None)):
-        return {}
-    told = json.loads(config.to_json_string())
+    values = json.loads(config.to_json_string())
     dtypes = [item.dtype for file in files for item, _ in file.places]
     stored = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
     if stored is not None:  # as in save_pretrained(): from_pretrained() uses this dtype
-        told["torch_dtype" if "torch_dtype" in told else "dtype"] = str(stored)[len("torch.") :]
-    if not told.get("architectures"):
-        told["architectures"] = [class_of(model).__name__]
-    texts = {"config.json": json.dumps(told, indent=2, sort_keys=True).encode()}
+        values["torch_dtype" if "torch_dtype" in values else "dtype"] = str(stored)[len("torch.") :]
+    if not values.get("architectures"):
+        values["architectures"] = [class_of(model).__name__]
+    texts = {"config.json": json.dumps(values, indent=2, sort_keys=True).encode()}
     generation: Any = getattr(model, "generation_config", None)
     if callable(getattr(generation, "to_json_string", None)):
         texts["generation_config.json"] = generation.to_json_string().encode()
@@ -249,17 +245,15 @@ def lay_out(
     groups: list[list[Entry]] = [[]]
     filled = 0
     for item in items:
-        size = item.size
-        if groups[-1] and filled + size > limit:
+        if groups[-1] and filled + item.size > limit:
             groups.append([])
             filled = 0
         groups[-1].append(item)
-        filled += size
-    names = [f"{stem}.safetensors"]
-    if len(groups) > 1:
-        count = len(groups)
+        filled += item.size
+    names, count = [f"{stem}.safetensors"], len(groups)
+    if count > 1:
         names = [f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    return [_file(name, own, tied or {}) for name, own in zip(names, groups, strict=True)]
+    return [_file(name, group, tied or {}) for name, group in zip(names, groups, strict=True)]
 
 
 def index_of(files: Sequence[PlannedFile]) -> bytes:
@@ -303,20 +297,16 @@ def _file(name: str, items: list[Entry], tied: Mapping[str, str]) -> PlannedFile
     inside = {item.name for item in ordered}
     notes = {other: home for other, home in tied.items() if home in inside}
     header: dict[str, object] = {"__metadata__": {**notes, "format": "pt"}}
-    at = 0
-    starts = []
+    starts, at = [], 0
     for item in ordered:
-        size = item.size
-        shape, offsets = list(item.shape), [at, at + size]
+        shape, offsets = list(item.shape), [at, at + item.size]
         header[item.name] = {"dtype": CODES[item.dtype], "shape": shape, "data_offsets": offsets}
         starts.append(at)
-        at += size
+        at += item.size
     text = json.dumps(header, separators=(",", ":")).encode()
     if len(text) > HEADER_LIMIT - ALIGN:
-        raise ValueError(
-            f"the header of '{name}' would have {len(text)} bytes, which is too large: pass a "
-            "smaller max_shard_size, for more files with fewer tensors each"
-        )
+        size = f"the header of '{name}' would have {len(text)} bytes, which is too large"
+        raise ValueError(f"{size}: pass a smaller max_shard_size")
     text += b" " * (-(len(text) + 8) % ALIGN)
     begin = 8 + len(text)
     places = [(item, begin + start) for item, start in zip(ordered, starts, strict=True)]

@@ -47,26 +47,32 @@ def encode(value: object, where: str = "extra") -> Any:
     if isinstance(value, torch.dtype) and str(value).removeprefix("torch.") in _DTYPES:
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, GuardedTensor):
-        raise TypeError(
-            f"cannot save {where}: it is this rank's shard of a parameter; pass full_tensor() of it"
-        )
-    return _encode_numpy(value, where)
+        raise TypeError(f"cannot save {where}: it is a parameter's shard; pass full_tensor() of it")
+    numpy = sys.modules.get("numpy")
+    dtype: Any = getattr(value, "dtype", None)
+    if numpy is not None and isinstance(value, numpy.generic) and dtype.kind in "biufc":
+        return {"$number": _encode_array(numpy, value, where)}
+    if numpy is not None and kind is numpy.ndarray and dtype.kind in "biufc":
+        return {"$array": _encode_array(numpy, value, where)}
+    of = f" of {dtype}" if dtype is not None else ""
+    text = f"cannot save {where}: unsupported type {kind.__name__}{of}"
+    raise TypeError(f"{text}; pass plain values, tensors or arrays of numbers")
 
 
 def decode(value: object) -> Any:
     """Return the value that encode() was given. Raise ValueError for any other JSON."""
     if isinstance(value, list):
-        return [decode(each) for each in value]
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     kind = next(iter(value), "")
     if not kind.startswith("$"):
-        return {key: decode(each) for key, each in value.items()}
-    maker = _MAKERS.get(kind)
-    if maker is None or len(value) != 1:
+        return {key: decode(item) for key, item in value.items()}
+    decoder = _DECODERS.get(kind)
+    if decoder is None or len(value) != 1:
         raise ValueError(f"{str(value)[:80]} is not a value that this version of zshard writes")
     try:
-        return maker(value[kind])
+        return decoder(value[kind])
     except (TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
         raise ValueError(f"{str(value)[:80]} is not a valid {kind}: {error}") from None
 
@@ -85,8 +91,7 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Restore the random number generators from the dict that rng_state() returned. Generators
     that the dict does not list keep their state. Raise ValueError for unexpected keys."""
-    strange = sorted(set(state) - {"torch", "random", "cuda", "numpy"})
-    if strange:
+    if strange := sorted(set(state) - {"torch", "random", "cuda", "numpy"}):
         raise ValueError(f"unexpected key {strange[0]!r}: pass the dict that rng_state() returned")
     if "torch" in state:
         torch.set_rng_state(state["torch"])
@@ -95,27 +100,20 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state:
-        _numpy().random.set_state(state["numpy"])
+        importlib.import_module("numpy").random.set_state(state["numpy"])
 
 
 # --- one function per type ------------------------------------------------------------------------
 
 
 def _encode_int(value: int, where: str) -> Any:
-    if value.bit_length() > _BITS:
-        raise ValueError(
-            f"{where} is an integer of {value.bit_length()} bits; the limit is {_BITS}"
-        )
+    if (bits := value.bit_length()) > _BITS:
+        raise ValueError(f"{where} is an integer of {bits} bits; the limit is {_BITS}")
     return value
 
 
 def _encode_items(values: Iterable[Any], where: str) -> list[Any]:
-    return [encode(each, f"{where}[{i}]") for i, each in enumerate(values)]
-
-
-def _encode_set(values: Iterable[Any], where: str) -> list[Any]:
-    """In a fixed order, so that equal sets agree between ranks."""
-    return [encode(each, f"an element of {where}") for each in sorted(values, key=repr)]
+    return [encode(item, f"{where}[{i}]") for i, item in enumerate(values)]
 
 
 def _encode_pairs(value: Mapping[Any, Any], where: str) -> list[Any]:
@@ -129,10 +127,7 @@ def _encode_defaultdict(value: defaultdict[Any, Any], where: str) -> Any:
     factory = value.default_factory
     name = None if factory is None else getattr(factory, "__name__", "")
     if _FACTORIES.get(name) is not factory:
-        raise TypeError(
-            f"cannot save {where}: a defaultdict of {factory!r}; pass dict() of it, or one of a "
-            "built-in type"
-        )
+        raise TypeError(f"cannot save {where}: a defaultdict of {factory!r}; pass dict() of it")
     return {"$defaultdict": {"factory": name, "pairs": _encode_pairs(value, where)}}
 
 
@@ -145,37 +140,19 @@ def _encode_dict(value: Mapping[Any, Any], where: str) -> Any:
 
 def _text(data: bytes, where: str) -> str:
     if len(data) > LIMIT:
-        raise ValueError(
-            f"{where} has {len(data)} bytes; the limit is {LIMIT}: store larger data in a buffer "
-            "of the model"
-        )
+        size = f"{where} has {len(data)} bytes; the limit is {LIMIT}"
+        raise ValueError(f"{size}: store larger data in a buffer of the model")
     return base64.b64encode(data).decode()
 
 
 def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
     name = str(value.dtype).removeprefix("torch.")
     if value.layout != torch.strided or value.is_meta or name not in _DTYPES:
-        raise TypeError(
-            f"cannot save {where}: unsupported tensor ({value.dtype}, {value.layout}, "
-            f"{value.device}); pass a strided tensor with values, of a dtype that safetensors has"
-        )
+        kind = f"unsupported tensor ({value.dtype}, {value.layout}, {value.device})"
+        raise TypeError(f"cannot save {where}: {kind}; pass strided values of a safetensors dtype")
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = bytes(bytes_of(plain))
-    return {"dtype": name, "shape": list(value.shape), "data": _text(data, where)}
-
-
-def _encode_numpy(value: object, where: str) -> Any:
-    numpy = sys.modules.get("numpy")
-    dtype: Any = getattr(value, "dtype", None)
-    if numpy is not None and type(value) is numpy.ndarray and dtype.kind in "biufc":
-        return {"$array": _encode_array(numpy, value, where)}
-    if numpy is not None and isinstance(value, numpy.generic) and dtype.kind in "biufc":
-        return {"$number": _encode_array(numpy, value, where)}
-    kind = f" of {dtype}" if dtype is not None else ""
-    raise TypeError(
-        f"cannot save {where}: unsupported type {type(value).__name__}{kind}; pass numbers, "
-        "strings, None, lists, tuples, dicts, sets, bytes, or tensors or arrays of numbers"
-    )
+    data = _text(bytes(bytes_of(plain)), where)
+    return {"dtype": name, "shape": list(value.shape), "data": data}
 
 
 def _encode_array(numpy: Any, value: Any, where: str) -> dict[str, Any]:
@@ -183,28 +160,23 @@ def _encode_array(numpy: Any, value: Any, where: str) -> dict[str, Any]:
     return {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}
 
 
-def _numpy() -> Any:
-    """NumPy, which zshard does not need, but a script that saves NumPy values has."""
-    return importlib.import_module("numpy")
-
-
-def _make_tensor(told: dict[str, Any]) -> torch.Tensor:
-    dtype, data = _DTYPES[told["dtype"]], bytearray(base64.b64decode(told["data"], validate=True))
+def _decode_tensor(row: dict[str, Any]) -> torch.Tensor:
+    dtype, data = _DTYPES[row["dtype"]], bytearray(base64.b64decode(row["data"], validate=True))
     if not data:
-        return torch.empty(told["shape"], dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).reshape(told["shape"])
+        return torch.empty(row["shape"], dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(row["shape"])
 
 
-def _make_array(told: dict[str, Any]) -> Any:
-    numpy = _numpy()
-    dtype = numpy.dtype(told["dtype"])
+def _decode_array(row: dict[str, Any]) -> Any:
+    numpy: Any = importlib.import_module("numpy")  # which a script that saves NumPy values has
+    dtype = numpy.dtype(row["dtype"])
     if dtype.kind not in "biufc":
         raise ValueError(f"unsupported array dtype {dtype}")
-    data = base64.b64decode(told["data"], validate=True)
-    return numpy.frombuffer(data, dtype).reshape(told["shape"]).copy()
+    data = base64.b64decode(row["data"], validate=True)
+    return numpy.frombuffer(data, dtype).reshape(row["shape"]).copy()
 
 
-def _make_dict(pairs: list[Any]) -> dict[Any, Any]:
+def _decode_pairs(pairs: list[Any]) -> dict[Any, Any]:
     return {decode(key): decode(value) for key, value in pairs}
 
 
@@ -214,8 +186,9 @@ _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     list: _encode_items,
     tuple: lambda value, where: {"$tuple": _encode_items(value, where)},
     torch.Size: lambda value, where: {"$size": list(value)},
-    set: lambda value, where: {"$set": _encode_set(value, where)},
-    frozenset: lambda value, where: {"$frozenset": _encode_set(value, where)},
+    # Sets are in a fixed order, so that equal ones agree between ranks.
+    set: lambda value, where: {"$set": _encode_items(sorted(value, key=repr), where)},
+    frozenset: lambda value, where: {"$frozenset": _encode_items(sorted(value, key=repr), where)},
     deque: lambda value, where: {
         "$deque": {"items": _encode_items(value, where), "maxlen": value.maxlen}
     },
@@ -231,24 +204,24 @@ _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     },
 }
 
-_MAKERS: dict[str, Callable[[Any], Any]] = {
+_DECODERS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$tuple": lambda values: tuple(decode(list(values))),
     "$size": lambda values: torch.Size(list(values)),
     "$set": lambda values: set(decode(list(values))),
     "$frozenset": lambda values: frozenset(decode(list(values))),
-    "$deque": lambda told: deque(decode(list(told["items"])), told["maxlen"]),
-    "$dict": _make_dict,
-    "$ordered": lambda pairs: OrderedDict(_make_dict(pairs)),
-    "$counter": lambda pairs: Counter(_make_dict(pairs)),
-    "$defaultdict": lambda told: defaultdict(
-        _FACTORIES[told["factory"]], _make_dict(told["pairs"])
+    "$deque": lambda row: deque(decode(list(row["items"])), row["maxlen"]),
+    "$dict": _decode_pairs,
+    "$ordered": lambda pairs: OrderedDict(_decode_pairs(pairs)),
+    "$counter": lambda pairs: Counter(_decode_pairs(pairs)),
+    "$defaultdict": lambda row: defaultdict(
+        _FACTORIES[row["factory"]], _decode_pairs(row["pairs"])
     ),
     "$bytes": lambda text: base64.b64decode(text, validate=True),
     "$bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
     "$dtype": lambda name: _DTYPES[name],
-    "$tensor": _make_tensor,
-    "$parameter": lambda told: torch.nn.Parameter(_make_tensor(told), bool(told["requires_grad"])),
-    "$array": _make_array,
-    "$number": lambda told: _make_array({**told, "shape": []})[()],
+    "$tensor": _decode_tensor,
+    "$parameter": lambda row: torch.nn.Parameter(_decode_tensor(row), bool(row["requires_grad"])),
+    "$array": _decode_array,
+    "$number": lambda row: _decode_array({**row, "shape": []})[()],
 }

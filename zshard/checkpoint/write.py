@@ -72,7 +72,7 @@ class Writer:
 
     def strange_on_any(self, comm: _core.Comm) -> set[str]:
         """Return the first of the names of each rank that has some. Collective."""
-        return {each for firsts in gather(comm, self.strange[:1]) for each in firsts}
+        return {name for firsts in gather(comm, self.strange[:1]) for name in firsts}
 
     def _add_piece(self, offset: int, piece: Piece) -> None:
         values, begin, end, dtype = piece[2:6]
@@ -124,14 +124,14 @@ def write_text(path: str, text: bytes) -> FileRecord:
 
 def joined(written: Iterable[Written]) -> list[Written]:
     """Merge the checksums of adjacent bytes of one block."""
-    made: list[Written] = []
+    rows: list[Written] = []
     for offset, length, crc in sorted(written):
-        if made and offset % BLOCK != 0 and sum(made[-1][:2]) == offset:
-            first, before, other = made.pop()
-            made.append((first, before + length, _core.crc32c_join(other, crc, length)))
+        if rows and offset % BLOCK != 0 and sum(rows[-1][:2]) == offset:
+            first, before, other = rows.pop()
+            rows.append((first, before + length, _core.crc32c_join(other, crc, length)))
         else:
-            made.append((offset, length, crc))
-    return made
+            rows.append((offset, length, crc))
+    return rows
 
 
 def is_plain(piece: Piece) -> bool:
@@ -144,8 +144,8 @@ def is_plain(piece: Piece) -> bool:
 def _is_strange(values: Tensor, begin: int, end: int, limit: int, dtype: torch.dtype) -> bool:
     """Return whether some of these values are NaN or infinite in a dtype."""
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_complex else torch.float32
-    found = (run.to(dtype).to(wide).isfinite().all() for run in runs(values, begin, end, limit))
-    return not all(map(bool, found))
+    finite = (run.to(dtype).to(wide).isfinite().all() for run in runs(values, begin, end, limit))
+    return not all(map(bool, finite))
 
 
 def runs(values: Tensor, begin: int, end: int, limit: int) -> Iterator[Tensor]:
@@ -171,7 +171,7 @@ def snapshot(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
         _buffers.pop(model, None)  # free the old copy first: never hold both
         pinned = any(piece.values.is_cuda for piece in pieces)
         buffer = _buffers[model] = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
-    made, at = [], 0
+    copies, at = [], 0
     for piece, size in zip(pieces, sizes, strict=True):
         copy = buffer[at : at + piece.size].view(piece.dtype)
         done = 0
@@ -179,11 +179,11 @@ def snapshot(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
         for run in runs(piece.values, piece.begin, piece.end, limit):
             copy[done : done + run.numel()].copy_(run, non_blocking=True)
             done += run.numel()
-        made.append(piece._replace(values=copy, begin=0, end=copy.numel()))
+        copies.append(piece._replace(values=copy, begin=0, end=copy.numel()))
         at += size
     if buffer.is_pinned():
         torch.cuda.synchronize()
-    return made
+    return copies
 
 
 class SaveHandle:
@@ -194,7 +194,7 @@ class SaveHandle:
         self.path = path
         """The absolute path of its folder."""
         self._error: BaseException | None = None
-        self._told = False  # whether a call has raised the error
+        self._is_raised = False  # whether a call has raised the error
         self._thread: threading.Thread | None = None
         if action is not None:
             name = f"zshard save {path}"
@@ -205,7 +205,7 @@ class SaveHandle:
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
-            self._told = True
+            self._is_raised = True
             raise self._error
 
     def done(self) -> bool:
@@ -242,13 +242,13 @@ def finish() -> None:
     if handle is not None and handle._thread is not None:
         handle._thread.join()  # if a signal ends this, the save still runs: it stays the last one
         _last = None
-        if not handle._told:
+        if not handle._is_raised:
             handle.wait()
 
 
 @atexit.register
 def _at_exit() -> None:
     """Report a failed save that no call has raised."""
-    if _last is not None and _last._error is not None and not _last._told:
+    if _last is not None and _last._error is not None and not _last._is_raised:
         lines = "".join(traceback.format_exception(_last._error))
         fail(f"zshard: failed to save the checkpoint '{_last.path}':\n{lines}")

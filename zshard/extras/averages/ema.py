@@ -83,15 +83,10 @@ class EMA:
         self.model = bare(model)
         states = [state for _, state in units_of(self.model)]
         if not states:
-            raise ValueError(
-                f"EMA() expects a model with FSDP modules, got {type(model).__name__}: make it "
-                "after FSDP(...), or use torch.optim.swa_utils.AveragedModel for a plain model"
-            )
+            text = f"EMA() expects a model with FSDP modules, got {type(model).__name__}"
+            raise ValueError(f"{text}: make it after FSDP(...), or use torch's AveragedModel")
         if api.keeps_memory():
-            raise NotImplementedError(
-                "a kept run cannot restore averages: use zshard.save(..., ema=) in a run that is "
-                "not kept"
-            )
+            raise NotImplementedError("a kept run cannot restore averages: run it without --keep")
         self._comm, self._states = comm_of(self.model), states
         self._every, self._warmup = every, warmup
         self.calls = 0  # of update()
@@ -106,14 +101,13 @@ class EMA:
         self._in_c = all(p.device.type == "cpu" and p.dtype in _IN_C for p in chosen)
 
     def _zeros(self) -> list[Tensor]:
-        made: dict[int, Tensor] = {}
+        averages: dict[int, Tensor] = {}
         dtypes: dict[torch.dtype, list[Tensor]] = {}
         for param in self.params.values():
             dtypes.setdefault(torch.promote_types(param.dtype, torch.float32), []).append(param)
         for dtype, same in dtypes.items():
-            zeros = zeros_side_by_side(same, dtype)
-            made.update(zip(map(id, same), zeros, strict=True))
-        return [made[id(param)] for param in self.params.values()]
+            averages |= zip(map(id, same), zeros_side_by_side(same, dtype), strict=True)
+        return [averages[id(param)] for param in self.params.values()]
 
     # --- each step --------------------------------------------------------------------------------
 
@@ -128,18 +122,14 @@ class EMA:
         if api.has_held_units():  # a rank that has all of a parameter would not notice
             refuse(self._states, "update the averages", api.UNSHARDED)
         if (self.calls + 1) % self._every == 0:
+            most = (1 + self.updates) / (10 + self.updates) if self._warmup else 1.0
+            weights = [1 - min(decay, most) for decay in self.decays]
             if self.updates == 0:
                 self._copy()
-            else:
-                self._move([1 - decay for decay in self._decays_now()])
+            elif not self._in_c or not api.average([*self.params.values()], self.averages, weights):
+                self._move(weights)
             self.updates += 1
         self.calls += 1
-
-    def _decays_now(self) -> list[float]:
-        if not self._warmup:
-            return list(self.decays)
-        most = (1 + self.updates) / (10 + self.updates)
-        return [min(decay, most) for decay in self.decays]
 
     @torch.no_grad()
     @plain()
@@ -148,29 +138,20 @@ class EMA:
         for averages in self.averages:
             torch._foreach_copy_(averages, list(self.params.values()))
 
-    def _move(self, weights: list[float]) -> None:
-        params: list[Tensor] = list(self.params.values())
-        if not self._in_c:
-            self._move_by_torch(params, weights)
-            return
-        if api.average(params, self.averages, weights):
-            return
-        settle(self.model, "update the averages")  # a forward has left some unsharded
-        if not api.average(params, self.averages, weights):
-            raise RuntimeError(
-                "EMA.update() found a parameter whose shape, strides, dtype or device was changed "
-                "since EMA(...): make the EMA after such changes"
-            )
-
     @torch.no_grad()
     @plain()
-    def _move_by_torch(self, params: list[Tensor], weights: list[float]) -> None:
-        """On GPUs."""
+    def _move(self, weights: list[float]) -> None:
+        """Move them on GPUs, or where a forward has left parameters unsharded."""
         settle(self.model, "update the averages")
-        for averages, weight in zip(self.averages, weights, strict=True):
-            pairs = zip(params, averages, strict=True)
-            ends = [param.detach().to(average.dtype) for param, average in pairs]
-            torch._foreach_lerp_(averages, ends, weight)
+        params: list[Tensor] = list(self.params.values())
+        if not self._in_c:
+            for averages, weight in zip(self.averages, weights, strict=True):
+                pairs = zip(params, averages, strict=True)
+                ends = [param.detach().to(average.dtype) for param, average in pairs]
+                torch._foreach_lerp_(averages, ends, weight)
+        elif not api.average(params, self.averages, weights):
+            text = "a parameter's shape, strides, dtype or device was changed since EMA(...)"
+            raise RuntimeError(f"{text}: make the EMA after such changes")
 
     # --- use --------------------------------------------------------------------------------------
 
@@ -191,7 +172,9 @@ class EMA:
         DivergenceError if ranks have not made the same updates. Within it an optimizer's step, a
         load, update(), and zshard.save() with an optimizer or an EMA raise RuntimeError.
         """
-        averages = self.averages[self._index_of(decay)]
+        if decay not in (*self.decays, None) or (decay is None and len(self.decays) > 1):
+            raise ValueError(f"decay must be one of the EMA's, {self.decays}, got {decay!r}")
+        averages = self.averages[0 if decay is None else self.decays.index(decay)]
         with PublicCall("ema.swapped()"):
             self.check_ranks()
             with on_all_ranks(self._comm):
@@ -204,7 +187,7 @@ class EMA:
             except BaseException:
                 live.restore()
                 raise
-        known = (api.PeerError, api.DivergenceError)
+        of_ranks = (api.PeerError, api.DivergenceError)
         body: BaseException | None = None
         try:
             yield
@@ -212,9 +195,9 @@ class EMA:
             body = error
             raise
         finally:
-            # The error of the body comes first. After one of `known`, other ranks do not meet here.
-            meets = not isinstance(body, known)
-            with PublicCall("ema.swapped()"), contextlib.suppress(*(known if body else ())):
+            # The error of the body comes first. After one of these, other ranks do not meet here.
+            meets = not isinstance(body, of_ranks)
+            with PublicCall("ema.swapped()"), contextlib.suppress(*(of_ranks if body else ())):
                 try:
                     if meets:
                         self._meet(live)
@@ -231,9 +214,9 @@ class EMA:
         tensors = (*self.model.parameters(), *self.model.buffers())
         with self.swapped(decay):
             state: dict[str, Any] = self.model.state_dict()
-            own = {each.untyped_storage()._cdata for each in tensors}
+            live = {tensor.untyped_storage()._cdata for tensor in tensors}
             for name, value in state.items():
-                if isinstance(value, Tensor) and value.untyped_storage()._cdata in own:
+                if isinstance(value, Tensor) and value.untyped_storage()._cdata in live:
                     state[name] = value.clone()
         return state
 
@@ -241,19 +224,12 @@ class EMA:
         """Bring the model and the averages to their state between steps, to swap or to save them.
         Raises RuntimeError where swapped() does."""
         settle(self.model, to)
-        known, now = set(map(id, self.params.values())), dict(self.model.named_parameters())
-        for name, param in self.params.items():
-            if now.get(name) is not param:
-                raise RuntimeError(
-                    f"parameter '{name}' was removed or replaced since EMA(...): make the EMA "
-                    "after such changes"
-                )
-        for name, param in now.items():
-            if id(param) not in known and param.requires_grad:
-                raise RuntimeError(
-                    f"parameter '{name}' is trainable, but was frozen or absent when EMA(...) was "
-                    "made, so it has no average: make the EMA when it is trainable"
-                )
+        ids, now = set(map(id, self.params.values())), dict(self.model.named_parameters())
+        changed = [name for name, param in self.params.items() if now.get(name) is not param]
+        changed += [n for n, param in now.items() if param.requires_grad and id(param) not in ids]
+        if changed:
+            text = f"parameter '{changed[0]}' was removed, replaced or unfrozen since EMA(...)"
+            raise RuntimeError(f"{text}: make the EMA after such changes")
         if self.updates == 0:
             self._copy()
 
@@ -277,18 +253,8 @@ class EMA:
                 unit.unshard()
                 unit.reshard()
 
-    def _index_of(self, decay: float | None) -> int:
-        if decay is None and len(self.decays) == 1:
-            return 0
-        if decay not in self.decays:
-            raise ValueError(f"decay must be one of the EMA's, {self.decays}, got {decay!r}")
-        return self.decays.index(decay)
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            "an EMA cannot be copied or pickled: save it by zshard.save(path, model, ema=ema), and "
-            "make another one for a copy of the model"
-        )
+        raise TypeError("an EMA cannot be copied or pickled: save it by zshard.save(..., ema=ema)")
 
 
 class _Live:
@@ -347,9 +313,8 @@ class _Live:
 
 def _checked(decay: float | Sequence[float]) -> tuple[float, ...]:
     decays: tuple[Any, ...] = (decay,) if isinstance(decay, int | float | str) else tuple(decay)
-    for each in decays:
-        if isinstance(each, bool) or not isinstance(each, int | float) or not 0 < each < 1:
-            raise ValueError(f"decay must be between 0 and 1, got {each!r}")
-    if len(set(decays)) != len(decays) or not 0 < len(decays) <= _MOST:
-        raise ValueError(f"decay must be 1 to {_MOST} different numbers, got {decays}")
+    are_right = all(isinstance(number, float) and 0 < number < 1 for number in decays)
+    if not are_right or len({*decays}) != len(decays) or not 0 < len(decays) <= _MOST:
+        numbers = f"a number between 0 and 1, or up to {_MOST} different ones"
+        raise ValueError(f"decay must be {numbers}, got {decay!r}")
     return tuple(map(float, decays))  # NumPy's have another repr(), which names files

@@ -47,11 +47,10 @@ def to_save(ema: object, model: nn.Module) -> Beside:
     model, and what EMA.prepare() does."""
     ema = _checked(ema, model)
     ema.prepare("save")
-    found = {}
-    for decay, averages in zip(ema.decays, ema.averages, strict=True):
-        found[stem_of(decay)] = Contents(_entries_of(ema, averages))
+    pairs = zip(ema.decays, ema.averages, strict=True)
+    contents = {stem_of(decay): Contents(_entries_of(ema, values)) for decay, values in pairs}
     entry = {"decays": list(ema.decays), "calls": ema.calls, "updates": ema.updates}
-    return Beside(_ENTRY, entry, found)
+    return Beside(_ENTRY, entry, contents)
 
 
 def _entries_of(ema: EMA, averages: Sequence[Tensor]) -> list[Entry]:
@@ -79,21 +78,21 @@ class SavedAverages(NamedTuple):
     updates: int
 
     @staticmethod
-    def of(found: Checkpoint) -> SavedAverages | None:
+    def of(checkpoint: Checkpoint) -> SavedAverages | None:
         """Open their files; None if it has none. Raise CheckpointError if its entry is invalid."""
-        entry = None if found.manifest is None else found.manifest.more.get(_ENTRY)
-        if found.manifest is None or entry is None:
+        entry = None if checkpoint.manifest is None else checkpoint.manifest.more.get(_ENTRY)
+        if entry is None:
             return None
-        where = os.path.join(found.path, NAME)
-        told = entry if isinstance(entry, dict) else {}
-        decays, calls, updates = (told.get(name) for name in ("decays", "calls", "updates"))
-        if not isinstance(decays, list) or not all(type(each) is float for each in decays):
-            raise CheckpointError(f"'{where}' has invalid decays of averages: {decays!r:.80}")
-        if type(calls) is not int or type(updates) is not int or not 0 <= updates <= calls:
-            counts = (calls, updates)
-            raise CheckpointError(f"'{where}' has invalid counts of averages: {counts!r:.80}")
-        tensors = {each: found.tensors(stem_of(each)) for each in decays}
-        return SavedAverages(tensors, calls, updates)
+        match entry:
+            case {"decays": [*decays], "calls": int(calls), "updates": int(updates)} if (
+                all(type(decay) is float for decay in decays)
+                and type(calls) is type(updates) is int  # and no bool
+                and 0 <= updates <= calls
+            ):
+                tensors = {decay: checkpoint.tensors(stem_of(decay)) for decay in decays}
+                return SavedAverages(tensors, calls, updates)
+        where = os.path.join(checkpoint.path, NAME)
+        raise CheckpointError(f"'{where}' has an invalid entry of averages: {entry!r:.80}")
 
 
 def to_load(ema: object, model: nn.Module) -> Callable[[Checkpoint], Callable[[], LoadPlan]]:
@@ -101,19 +100,16 @@ def to_load(ema: object, model: nn.Module) -> Callable[[Checkpoint], Callable[[]
     raises RuntimeError, which lists what does not fit. Raises TypeError for what is not an EMA,
     ValueError for one of another model."""
     checked = _checked(ema, model)
-    return lambda found: functools.partial(_plan, checked, found, SavedAverages.of(found))
+    return lambda opened: functools.partial(_plan, checked, opened, SavedAverages.of(opened))
 
 
-def _plan(ema: EMA, found: Checkpoint, saved: SavedAverages | None) -> LoadPlan:
+def _plan(ema: EMA, checkpoint: Checkpoint, saved: SavedAverages | None) -> LoadPlan:
     if saved is None:
-        raise RuntimeError(
-            f"'{found.path}' has no averages: omit ema to load the rest; the EMA then begins with "
-            "its next update()"
-        )
+        raise RuntimeError(f"'{checkpoint.path}' has no averages: omit ema to load the rest")
     todo, problems = LoadPlan(), []
-    ours, theirs = sorted(ema.decays), sorted(saved.by_decay)
-    if ours != theirs:
-        problems.append(f"its decays are {theirs}, but the EMA's are {ours}")
+    if sorted(ema.decays) != sorted(saved.by_decay):
+        pair = f"{sorted(saved.by_decay)}, but the EMA's are {sorted(ema.decays)}"
+        problems.append(f"its decays are {pair}")
     for decay, averages in zip(ema.decays, ema.averages, strict=True):
         left, stem = dict(saved.by_decay.get(decay, {})), stem_of(decay)
         entries = _entries_of(ema, averages) if decay in saved.by_decay else ()
@@ -124,11 +120,11 @@ def _plan(ema: EMA, found: Checkpoint, saved: SavedAverages | None) -> LoadPlan:
             elif entry.shape != shape:
                 problems.append(f"'{name}' has shape {entry.shape} in {stem}, but {shape} here")
             else:
-                value = found.pending(f"{stem} {name}", entry)
+                value = checkpoint.pending(f"{stem} {name}", entry)
                 todo.copies.append(Copy(average, value if part is None else shard_of(part, value)))
         problems += [f"{stem} has '{name}', which the EMA does not average" for name in left]
     if problems:
-        head = f"Error(s) in loading the averages of '{found.path}':"
+        head = f"Error(s) in loading the averages of '{checkpoint.path}':"
         raise RuntimeError("\n\t".join([head, *problems]))
     todo.calls.append(functools.partial(vars(ema).update, calls=saved.calls, updates=saved.updates))
     return todo

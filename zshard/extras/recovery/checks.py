@@ -25,31 +25,22 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
     if not is_unit(model):
         raise TypeError(f"Keep() expects an FSDP(...) model, got {type(model).__name__}")
     if not isinstance(optimizer, InOneCall):
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
         raise NotImplementedError(
-            f"a kept run needs one of zshard's elementwise optimizers (AdamW, Adam, SGD, or these "
-            f"with 8-bit state), got {type(optimizer).__module__}.{type(optimizer).__name__}"
+            f"a kept run needs AdamW, Adam or SGD of zshard, also with 8-bit state, got {kind}"
         )
-    state = state_of(model)
-    if state.comms.all.world == 1:
-        raise NotImplementedError("a kept run needs two ranks or more, got one")
-    names_of(optimizer)
-    own = {id(param) for _, param in named_shards(model)}
-    for param in params_of(optimizer):
-        part = part_of(param)
-        if id(param) not in own and part is not None:
-            raise ValueError(
-                f"the optimizer steps '{part.name}', which is not in the model that Keep() was "
-                "given: keep one module that contains all models of the optimizer"
-            )
-    if is_stepped_in_backward(model):
-        raise NotImplementedError(
-            "optimizer_in_backward() steps before all gradients are there, so a kept run cannot "
-            "finish its step: call remove() on the handle"
-        )
-    if any(param.device.type != "cpu" for param in model.parameters()):
-        raise NotImplementedError("a kept run needs parameters in host memory, got some on a GPU")
-    if any(each.options.offload for _, each in units_of(model)):
-        raise NotImplementedError("a kept run cannot be offloaded to a disk: omit offload")
+    names, shards = names_of(optimizer), {id(shard) for _, shard in named_shards(model)}
+    if absent := [name for param, name in names.items() if param not in shards]:
+        text = f"the optimizer steps '{absent[0]}', which is not in the model that Keep() was given"
+        raise ValueError(f"{text}: keep one module that contains all models")
+    for is_refused, words in (
+        (state_of(model).comms.all.world == 1, "needs two ranks or more, got one"),
+        (is_stepped_in_backward(model), "excludes optimizer_in_backward(): remove() its handle"),
+        (any(p.device.type != "cpu" for p in model.parameters()), "needs parameters on the CPU"),
+        (any(s.options.offload for _, s in units_of(model)), "cannot be on a disk: omit offload"),
+    ):
+        if is_refused:
+            raise NotImplementedError(f"a kept run {words}")
 
 
 def check_others(others: Sequence[Any]) -> None:
@@ -59,21 +50,15 @@ def check_others(others: Sequence[Any]) -> None:
     for other in others:
         name = type(other).__name__
         if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
-            raise TypeError(
-                f"Keep() got a {name}, which has no state_dict(): pass it in the dict of commit()"
-            )
+            raise TypeError(f"Keep() got a {name}, which has no state_dict(): pass it to commit()")
         if isinstance(other, nn.Module) and any(True for _ in units_of(other)):
-            raise NotImplementedError(
-                f"Keep() keeps one FSDP(...) model, but got a second one, a {name}: keep one "
-                "module that contains both, and step it with one optimizer"
-            )
-        if isinstance(other, Optimizer) and any(map(part_of, params_of(other))):
-            raise NotImplementedError(
-                f"Keep() keeps one optimizer of sharded parameters, but got a second one, {name}: "
-                "give all parameters to one optimizer, in param groups"
-            )
-        if isinstance(other, Optimizer) and {*map(id, params_of(other))} - restored:
+            text = f"Keep() keeps one FSDP(...) model, but got a second one, {name}"
+            raise NotImplementedError(f"{text}: keep one module that contains both")
+        params = [*params_of(other)] if isinstance(other, Optimizer) else []
+        if any(map(part_of, params)):
+            text = f"Keep() keeps one optimizer of shards, but got a second one, {name}"
+            raise NotImplementedError(f"{text}: give all parameters to one")
+        if {*map(id, params)} - restored:
             raise ValueError(
-                f"Keep() got {name} without the module that it steps, whose parameters would be "
-                "lost: pass that module, too"
+                f"Keep() got {name} without the module that it steps: pass that module, too"
             )

@@ -32,17 +32,17 @@ class Files:
         self.counters: Counters = []
         self.held: Sequence[int] = ()  # the keeper has these descriptors, too
         if before is None:
-            self._head = _file("zshard-kept-head", _NUMBER.size * len(Mark))
+            self.head = _file("zshard-kept-head", _NUMBER.size * len(Mark))
             self._slots = [_file(f"zshard-kept-slot-{i}", 0) for i in range(2)]
         else:
-            self._head, self._slots = before._head, before._slots
+            self.head, self._slots = before.head, before._slots
         room = (runs, torch.get_num_threads())
         self._area = _file("zshard-kept-step", api.KeptStep.bytes(*room))
         self.step = api.KeptStep(mmap.mmap(self._area, 0), *room)
 
     @property
     def fds(self) -> list[int]:
-        return [self._head, *self._slots, self._area]
+        return [self.head, *self._slots, self._area]
 
     def close(self) -> None:
         """Close this rank's descriptors; the keeper has its own."""
@@ -66,9 +66,6 @@ class Files:
         at = 0
         while at < len(data):
             at += os.pwrite(fd, view[at:], at)
-
-    def mark(self, what: Mark, number: int) -> None:
-        mark(self._head, what, number)
 
 
 def mark(head: int, what: Mark, number: int) -> None:

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from enum import Enum, auto
 from typing import Any, ClassVar
 
@@ -47,7 +49,7 @@ from zshard.api import (
 )
 from zshard.extras.keeping.client import Keeper, keeper_of_run
 from zshard.extras.recovery.checks import check, check_others
-from zshard.extras.recovery.files import Files, Mark
+from zshard.extras.recovery.files import Files, Mark, mark
 from zshard.extras.recovery.layout import (
     counters_of,
     layout_of,
@@ -58,9 +60,8 @@ from zshard.extras.recovery.layout import (
 )
 from zshard.extras.recovery.recover import (
     KeptName,
-    Old,
-    generations,
     names_at,
+    old_memory,
     recovered,
     restore_others,
     say,
@@ -89,12 +90,10 @@ class Phase(Enum):
 
 _NO_COMMIT = {
     Phase.NEW: "commit() before recover(): call kept.recover(...) before the loop",
-    Phase.CALLED: "commit() was called without `with`, so nothing was committed: write `with "
-    "kept.commit(...):` around optimizer.step()",
+    Phase.CALLED: "commit() without `with` commits nothing: write `with kept.commit(...):`",
     Phase.BLOCK: "commit() within commit(): leave the block first",
-    Phase.CUT_OFF: "the last commit() failed on the way, so only another process can continue: end "
-    "this one",
-    Phase.CLOSED: "commit() after close(), which ends the kept run: call close() at the end",
+    Phase.CUT_OFF: "the last commit() failed on the way: continue in another process",
+    Phase.CLOSED: "commit() after close(): call close() at the end of the run",
 }
 
 
@@ -137,18 +136,13 @@ class Keep:
     ) -> None:
         keeper = keeper_of_run()
         if keeper is None or not api.keeps_memory():
-            raise RuntimeError(
-                "this run has no keeper: start it with `python -m zshard run --keep script.py`, or "
-                "call zshard.keep() before FSDP(...)"
-            )
+            text = "this run has no keeper: start it with `python -m zshard run --keep`"
+            raise RuntimeError(f"{text}, or call zshard.keep() before FSDP(...)")
         check(model, optimizer)
         check_others(others)
         if Keep._is_open:
-            raise RuntimeError(
-                "this process has a Keep() already, and two would not be at the same step after a "
-                "restart: keep one module that contains all models, and step it with one "
-                "optimizer; or close() the first"
-            )
+            text = "this process has a Keep() already: close() it"
+            raise RuntimeError(f"{text}, or keep one module that contains all models")
         self._keeper: Keeper = keeper
         self._model, self._others = model, others
         self._optimizer: Any = optimizer
@@ -187,14 +181,12 @@ class Keep:
         if self._phase is not Phase.NEW:
             raise RuntimeError("recover() was called before: call it once, before the first step")
         _pickled("recover()", start)
-        old = generations(self._keeper, self._comm, self._name)
-        found = recovered(
-            Old(self._keeper, self._comm, old), self._model, self._optimizer, self._others
-        )
-        if found is None:
-            script = self._from_checkpoint(start, old.newest >= 0)
+        old = old_memory(self._keeper, self._comm, self._name)
+        if old.step:
+            script = recovered(old, self._model, self._optimizer, self._others)
+            self._step = old.step
         else:
-            self._step, script = found
+            script = self._from_checkpoint(start, old.newest >= 0)
         self._script = _pickled("recover()", script)
         self._name = self._name._replace(generation=old.newest + 1)
         self._phase = Phase.BETWEEN
@@ -214,11 +206,8 @@ class Keep:
             set_rng_state(extra["random"])
             return {**start, **extra["script"]}
         if self._others:
-            raise RuntimeError(
-                f"the checkpoint {path} lacks the state of the {type(self._others[0]).__name__} "
-                "that Keep() was given: save with extra=kept.state_dict(). To begin with this one, "
-                "call zshard.load() and restore the rest before Keep(), without checkpoints="
-            )
+            text = f"the checkpoint {path} lacks the state of the {type(self._others[0]).__name__}"
+            raise RuntimeError(f"{text}: save with extra=kept.state_dict(), or load() it yourself")
         say(self._comm, "it has no random states: save with extra=kept.state_dict()")
         return {**start, **extra}
 
@@ -255,9 +244,9 @@ class Keep:
         self._refuse_unentered()
         if self._phase is not Phase.BETWEEN:
             raise RuntimeError(_NO_COMMIT[self._phase])
-        own = _pickled("commit()", script)
+        pickled = _pickled("commit()", script)
         self._phase = Phase.CALLED
-        return self._block(own)
+        return self._block(pickled)
 
     @contextlib.contextmanager
     def _block(self, script: bytes) -> Iterator[None]:
@@ -296,24 +285,20 @@ class Keep:
         try:
             self._refuse_unentered()
         finally:
-            self._free()
+            if self._phase is not Phase.CLOSED:
+                self._phase, Keep._is_open = Phase.CLOSED, False
+                for engine in [engine for engine, keep in writers.items() if keep is self]:
+                    del writers[engine]
+                self._drop(lambda name: name.rank == self._name.rank)
+                if self._files is not None:
+                    self._files.close()
+                self._files = None
 
-    def _free(self) -> None:
-        if self._phase is Phase.CLOSED:
-            return
-        self._phase, Keep._is_open = Phase.CLOSED, False
-        for engine in [engine for engine, keep in writers.items() if keep is self]:
-            del writers[engine]
+    def _drop(self, is_done: Callable[[KeptName], bool]) -> None:
         for name in names_at(self._keeper):
-            if (name.rank, name.keep) == (self._name.rank, self._name.keep):
-                self._drop(name)
-        if self._files is not None:
-            self._files.close()
-        self._files = None
-
-    def _drop(self, name: KeptName) -> None:
-        self._keeper.drop(str(name))
-        _held.pop(str(name), None)
+            if name.keep == self._name.keep and is_done(name):
+                self._keeper.drop(str(name))
+                _held.pop(str(name), None)
 
     def _complete(self, script: bytes, prepared: Any) -> None:
         plans = prepared.plans
@@ -327,14 +312,14 @@ class Keep:
             plan.count()
         files.write(number, pickle.dumps(values_of(files.counters)) + state)
         grads = grads_of(params_of(self._optimizer))
-        _held["in hand"] = [each for each in grads if each is not None]  # others may finish it
-        files.mark(Mark.READY, number)
+        _held["in hand"] = [grad for grad in grads if grad is not None]  # others may finish it
+        mark(files.head, Mark.READY, number)
         with PublicCall("Keep.commit()"):
             self._comm.exchange(number.to_bytes(8, "little"))
         self._forget_older()
         if plans:
             files.step.finish(number)
-        files.mark(Mark.DONE, number)
+        mark(files.head, Mark.DONE, number)
         del _held["in hand"]
         self._step, self._script, self._phase = number, script, Phase.BETWEEN
 
@@ -344,10 +329,11 @@ class Keep:
             {k: v for k, v in group.items() if k != "params"}
             for group in self._optimizer.param_groups
         ]
-        buffers = {
-            name: (str(value.dtype).removeprefix("torch."), tuple(value.shape), _bytes(value))
-            for name, value in self._model.named_buffers()
-        }
+        buffers = {}
+        for name, value in self._model.named_buffers():
+            plain = value.detach().cpu().contiguous()  # alive while bytes_of() is read
+            facts = str(plain.dtype).removeprefix("torch."), tuple(plain.shape)
+            buffers[name] = (*facts, bytes(bytes_of(plain)))
         state = {
             "script": script,
             "stepped": stepped,
@@ -371,16 +357,14 @@ class Keep:
         layout.files = list(dict.fromkeys([*layout.files, *with_grads]))
         files = Files(max(runs, 1), optimizer.state_changes, before)
         files.counters, files.held = counters_of(optimizer), layout.files
-        name = str(self._name)
+        name, layout_json = str(self._name), json.dumps(asdict(layout)).encode()
         try:
-            self._keeper.hold(name, layout.as_json(), [*files.fds, *layout.files])
+            self._keeper.hold(name, layout_json, [*files.fds, *layout.files])
         except BaseException:
             files.close_area()
             raise
-        memory = [value for _, value in named_shards(self._model)]
-        _held[name] = [
-            each.detach() for each in (*memory, *(v for _, v in state_tensors(optimizer)))
-        ]
+        tensors = (*named_shards(self._model), *state_tensors(optimizer))
+        _held[name] = [tensor.detach() for _, tensor in tensors]
         self._files = files
         if before is not None:
             before.close_area()
@@ -388,13 +372,9 @@ class Keep:
 
     def _forget_older(self) -> None:
         """Free what earlier processes left, once all ranks have written a step of this one."""
-        if self._is_alone:
-            return
-        self._is_alone, own = True, self._name
-        for name in names_at(self._keeper):
-            is_older = name.keep == own.keep and name.generation < own.generation
-            if is_older and (name.rank == own.rank or name.rank >= own.world):
-                self._drop(name)
+        if not self._is_alone:
+            self._is_alone, (this, rank, world, _) = True, self._name
+            self._drop(lambda n: n.generation < this and (n.rank == rank or n.rank >= world))
 
     # --- refusals ---------------------------------------------------------------------------------
 
@@ -406,10 +386,8 @@ class Keep:
     def _refuse_in_block(self) -> None:
         self._refuse_unentered()
         if self._phase is Phase.BLOCK:
-            raise RuntimeError(
-                "the optimizer's step takes effect at the end of the commit() block: run forwards "
-                "and state_dict() after it"
-            )
+            text = "the step takes effect at the end of the commit() block"
+            raise RuntimeError(f"{text}: run forwards and state_dict() after it")
 
     def refuse_write(self, what: str, optimizer: Optimizer | None) -> None:
         """As units.SoleWriter."""
@@ -417,20 +395,14 @@ class Keep:
         if optimizer is None:
             if self._phase is Phase.NEW:
                 return
-            raise RuntimeError(
-                f"{what} would change a kept model outside of its steps, and a restart would "
-                "repeat it: do it before kept.recover(...), or do not keep this run"
-            )
+            text = f"{what} would change a kept model outside of its steps"
+            raise RuntimeError(f"{text}: do it before kept.recover(...)")
         if optimizer is not self._optimizer:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} steps a kept model, but Keep() was given another "
-                "optimizer: give all parameters to that one, in param groups"
-            )
+            text = f"{type(optimizer).__name__} steps a kept model, but Keep() was given another"
+            raise RuntimeError(f"{text}: give all parameters to that one")
         if self._phase is not Phase.BLOCK:
-            raise RuntimeError(
-                "a step outside of commit() would be repeated by a restart: call kept.recover(...) "
-                "before the loop, and write `with kept.commit(...):` around each optimizer.step()"
-            )
+            text = "a step outside of commit() would be repeated by a restart"
+            raise RuntimeError(f"{text}: write `with kept.commit(...):` around optimizer.step()")
 
 
 def _pickled(call: str, values: Mapping[str, Any]) -> bytes:
@@ -438,7 +410,3 @@ def _pickled(call: str, values: Mapping[str, Any]) -> bytes:
         return pickle.dumps(dict(values))
     except Exception as error:
         raise TypeError(f"{call} takes plain values, but pickling failed: {error}") from error
-
-
-def _bytes(value: Tensor) -> bytes:
-    return bytes(bytes_of(value.detach().cpu().contiguous()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,13 +34,6 @@ class KeptLayout:
     model: list[str] = field(default_factory=list)
     optimizer: str = ""
 
-    def as_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> KeptLayout:
-        return cls(**json.loads(text))
-
 
 def named_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's shard of each parameter of the model's units, with its name."""
@@ -51,16 +44,14 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def names_of(optimizer: Optimizer) -> dict[int, str]:
     """Return the optimizer's parameters by id, with their names. Raises ValueError for one that no
     FSDP(...) has wrapped."""
-    found = {}
+    names = {}
     for index, param in enumerate(params_of(optimizer)):
         part = part_of(param)
         if part is None:
-            raise ValueError(
-                f"parameter {index} of the optimizer, of shape {tuple(param.shape)}, is not in an "
-                "FSDP(...) model, so it is not kept: wrap the module that has it"
-            )
-        found[id(param)] = part.name
-    return found
+            text = f"parameter {index} of the optimizer, of shape {tuple(param.shape)}"
+            raise ValueError(f"{text}, is in no FSDP(...) model: wrap the module that has it")
+        names[id(param)] = part.name
+    return names
 
 
 def state_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -74,11 +65,9 @@ def state_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 def model_facts(model: nn.Module, comm: api.Comm) -> list[str]:
     """Return what must be the same for shards to fit: a line for each parameter, and the ranks."""
-    facts = [f"{comm.world} ranks, this is rank {comm.rank}"]
     parts = (part_of(param) for _, param in named_shards(model))
-    for part in filter(None, parts):
-        facts.append(f"{part.name} {part.shape} {part.dtype} {part.numel} from {part.begin}")
-    return sorted(facts)
+    facts = (f"{p.name} {p.shape} {p.dtype} {p.numel} from {p.begin}" for p in parts if p)
+    return sorted([f"{comm.world} ranks, this is rank {comm.rank}", *facts])
 
 
 def optimizer_facts(optimizer: Optimizer) -> str:
@@ -106,8 +95,7 @@ def _places(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[KeptPlace]:
             yield name, *place
         elif tensor.numel() > 0:
             raise ValueError(
-                f"'{name}' does not lie in kept memory: another module or optimizer has replaced "
-                "it; call zshard.keep() before FSDP(...)"
+                f"'{name}' is not in kept memory, or was replaced: call zshard.keep() before FSDP()"
             )
 
 
@@ -115,8 +103,7 @@ def _places(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[KeptPlace]:
 def own_state(optimizer: Optimizer) -> None:
     """Move state that the optimizer has loaded into kept memory."""
     values = [value for _, value in state_tensors(optimizer) if value.numel() > 0]
-    loose = [value for value in values if api.kept_place(value.detach()) is None]
-    if loose:
+    if loose := [value for value in values if api.kept_place(value.detach()) is None]:
         move_together(loose, None)
 
 
@@ -127,20 +114,21 @@ Counters = list[list[tuple[str, Tensor, str]] | None]
 @plain()
 def counters_of(optimizer: Optimizer) -> Counters:
     """Return the state that state_tensors() leaves out."""
-    found: Counters = []
-    for param in params_of(optimizer):
-        entries = optimizer.state.get(param)
-        if not entries:
-            found.append(None)
-            continue
-        numbers = ((k, v) for k, v in entries.items() if isinstance(v, Tensor) and v.dim() == 0)
-        found.append([(k, v, str(v.dtype).removeprefix("torch.")) for k, v in numbers])
-    return found
+    return [
+        [
+            (name, value, str(value.dtype).removeprefix("torch."))
+            for name, value in entries.items()
+            if isinstance(value, Tensor) and value.dim() == 0
+        ]
+        if (entries := optimizer.state.get(param))
+        else None
+        for param in params_of(optimizer)
+    ]
 
 
 def values_of(counters: Counters) -> list[dict[str, Any] | None]:
     """Return the counters' numbers and dtypes, by name."""
     return [
-        None if own is None else {key: (value.item(), dtype) for key, value, dtype in own}
-        for own in counters
+        None if of_param is None else {key: (value.item(), dtype) for key, value, dtype in of_param}
+        for of_param in counters
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import mmap
 import os
 import pickle
@@ -63,85 +64,84 @@ class KeptName(NamedTuple):
 
 def names_at(keeper: Keeper) -> list[KeptName]:
     """Return the names of what a keeper holds."""
-    found = []
-    for name in keeper.list():
-        generation, rank, world, keep = name.split(" ", 3)
-        found.append(KeptName(int(generation), int(rank), int(world), keep))
-    return found
+    fields = (name.split(" ", 3) for name in keeper.list())
+    return [KeptName(int(gen), int(rank), int(world), keep) for gen, rank, world, keep in fields]
 
 
-class Generations(NamedTuple):
-    """newest: the last that any rank has anything of, also of another number of ranks; -1: none.
-    whole: (generation, the last step that all ranks have written) of the newest one in which all
-    have; None: there is none. own: this rank's name, without the generation."""
+class Old(NamedTuple):
+    """The memory of earlier processes, which `keeper` holds. newest: the last generation that any
+    rank has anything of, also of another number of ranks; -1: none. generation, step: the newest
+    one in which all ranks have written a step, and the last that all have; step 0: there is none.
+    """
 
+    keeper: Keeper
+    comm: api.Comm
+    name: KeptName  # of this rank, without the generation
     newest: int
-    whole: tuple[int, int] | None
-    own: KeptName
-
-
-def generations(keeper: Keeper, comm: api.Comm, own: KeptName) -> Generations:
-    """Return what the ranks' keepers hold of this rank and its peers. Collective."""
-    known = [name for name in names_at(keeper) if name.keep == own.keep]
-    steps: dict[str, int] = {}
-    for name in known:
-        if name == own._replace(generation=name.generation):
-            held = keeper.get(str(name))
-            if held is not None:
-                steps[str(name.generation)] = marked(held.fds[HEAD], Mark.READY)
-                for fd in held.fds:
-                    os.close(fd)
-    mine = [max((name.generation for name in known), default=-1), steps]
-    everyone = gather(comm, mine)
-    newest = max(newest for newest, _ in everyone)
-    for generation in range(newest, -1, -1):
-        step = min(each.get(str(generation), 0) for _, each in everyone)
-        if step > 0:
-            return Generations(newest, (generation, step), own)
-    return Generations(newest, None, own)
-
-
-class Old:
-    """The memory of earlier processes, which `keeper` holds."""
-
-    def __init__(self, keeper: Keeper, comm: api.Comm, found: Generations) -> None:
-        self.keeper, self.comm, self.found = keeper, comm, found
+    generation: int = -1
+    step: int = 0
 
     @contextlib.contextmanager
-    def opened(self, generation: int) -> Iterator[tuple[KeptLayout, list[int]]]:
-        """Context manager: this rank's layout and descriptors of a generation."""
-        held = self.keeper.get(str(self.found.own._replace(generation=generation)))
+    def opened(self) -> Iterator[tuple[KeptLayout, list[int]]]:
+        """Context manager: this rank's layout and descriptors of that generation."""
+        held = self.keeper.get(str(self.name._replace(generation=self.generation)))
         if held is None:
             raise RuntimeError("the keeper has dropped this run's state meanwhile: start it again")
         try:
-            yield KeptLayout.from_json(held.meta), held.fds
+            yield KeptLayout(**json.loads(held.meta)), held.fds
         finally:
             for fd in held.fds:
                 os.close(fd)
 
 
+def old_memory(keeper: Keeper, comm: api.Comm, rank_name: KeptName) -> Old:
+    """Return what the ranks' keepers hold of this rank and its peers. Collective."""
+    names = [name for name in names_at(keeper) if name.keep == rank_name.keep]
+    steps: dict[str, int] = {}
+    for name in names:
+        if name == rank_name._replace(generation=name.generation):
+            held = keeper.get(str(name))
+            if held is not None:
+                steps[str(name.generation)] = marked(held.fds[HEAD], Mark.READY)
+                for fd in held.fds:
+                    os.close(fd)
+    newest = max((name.generation for name in names), default=-1)
+    everyone = gather(comm, [newest, steps])
+    newest = max(newest for newest, _ in everyone)
+    for generation in range(newest, -1, -1):
+        step = min(steps.get(str(generation), 0) for _, steps in everyone)
+        if step > 0:
+            return Old(keeper, comm, rank_name, newest, generation, step)
+    return Old(keeper, comm, rank_name, newest)
+
+
 def recovered(
     old: Old, model: nn.Module, optimizer: Optimizer, others: Sequence[Any]
-) -> tuple[int, dict[str, Any]] | None:
-    """Restore the newest step that all ranks have, and return its number and the script's dict;
-    None if there is none. Collective."""
-    if old.found.whole is None:
-        return None
+) -> dict[str, Any]:
+    """Restore the newest step that all ranks have, and return the script's dict. Collective."""
     began = time.monotonic()
-    generation, number = old.found.whole
-    with on_all_ranks(old.comm), old.opened(generation) as (layout, fds):
-        _check(layout, model, optimizer, old.comm)
-        state = _read_slot(fds[SLOTS[number % 2]])
-        _check_rest(state, model, others)
-        if marked(fds[HEAD], Mark.DONE) < number and state["stepped"]:
-            _finish(layout, fds, number)
-    with on_all_ranks(old.comm), old.opened(generation) as (layout, fds):
-        _restore(layout, fds, state, model, optimizer)
+    with on_all_ranks(old.comm), old.opened() as (layout, fds):
+        _check_same("parameter", layout.model, model_facts(model, old.comm))
+        _check_same("optimizer", [layout.optimizer], [optimizer_facts(optimizer)])
+        data = bytearray(os.fstat(fds[SLOTS[old.step % 2]]).st_size)
+        _read_into(memoryview(data), fds[SLOTS[old.step % 2]], 0, "the script's data")
+        file = io.BytesIO(data)
+        counters, state = pickle.load(file), pickle.load(file)
+        _check_kinds(others, state["others"])
+        kept = (f"{n} torch.{dtype} {shape}" for n, (dtype, shape, _) in state["buffers"].items())
+        buffers = (f"{name} {b.dtype} {tuple(b.shape)}" for name, b in model.named_buffers())
+        _check_same("buffer", sorted(kept), sorted(buffers))
+        if marked(fds[HEAD], Mark.DONE) < old.step and state["stepped"]:
+            files = zip(layout.files, (mmap.mmap(fd, 0) for fd in fds[REST:]), strict=True)
+            api.KeptStep(mmap.mmap(fds[AREA], 0)).finish(old.step, list(files))
+            mark(fds[HEAD], Mark.DONE, old.step)
+    with on_all_ranks(old.comm), old.opened() as (layout, fds):
+        _restore(layout, fds, {**state, "counters": counters}, model, optimizer)
         restore_others(others, state["others"])
         set_rng_state(state["rng"])
-    say(old.comm, f"recovered step {number} from memory in {time.monotonic() - began:.2f} s")
+    say(old.comm, f"recovered step {old.step} from memory in {time.monotonic() - began:.2f} s")
     script: dict[str, Any] = pickle.loads(state["script"])
-    return number, script
+    return script
 
 
 def say(comm: api.Comm, words: str) -> None:
@@ -150,37 +150,13 @@ def say(comm: api.Comm, words: str) -> None:
         print(f"zshard: {words}", file=sys.stderr, flush=True)
 
 
-def _check(layout: KeptLayout, model: nn.Module, optimizer: Optimizer, comm: api.Comm) -> None:
-    now = model_facts(model, comm)
-    if now != layout.model:
-        missing = [line for line in layout.model if line not in now] + ["nothing"]
-        new = [line for line in now if line not in layout.model] + ["nothing"]
-        raise RuntimeError(
-            f"the kept state is of another model: it has {missing[0]!r} where this script has "
-            f"{new[0]!r}. Run the script that was kept, or start a run of its own"
-        )
-    given = optimizer_facts(optimizer)
-    if given != layout.optimizer:
-        raise RuntimeError(
-            f"the kept state is of another optimizer: {layout.optimizer!r}, where this script has "
-            f"{given!r} (class, parameters of each group, digest of their names). Run the script "
-            "that was kept, or start a run of its own"
-        )
-
-
-def _check_rest(state: dict[str, Any], model: nn.Module, others: Sequence[Any]) -> None:
-    _check_kinds(others, state["others"])
-    now = {
-        name: (str(buffer.dtype).removeprefix("torch."), tuple(buffer.shape))
-        for name, buffer in model.named_buffers()
-    }
-    then = {name: (dtype, shape) for name, (dtype, shape, _) in state["buffers"].items()}
-    for name in sorted({name for name, _ in then.items() ^ now.items()}):
-        raise RuntimeError(
-            f"the kept state has {then.get(name, 'no buffer')} as buffer '{name}', where this "
-            f"script has {now.get(name, 'none')}: register buffers, in their shape, before "
-            "recover()"
-        )
+def _check_same(what: str, then: Sequence[str], now: Sequence[str]) -> None:
+    """Raise RuntimeError with the first line that the kept state or this script has alone."""
+    if then != now:
+        kept = next((line for line in then if line not in now), "nothing")
+        here = next((line for line in now if line not in then), "nothing")
+        text = f"the kept state has the {what} '{kept}', but this script has '{here}'"
+        raise RuntimeError(f"{text}: run the script that was kept, or start a new run")
 
 
 def states_of(others: Sequence[Any]) -> list[list[Any]]:
@@ -197,27 +173,7 @@ def restore_others(others: Sequence[Any], states: Sequence[Sequence[Any]]) -> No
 
 def _check_kinds(others: Sequence[Any], states: Sequence[Sequence[Any]]) -> None:
     now, then = [type(other).__name__ for other in others], [kind for kind, _ in states]
-    if now != then:
-        raise RuntimeError(
-            f"the kept state is of {then} beside model and optimizer, where this script passes "
-            f"{now}: pass the same to Keep(), in the same order, or start a run of its own"
-        )
-
-
-def _read_slot(fd: int) -> dict[str, Any]:
-    data = bytearray(os.fstat(fd).st_size)
-    _read_into(memoryview(data), fd, 0, "the script's data")
-    file = io.BytesIO(data)
-    counters = pickle.load(file)
-    state: dict[str, Any] = pickle.load(file)
-    return {**state, "counters": counters}
-
-
-def _finish(layout: KeptLayout, fds: Sequence[int], number: int) -> None:
-    """Finish a step in the old memory."""
-    files = zip(layout.files, (mmap.mmap(fd, 0) for fd in fds[REST:]), strict=True)
-    api.KeptStep(mmap.mmap(fds[AREA], 0)).finish(number, list(files))
-    mark(fds[HEAD], Mark.DONE, number)
+    _check_same("list of others", [str(then)], [str(now)])
 
 
 # --- restoring ------------------------------------------------------------------------------------
@@ -230,25 +186,25 @@ def _restore(
 ) -> None:
     files = dict(zip(layout.files, fds[REST:], strict=True))
     know(optimizer)  # before it has state, which would count as older than the sharded model
-    with writing(each.unit for _, each in units_of(model)):
+    with writing(unit_state.unit for _, unit_state in units_of(model)):
         _fill(dict(named_shards(model)), layout.params, files)
-        for group, own in zip(optimizer.param_groups, state["groups"], strict=True):
-            group.update(own)
+        for group, options in zip(optimizer.param_groups, state["groups"], strict=True):
+            group.update(options)
         _make_state(optimizer, state["counters"])
         optimizer.state.update(state["other"])
         tensors = dict(state_tensors(optimizer))
-        _fill(tensors, [each for each in layout.state if each[0] in tensors], files)
+        _fill(tensors, [place for place in layout.state if place[0] in tensors], files)
         know(optimizer)
     for name, buffer in model.named_buffers():
         dtype, shape, data = state["buffers"][name]
-        value = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)) if data else None
-        if value is not None:
+        if data:
+            value = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
             buffer.copy_(value.view(shape))
 
 
 def _make_state(optimizer: Any, counters: Sequence[dict[str, Any] | None]) -> None:
     """Create the state that the optimizer had, with its counters; its tensors are filled later."""
-    of_param = {id(param): own for param, own in zip(params_of(optimizer), counters, strict=True)}
+    of_param = dict(zip(map(id, params_of(optimizer)), counters, strict=True))
     for group in optimizer.param_groups:
         optimizer._make_state(group, [p for p in group["params"] if of_param[id(p)] is not None])
     for param in params_of(optimizer):

@@ -62,9 +62,9 @@ class Exported:
 def digest(tensor: Tensor) -> bytes:
     """Return the SHA-256 of what this rank has of a tensor."""
     flat = to_local(tensor).detach().reshape(-1)
-    made = hashlib.sha256()
+    sha = hashlib.sha256()
     for begin, end in chunks(flat.numel(), flat.dtype):
         # A view may have gaps, no stride, or a bit that says that its values are negated.
         piece = flat[begin:end].cpu().resolve_conj().resolve_neg().contiguous()
-        made.update(bytes_of(piece))
-    return made.digest()
+        sha.update(bytes_of(piece))
+    return sha.digest()

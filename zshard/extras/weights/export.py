@@ -85,10 +85,8 @@ class Rounds:
         that takes nothing, only take part."""
         for entry in batch:
             if version_of(entry.value) != self.versions.get(entry.name, version_of(entry.value)):
-                raise RuntimeError(
-                    f"'{entry.name}' was written to during an export, which would mix two "
-                    "versions: leave the loop of zshard.export() first"
-                )
+                text = f"'{entry.name}' was written to during an export"
+                raise RuntimeError(f"{text}: leave the loop of zshard.export() first")
         read_full(batch, targets if self.takes else [None for _ in batch])
 
 
@@ -105,16 +103,16 @@ class Export:
         ranks: int | Iterable[int] | None,
         since: Exported | None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"export(): model must be an nn.Module, got {type(model).__name__}")
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        for name, value, is_right, kind in (
+            ("model", model, isinstance(model, nn.Module), "an nn.Module"),
+            ("dtype", dtype, isinstance(dtype, torch.dtype | None), "a torch.dtype"),
+            ("rename", rename, rename is None or callable(rename), "a function of a name"),
+            ("since", since, isinstance(since, Exported | None), "a zshard.Exported"),
+        ):
+            if not is_right:
+                raise TypeError(f"export(): {name} must be {kind}, got {value!r:.80}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
-        if rename is not None and not callable(rename):
-            raise TypeError(f"rename must be a function of a name, got {rename!r}")
-        if since is not None and not isinstance(since, Exported):
-            raise TypeError(f"since must be a zshard.Exported, got {type(since).__name__}")
         self._model, self._dtype, self._rename = bare(model), dtype, rename
         self._limit = parse_size("bucket", bucket)
         self._ranks = _checked_ranks(ranks)
@@ -124,11 +122,12 @@ class Export:
     def __iter__(self) -> Iterator[Bucket]:
         with self.rounds(self._ranks) as rounds:
             for batch in rounds.batches:
-                made = _room(batch) if rounds.takes else ()
-                rounds.fill(batch, made)
+                shapes = ((entry.dtype, entry.shape) for entry in batch)
+                tensors = views_of(flat_for(batch), shapes) if rounds.takes else []
+                rounds.fill(batch, tensors)
                 if rounds.takes:
-                    yield {entry.name: each for entry, each in zip(batch, made, strict=True)}
-                del made  # before the next bucket takes memory
+                    yield dict(zip((entry.name for entry in batch), tensors, strict=True))
+                del tensors  # before the next bucket takes memory
 
     def save(self, path: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> None:
         """Write a Hugging Face folder: safetensors files, their index, and config.json if the
@@ -191,31 +190,34 @@ class Export:
         comm = comm_of(model) if states else None
         by_all = any(s.comms.all.transport not in ("shm", "self") for s in states)
         rank = _rank_in(comm, ranks)
-        made = Rounds(model, comm if by_all else None, ranks is None or rank in ranks)
-        with made.together():
-            self._plan(made)
-            if made.takes and prepare is not None:
-                prepare(made)
+        rounds = Rounds(model, comm if by_all else None, ranks is None or rank in ranks)
+        with rounds.together():
+            self._plan(rounds)
+            if rounds.takes and prepare is not None:
+                prepare(rounds)
         if by_all and comm is not None:
+            entries = rounds.entries
+            facts = [(f"tensor '{e.name}'", f"shape {e.shape}, {e.dtype}") for e in entries]
+            facts += [("bucket", str(self._limit)), ("since", str(self.since is not None))]
             with PublicCall("export()"):
-                check_agreement(comm, self._facts(made), "tensors to export")
+                check_agreement(comm, facts, "tensors to export")
         with contextlib.ExitStack() as stack:
             # A rank that takes nothing opens one, too: it must have read as often as the others,
             # or it writes before they have read (csrc/comm/shm/shm_word.c).
             stack.enter_context(session(state.unit for state in states))
-            wanted = made.entries
+            wanted = rounds.entries
             if self.since is not None:
-                wanted = stack.enter_context(self.since.news(made.entries, comm))
-            if by_all or made.takes:
-                made.batches = _batches(wanted, self._limit)
-            yield made
+                wanted = stack.enter_context(self.since.news(rounds.entries, comm))
+            if by_all or rounds.takes:
+                rounds.batches = _batches(wanted, self._limit)
+            yield rounds
 
-    def _plan(self, made: Rounds) -> None:
+    def _plan(self, rounds: Rounds) -> None:
         """Find the entries. Communicates nothing."""
         settle(self._model, "export")
-        found = inventory(self._model)
+        all_tensors = inventory(self._model)
         names: dict[str, str] = {}
-        for entry in found.entries:
+        for entry in all_tensors.entries:
             old = entry.name
             new = old if self._rename is None else self._rename(old)
             if new is None:
@@ -223,24 +225,17 @@ class Export:
             if not isinstance(new, str):
                 raise TypeError(f"rename('{old}') must return a string or None, got {new!r}")
             if new in names:
-                raise ValueError(
-                    f"rename() gives '{names[new]}' and '{old}' the same name, '{new}': give each "
-                    "tensor a name of its own"
-                )
+                text = f"rename() gives '{names[new]}' and '{old}' the same name, '{new}'"
+                raise ValueError(f"{text}: give each tensor another one")
             names[new] = old
-            cast = self._dtype is not None and entry.dtype.is_floating_point
-            dtype = self._dtype if cast and self._dtype is not None else entry.dtype
-            made.entries.append(entry._replace(name=new, dtype=dtype))
+            is_float = entry.dtype.is_floating_point
+            dtype = self._dtype if self._dtype is not None and is_float else entry.dtype
+            rounds.entries.append(entry._replace(name=new, dtype=dtype))
             if entry.unit is None:
-                made.versions[new] = version_of(entry.value)
-        order = {id(each.unit): i for i, each in reversed([*enumerate(made.entries)])}
-        made.entries.sort(key=lambda entry: order[id(entry.unit)])  # a unit is gathered once
-        made.tied = found.tied if self._rename is None else {}
-
-    def _facts(self, made: Rounds) -> list[tuple[str, str]]:
-        facts = [(f"tensor '{e.name}'", f"shape {e.shape}, {e.dtype}") for e in made.entries]
-        facts += [("bucket", str(self._limit)), ("since", str(self.since is not None))]
-        return facts
+                rounds.versions[new] = version_of(entry.value)
+        order = {id(entry.unit): i for i, entry in reversed([*enumerate(rounds.entries)])}
+        rounds.entries.sort(key=lambda entry: order[id(entry.unit)])  # a unit is gathered once
+        rounds.tied = all_tensors.tied if self._rename is None else {}
 
 
 def export(
@@ -296,12 +291,12 @@ def _checked_ranks(ranks: Any) -> frozenset[int] | None:
     if ranks is None:
         return None
     try:
-        found = frozenset(map(operator.index, ranks if isinstance(ranks, Iterable) else [ranks]))
+        numbers = frozenset(map(operator.index, ranks if isinstance(ranks, Iterable) else [ranks]))
     except TypeError:
         raise TypeError(f"ranks must be a rank, several ranks or None, got {ranks!r}") from None
-    if not found:
+    if not numbers:
         raise ValueError("ranks must not be empty: name the ranks that get the tensors")
-    return found
+    return numbers
 
 
 def _rank_in(comm: api.Comm | None, ranks: frozenset[int] | None) -> int:
@@ -309,24 +304,24 @@ def _rank_in(comm: api.Comm | None, ranks: frozenset[int] | None) -> int:
     rank, world = (0, 1) if comm is None else (comm.rank, comm.world)
     if comm is None and dist.is_available() and dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
-    for each in ranks or ():
-        if not 0 <= each < world:
-            raise ValueError(f"ranks: {each} is out of range for world size {world}")
+    for number in ranks or ():
+        if not 0 <= number < world:
+            raise ValueError(f"ranks: {number} is out of range for world size {world}")
     return rank
 
 
 def _batches(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
     """Divide entries into batches of at most `limit` bytes, each on one device."""
-    made: list[list[Entry]] = []
-    filled = 0
+    batches: list[list[Entry]] = []
+    filled, device = 0, None
     for entry in entries:
         size = aligned(entry.size)
-        if not made or filled + size > limit or entry.value.device != made[-1][0].value.device:
-            made.append([])
-            filled = 0
-        made[-1].append(entry)
+        if filled + size > limit or entry.value.device != device:
+            batches.append([])
+            filled, device = 0, entry.value.device
+        batches[-1].append(entry)
         filled += size
-    return made
+    return batches
 
 
 def aligned(size: int) -> int:
@@ -336,12 +331,12 @@ def aligned(size: int) -> int:
 
 def views_of(flat: Tensor, shapes: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
     """Return tensors of these dtypes and shapes, one after another in a uint8 tensor."""
-    made, at = [], 0
+    views, at = [], 0
     for dtype, shape in shapes:
         size = math.prod(shape) * dtype.itemsize
-        made.append(flat[at : at + size].view(dtype).view(shape))
+        views.append(flat[at : at + size].view(dtype).view(shape))
         at += aligned(size)
-    return made
+    return views
 
 
 def flat_for(batch: Sequence[Entry]) -> Tensor:
@@ -349,7 +344,3 @@ def flat_for(batch: Sequence[Entry]) -> Tensor:
     with torch.inference_mode(False):  # callers may write to it
         size = sum(aligned(entry.size) for entry in batch)
         return torch.empty(size, dtype=torch.uint8, device=batch[0].value.device)
-
-
-def _room(batch: Sequence[Entry]) -> Sequence[Tensor]:
-    return views_of(flat_for(batch), ((entry.dtype, entry.shape) for entry in batch))

@@ -32,14 +32,12 @@ class _Channel:
         """source: the sender's rank in the group; None: this rank. Raises ValueError if one of the
         two is not in the group."""
         self._group = dist.group.WORLD if group is None else group
-        own, world = dist.get_rank(self._group), dist.get_world_size(self._group)
-        if own < 0:
+        rank, world = dist.get_rank(self._group), dist.get_world_size(self._group)
+        if rank < 0:
             raise ValueError("this rank is not in the process group: call it on the group's ranks")
-        self.source = own if source is None else source
-        if not 0 <= self.source < world or (source is not None and source == own):
-            raise ValueError(
-                f"src must be another rank of the process group (0 to {world - 1}), got {source}"
-            )
+        self.source = rank if source is None else source
+        if not 0 <= self.source < world or source == rank:
+            raise ValueError(f"src must be another rank of the group, below {world}, got {source}")
         self._device = distributed_c10d._get_object_coll_device(self._group)
 
     def send(self, header: Mapping[str, Any], flat: Tensor | None = None) -> None:
@@ -48,7 +46,7 @@ class _Channel:
         if flat is not None and flat.numel() > 0:
             parts.append(flat)
         # First the memory: half a message cannot be followed by an error.
-        for part in [each.to(self._device) for each in parts]:
+        for part in [part.to(self._device) for part in parts]:
             self._pass(part)
 
     def receive(self) -> tuple[dict[str, Any], list[Tensor]]:
@@ -85,8 +83,8 @@ def broadcast(export: Export, group: dist.ProcessGroup | None) -> None:
                 rounds.fill(batch, [] if flat is None else views_of(flat, shapes))
                 with rounds.together():
                     if flat is not None:
-                        told = [[e.name, CODES[e.dtype], list(e.shape)] for e in batch]
-                        lines[0].send({"tensors": told, "bytes": flat.numel()}, flat)
+                        rows = [[e.name, CODES[e.dtype], list(e.shape)] for e in batch]
+                        lines[0].send({"tensors": rows, "bytes": flat.numel()}, flat)
                 del flat  # before the next bucket takes memory
             with rounds.together():
                 if rounds.takes:
@@ -113,25 +111,20 @@ def receive_export(group: dist.ProcessGroup | None = None, src: int = 0) -> Iter
     not all of the weights; torch's error if the group fails.
     """
     line = _Channel(group, src)
-    going_on = True
+    header: dict[str, Any] = {"tensors": []}
     try:
-        while going_on:
-            going_on = False  # unless a message says otherwise: a group that fails is not drained
+        while "tensors" in header:
+            header = {}  # unless a message says otherwise: a group that fails is not drained
             header, tensors = line.receive()
             if "error" in header:
-                raise RuntimeError(
-                    f"the sender's export failed, so these weights are incomplete: "
-                    f"{header['error']}; export again"
-                )
-            going_on = "tensors" in header
-            if going_on:
+                raise RuntimeError(f"the sender's export failed: {header['error']}: export again")
+            if "tensors" in header:
                 names = [name for name, _, _ in header["tensors"]]
                 bucket = dict(zip(names, tensors, strict=True))
                 del tensors
                 yield bucket
                 del bucket
     finally:
-        while going_on:
-            going_on = False
+        while "tensors" in header:
+            header = {}
             header, _ = line.receive()
-            going_on = "tensors" in header
