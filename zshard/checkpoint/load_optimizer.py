@@ -16,7 +16,7 @@ from zshard.guard import slices
 from zshard.optim.sharded_state import class_of_state
 from zshard.ranks.agreement import on_all_ranks
 from zshard.state.optimizer import install
-from zshard.state.optimizer_load import entries_to_load
+from zshard.state.optimizer_load import entries_to_load, undo_of
 from zshard.state.optimizer_names import by_number, names_of
 from zshard.state.source import LoadPlan, filled, planned_state
 from zshard.state.stand_ins import Pending
@@ -68,9 +68,7 @@ def prepare(comm: _core.Comm, optimizer: Optimizer, numbered: dict[str, Any]) ->
     Collective: if its load_state_dict() raises on any rank, this raises on all ranks and leaves the
     optimizer unchanged.
     """
-    todo, changed = LoadPlan(), [optimizer, *getattr(optimizer, "inner", ())]
-    before = [(each.state, dict(each.state), each.param_groups) for each in changed]
-    options = [(group, dict(group)) for *_, groups in before for group in groups]
+    todo = LoadPlan(undo=[(optimizer, undo_of(optimizer))])
     install()  # a plain model's optimizer may be torch's
     token = planned_state.set(todo)
     try:
@@ -78,13 +76,8 @@ def prepare(comm: _core.Comm, optimizer: Optimizer, numbered: dict[str, Any]) ->
             optimizer.load_state_dict(numbered)
             _check_places(optimizer, todo)
     except BaseException:
-        for each, (state, entries, groups) in zip(changed, before, strict=True):
-            state.clear()
-            state.update(entries)
-            each.state, each.param_groups = state, groups
-        for group, values in options:
-            group.clear()
-            group.update(values)
+        for _, undo in reversed(todo.undo):
+            undo()
         raise
     finally:
         planned_state.reset(token)
@@ -93,7 +86,7 @@ def prepare(comm: _core.Comm, optimizer: Optimizer, numbered: dict[str, Any]) ->
 
 def _check_places(optimizer: Optimizer, todo: LoadPlan) -> None:
     """Raise RuntimeError if what will be read would not get into the optimizer's state."""
-    state = list(tensors_in(optimizer.state))
+    state = [value for each, _ in todo.undo for value in tensors_in(each.state)]
     places = {id(value) for value in state}
     lost = [copy.value for copy in todo.copies if id(copy.target) not in places]
     lost += [value for value in state if isinstance(value, Pending)]

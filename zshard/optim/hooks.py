@@ -33,7 +33,15 @@ from zshard.optim.step_digest import note_step, note_values
 from zshard.units import returned
 from zshard.units.extensions import EXTENSIONS, announce
 from zshard.units.moment import REPLACED, UNSHARDED, refuse, refuse_writes
-from zshard.units.shards import context_of, contexts, part_of, stepped_by, units_stepped_by
+from zshard.units.shards import (
+    OptimizerContext,
+    context_of,
+    contexts,
+    engines_of,
+    part_of,
+    stepped_by,
+    units_stepped_by,
+)
 
 __all__ = [
     *("before_first_steps", "install", "install_steps", "is_older", "know", "know_again"),
@@ -87,6 +95,7 @@ def _check_first_step(optimizer: Optimizer) -> None:
     context_of(optimizer).is_checked = True
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def know(optimizer: Optimizer, in_step: bool = False, is_loaded: bool = False) -> None:
     """Count an optimizer as seen even if its step() is never called. If it is older than one of its
     sharded models, it may have full state; then this rank keeps its shard of that: call this only
@@ -135,6 +144,9 @@ def seen_optimizers() -> list[Optimizer]:
 
 # --- hooks around a step --------------------------------------------------------------------------
 
+_open: list[OptimizerContext] = []
+"""Optimizers whose step() runs, the outermost first."""
+
 
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -145,7 +157,10 @@ def _before_step(
     context = context_of(optimizer)
     context.depth += 1
     if context.depth == 1:
-        context.has_begun = False
+        context.has_begun, engines = False, engines_of(stepped_by(optimizer))
+        around = (each for each in _open if engines and engines <= engines_of(each.models))
+        context.outer = next(around, None)
+        _open.append(context)
         refuse_writes(units_stepped_by(optimizer), "a step", optimizer)
         if returned.known:
             returned.look()
@@ -174,9 +189,11 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     """Refuse invalid gradients, and notify the models that their parameters are about to be
     written."""
     context = context_of(optimizer)
+    if context.outer is not None and context.outer.has_begun:
+        context.has_begun = True
+        return
     refuse((each.state for each in stepped_by(optimizer) if each.state), "step", REPLACED)
-    if not context.is_inner:
-        announce("step", optimizer, not context.is_checked)
+    announce("step", optimizer, not context.is_checked)
     if _core.has_local_grads():
         for param in params_of(optimizer):
             if param.grad is not None:
@@ -184,11 +201,10 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     if _core.has_held_units():
         parts = (part_of(param) for param in params_of(optimizer))
         refuse((each.state for each in parts if each and each.state), "step", UNSHARDED)
-    if not context.is_inner:
-        if not context.is_checked:
-            _check_first_step(optimizer)
-        for each in EXTENSIONS:
-            each.before_step(optimizer, in_closure)
+    if not context.is_checked:
+        _check_first_step(optimizer)
+    for each in EXTENSIONS:
+        each.before_step(optimizer, in_closure)
     if _core.has_pending() and not getattr(optimizer, "multiplies_gradients", False):
         for param in params_of(optimizer):
             if param.grad is not None:
@@ -199,6 +215,8 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     for unit in units_stepped_by(optimizer):
         unit.engine.before_step(in_closure)
     context.has_begun = True
+    if context.outer is not None:
+        context.outer.has_begun = True
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -207,6 +225,10 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     context.depth -= 1
     if context.depth > 0:
         return
+    if context.outer is not None:  # which counts as the step
+        know(optimizer, in_step=True)
+        _close(context)
+        return
     try:
         if context.models and not context.has_begun:
             raise RuntimeError(
@@ -214,11 +236,16 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
                 "with gradients that zshard has not checked or clipped: call step() without one"
             )
         _end_of_step(optimizer)
-        if not context.is_inner:
-            _note_step(optimizer)
+        _note_step(optimizer)
         know(optimizer, in_step=True)  # its state exists now
     finally:
+        _close(context)
         _end_writes(optimizer)
+
+
+def _close(context: OptimizerContext) -> None:
+    context.outer = None
+    _open[:] = [each for each in _open if each is not context]
 
 
 def _end_of_step(optimizer: Optimizer) -> None:
@@ -241,8 +268,11 @@ def _after_failed_step(optimizer: Optimizer) -> None:
     context = context_of(optimizer)
     context.depth = max(0, context.depth - 1)
     if context.depth == 0:
-        _end_of_step(optimizer)
-        _end_writes(optimizer)
+        is_inner = context.outer is not None
+        _close(context)
+        if not is_inner:
+            _end_of_step(optimizer)
+            _end_writes(optimizer)
 
 
 # The compiler would trace code that it does not support.
@@ -257,7 +287,6 @@ def _refuse_by_class(optimizer: Optimizer) -> None:
     library, name = cls.__module__.partition(".")[0], cls.__name__.lower()
     if name == "zeroredundancyoptimizer":
         check_optimizer(optimizer)
-        context_of(getattr(optimizer, "optim", optimizer)).is_inner = True
     takes_norms = library in _KERNELS and any(word in name for word in _NEED_NORMS)
     quantizes = library in _QUANTIZE and any(word in name for word in ("8bit", "4bit", "fp8"))
     if (takes_norms or quantizes) and any(map(_core.is_shard, params_of(optimizer))):

@@ -38,6 +38,7 @@ from zshard.guard.slices import plain
 from zshard.guard.whole_values import new_full, read_full
 from zshard.optim.sharded_state import HeldState, held_in, move_together, params_of
 from zshard.ranks.agreement import first_difference
+from zshard.units.shards import ids_of
 from zshard.units.units import State, session, units_of
 
 __all__ = ["FullState", "ModelRecord", "meet", "read_peers"]
@@ -56,7 +57,8 @@ class OptimizerRecord:
 
     posted: "facts": what must agree between ranks; "nested": per parameter, whether shards lie in a
     list or dict; "rows": per tensor the index of its parameter, its name, its first element in the
-    full tensor, its number of elements, and where it lies.
+    full tensor, its number of elements, and where it lies; "by_hand": whether a script or a load
+    has replaced some of it since the last step.
     """
 
     posted: dict[str, Any] = field(default_factory=dict)
@@ -64,6 +66,7 @@ class OptimizerRecord:
     """Parameter, name and value of each row. Values stay alive as long as they are posted."""
     entries: int = -1  # in the optimizer's state when it was posted
     stamp: int | None = None  # the optimizer's state_changes then
+    ids: list[list[int]] | None = None  # of its parameters then
     reference: weakref.ref[Optimizer] | None = None
 
     @property
@@ -77,7 +80,7 @@ class OptimizerRecord:
         if in_step and stamp is not None:
             return bool(stamp == self.stamp)
         state: Mapping[Any, Any] = optimizer.state
-        if _entries_in(state) != self.entries:
+        if _entries_in(state) != self.entries or ids_of(optimizer) != self.ids:
             return False
         return all(state.get(ref(), {}).get(key) is value for ref, key, value in self.tensors)
 
@@ -107,8 +110,13 @@ class ModelRecord:
         if key is None:
             key = self._number(optimizer)
         record = self.optimizers.get(key)
-        if record is not None and (is_new or not record.is_current(optimizer, in_step)):
-            self._record(optimizer, record)
+        if record is None:
+            return key
+        is_changed = not record.is_current(optimizer, in_step)
+        was_by_hand = bool(record.posted.get("by_hand"))
+        by_hand = bool(record.posted) and not in_step and (is_changed or was_by_hand)
+        if is_new or is_changed or (in_step and was_by_hand):
+            self._record(optimizer, record, by_hand)
             self.board.show(self)
         return key
 
@@ -133,7 +141,7 @@ class ModelRecord:
                 self.note(optimizer)
 
     @plain()
-    def _record(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
+    def _record(self, optimizer: Optimizer, record: OptimizerRecord, by_hand: bool) -> None:
         ids = {id(ref()) for ref in self._params}
         params = [param for param in params_of(optimizer) if id(param) in ids]
         held = held_in(params, optimizer)
@@ -146,7 +154,8 @@ class ModelRecord:
         ]
         record.tensors = [(weakref.ref(held[i].param), key, e.value) for i, key, e in cut]
         facts, nested = [each.fact for each in held], [each.nested is not None for each in held]
-        record.posted = {"facts": facts, "nested": nested, "rows": rows}
+        record.posted = {"facts": facts, "nested": nested, "rows": rows, "by_hand": by_hand}
+        record.ids = ids_of(optimizer)
         record.entries = _entries_in(optimizer.state)
         record.stamp = getattr(optimizer, "state_changes", None)
 
@@ -284,11 +293,12 @@ def read_peers(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldStat
     numbers = {at: number for number, at in enumerate(entries)}
     full = {at: new_full(entry) for at, entry in entries.items()}
     late = _LATE if any(each.state for each in held) else 0.0
+    by_hand = bool(model.optimizers[name].posted.get("by_hand")) if held else False
     with session(unit for each in held if (unit := each.part.unit)):
         peers = {}
         for rank in range(board.comm.world):
             if rank != board.comm.rank:
-                posted = _posted_by(board, rank, f"{model.token} {name}", late)
+                posted = _posted_by(board, rank, f"{model.token} {name}", late, by_hand)
                 _check(held, posted, board.comm.rank, rank)
                 peers[rank] = [(numbers[i, key], *where) for i, key, *where in posted["rows"]]
         read_full(list(entries.values()), list(full.values()), peers)
@@ -298,17 +308,24 @@ def read_peers(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldStat
     ]
 
 
-def _posted_by(board: Board, rank: int, name: str, late: float) -> dict[str, Any]:
+def _posted_by(board: Board, rank: int, name: str, late: float, by_hand: bool) -> dict[str, Any]:
     """Return what a rank has posted of an optimizer, which may take it so many seconds if it has
-    got its state without a step."""
+    got its state without a step. by_hand: whether this rank has, since the last step."""
     end = time.monotonic() + late
     while True:
-        found: dict[str, Any] | None = board.read(rank)["states"].get(name)
-        if found is not None:
-            return found
+        posted: dict[str, Any] | None = board.read(rank)["states"].get(name)
+        if posted is not None and posted["by_hand"] is by_hand:
+            return posted
         if time.monotonic() > end:
-            return {"facts": None, "nested": [], "rows": []}
+            break
         time.sleep(_AGAIN)
+    if posted is not None:
+        raise _core.DivergenceError(
+            f"rank {board.comm.rank if by_hand else rank} has other tensors in the optimizer's "
+            f"state than after the last step, but rank {rank if by_hand else board.comm.rank} has "
+            "not posted any: call torch.distributed.barrier() on all ranks first"
+        )
+    return {"facts": None, "nested": [], "rows": []}
 
 
 def _check(held: Sequence[HeldState], posted: dict[str, Any], own_rank: int, rank: int) -> None:

@@ -60,17 +60,16 @@ def _save(self: Optimizer) -> dict[str, Any]:
     if not has_parts(self):
         return _torchs_save(self)
     with self.register_state_dict_post_hook(_with_full_state, prepend=True):
-        packed = _torchs_save(self)
-    _note_returned(self, packed)
-    return packed
+        return _torchs_save(self)
 
 
-def _note_returned(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
+def _note_returned(
+    optimizer: Optimizer, numbers: Mapping[int, Any], saved: Mapping[Any, Any]
+) -> None:
     """Have lost writes to the copies noticed; other tensors are the optimizer's own."""
-    numbers = _numbers(optimizer, packed)
     found: dict[State, dict[str, Tensor]] = {}
     for param in params_of(optimizer):
-        part, entries = part_of(param), packed["state"].get(numbers[id(param)])
+        part, entries = part_of(param), saved.get(numbers[id(param)])
         state = part.state if part is not None and part.is_cut else None
         own = optimizer.state.get(param, {})
         for key, value in entries.items() if isinstance(entries, Mapping) else ():
@@ -102,6 +101,7 @@ def _with_full_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, 
             number: _snapshot(own, whole[number]) if number in whole else copied(own)
             for number, own in state.items()
         }
+    _note_returned(optimizer, numbers, state)
     return {**packed, "state": state}
 
 

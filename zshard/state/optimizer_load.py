@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from zshard.units.units import writing
 
 __all__ = [
     *("ReadState", "entries_to_load", "has_parts", "load", "problems_with", "read_entries"),
-    "run_post_hooks",
+    *("run_post_hooks", "undo_of"),
 ]
 
 _torchs_load = Optimizer.load_state_dict
@@ -59,11 +59,13 @@ def load(self: Optimizer, state_dict: dict[str, Any]) -> None:
         problems = problems_with(self, given)
         if problems:
             raise ValueError("\n".join(["the state dict does not match the optimizer:", *problems]))
-        before, state = (self.state, self.param_groups), _state_to_load(self, given, todo)
+        undo, state = undo_of(self), _state_to_load(self, given, todo)
+        if todo is not None:
+            todo.undo.append((self, undo))
         try:
             self.__setstate__({"state": state, "param_groups": groups})
         except BaseException:  # torch's asks for a step, which another optimizer's state lacks
-            self.state, self.param_groups = before
+            undo()
             raise
         run_post_hooks(self)
         if is_sharded:
@@ -71,6 +73,22 @@ def load(self: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 InOneCall.load_state_dict = load  # type: ignore[method-assign] # where torch is unchanged, too
+
+
+def undo_of(optimizer: Optimizer) -> Callable[[], None]:
+    """Return a function that gives an optimizer the state and the options that it has now."""
+    state, entries, groups = optimizer.state, dict(optimizer.state), optimizer.param_groups
+    options = [(group, dict(group)) for group in groups]
+
+    def undo() -> None:
+        state.clear()
+        state.update(entries)
+        optimizer.state, optimizer.param_groups = state, groups
+        for group, values in options:
+            group.clear()
+            group.update(values)
+
+    return undo
 
 
 def has_parts(optimizer: Optimizer) -> bool:
@@ -96,6 +114,9 @@ class ReadState(Pending):
     """What hooks see of state that this rank has read. `origin` is its shard."""
 
     keeps_dtype = True
+
+    def part(self, begin: int, shape: tuple[int, ...]) -> Pending:
+        raise RuntimeError(f"cannot index {self.complaint()}")
 
 
 class _Param(NamedTuple):

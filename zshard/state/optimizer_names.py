@@ -99,9 +99,11 @@ def load_optim_state_dict(
             chunks of 16 MiB; each rank keeps its shards.
 
     Raises ValueError on all ranks, before anything changes, that lists unknown, missing or
-    misplaced parameters and wrong shapes and dtypes.
+    misplaced parameters, and wrong shapes and dtypes of sharded ones.
     """
-    optimizer.load_state_dict(to_load(model, optimizer, state, from_rank0))
+    numbered = to_load(model, optimizer, state, from_rank0)
+    with on_all_ranks(outermost_comm(model)):
+        optimizer.load_state_dict(numbered)
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -218,7 +220,8 @@ def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) ->
         problems = [f"its param groups have {theirs} parameters, but this rank's have {sizes}"]
     _raise_together(comm, problems)
     state = {n: dict(own) for n, own in told["state"].items() if type(n) is int}
-    entries = [e for e in entries_to_load(optimizer, told) if isinstance(e.full, Pending)]
+    with on_all_ranks(comm):
+        entries = [e for e in entries_to_load(optimizer, told) if isinstance(e.full, Pending)]
     for each, value in read_entries(optimizer, entries):
         whole = tuple(each.full.shape)  # which hooks see
         shown = value if each.part is None else ReadState.of(str(each.key), value, source, whole)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zshard import _core
 from zshard.guard.slices import plain, to_local
@@ -68,6 +69,8 @@ class LoadPlan:
     copies: list[Copy] = field(default_factory=list)
     calls: list[Callable[[], Any]] = field(default_factory=list)
     loads: list[NotedLoad] = field(default_factory=list)
+    undo: list[tuple[Optimizer, Callable[[], None]]] = field(default_factory=list)
+    """Optimizers that have loaded, with what gives them back their state."""
 
     def pending(self) -> list[Pending]:
         """Return the tensors that this rank will read."""
@@ -120,11 +123,12 @@ class FromRank0:
             if self._comm.rank == 0:
                 _WithoutValues(written).dump(state)
         text = gather_bytes(self._comm, written.getvalue())[0]
-        if self._comm.rank == 0:
-            return state
-        unpickler = pickle.Unpickler(io.BytesIO(text))
-        unpickler.persistent_load = self._unread  # type: ignore[method-assign]
-        return unpickler.load()
+        with on_all_ranks(self._comm):  # a rank may lack a class
+            if self._comm.rank != 0:
+                unpickler = pickle.Unpickler(io.BytesIO(text))
+                unpickler.persistent_load = self._unread  # type: ignore[method-assign]
+                state = unpickler.load()
+        return state
 
     def _unread(self, facts: tuple[str, tuple[int, ...], torch.dtype]) -> Pending:
         label, shape, dtype = facts

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from zshard.units.units import State
 
 __all__ = [
     *("Entry", "OptimizerContext", "Part", "Stepped", "asked_for_size", "context_of", "contexts"),
-    *("entry_of", "known_parts", "part_of"),
+    *("engines_of", "entry_of", "known_parts", "part_of"),
     *("remember_parts", "replicas_of", "sizes_for_torch", "stepped_by", "units_stepped_by"),
 ]
 
@@ -375,23 +375,26 @@ class OptimizerContext:
 
     ids: list[list[int]] | None = None  # of its parameters; None: a model was wrapped since then
     models: list[Stepped] = field(default_factory=list)
-    # optim/hooks.py's: `models` when its state was last looked at; whether its first step has been;
-    # how deep in its own step() it is, as a step() may call that of its base class; whether this
-    # step has begun to write; whether another optimizer calls it, on ranks that it has work for.
+    # optim/hooks.py's: `models` when its state was last looked at; whether it has made a step; how
+    # deep in its own step() it is, as a step() may call that of its base class; whether it has
+    # begun to write; the optimizer of the same models that calls this step in its own.
     seen: list[Stepped] | None = None
     is_checked: bool = False
     depth: int = 0
     has_begun: bool = False
-    is_inner: bool = False
-    # optim/step_digest.py's: its account of each model, by the model's ranks.
-    accounts: dict[int, Any] = field(default_factory=dict)
-    # optim/in_backward.py's, of the last backward: torch's graph task id, the ids of the handles
-    # for which it is not over, and the param groups that they have stepped.
+    outer: OptimizerContext | None = None
+    accounts: dict[int, Any] = field(default_factory=dict)  # of each model, by the model's ranks
+    # The last backward: torch's id of it, the ids of handles it is not over for, groups stepped.
     in_backward: tuple[int, set[int], set[int]] = field(default_factory=lambda: (-1, set(), set()))
 
 
 contexts: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerContext]
 contexts = weakref.WeakKeyDictionary()
+
+
+def engines_of(models: Iterable[Stepped]) -> set[int]:
+    """Return numbers that identify the models."""
+    return {unit.engine_id for model in models if (unit := model.unit) is not None}
 
 
 def context_of(optimizer: torch.optim.Optimizer) -> OptimizerContext:
