@@ -141,11 +141,29 @@ class OfABase(torch.optim.SGD):
         return result
 
 
-def steps_of_a_base(combination):
+class Wraps(WithoutOptions):
+    """Its step() is another optimizer's, and a decay."""
+
+    def __init__(self, params, **options):
+        params = list(params)
+        super().__init__(params)
+        self.inner, self.fails = torch.optim.SGD(params, **options), False
+
+    def step(self, closure=None):
+        result = self.inner.step(closure)
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.mul_(0.99)
+        if self.fails:
+            raise OverflowError
+        return result
+
+
+def steps_of_two(kind, combination):
     """Return the model after steps, a tenth of them failing; state is read right after each."""
     torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
     model = make(Stack) if combination is None else wrapped(Stack, combination)
-    optimizer = OfABase(model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = kind(model.parameters(), lr=1e-3, momentum=0.9)
     for i in range(30):
         optimizer.zero_grad()
         model(floats(i)).sum().backward()
@@ -156,13 +174,14 @@ def steps_of_a_base(combination):
     return {n: t.clone() for n, t in model.state_dict().items()}
 
 
-def steps_of_a_base_like_a_plain_model(combination):
-    return differences(steps_of_a_base(combination), steps_of_a_base(None))
+def steps_of_two_like_a_plain_model(kind, combination):
+    return differences(steps_of_two(kind, combination), steps_of_two(kind, None))
 
 
+@pytest.mark.parametrize("kind", [OfABase, Wraps])
 @pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
-def test_a_step_that_calls_its_base_class_is_one_step(pool2, combination):
-    assert pool2.run(steps_of_a_base_like_a_plain_model, combination) == [[], []]
+def test_a_step_that_calls_another_is_one_step(pool2, kind, combination):
+    assert pool2.run(steps_of_two_like_a_plain_model, kind, combination) == [[], []]
 
 
 def ignoring(has_base):
@@ -203,3 +222,131 @@ def same_without_its_closure(combination):
 @pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
 def test_a_closure_that_is_not_called_is_an_error_or_does_no_harm(pool2, combination):
     assert pool2.run(same_without_its_closure, combination) == [[], []]
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+def hooks_that_change_the_result(combination):
+    for change in (dict.popitem, dict.clear, lambda packed: packed.update(state=None)):
+        model = wrapped(Stack, combination)
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(model, optimizer, 1)
+        optimizer.register_state_dict_post_hook(
+            lambda _, packed, change=change: change(packed) and 0
+        )
+        optimizer.state_dict()
+
+
+@pytest.mark.parametrize("combination", [SHM, C10D])
+def test_state_dict_hooks_may_change_the_format(pool2, combination):
+    pool2.run(hooks_that_change_the_result, combination)
+
+
+def load_that_loads_another(combination, folder, fails):
+    model, other = wrapped(Stack, combination), wrapped(Stack, combination)
+    mine, theirs = (torch.optim.Adam(each.parameters(), 0.01) for each in (model, other))
+    train(model, mine, 2)
+    zshard.save(f"{folder}/saved", model, mine)
+    saved = mine.state_dict()
+    train(other, theirs, 1)
+    before = theirs.state_dict()
+    train(model, mine, 1)
+
+    def hook(_, packed):
+        theirs.load_state_dict(saved)
+        if fails and dist.get_rank() == 1:
+            raise ValueError("a hook")
+
+    mine.register_load_state_dict_pre_hook(hook)
+    if fails:
+        now = mine.state_dict()
+        with pytest.raises(ValueError, match="a hook"):
+            zshard.load(f"{folder}/saved", model, mine)
+        saved = now
+    else:
+        zshard.load(f"{folder}/saved", model, mine)
+        before = saved
+    dist.barrier()
+    pairs = (mine.state_dict(), saved), (theirs.state_dict(), before)
+    return [
+        (number, key)
+        for found, wanted in pairs
+        for number, state in wanted["state"].items()
+        for key, value in state.items()
+        if not torch.equal(found["state"][number][key], value)
+    ]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("combination", [SHM, C10D])
+def test_a_load_hook_may_load_another_optimizer(pool2, tmp_path, combination, fails):
+    assert pool2.run(load_that_loads_another, combination, str(tmp_path), fails) == [[], []]
+
+
+# --- state that a script replaces -----------------------------------------------------------------
+
+
+def replaced_by_hand(meets):
+    """Rank 0 reads alone what all ranks have replaced."""
+    model = wrapped(Stack, SHM)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    train(model, optimizer, 1)
+    dist.barrier()
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+    seen = None
+    if meets:
+        dist.barrier()
+    if dist.get_rank() == 0:
+        if meets:
+            seen = sum(
+                int(s["exp_avg"].count_nonzero()) for s in optimizer.state_dict()["state"].values()
+            )
+        else:
+            with pytest.raises(zshard.DivergenceError, match=r"barrier\(\) on all ranks first"):
+                optimizer.state_dict()
+    train(model, optimizer, 1)
+    return seen, optimizer.state_dict()["state"][0]["step"].item()
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_a_lone_read_of_replaced_state_is_right_or_an_error(pool2, meets):
+    assert pool2.run(replaced_by_hand, meets) == [(0 if meets else None, 2.0), (None, 2.0)]
+
+
+def added_groups():
+    model = wrapped(Stack, SHM)
+    params = list(model.parameters())
+    optimizer = torch.optim.Adam(params[:-2], 0.01)
+    train(model, optimizer, 1)
+    optimizer.add_param_group({"params": params[-2:]})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert len(optimizer.state_dict()["param_groups"]) == 2
+    train(model, optimizer, 1)
+    return len(optimizer.state_dict()["state"])
+
+
+def test_a_lone_read_after_a_group_was_added(pool2):
+    assert len(set(pool2.run(added_groups))) == 1
+
+
+def compiled_steps(combination, compiles):
+    model = wrapped(Stack, combination)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    step = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+    for i in range(3):
+        optimizer.zero_grad()
+        model(floats(i)).sum().backward()
+        step()
+    return {n: t.clone() for n, t in model.state_dict().items()}
+
+
+def compiled_as_usual(combination):
+    return differences(compiled_steps(combination, True), compiled_steps(combination, False))
+
+
+@pytest.mark.parametrize("combination", [SHM, C10D])
+def test_a_compiled_step(pool2, combination):
+    assert pool2.run(compiled_as_usual, combination) == [[], []]
