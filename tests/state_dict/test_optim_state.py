@@ -279,6 +279,8 @@ def copies():
     with pytest.raises(zshard.ShardError, match="shard of"):
         pickle.dumps(optimizer)
     alone = copy.deepcopy(optimizer)
+    with pytest.raises(zshard.ShardError, match="copy both"):
+        alone.state_dict()
     return found, len(alone.state) == len(optimizer.state)
 
 

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zshard import _core
+from zshard._errors import ShardError
 from zshard.guard.whole_values import new_full, read_full
 from zshard.optim.hooks import is_older, know, post
 from zshard.optim.sharded_state import (
@@ -58,6 +60,11 @@ def install() -> None:
 @functools.wraps(_torchs_save)
 def _save(self: Optimizer) -> dict[str, Any]:
     if not has_parts(self):
+        if any(_core.slice_part(param) is not None for param in params_of(self)):
+            raise ShardError(
+                "state_dict() of a copied optimizer, whose parameters are shards of no model: copy "
+                "both, copy.deepcopy((model, optimizer)), or save the optimizer itself"
+            )
         return _torchs_save(self)
     with self.register_state_dict_post_hook(_with_full_state, prepend=True):
         return _torchs_save(self)
