@@ -58,7 +58,7 @@ class OptimizerRecord:
     posted: "facts": what must agree between ranks; "nested": per parameter, whether shards lie in a
     list or dict; "rows": per tensor the index of its parameter, its name, its first element in the
     full tensor, its number of elements, and where it lies; "by_hand": whether a script or a load
-    has replaced some of it since the last step.
+    has replaced some since the last step.
     """
 
     posted: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +67,7 @@ class OptimizerRecord:
     entries: int = -1  # in the optimizer's state when it was posted
     stamp: int | None = None  # the optimizer's state_changes then
     ids: list[list[int]] | None = None  # of its parameters then
+    settled: list[weakref.ref[Tensor]] = field(default_factory=list)  # values after the last step
     reference: weakref.ref[Optimizer] | None = None
 
     @property
@@ -112,11 +113,10 @@ class ModelRecord:
         record = self.optimizers.get(key)
         if record is None:
             return key
+        is_settled = in_step or is_new or not record.posted
         is_changed = not record.is_current(optimizer, in_step)
-        was_by_hand = bool(record.posted.get("by_hand"))
-        by_hand = bool(record.posted) and not in_step and (is_changed or was_by_hand)
-        if is_new or is_changed or (in_step and was_by_hand):
-            self._record(optimizer, record, by_hand)
+        if is_new or is_changed or (in_step and record.posted["by_hand"]):
+            self._record(optimizer, record, is_settled)
             self.board.show(self)
         return key
 
@@ -141,7 +141,7 @@ class ModelRecord:
                 self.note(optimizer)
 
     @plain()
-    def _record(self, optimizer: Optimizer, record: OptimizerRecord, by_hand: bool) -> None:
+    def _record(self, optimizer: Optimizer, record: OptimizerRecord, is_settled: bool) -> None:
         ids = {id(ref()) for ref in self._params}
         params = [param for param in params_of(optimizer) if id(param) in ids]
         held = held_in(params, optimizer)
@@ -153,6 +153,12 @@ class ModelRecord:
             if entry.part is not None
         ]
         record.tensors = [(weakref.ref(held[i].param), key, e.value) for i, key, e in cut]
+        values = [value for *_, value in record.tensors]
+        if is_settled:
+            record.settled = [weakref.ref(value) for value in values]
+        by_hand = len(values) != len(record.settled) or any(
+            ref() is not value for ref, value in zip(record.settled, values, strict=True)
+        )
         facts, nested = [each.fact for each in held], [each.nested is not None for each in held]
         record.posted = {"facts": facts, "nested": nested, "rows": rows, "by_hand": by_hand}
         record.ids = ids_of(optimizer)

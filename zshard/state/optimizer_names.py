@@ -25,7 +25,13 @@ from zshard.optim.sharded_state import params_of, without_parameters
 from zshard.ranks.agreement import PublicCall, gather, on_all_ranks
 from zshard.ranks.transports import comm_for
 from zshard.state.optimizer import gather_state
-from zshard.state.optimizer_load import ReadState, entries_to_load, problems_with, read_entries
+from zshard.state.optimizer_load import (
+    ReadState,
+    entries_to_load,
+    problems_with,
+    read_entries,
+    undo_of,
+)
 from zshard.state.source import FromRank0, pending
 from zshard.state.stand_ins import Pending
 from zshard.units.returned import note_used, tensors_in
@@ -102,8 +108,13 @@ def load_optim_state_dict(
     misplaced parameters, and wrong shapes and dtypes of sharded ones.
     """
     numbered = to_load(model, optimizer, state, from_rank0)
-    with on_all_ranks(outermost_comm(model)):
-        optimizer.load_state_dict(numbered)
+    undo = undo_of(optimizer)
+    try:
+        with on_all_ranks(outermost_comm(model)):
+            optimizer.load_state_dict(numbered)
+    except BaseException:
+        undo()
+        raise
 
 
 # --- the model ------------------------------------------------------------------------------------

@@ -120,8 +120,10 @@ class FromRank0:
         one another, as in torch.distributed's object collectives."""
         written = io.BytesIO()
         with on_all_ranks(self._comm):
-            if self._comm.rank == 0:
-                _WithoutValues(written).dump(state)
+            try:
+                _WithoutValues(written).dump(state if self._comm.rank == 0 else None)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise TypeError(f"rank 0 cannot send its state: {error}; take that out") from None
         text = gather_bytes(self._comm, written.getvalue())[0]
         with on_all_ranks(self._comm):  # a rank may lack a class
             if self._comm.rank != 0:
