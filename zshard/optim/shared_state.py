@@ -306,6 +306,13 @@ def read_peers(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldStat
             if rank != board.comm.rank:
                 posted = _posted_by(board, rank, f"{model.token} {name}", late, by_hand)
                 _check(held, posted, board.comm.rank, rank)
+                if posted["by_hand"] is not by_hand:
+                    ranks = (board.comm.rank, rank) if by_hand else (rank, board.comm.rank)
+                    raise _core.DivergenceError(
+                        "rank {} has replaced tensors in the optimizer's state since its step, "
+                        "rank {} has not, or has not posted them: call torch.distributed.barrier() "
+                        "on all ranks first".format(*ranks)
+                    )
                 peers[rank] = [(numbers[i, key], *where) for i, key, *where in posted["rows"]]
         read_full(list(entries.values()), list(full.values()), peers)
     return [
@@ -320,18 +327,10 @@ def _posted_by(board: Board, rank: int, name: str, late: float, by_hand: bool) -
     end = time.monotonic() + late
     while True:
         posted: dict[str, Any] | None = board.read(rank)["states"].get(name)
-        if posted is not None and posted["by_hand"] is by_hand:
-            return posted
-        if time.monotonic() > end:
-            break
+        is_late = posted is None or posted["by_hand"] is not by_hand
+        if not is_late or time.monotonic() > end:
+            return posted or {"facts": None, "nested": [], "rows": [], "by_hand": by_hand}
         time.sleep(_AGAIN)
-    if posted is not None:
-        raise _core.DivergenceError(
-            f"rank {board.comm.rank if by_hand else rank} has other tensors in the optimizer's "
-            f"state than after the last step, but rank {rank if by_hand else board.comm.rank} has "
-            "not posted any: call torch.distributed.barrier() on all ranks first"
-        )
-    return {"facts": None, "nested": [], "rows": []}
 
 
 def _check(held: Sequence[HeldState], posted: dict[str, Any], own_rank: int, rank: int) -> None:

@@ -43,6 +43,7 @@ from zshard.ranks.devices import CPU
 from zshard.state.optimizer_load import has_parts, load
 from zshard.state.source import filled
 from zshard.units import returned
+from zshard.units.returned import tensors_in
 from zshard.units.shards import part_of
 from zshard.units.units import State
 
@@ -60,10 +61,10 @@ def install() -> None:
 @functools.wraps(_torchs_save)
 def _save(self: Optimizer) -> dict[str, Any]:
     if not has_parts(self):
-        if any(_core.slice_part(param) is not None for param in params_of(self)):
+        if any(_core.slice_part(value) is not None for value in tensors_in(self.state)):
             raise ShardError(
-                "state_dict() of a copied optimizer, whose parameters are shards of no model: copy "
-                "both, copy.deepcopy((model, optimizer)), or save the optimizer itself"
+                "state_dict() of a copied optimizer, whose state is shards of no model: copy both, "
+                "copy.deepcopy((model, optimizer)), or save the optimizer itself"
             )
         return _torchs_save(self)
     with self.register_state_dict_post_hook(_with_full_state, prepend=True):
