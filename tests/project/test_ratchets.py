@@ -19,15 +19,15 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (12_332, 18_886),
+    "core": (12_358, 18_912),
     "core: (modules)": (1_312, 2_116),
     "core: checkpoint": (2_223, 3_245),
     "core: guard": (1_090, 1_621),
     "core: memory": (685, 1_029),
     "core: model": (1_169, 2_002),
-    "core: optim": (1_723, 2_530),
+    "core: optim": (1_728, 2_535),
     "core: ranks": (1_094, 1_694),
-    "core: state": (1_297, 1_910),
+    "core: state": (1_318, 1_931),
     "core: units": (771, 1_287),
     "core: wrap": (968, 1_452),
     "extras": (7_720, 11_188),
@@ -72,7 +72,7 @@ COUNTS = {  # exactly
     "globals": 15,
     "module_tables": 36,
     "names_from_core": 150,
-    "text_lines": 2_523,
+    "text_lines": 2_529,
     "weak_dictionaries": 18,
 }
 C_LINES = 44_562
