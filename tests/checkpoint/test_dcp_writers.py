@@ -202,7 +202,7 @@ WRONG = {
     "of another save": (
         of_another_save,
         CheckpointError,
-        "overlap, leave a gap or exceed its shape (5,): a file is missing or belongs to another",
+        "overlap, leave a gap or exceed its shape (5,): copy all files",
     ),
     "no note": (changed(), CheckpointError, "has no valid saved_offsets for 'first.weight'"),
     "below 0": (changed(saved_offsets=[-1, 0]), CheckpointError, "has no valid saved_offsets"),

@@ -54,7 +54,7 @@ ARGUMENTS = {
     "extra that is no dict": (TypeError, "extra must be a dict, got list", {"extra": [1]}),
     "dtype": (
         ValueError,
-        "must be a floating-point dtype that safetensors supports, got torch.int32",
+        "must be a floating-point dtype of safetensors, got torch.int32",
         {"dtype": torch.int32},
     ),
     "dtype of other kind": (TypeError, "torch.dtype, got 'bf16'", {"dtype": "bf16"}),

@@ -88,7 +88,7 @@ def test_other_code_is_refused_with_parameter_and_remedy(pool2, name):
             texts.remove("wrong")
         for said in texts:
             assert "of '" in said and "shard" in said, (combination, said)
-            remedies = ("full_tensor", "summon_full_params", "named_norms")
+            remedies = ("full_tensor", "summon_full_params", "named_norms", "WholeMatrix")
             assert any(remedy in said for remedy in remedies), (combination, said)
             assert "to_local" not in said, "this rank's elements alone give something else"
 

@@ -264,7 +264,7 @@ def wrap_here(**kwargs):
             {"ZSHARD_TIMEOUT": "soon"},
             ("ZSHARD_TIMEOUT must be a positive number", "seconds, got 'soon'"),
         ),
-        ({"ZSHARD_TIMEOUT": "-3"}, ("timeout", "-3", "positive")),
+        ({"ZSHARD_TIMEOUT": "-3"}, ("TIMEOUT", "-3", "positive")),
         ({"ZSHARD_TRANSPORT": "tcp"}, ("'tcp'", "'auto', 'shm', 'hosts', 'c10d'")),
     ],
 )
