@@ -224,6 +224,48 @@ def test_a_closure_that_is_not_called_is_an_error_or_does_no_harm(pool2, combina
     assert pool2.run(same_without_its_closure, combination) == [[], []]
 
 
+class StepsWithItsOwn(WithoutOptions):
+    """It gives another optimizer, or its base class, a closure of its own."""
+
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params)
+        self.inner, self.own = torch.optim.SGD(params, lr=1.0), None
+
+    def step(self, closure=None):
+        return self.inner.step(self.own)
+
+
+def steps_with_its_own(combination):
+    model = make(Stack) if combination is None else wrapped(Stack, combination)
+    optimizer = StepsWithItsOwn(model.parameters())
+
+    def own():
+        optimizer.zero_grad()
+        loss = model(floats(1)).sum() * 100
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        return loss
+
+    optimizer.own = own
+    for _ in range(2):
+        optimizer.step()
+    return {n: t.clone() for n, t in model.state_dict().items()}
+
+
+def with_its_own_like_a_plain_model(combination):
+    if combination[1] == "shm":
+        with pytest.raises(RuntimeError, match=r"within optimizer.step\(\) or one of its hooks"):
+            steps_with_its_own(combination)
+        return []
+    return differences(steps_with_its_own(combination), steps_with_its_own(None))
+
+
+@pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
+def test_a_closure_of_its_own_is_checked_or_refused(pool2, combination):
+    assert pool2.run(with_its_own_like_a_plain_model, combination) == [[], []]
+
+
 # --- hooks ----------------------------------------------------------------------------------------
 
 

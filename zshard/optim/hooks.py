@@ -189,7 +189,7 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     """Refuse invalid gradients, and notify the models that their parameters are about to be
     written."""
     context = context_of(optimizer)
-    if context.outer is not None and context.outer.has_begun:
+    if context.outer is not None and context.outer.has_begun and not in_closure:
         context.has_begun = True
         return
     refuse((each.state for each in stepped_by(optimizer) if each.state), "step", REPLACED)
@@ -226,6 +226,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if context.depth > 0:
         return
     if context.outer is not None:  # which counts as the step
+        _end_of_step(optimizer)
         know(optimizer, in_step=True)
         _close(context)
         return
@@ -270,8 +271,8 @@ def _after_failed_step(optimizer: Optimizer) -> None:
     if context.depth == 0:
         is_inner = context.outer is not None
         _close(context)
+        _end_of_step(optimizer)
         if not is_inner:
-            _end_of_step(optimizer)
             _end_writes(optimizer)
 
 
