@@ -19,13 +19,13 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (12_358, 18_912),
+    "core": (12_359, 18_913),
     "core: (modules)": (1_312, 2_116),
     "core: checkpoint": (2_223, 3_245),
     "core: guard": (1_090, 1_621),
     "core: memory": (685, 1_029),
     "core: model": (1_169, 2_002),
-    "core: optim": (1_728, 2_535),
+    "core: optim": (1_729, 2_536),
     "core: ranks": (1_094, 1_694),
     "core: state": (1_318, 1_931),
     "core: units": (771, 1_287),
