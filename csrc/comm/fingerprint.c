@@ -318,7 +318,7 @@ static zs_status fail(zs_comm *comm, const difference *d)
     describe(comm, d, clause, sizeof clause);
     zs_comm_failures(comm, failures, sizeof failures);
     comm->apart = true;
-    /* Ranks only count reads: until a barrier, one that a rank makes alone passes for one that all make. */
+    /* Counts of reads do not say who reads: until a barrier, one rank's read alone looks like a read by all ranks. */
     const char *after = d->looks ? "; and put torch.distributed.barrier() behind what one rank runs alone" : "";
     zs_status status =
         ZS_FAIL(ZS_ERR_DIVERGED, "the parameters are out of step: %s%s; %s%s", clause, failures, remedy(d), after);

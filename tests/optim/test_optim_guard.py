@@ -193,6 +193,7 @@ def calls_before_a_step(params: int) -> int:
         hooks._before_step(optimizer, (), {})
     finally:
         sys.setprofile(None)
+        hooks._after_step(optimizer, (), {})
     return len(made)
 
 

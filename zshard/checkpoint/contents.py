@@ -194,8 +194,8 @@ def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
         stack.enter_context(state_dict_form(model))
         state = model.state_dict()
     if not isinstance(state, Mapping):
-        kinds = type(model).__name__, type(state).__name__
-        raise TypeError("state_dict() of {} must return a mapping, got {}".format(*kinds))
+        kind, got = type(model).__name__, type(state).__name__
+        raise TypeError(f"state_dict() of {kind} must return a mapping, got {got}")
     named = OrderedDict((plain_name(n) if isinstance(n, str) else n, v) for n, v in state.items())
     for name in named:
         if not isinstance(name, str):

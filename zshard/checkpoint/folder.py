@@ -38,7 +38,9 @@ def path_of(path: str | os.PathLike[str] | None) -> str:
     """Return a path as text. Raise TypeError or ValueError for an invalid path."""
     text = path if path is None else os.fspath(path)
     if not isinstance(text, str):
-        why = "; zshard.latest_checkpoint() found no finished checkpoint" if path is None else ""
+        why = ""
+        if path is None:
+            why = "; zshard.latest_checkpoint() returns None where it finds no finished checkpoint"
         raise TypeError(f"path must be a string or a pathlib.Path, got {text!r}{why}")
     if "\0" in text:
         raise ValueError(f"path={text!r} contains a NUL byte")

@@ -207,7 +207,7 @@ def _state_of(checkpoint: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]
         for value in (checkpoint.pending(name, entry),)
     )
     state.update((plain_name(name), value) for name, value in checkpoint.others.items())
-    names: dict[int, list[str]] = {}  # of each tensor; files contain a tied one once
+    names: dict[int, list[str]] = {}  # each tensor's; files contain a tied tensor once
     for kind in (model.named_parameters, model.named_buffers):
         for name, tensor in kind(remove_duplicate=False):
             names.setdefault(id(tensor), []).append(plain_name(name))

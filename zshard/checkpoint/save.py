@@ -152,7 +152,7 @@ def save(
     if not on_any_rank(comm, not nested):  # on one rank alone, a shape may match by chance
         text = f"cannot save {nested} in the optimizer state, which contains this rank's shards"
         raise RuntimeError(f"{text}: store each tensor under a key of its own")
-    for engine in {s.unit.engine_id: s.unit.engine for _, s in units_of(model)}.values():
+    for engine in dict.fromkeys(state.unit.engine for _, state in units_of(model)):
         engine.compare()  # whether the ranks' shards are of one step
     plan = plan_of(comm, request, model, copies)
     beside = comm_beside(comm)

@@ -60,8 +60,8 @@ def install() -> None:
 
 
 def _teach(wrapper: Any, torchs: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """Make torch's wrapper call `ours`. Scripts that imported the name before zshard would not see
-    a new function."""
+    """Make torch's wrapper call the replacement: scripts that imported the name before zshard would
+    not see a new function."""
     for cell in wrapper.__closure__:
         if cell.cell_contents is torchs:
             cell.cell_contents = replacement

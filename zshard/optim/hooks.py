@@ -37,7 +37,6 @@ from zshard.units.shards import (
     OptimizerContext,
     context_of,
     contexts,
-    engines_of,
     part_of,
     stepped_by,
     units_stepped_by,
@@ -144,8 +143,17 @@ def seen_optimizers() -> list[Optimizer]:
 
 # --- hooks around a step --------------------------------------------------------------------------
 
-_open: list[OptimizerContext] = []
+_open: list[Optimizer] = []
 """Optimizers whose step() runs, the outermost first."""
+
+
+def _step_around(optimizer: Optimizer) -> OptimizerContext | None:
+    """Return the optimizer whose step() calls this one's, of the same models."""
+    engines = {unit.engine for unit in units_stepped_by(optimizer)} if _open else set()
+    for outer in _open:
+        if engines and engines <= {unit.engine for unit in units_stepped_by(outer)}:
+            return context_of(outer)
+    return None
 
 
 def _before_step(
@@ -157,10 +165,8 @@ def _before_step(
     context = context_of(optimizer)
     context.depth += 1
     if context.depth == 1:
-        context.has_begun, engines = False, engines_of(stepped_by(optimizer))
-        around = (each for each in _open if engines and engines <= engines_of(each.models))
-        context.outer = next(around, None)
-        _open.append(context)
+        context.has_begun, context.outer = False, _step_around(optimizer)
+        _open.append(optimizer)
         refuse_writes(units_stepped_by(optimizer), "a step", optimizer)
         if returned.known:
             returned.look()
@@ -225,28 +231,19 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     context.depth -= 1
     if context.depth > 0:
         return
-    if context.outer is not None:  # which counts as the step
-        _end_of_step(optimizer)
-        know(optimizer, in_step=True)
-        _close(context)
-        return
+    is_outermost = context.outer is None  # and counts as the step
     try:
-        if context.models and not context.has_begun:
+        if is_outermost and context.models and not context.has_begun:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() has not called its closure, so it has stepped "
                 "with gradients that zshard has not checked or clipped: call step() without one"
             )
         _end_of_step(optimizer)
-        _note_step(optimizer)
+        if is_outermost:
+            _note_step(optimizer)
         know(optimizer, in_step=True)  # its state exists now
     finally:
-        _close(context)
         _end_writes(optimizer)
-
-
-def _close(context: OptimizerContext) -> None:
-    context.outer = None
-    _open[:] = [each for each in _open if each is not context]
 
 
 def _end_of_step(optimizer: Optimizer) -> None:
@@ -255,6 +252,12 @@ def _end_of_step(optimizer: Optimizer) -> None:
 
 
 def _end_writes(optimizer: Optimizer) -> None:
+    """End the step's writes, unless a step around it continues."""
+    context = context_of(optimizer)
+    is_outermost, context.outer = context.outer is None, None
+    _open[:] = [other for other in _open if other is not optimizer]
+    if not is_outermost:
+        return
     prepared = getattr(optimizer, "prepared", None)
     if prepared is not None:
         prepared.is_writing = True
@@ -268,11 +271,10 @@ def _after_failed_step(optimizer: Optimizer) -> None:
     """A step, its closure or a hook has raised: other ranks may read the parameters as they are."""
     context = context_of(optimizer)
     context.depth = max(0, context.depth - 1)
-    if context.depth == 0:
-        is_inner = context.outer is not None
-        _close(context)
-        _end_of_step(optimizer)
-        if not is_inner:
+    if context.depth == 0 and optimizer in _open:  # not yet ended by _after_step()
+        try:
+            _end_of_step(optimizer)
+        finally:
             _end_writes(optimizer)
 
 

@@ -299,7 +299,7 @@ def read_peers(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldStat
     numbers = {at: number for number, at in enumerate(entries)}
     full = {at: new_full(entry) for at, entry in entries.items()}
     late = _LATE if any(each.state for each in held) else 0.0
-    by_hand = bool(model.optimizers[name].posted.get("by_hand")) if held else False
+    by_hand = model.optimizers[name].posted["by_hand"]
     with session(unit for each in held if (unit := each.part.unit)):
         peers = {}
         for rank in range(board.comm.world):
@@ -307,11 +307,11 @@ def read_peers(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldStat
                 posted = _posted_by(board, rank, f"{model.token} {name}", late, by_hand)
                 _check(held, posted, board.comm.rank, rank)
                 if posted["by_hand"] is not by_hand:
-                    ranks = (board.comm.rank, rank) if by_hand else (rank, board.comm.rank)
+                    one, other = (board.comm.rank, rank) if by_hand else (rank, board.comm.rank)
                     raise _core.DivergenceError(
-                        "rank {} has replaced tensors in the optimizer's state since its step, "
-                        "rank {} has not, or has not posted them: call torch.distributed.barrier() "
-                        "on all ranks first".format(*ranks)
+                        f"rank {one} has replaced tensors in the optimizer's state since its last "
+                        f"step, but rank {other} has not yet: call torch.distributed.barrier() on "
+                        "all ranks first"
                     )
                 peers[rank] = [(numbers[i, key], *where) for i, key, *where in posted["rows"]]
         read_full(list(entries.values()), list(full.values()), peers)

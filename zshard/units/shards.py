@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from zshard.units.units import State
 
 __all__ = [
     *("Entry", "OptimizerContext", "Part", "Stepped", "asked_for_size", "context_of", "contexts"),
-    *("engines_of", "entry_of", "known_parts", "part_of"),
+    *("entry_of", "known_parts", "part_of"),
     *("remember_parts", "replicas_of", "sizes_for_torch", "stepped_by", "units_stepped_by"),
 ]
 
@@ -390,11 +390,6 @@ class OptimizerContext:
 
 contexts: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerContext]
 contexts = weakref.WeakKeyDictionary()
-
-
-def engines_of(models: Iterable[Stepped]) -> set[int]:
-    """Return numbers that identify the models."""
-    return {unit.engine_id for model in models if (unit := model.unit) is not None}
 
 
 def context_of(optimizer: torch.optim.Optimizer) -> OptimizerContext:

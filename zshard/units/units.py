@@ -163,7 +163,7 @@ def session(units: Iterable[_core.Unit]) -> Iterator[None]:
     """Context manager in which no rank writes to the units' models, so that all reads are of one
     step. As a forward without gradients: over c10d all ranks run it together."""
     with contextlib.ExitStack() as opened:
-        for engine in {unit.engine_id: unit.engine for unit in units}.values():
+        for engine in dict.fromkeys(unit.engine for unit in units):
             engine.open()
             opened.callback(engine.close)
         yield
@@ -172,9 +172,8 @@ def session(units: Iterable[_core.Unit]) -> Iterator[None]:
 @contextlib.contextmanager
 def writing(units: Iterable[_core.Unit]) -> Iterator[None]:
     """Context manager in which the shards of the units' models may be written: no peer reads."""
-    engines = [unit.engine for unit in {unit.engine_id: unit for unit in units}.values()]
     with contextlib.ExitStack() as begun:
-        for engine in engines:
+        for engine in dict.fromkeys(unit.engine for unit in units):
             engine.begin_write()
             begun.callback(engine.end_write)  # after an exception, too: all ranks count writes
         yield

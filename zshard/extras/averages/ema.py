@@ -141,7 +141,7 @@ class EMA:
     @torch.no_grad()
     @plain()
     def _move(self, weights: list[float]) -> None:
-        """Move them on GPUs, or where a forward has left parameters unsharded."""
+        """Move the averages on GPUs, or where a forward has left parameters unsharded."""
         settle(self.model, "update the averages")
         params: list[Tensor] = list(self.params.values())
         if not self._in_c:

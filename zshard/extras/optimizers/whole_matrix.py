@@ -99,11 +99,6 @@ class WholeMatrix(Optimizer):
         """Return the class of the optimizer that steps full parameters."""
         return type(self._inner)
 
-    @property
-    def inner(self) -> list[Optimizer]:
-        """The optimizers that have its state."""
-        return [self._inner]
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch.optim."""
         super().add_param_group(param_group)

@@ -51,8 +51,6 @@ class PerHost(NamedTuple):
 def parse(per_host: object, replicas: int, overwrite: bool) -> int | None:
     """Return the number of copies; None for hosts that share a disk. Raise ValueError for
     invalid arguments of save()."""
-    if replicas < 0:
-        raise ValueError(f"replicas must be at least 0, got {replicas}")
     if replicas and not per_host:
         raise ValueError("replicas are copies on other hosts' disks: pass per_host=True as well")
     if per_host and overwrite:
