@@ -16,7 +16,7 @@ import torch
 
 from zshard._built import digest, note_on
 
-__all__: list[str] = []
+__all__ = ()
 
 _BUILD = "in a clone, run `make build` or `pip install --no-build-isolation .`"
 

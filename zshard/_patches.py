@@ -12,6 +12,7 @@ to a model (wrap/late_parameters.py).
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -150,15 +151,10 @@ _PATCHES = (
     ),
 )
 
-_installed = False
 
-
+@functools.cache
 def install() -> None:
     """Change torch, once per process."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     handlers.set_guard()
     hooks.install()
     late_parameters.install()

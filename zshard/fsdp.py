@@ -320,7 +320,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         state_dict = names_without_module(self, state_dict)
         note_used(state_dict.values() if isinstance(state_dict, Mapping) else ())
         look()
-        with sizes_for_torch():
+        with sizes_for_torch(self):
             return super().load_state_dict(state_dict, *args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:

@@ -16,12 +16,11 @@ import atexit
 import functools
 import threading
 import traceback
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zshard import _core
 from zshard.checkpoint.manifest import BLOCK, FileRecord, Written
@@ -30,6 +29,7 @@ from zshard.checkpoint.save_plan import Piece, SavePlan, WrittenRun
 from zshard.ranks.agreement import bytes_of, gather
 from zshard.ranks.ends import fail
 from zshard.state.source import CHUNK
+from zshard.units.units import ModelContext
 
 _ALIGN = 64  # bytes; the copies of an asynchronous save begin at multiples of it
 
@@ -158,19 +158,16 @@ def runs(values: Tensor, begin: int, end: int, limit: int) -> Iterator[Tensor]:
 
 # --- a copy, and a thread that writes it ----------------------------------------------------------
 
-_buffers: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
 
-
-def snapshot(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
+def snapshot(model: ModelContext, pieces: Sequence[Piece]) -> list[Piece]:
     """Copy the values of the pieces, cast to their dtypes, and return the pieces of the copy. The
     memory is kept as long as the model lives: new memory costs more than the copy."""
     sizes = [-(-piece.size // _ALIGN) * _ALIGN for piece in pieces]
-    buffer = _buffers.get(model)
-    if buffer is None or buffer.numel() < sum(sizes):
-        del buffer
-        _buffers.pop(model, None)  # free the old copy first: never hold both
+    if model.buffer is None or model.buffer.numel() < sum(sizes):
+        model.buffer = None  # free the old copy first: never hold both
         pinned = any(piece.values.is_cuda for piece in pieces)
-        buffer = _buffers[model] = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        model.buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+    buffer = model.buffer
     copies, at = [], 0
     for piece, size in zip(pieces, sizes, strict=True):
         copy = buffer[at : at + piece.size].view(piece.dtype)
@@ -188,6 +185,8 @@ def snapshot(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
 
 class SaveHandle:
     """A checkpoint that zshard.save() is writing or has written."""
+
+    _last: ClassVar[SaveHandle | None] = None  # the one that runs
 
     def __init__(self, path: str, action: Callable[[], None] | None = None) -> None:
         """action: what a thread does; None: it is done already."""
@@ -222,26 +221,22 @@ class SaveHandle:
             self._error = error
 
 
-_last: SaveHandle | None = None
-
-
 def start(handle: SaveHandle) -> SaveHandle:
     """Start the thread. Call finish() first."""
-    global _last
-    assert _last is None or _last.done(), "only one save may run at a time"
+    last = SaveHandle._last
+    assert last is None or last.done(), "only one save may run at a time"
     assert handle._thread is not None, "it has an action"
     handle._thread.start()
-    _last = handle  # a thread that could not be started would never end
+    SaveHandle._last = handle  # a thread that could not be started would never end
     return handle
 
 
 def finish() -> None:
     """Wait for the running save. Raise its error, unless a call has raised it already."""
-    global _last
-    handle = _last
+    handle = SaveHandle._last
     if handle is not None and handle._thread is not None:
         handle._thread.join()  # if a signal ends this, the save still runs: it stays the last one
-        _last = None
+        SaveHandle._last = None
         if not handle._is_raised:
             handle.wait()
 
@@ -249,6 +244,7 @@ def finish() -> None:
 @atexit.register
 def _at_exit() -> None:
     """Report a failed save that no call has raised."""
-    if _last is not None and _last._error is not None and not _last._is_raised:
-        lines = "".join(traceback.format_exception(_last._error))
-        fail(f"zshard: failed to save the checkpoint '{_last.path}':\n{lines}")
+    last = SaveHandle._last
+    if last is not None and last._error is not None and not last._is_raised:
+        lines = "".join(traceback.format_exception(last._error))
+        fail(f"zshard: failed to save the checkpoint '{last.path}':\n{lines}")

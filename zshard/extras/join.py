@@ -33,6 +33,7 @@ from zshard.api import (
     on_all_ranks,
     part_of,
     state_of,
+    states_stepped_by,
     take_from,
     units_of,
     units_stepped_by,
@@ -189,9 +190,8 @@ class _Joined:
         if number is None:
             return
         extra = {name: getattr(optimizer, name, None) for name in _STEP_ATTRIBUTES}
-        units = units_stepped_by(optimizer)
         meets = getattr(optimizer, "steps_together", False) or any(
-            each.meets_before_step(units) for each in EXTENSIONS
+            each.meets_before_step(states_stepped_by(optimizer)) for each in EXTENSIONS
         )
         meetings = -1 if meets or is_first else 0  # any number
         self._say("step", number, _options_of(optimizer), extra, meetings=meetings)

@@ -21,7 +21,7 @@ from zshard.guard.rules import DRAWN_IN_PLACE
 from zshard.guard.slices import Operation, plain, refuse, run_plain, slices_among
 from zshard.guard.words import after_size
 from zshard.ranks.agreement import bytes_of
-from zshard.units.shards import Part, asked_for_size
+from zshard.units.shards import Part
 
 INITS = ("_no_grad_trunc_normal_", "kaiming_normal_")
 """Functions of torch.nn.init that run on full tensors, and do not ask the class of a tensor."""
@@ -59,8 +59,8 @@ def _of_full_size(fans: Operation) -> Operation:
         part = _core.slice_part(tensor)
         if part is None:
             return fans(tensor)
-        for each in [each for each in asked_for_size if each.unit is part.unit]:
-            asked_for_size.discard(each)
+        if part.state is not None:
+            part.state.sizes_read.clear()
         return fans(torch.empty(part.shape, device="meta"))
 
     return computed
@@ -96,7 +96,7 @@ def _draw(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 def _refuse_numbers_of_shards(func: Operation, part: Part, values: Iterable[Any]) -> None:
     """Refuse numbers that may derive from the size of the shard."""
     has_numbers = any(isinstance(each, int | float | Tensor) for each in values)
-    if has_numbers and part.root in asked_for_size:
+    if has_numbers and part.is_size_read:
         raise ShardError(
             after_size(f"{func.__name__.removeprefix('_no_grad_')}() got numbers for", part)
         )

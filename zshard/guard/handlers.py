@@ -32,7 +32,7 @@ from zshard.guard.slices import (
     slices_among,
 )
 from zshard.guard.words import after_size, refused_grad_dtype
-from zshard.units.shards import Part, _parts, asked_for_size, part_of
+from zshard.units.shards import Part, _parts, part_of
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -119,8 +119,8 @@ def _size(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     if part.is_in_forward():
         with plain():
             return func(torch.empty(part.shape, device="meta"), *args[1:], **kwargs)
-    if func not in _COUNTS:
-        asked_for_size.add(part.root)
+    if func not in _COUNTS and part.state is not None:
+        part.state.sizes_read.add(part.index)
     return run_plain(func, args, kwargs)
 
 
@@ -198,7 +198,7 @@ def _set_item(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     views = _views_of(part, Tensor.__getitem__, (target, key), {})
     if views is None or slices_among([value]) or _is_recorded(target):
         return refuse(func, args, kwargs)
-    if views[0][0] == () != part.shape and part.root in asked_for_size:
+    if views[0][0] == () != part.shape and part.is_size_read:
         raise ShardError(after_size("an index set one element of", part))
     share = _share_of(target, part, *views[0])
     return _write_to(_core.slice_part(share), share, Tensor.fill_, (share, value))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -30,7 +29,7 @@ from zshard import _core
 from zshard._errors import ShardError
 from zshard.guard.plain import slices_among
 from zshard.guard.words import refused_collective, written_to_file
-from zshard.units.units import State
+from zshard.units.shards import known_parts
 
 # --- torch.distributed ----------------------------------------------------------------------------
 
@@ -49,27 +48,9 @@ def install_check() -> None:
     distributed_c10d._check_single_tensor = checked
 
 
-_models: weakref.WeakKeyDictionary[State, int] = weakref.WeakKeyDictionary()
-"""A unit of each model whose ranks read each other's shards, and the thread that has made it. Other
-threads (of an asynchronous checkpoint, say) have barriers of their own, at any time."""
-
-
-def tell_of_barriers(state: State) -> None:
-    """Notify a new model of the script's own barriers over all ranks. `state`: the root's."""
-    if state.comms.shard_group.transport == "shm":
-        _models[state] = threading.get_ident()
-
-
-_at_barriers: list[Callable[[], None]] = []
-
-
-def call_at_barriers(call: Callable[[], None]) -> None:
-    """Call this before each barrier of the script over all ranks."""
-    _at_barriers.append(call)
-
-
 def install_barrier() -> None:
-    """Notify models of barriers."""
+    """Notify models whose ranks read each other's shards of the barriers of the thread that has
+    made them. Other threads (of an asynchronous checkpoint, say) have barriers of their own."""
     barrier = dist.barrier
 
     @functools.wraps(barrier)
@@ -77,14 +58,20 @@ def install_barrier() -> None:
         group: dist.ProcessGroup | None = None, async_op: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         if not async_op and (group is None or dist.get_world_size(group) == dist.get_world_size()):
-            for state, thread in list(_models.items()):
-                if thread == threading.get_ident():
-                    state.unit.engine.meet()
-            for call in _at_barriers:
-                call()
+            _note_barrier()
         return barrier(group, async_op, *args, **kwargs)
 
     dist.barrier = notifying_barrier
+
+
+def _note_barrier() -> None:
+    parts = [part for _, part in known_parts()]
+    states = [state for part in parts if (state := part.state) is not None]
+    thread = threading.get_ident()
+    for engine in dict.fromkeys(s.unit.engine for s in states if s.model.thread == thread):
+        engine.meet()
+    for record in dict.fromkeys(part.peers for part in parts if part.peers is not None):
+        record.note_all()  # what scripts have put into the state of known optimizers
 
 
 # --- DistributedDataParallel, fully_shard, ZeroRedundancyOptimizer --------------------------------

@@ -62,8 +62,8 @@ def _refuse_in_forward(tensor: Tensor) -> None:
     """Raise ShardError where a result without autograd history would silently drop out of a
     loss."""
     part = part_of(tensor) if torch.is_grad_enabled() and tensor.requires_grad else None
-    unit = None if part is None else part.unit
-    if part is not None and unit is not None and is_forward_open(unit):
+    state = None if part is None else part.state
+    if part is not None and state is not None and is_forward_open(state):
         raise ShardError(no_history(part.name))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zshard.units.shards import Part, asked_for_size
+from zshard.units.shards import Part
 
 _SUMMON = "within `with FSDP.summon_full_params(model):`, on all ranks"
 _FULL = f"For the full tensor, call zshard.full_tensor(t) on all ranks, or use it {_SUMMON}."
@@ -136,7 +136,7 @@ def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any], remedy: str) -
             f"{shard} and a full tensor, within a forward, where `p` is full and `p.data` this "
             "rank's shard: use `.data` of all parameters, or of none"
         )
-    if part.root in asked_for_size and set(shapes) == {part.local_shape}:
+    if part.is_size_read and set(shapes) == {part.local_shape}:
         return (
             f"{shard} and a tensor of this rank's shape, {part.local_shape}, whose values would be "
             "those of other elements on each rank: make it by torch.randn_like(p), p.clone()"

@@ -254,7 +254,7 @@ def _head_of(root: State, units: list[_core.Unit]) -> str:
         ranks = f"secondary shards over {shard_group.world} rank(s)"
         parts.append(f"{ranks}, transport {shard_group.transport}")
     kept, _, costs = root.unit.engine.kept()
-    if costs and root.spare is not None and root.spare.is_open:
+    if costs and root.model.spare is not None and root.model.spare.is_open:
         parts.append('keep_gathered="auto" decides after the second step')
     elif kept:
         parts.append(f"{_words_of(kept)} stay gathered from forward to backward")

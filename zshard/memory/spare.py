@@ -21,10 +21,8 @@ from zshard.memory.dry_run import size_in_group
 from zshard.memory.fits import room_of_gpu
 from zshard.memory.host_limits import Room, Sharing, resident, rooms
 from zshard.memory.report import memory_of, without_new_state
-from zshard.optim.hooks import before_first_steps
-from zshard.optim.step_digest import watch_steps
 from zshard.ranks.agreement import PublicCall, gather
-from zshard.units.shards import units_stepped_by
+from zshard.units.shards import known_parts
 from zshard.units.units import MemoryLimit, state_of, units_of
 
 _STEPS = 2  # optimizers may create state in the second step, too
@@ -36,15 +34,13 @@ _MIB = 1 << 20
 
 
 class Spare:
-    """Decides what stays gathered of a model, after its second step. The root's State holds it."""
+    """Decides what stays gathered of a model, after its second step. Its ModelContext holds it."""
 
     def __init__(self, module: nn.Module, limit: MemoryLimit, sharing: Sharing) -> None:
         self._module = weakref.ref(module)
         self._limit, self._sharing = limit, sharing
         self._steps = 0
         self.is_open = True
-        _spares.add(self)
-        watch_steps(state_of(module).unit.engine_id, self)
 
     def like(self, module: nn.Module) -> Spare:
         """Return the same for a copy of the model."""
@@ -80,7 +76,9 @@ class Spare:
             if in_ram is None or not left:
                 return 0
             limit, peak = min(left).bytes + in_ram.now, in_ram.peak
-        others = sum(each._promised() for each in _spares if each is not self)
+        models = {part.state.model for _, part in known_parts() if part.state is not None}
+        spares = [each.spare for each in models if isinstance(each.spare, Spare)]
+        others = sum(each._promised() for each in spares if each is not self)
         return max(limit - peak - others, 0)
 
     def _promised(self) -> int:
@@ -92,26 +90,20 @@ class Spare:
         return max(kept - reserved, 0)
 
 
-_spares: weakref.WeakSet[Spare] = weakref.WeakSet()
-
-
 # --- the first step -------------------------------------------------------------------------------
 
 
 def watch_first_steps(module: nn.Module, limit: int | str, sharing: Sharing) -> None:
     """Refuse the first step of an optimizer of this model, which is on the CPU, on all ranks if its
     state will not fit into the remaining memory of one of them."""
-    model, engine = weakref.ref(module), state_of(module).unit.engine_id
+    model = weakref.ref(module)
 
-    def check(optimizer: torch.optim.Optimizer) -> bool:
+    def check(optimizer: torch.optim.Optimizer) -> None:
         root = model()
-        if root is None or state_of(root).unit.engine_id != engine:
-            return False  # it is part of another model now, which has its own limit
-        if any(unit.engine_id == engine for unit in units_stepped_by(optimizer)):
+        if root is not None:
             _check(root, optimizer, limit, sharing)
-        return True
 
-    before_first_steps(check)
+    state_of(module).model.first_step = check
 
 
 def _check(

@@ -87,8 +87,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         ids = {id(param) for param in others}
         has_others = [m for m in plan.names if any(id(p) in ids for p in m._parameters.values())]
         watch(copied, has_others)
-    if root.spare is not None:
-        state_of(copied).spare = root.spare.like(copied)
+    if root.model.spare is not None:
+        plan.context.spare = root.model.spare.like(copied)
     for each in EXTENSIONS:
         each.finish(copied, of=model)
     introduce(copied)

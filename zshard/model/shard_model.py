@@ -7,8 +7,10 @@ same parameters and names; its class becomes a subclass of (FSDP, its class).
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
-from zshard.guard.outside import refuse_wrappers_around, tell_of_barriers
+from zshard.guard.outside import refuse_wrappers_around
 from zshard.model.own_names import properties_in_place
 from zshard.optim.hooks import know_again
 from zshard.optim.shared_state import meet
@@ -43,6 +45,7 @@ from zshard.units.units import (
     ATTRIBUTE,
     MADE,
     BufferSync,
+    ModelContext,
     State,
     hook_forward,
     is_unit,
@@ -122,7 +125,7 @@ def shard_model(
         if settings.device == CPU:
             watch_first_steps(module, limit, sharing)
         if model.options.keep is None:
-            state_of(module).spare = Spare(module, limit, sharing)
+            model.context.spare = Spare(module, limit, sharing)
     introduce(module)
     engine = state_of(module).unit.engine
     engine.begin_write()  # the values are complete
@@ -145,6 +148,7 @@ class ShardingPlan:
     inner: list[tuple[nn.Module, State]] = field(init=False)
     joined: list[tuple[nn.Module, State]] = field(default_factory=list)
     comms: Comms = field(init=False)
+    context: ModelContext = field(default_factory=ModelContext)
     group_given: dist.ProcessGroup | None = None
     is_alone: bool = False
 
@@ -239,7 +243,7 @@ class ShardingPlan:
     def make_unit(self, engine: _core.Engine, spec: UnitSpec) -> _core.Unit:
         """Turn a module into a unit: hook it, guard it and change its class."""
         module, options, unit = spec.module, spec.options, make_unit(engine, spec)
-        state = State(unit, self.comms, options, self.group_given, self.is_alone)
+        state = State(unit, self.comms, options, self.context, self.group_given, self.is_alone)
         remember_parts(state)
         if unit.is_hooked:
             state.note_hooks(module, hook_forward(module, unit))
@@ -267,8 +271,8 @@ class ShardingPlan:
         for _, state in self.joined:
             engine.adopt(state.unit)
         for module, state in self.inner:
-            state.spare = None
-            state.attached.clear()
+            is_joined = any(state is each for _, each in self.joined)
+            state.model = self.context if is_joined else ModelContext()
             dropped = drop_root_casts(module, state.options.precision)
             state.hooks = [hook for hook in state.hooks if hook[1] not in dropped]
             state.rename(self.names[module])
@@ -306,27 +310,24 @@ def refuse_half(module: nn.Module) -> None:
 # --- parts of a model ----------------------------------------------------------------------------
 
 
-_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[Any]] = {}
-
-
-def class_for(base: type[nn.Module], original: type[nn.Module]) -> type[Any]:
+def _class_for(base: type[nn.Module], original: type[nn.Module]) -> type[Any]:
     """Return the class of a unit whose module is of class `original`; base: FSDP. Raises TypeError
     if no such class can exist."""
-    if (base, original) not in _classes:
 
-        def make_plain(cls: type, *args: object, **kwargs: object) -> Any:
-            """Return the result of type(model)(...), as a container creates it when it is
-            sliced."""
-            return original(*args, **kwargs)
+    def make_plain(cls: type, *args: object, **kwargs: object) -> Any:
+        """Return the result of type(model)(...), as a container creates it when it is sliced."""
+        return original(*args, **kwargs)
 
-        # Libraries look classes up by __name__ (transformers: is this a causal language model?).
-        name, shown = original.__name__, f"FSDP{original.__qualname__}"
-        names = {"__module__": original.__module__, "__qualname__": shown, "__new__": make_plain}
-        names |= {MADE: True, **properties_in_place(base, original)}
-        for each in EXTENSIONS:
-            names |= each.methods(original)
-        _classes[base, original] = type(name, (base, original), names)
-    return _classes[base, original]
+    # Libraries look classes up by __name__ (transformers: is this a causal language model?).
+    name, shown = original.__name__, f"FSDP{original.__qualname__}"
+    names = {"__module__": original.__module__, "__qualname__": shown, "__new__": make_plain}
+    names |= {MADE: True, **properties_in_place(base, original)}
+    for each in EXTENSIONS:
+        names |= each.methods(original)
+    return type(name, (base, original), names)
+
+
+class_for: Callable[[type, type], type[Any]] = functools.cache(_class_for)
 
 
 def introduce(module: nn.Module) -> None:
@@ -335,7 +336,8 @@ def introduce(module: nn.Module) -> None:
     state = state_of(module)
     meet(module, state.comms.shards)
     know_again(state.unit)
-    tell_of_barriers(state)
+    if state.comms.shard_group.transport == "shm":
+        state.model.thread = threading.get_ident()
 
 
 def sync_buffers(module: nn.Module, when: BufferSync) -> None:

@@ -23,7 +23,8 @@ from zshard.guard.whole_values import joined
 from zshard.optim.step_digest import sum_of_bits
 from zshard.ranks.agreement import PublicCall, gather, take_from
 from zshard.ranks.ends import may_stay_open
-from zshard.units.moment import BACKWARD, refuse, refuse_writes
+from zshard.units.extensions import refuse_writes
+from zshard.units.moment import BACKWARD, refuse
 from zshard.units.shards import part_of
 from zshard.units.units import State, Summons, state_of, units_of, writing
 

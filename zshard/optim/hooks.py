@@ -31,19 +31,20 @@ from zshard.guard.slices import guarded, plain
 from zshard.optim.sharded_state import SCALARS, entries_of, params_of, shard_state_of
 from zshard.optim.step_digest import note_step, note_values
 from zshard.units import returned
-from zshard.units.extensions import EXTENSIONS, announce
-from zshard.units.moment import REPLACED, UNSHARDED, refuse, refuse_writes
+from zshard.units.extensions import EXTENSIONS, announce, refuse_writes
+from zshard.units.moment import REPLACED, UNSHARDED, refuse
 from zshard.units.shards import (
     OptimizerContext,
     context_of,
     contexts,
     part_of,
+    states_stepped_by,
     stepped_by,
     units_stepped_by,
 )
 
 __all__ = [
-    *("before_first_steps", "install", "install_steps", "is_older", "know", "know_again"),
+    *("install", "install_steps", "is_older", "know", "know_again"),
     *("post", "seen_optimizers"),
 ]
 
@@ -64,33 +65,22 @@ _NEED_NORMS = ("lamb", "lars", "novograd")
 _QUANTIZE = frozenset(("bitsandbytes", "torchao"))
 """Packages with optimizers that quantize their state."""
 
-_is_installed = False
 
-
+@functools.cache
 def install() -> None:
     """Start watching the steps of all optimizers. Idempotent."""
-    global _is_installed
-    if _is_installed:
-        return
-    _is_installed = True
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
 
 # --- known optimizers -----------------------------------------------------------------------------
 
-_checks: list[Callable[[Optimizer], bool]] = []
-
-
-def before_first_steps(check: Callable[[Optimizer], bool]) -> None:
-    """Call `check` before the first step of each optimizer, until it returns False. All ranks make
-    that step together."""
-    _checks.append(check)
-
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _check_first_step(optimizer: Optimizer) -> None:
-    _checks[:] = [check for check in _checks if check(optimizer)]
+    for state in states_stepped_by(optimizer):
+        if state.model.first_step is not None:
+            state.model.first_step(optimizer)
     context_of(optimizer).is_checked = True
 
 
@@ -198,7 +188,8 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     if context.outer is not None and context.outer.has_begun and not in_closure:
         context.has_begun = True
         return
-    refuse((each.state for each in stepped_by(optimizer) if each.state), "step", REPLACED)
+    models = states_stepped_by(optimizer)
+    refuse(models, "step", REPLACED)
     announce("step", optimizer, not context.is_checked)
     if _core.has_local_grads():
         for param in params_of(optimizer):
@@ -210,7 +201,7 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     if not context.is_checked:
         _check_first_step(optimizer)
     for each in EXTENSIONS:
-        each.before_step(optimizer, in_closure)
+        each.before_step(optimizer, models, in_closure)
     if _core.has_pending() and not getattr(optimizer, "multiplies_gradients", False):
         for param in params_of(optimizer):
             if param.grad is not None:
@@ -218,8 +209,8 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     note_values(stepped_by(optimizer))
     if hasattr(optimizer, "wait_for_ranks"):  # as its step does, and till then one may read alone
         optimizer.wait_for_ranks()
-    for unit in units_stepped_by(optimizer):
-        unit.engine.before_step(in_closure)
+    for state in models:
+        state.unit.engine.before_step(in_closure)
     context.has_begun = True
     if context.outer is not None:
         context.outer.has_begun = True
@@ -248,7 +239,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _end_of_step(optimizer: Optimizer) -> None:
     for each in EXTENSIONS:
-        each.after_step(optimizer)
+        each.after_step(optimizer, states_stepped_by(optimizer))
 
 
 def _end_writes(optimizer: Optimizer) -> None:

@@ -11,6 +11,7 @@ refers from a parameter back to its model, so everything is freed with the model
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,8 +24,8 @@ from zshard import _core
 from zshard.optim.hooks import know
 from zshard.optim.step import InOneCall
 from zshard.optim.step_digest import note_step
-from zshard.units.extensions import EXTENSIONS
-from zshard.units.moment import REPLACED, refuse, refuse_writes
+from zshard.units.extensions import EXTENSIONS, refuse_writes
+from zshard.units.moment import REPLACED, refuse
 from zshard.units.shards import context_of, ids_of
 from zshard.units.units import Hook, State, hook_forward, units_of
 
@@ -37,9 +38,6 @@ _handles: weakref.WeakKeyDictionary[nn.Module, list[OptimizerInBackward]] = (
     weakref.WeakKeyDictionary()
 )
 """The active handles, by the module that optimizer_in_backward was called on."""
-
-_scaled_backward: int | None = None
-"""Torch's graph task id of the last backward that started at a scaled loss."""
 
 _OVER, _BEGIN = -1, -2  # must match csrc/python/py_in_backward.c
 
@@ -72,6 +70,7 @@ class OptimizerInBackward:
         self._hooks: list[tuple[State, Hook, RemovableHandle]] = []
         self._stepped: set[InOneCall] = set()  # in this backward
         self._ids: set[int] = set()
+        self._scaled: int | None = None  # torch's id of the last backward of a scaled loss
         self._known = list(map(ids_of, self._optimizers))
         groups = _groups_of(self._optimizers)
         try:
@@ -111,7 +110,7 @@ class OptimizerInBackward:
         if not stepped:
             return
         for each in EXTENSIONS:
-            each.check_in_backward(unit)
+            each.check_in_backward(state)
         parts: dict[tuple[int, int], tuple[Any, int, list[Tensor]]] = {}
         for i, (optimizer, group) in stepped.items():
             part = parts.setdefault((id(optimizer), group), (optimizer, group, []))
@@ -129,7 +128,7 @@ class OptimizerInBackward:
         """Called by C within backward: step the unit `index`, or handle _BEGIN or _OVER."""
         if index == _BEGIN:
             task = torch._C._current_graph_task_id()
-            if task == _scaled_backward:
+            if task == self._scaled:
                 raise _no_scaler()
             refuse(self._states, "step", REPLACED)
             if list(map(ids_of, self._optimizers)) != self._known:
@@ -182,8 +181,8 @@ def watch_scaled(outputs: Tensor | Iterable[Any]) -> Any:
 
 
 def _note_scaled(_grad: Tensor) -> None:
-    global _scaled_backward
-    _scaled_backward = torch._C._current_graph_task_id()
+    for handle in itertools.chain(*_handles.values()):
+        handle._scaled = torch._C._current_graph_task_id()
 
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
@@ -205,7 +204,7 @@ def is_stepped_in_backward(module: nn.Module) -> bool:
 
 
 def _any_steps(params: Iterable[Tensor] | None) -> bool:
-    active = [handle for handles in _handles.values() for handle in handles]
+    active = list(itertools.chain(*_handles.values()))
     if not active or params is None:
         return bool(active)
     ids = {id(param) for param in params}

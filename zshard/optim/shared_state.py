@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard.guard.outside import call_at_barriers
 from zshard.guard.slices import plain
 from zshard.guard.whole_values import new_full, read_full
 from zshard.optim.sharded_state import HeldState, held_in, move_together, params_of
@@ -274,15 +273,6 @@ def meet(module: nn.Module, shards: _core.Comm) -> None:
     record = ModelRecord(token, board, params)
     for state in states:
         state.meet(record)
-
-
-def _note_all() -> None:
-    for board in list(_kept):
-        for model in list(board.models.values()):
-            model.note_all()
-
-
-call_at_barriers(_note_all)
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -15,19 +15,17 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zshard.guard.slices import plain
 from zshard.units.shards import Stepped, context_of, contexts, replicas_of, stepped_by
-from zshard.units.units import State
 
-__all__ = ["note_step", "note_values", "sum_of_bits", "watch_steps"]
+__all__ = ["note_step", "note_values", "sum_of_bits"]
 
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Options that change speed, not results; ranks may differ in them."""
@@ -101,25 +99,11 @@ class _Account:
             return tuple(group.get(key) for key in self.keys)
 
 
-class _Watcher(Protocol):
-    """An object that is notified of the steps of a model."""
-
-    def note_step(self) -> None: ...
-
-
-_watchers: weakref.WeakValueDictionary[int, _Watcher] = weakref.WeakValueDictionary()
-
-
-def watch_steps(engine_id: int, watcher: _Watcher) -> None:
-    """Call `watcher.note_step()` after each step of that model, while `watcher` lives."""
-    _watchers[engine_id] = watcher
-
-
 def note_step(optimizer: torch.optim.Optimizer, engine_id: int | None = None) -> None:
     """Notify the models (or one of them) that the optimizer has stepped, and with what."""
     for model in stepped_by(optimizer):
-        unit = model.unit
-        if unit is None or model.is_alone or engine_id not in (None, unit.engine_id):
+        state = model.state
+        if state is None or model.is_alone or engine_id not in (None, state.unit.engine_id):
             continue
         account = model.account
         if account is None:
@@ -127,12 +111,12 @@ def note_step(optimizer: torch.optim.Optimizer, engine_id: int | None = None) ->
         with plain():
             is_new = account.take(optimizer, model)
             count = account.count(optimizer)
-        engine = unit.engine
+        engine = state.unit.engine
         engine.note_step(account.digest, count & _MASK)
         if is_new:
             engine.tell_settings(_all_texts(model.comm_id))
-        if (watcher := _watchers.get(unit.engine_id)) is not None:
-            watcher.note_step()
+        if state.model.spare is not None:
+            state.model.spare.note_step()
 
 
 def _account_of(optimizer: torch.optim.Optimizer, comm_id: int) -> _Account:
@@ -164,20 +148,17 @@ def _all_texts(comm_id: int) -> str:
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_noted: weakref.WeakSet[State] = weakref.WeakSet()
-
 
 @torch.no_grad()
 def note_values(models: list[Stepped]) -> None:
     """Note the values of models that an optimizer is about to step for the first time."""
     for each in models:
-        if not each.replicated or each.is_alone or each.state in _noted:
+        state = each.state
+        if state is None or not each.replicated or each.is_alone or state.model.is_compared:
             continue
+        state.model.is_compared = True
         for param, part in replicas_of(each):
             part.note_draw(param, sum_of_bits(param))
-            state = part.state
-            if state is not None:
-                _noted.add(state)
 
 
 def sum_of_bits(param: Tensor) -> int:

@@ -37,7 +37,8 @@ from zshard.state.stand_ins import (
     StandIns,
     current_copies,
 )
-from zshard.units.moment import REPLACED, UNSHARDED, is_for_now, refuse, refuse_writes
+from zshard.units.extensions import refuse_writes
+from zshard.units.moment import REPLACED, UNSHARDED, is_for_now, refuse
 from zshard.units.returned import note_returned, note_used
 from zshard.units.shards import Entry, entry_of, part_of
 from zshard.units.units import (

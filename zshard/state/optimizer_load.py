@@ -28,7 +28,7 @@ from zshard.optim.step import InOneCall
 from zshard.state.source import Copy, LoadPlan, filled, planned_state, shard_of
 from zshard.state.stand_ins import Pending
 from zshard.units import returned
-from zshard.units.moment import refuse_writes
+from zshard.units.extensions import refuse_writes
 from zshard.units.shards import Part, part_of, units_stepped_by
 from zshard.units.units import writing
 

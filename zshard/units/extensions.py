@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard.ranks.agreement import Fact
-from zshard.units.units import Options
+from zshard.units.units import Options, State
 
 
 @dataclass(eq=False, frozen=True)
@@ -86,18 +86,25 @@ class Extension:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def before_step(self, optimizer: Optimizer, in_closure: bool) -> None:
-        """An optimizer is about to write to sharded models. in_closure: in its closure."""
+    def before_step(self, optimizer: Optimizer, models: list[State], in_closure: bool) -> None:
+        """An optimizer is about to write to sharded models. models: a unit's state of each.
+        in_closure: in its closure."""
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer, models: list[State]) -> None:
         """Its step has ended or raised."""
 
-    def meets_before_step(self, units: Sequence[_core.Unit]) -> bool:
-        """Return whether before_step() communicates where an optimizer steps these units."""
+    def meets_before_step(self, models: list[State]) -> bool:
+        """Return whether before_step() communicates where an optimizer steps these models."""
         return False
 
-    def check_in_backward(self, unit: _core.Unit) -> None:
+    def check_in_backward(self, state: State) -> None:
         """Raise NotImplementedError for a unit that cannot be stepped in backward."""
+
+    def check_write(
+        self, units: Sequence[_core.Unit], what: str, stepper: Optimizer | None
+    ) -> None:
+        """Raise RuntimeError if the units' models may not be written now, by `what`: a step of the
+        optimizer `stepper`, or another write."""
 
     # --- between passes ---------------------------------------------------------------------------
 
@@ -138,3 +145,10 @@ def announce(act: str, *about: object) -> None:
     """See Extension.announce()."""
     for each in EXTENSIONS:
         each.announce(act, *about)
+
+
+def refuse_writes(units: Iterable[_core.Unit], what: str, stepper: Optimizer | None = None) -> None:
+    """See Extension.check_write()."""
+    units = list(units)
+    for each in EXTENSIONS:
+        each.check_write(units, what, stepper)

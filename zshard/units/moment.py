@@ -9,14 +9,11 @@ for each.
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from torch import nn
 
-from zshard import _core
 from zshard.units.units import State, units_of
 
 
@@ -38,10 +35,6 @@ class Moment(enum.Enum):
 
 PASS, BACKWARD, UNSHARDED, REPLACED, ELSEWHERE = Moment
 
-replaced: dict[int, str] = {}
-"""By engine: the context in which a model's parameters have other values, and which restores them,
-as a script writes it."""
-
 
 def is_now(state: State, moment: Moment) -> bool:
     """Return whether it is that moment for a unit. Several may be."""
@@ -50,7 +43,7 @@ def is_now(state: State, moment: Moment) -> bool:
         in_backward = torch._C._current_graph_task_id() != -1
         return in_backward or (moment is PASS and unit.in_forward)
     if moment is REPLACED:
-        return unit.engine_id in replaced
+        return state.model.replaced != ""
     by_rank_0 = any(each.rank0_only for each in state.summons) and not unit.replicated
     elsewhere = by_rank_0 and not unit.is_pinned
     return elsewhere or (moment is UNSHARDED and unit.is_pinned)
@@ -61,7 +54,7 @@ def refuse(states: Iterable[State], to: str, *moments: Moment) -> None:
     for state in states:
         for moment in moments:
             if is_now(state, moment):
-                unit, context = state.unit.name or "(root)", replaced.get(state.unit.engine_id)
+                unit, context = state.unit.name or "(root)", state.model.replaced
                 raise RuntimeError(f"cannot {to} {moment.value.format(unit=unit, context=context)}")
 
 
@@ -77,34 +70,3 @@ def settle(model: nn.Module, to: str) -> None:
     refuse(states, to, UNSHARDED, PASS)
     for state in states:
         state.unit.unpin()
-
-
-# --- kept models ----------------------------------------------------------------------------------
-
-
-class SoleWriter(Protocol):
-    """Who alone writes to a model between its passes: a zshard.Keep."""
-
-    def refuse_write(self, what: str, optimizer: torch.optim.Optimizer | None) -> None:
-        """Raise RuntimeError if `what`, a step of `optimizer` or another write, is not allowed."""
-
-
-writers: weakref.WeakValueDictionary[int, SoleWriter] = weakref.WeakValueDictionary()
-"""By the model's engine."""
-
-
-def refuse_writes(
-    units: Iterable[_core.Unit], what: str, optimizer: torch.optim.Optimizer | None = None
-) -> None:
-    """Raise RuntimeError if one of the units' models may not be written now, since it is kept.
-    optimizer: what is about to step them. It must step no other models while one is kept."""
-    for unit in units if writers else ():
-        writer = writers.get(unit.engine_id)
-        if writer is not None:
-            writer.refuse_write(what, optimizer)
-        elif optimizer is not None:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} trains an FSDP(...) model that zshard.Keep() was not "
-                "given, so a restart would lose its steps: keep one module that contains all "
-                "models, and step it with one optimizer, with a param group for each model"
-            )

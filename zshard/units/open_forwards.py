@@ -18,7 +18,7 @@ from torch import nn
 from zshard import _core
 from zshard.ranks.groups import check_still_alone
 from zshard.units.moment import ELSEWHERE, refuse
-from zshard.units.units import class_of, state_of
+from zshard.units.units import State, class_of, state_of
 
 __all__ = ["call_between_hooks", "call_guarded", "is_forward_open", "uncompiled"]
 
@@ -84,7 +84,9 @@ def call_guarded(
         n_open = 0
     state.n_calls += 1
     try:
-        return call(*args, **kwargs) if unit.is_hooked else _call_unhooked(call, args, kwargs)
+        return (
+            call(*args, **kwargs) if unit.is_hooked else _call_unhooked(state, call, args, kwargs)
+        )
     except BaseException as error:
         unit.unwind(n_open, _what(error) if n_open == 0 else "")
         _note_unit(error, unit)
@@ -93,23 +95,20 @@ def call_guarded(
         state.n_calls -= 1
 
 
-_unhooked = 0
-"""Number of running forwards that the core does not track (models without sharded parameters)."""
-
-
 @uncompiled
-def _call_unhooked(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    global _unhooked
-    _unhooked += 1
+def _call_unhooked(
+    state: State, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    state.model.n_unhooked += 1
     try:
         return call(*args, **kwargs)
     finally:
-        _unhooked -= 1
+        state.model.n_unhooked -= 1
 
 
-def is_forward_open(unit: _core.Unit) -> bool:
+def is_forward_open(state: State) -> bool:
     """Return whether a forward of the unit's model is running."""
-    return unit.in_forward if unit.is_hooked else _unhooked > 0
+    return state.unit.in_forward if state.unit.is_hooked else state.model.n_unhooked > 0
 
 
 def _note_unit(error: BaseException, unit: _core.Unit) -> None:

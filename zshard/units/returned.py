@@ -20,7 +20,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zshard._errors import warn
 from zshard.units.moment import is_for_now
-from zshard.units.shards import known_parts
 from zshard.units.units import State
 
 __all__ = ["is_plain", "known", "look", "note", "note_returned", "note_used"]
@@ -56,12 +55,9 @@ class _Returned:
     def warn(self) -> None:
         """Warn of the write, once per model."""
         state = self._state()
-        if state is None or state.knows_of_writes:
+        if state is None or state.model.knows_of_writes:
             return
-        for _, part in known_parts():
-            other = part.state
-            if other is not None and other.unit.engine_id == state.unit.engine_id:
-                other.knows_of_writes = True
+        state.model.knows_of_writes = True
         now = map(_version_of, self._counters)
         rows = zip(self._names, now, self._before, strict=True)
         name = next(name for name, after, before in rows if after != before)
@@ -98,7 +94,7 @@ def note_returned(owners: Mapping[int, State], state: object) -> None:
 def note(state: State, tensors: Mapping[str, Tensor], calls: tuple[str, str]) -> None:
     """Remember copies by what messages call them. calls: the call that returned them, and the one
     that would load them."""
-    if tensors and not state.knows_of_writes and not is_for_now(state):
+    if tensors and not state.model.knows_of_writes and not is_for_now(state):
         known[:] = [each for each in known if each.is_written() or not each.is_dropped()]
         known.append(_Returned(state, tensors, calls))
 

@@ -16,23 +16,27 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zshard import _core
-from zshard.units.moment import UNSHARDED, refuse, refuse_writes, writers
-from zshard.units.units import State
+from zshard.units.extensions import refuse_writes
+from zshard.units.moment import UNSHARDED, refuse
+from zshard.units.units import State, units_of
 
 __all__ = [
-    *("Entry", "OptimizerContext", "Part", "Stepped", "asked_for_size", "context_of", "contexts"),
-    *("entry_of", "known_parts", "part_of"),
-    *("remember_parts", "replicas_of", "sizes_for_torch", "stepped_by", "units_stepped_by"),
+    *("Entry", "OptimizerContext", "Part", "Stepped", "context_of", "contexts", "entry_of"),
+    *("known_parts", "part_of", "remember_parts", "replicas_of", "sizes_for_torch"),
+    *("states_stepped_by", "stepped_by", "units_stepped_by"),
 ]
 
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int]
 """The full shape, the shape of the shard, its first element, the number of shards."""
 
-_geometries: dict[Geometry, Geometry] = {}
+
+@functools.cache
+def _geometry(*geometry: Any) -> Geometry:
+    return geometry
 
 
 def _unit_of(reference: weakref.ref[State]) -> _core.Unit | None:
@@ -69,8 +73,7 @@ class Part:
         if self.is_cut and not (self.shape == () and self.numel == 1):
             local = (self.numel, *(1 for _ in self.shape[1:]))
         own = self.shape if local == self.shape else local  # the guard compares the objects
-        made = (self.shape, own, self.begin, self.shards.world)
-        return _geometries.setdefault(made, made)
+        return _geometry(self.shape, own, self.begin, self.shards.world)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -131,6 +134,12 @@ class Part:
         return unit is not None and unit.in_forward
 
     @property
+    def is_size_read(self) -> bool:
+        """Return whether a script has asked for this rank's size of the full parameter."""
+        state = self.state
+        return state is not None and self.index in state.sizes_read
+
+    @property
     def whole_numel(self) -> int:
         return math.prod(self.shape)
 
@@ -147,7 +156,7 @@ class Part:
         each rank, such as random ones; then only a constant tensor is safe, also where this rank
         has all elements, as the others have drawn none. A tensor of the full shape is
         unambiguous, as a load copies it."""
-        if self.root not in asked_for_size or not tensor.numel() or tensor.shape == self.shape:
+        if not self.is_size_read or not tensor.numel() or tensor.shape == self.shape:
             return True
         values = tensor.detach().reshape(-1)
         return bool((values == values[0]).all())
@@ -205,7 +214,8 @@ class Part:
             unit.note_draw(self.index, drawn)
 
     def _refuse_write(self, unit: _core.Unit, tensor: Tensor) -> None:
-        if writers and self.is_own(unit, tensor):
+        state = self.state
+        if state is not None and state.model.is_kept and self.is_own(unit, tensor):
             refuse_writes([unit], f"a write to '{self.name}' in place")
 
     def is_own(self, unit: _core.Unit, tensor: Tensor) -> bool:
@@ -240,20 +250,16 @@ class Entry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-asked_for_size: weakref.WeakSet[Part] = weakref.WeakSet()
-"""Parts of full parameters of which a script has asked for this rank's size."""
-
-
 @contextlib.contextmanager
-def sizes_for_torch() -> Iterator[None]:
-    """Context manager in which torch reads the sizes of shards, but computes nothing from them:
-    these reads do not count as the script's."""
-    before = set(asked_for_size)
+def sizes_for_torch(module: nn.Module) -> Iterator[None]:
+    """Context manager in which torch reads the sizes of a model's shards, but computes nothing from
+    them: these reads do not count as the script's."""
+    before = [(state, set(state.sizes_read)) for _, state in units_of(module)]
     try:
         yield
     finally:
-        for part in set(asked_for_size) - before:
-            asked_for_size.discard(part)
+        for state, sizes in before:
+            state.sizes_read = sizes
 
 
 _parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
@@ -414,10 +420,15 @@ def ids_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
+def states_stepped_by(optimizer: torch.optim.Optimizer) -> list[State]:
+    """Return the state of one unit of each sharded model that has parameters in the optimizer."""
+    states = (each.state for each in stepped_by(optimizer))
+    return [state for state in states if state is not None]
+
+
 def units_stepped_by(optimizer: torch.optim.Optimizer) -> list[_core.Unit]:
-    """Return one unit of each sharded model that has parameters in the optimizer."""
-    units = (each.unit for each in stepped_by(optimizer))
-    return [unit for unit in units if unit is not None]
+    """Return these states' units."""
+    return [state.unit for state in states_stepped_by(optimizer)]
 
 
 def _models_of(optimizer: torch.optim.Optimizer) -> list[Stepped]:

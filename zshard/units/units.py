@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -76,6 +76,9 @@ class Measurement(Protocol):
 
     is_open: bool  # not decided yet
 
+    def note_step(self) -> None:
+        """Note a step of the model, which all ranks make."""
+
     def like(self, module: nn.Module) -> Measurement:
         """Return the same for a copy of the model."""
 
@@ -101,6 +104,22 @@ class StateDictForm(NamedTuple):
 
 
 @dataclass(eq=False)
+class ModelContext:
+    """What zshard knows of a model, for all of its units."""
+
+    replaced: str = ""  # the context in which the parameters have other values; see units/moment.py
+    is_kept: bool = False  # by a zshard.Keep, which alone writes to it between passes
+    is_compared: bool = False  # note_values() of optim/step_digest.py
+    knows_of_writes: bool = False  # units/returned.py has warned
+    n_unhooked: int = 0  # its running forwards that the core does not track, as nothing is sharded
+    thread: int = 0  # that has made it, if ranks read each other's shards: its barriers count
+    first_step: Callable[[torch.optim.Optimizer], None] | None = None  # checks memory before it
+    spare: Measurement | None = None  # None: not measured
+    buffer: torch.Tensor | None = None  # for copies of its values that a thread writes to files
+    attached: dict[str, Any] = field(default_factory=dict)  # what extensions keep, by their names
+
+
+@dataclass(eq=False)
 class State:
     """The state of a unit, stored on its module.
 
@@ -111,12 +130,12 @@ class State:
     unit: _core.Unit
     comms: Comms
     options: Options
+    model: ModelContext
     group_given: dist.ProcessGroup | None = None  # the shard group, as the script passed it
     is_alone: bool = False  # there was no process group
     hooks: list[Hook] = field(default_factory=list)  # on the module, and on its submodules
     form: StateDictForm = field(default=StateDictForm())
     summons: list[Summons] = field(default_factory=list)  # the innermost last
-    knows_of_writes: bool = False  # units/returned.py has warned
     whole_grads: bool = False  # within summon_full_params(with_grads=True)
     optimizer_peak: int = 0  # bytes, as memory() has seen them
     names: list[str] = field(init=False)  # of the parameters
@@ -124,8 +143,7 @@ class State:
     peers_seen: list[weakref.ref[Any]] = field(default_factory=list)  # for Parts, which live longer
     sync_buffers: BufferSync = False  # the root's: broadcast from rank 0 at the start of a forward
     n_calls: int = 0  # running forwards of the module, which end even after an exception
-    spare: Measurement | None = None  # the root's; None: not measured
-    attached: list[object] = field(default_factory=list)  # the root's: what extensions keep
+    sizes_read: set[int] = field(default_factory=set)  # parameters whose shard's size a script read
 
     def __post_init__(self) -> None:
         self.names = [str(self.unit.param(i)["name"]) for i in range(self.unit.n_params)]

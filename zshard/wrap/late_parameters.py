@@ -7,6 +7,7 @@ sharded afterwards, so the model's next forward checks it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Collection
 
@@ -21,7 +22,6 @@ from zshard.units.shards import part_of
 _roots: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]
 _roots = weakref.WeakKeyDictionary()
 """The outermost module of each module of a sharded model."""
-_installed = False
 
 
 def watch(root: nn.Module, ignored: Collection[nn.Module]) -> None:
@@ -32,13 +32,11 @@ def watch(root: nn.Module, ignored: Collection[nn.Module]) -> None:
             _roots[module] = weakref.ref(root)
 
 
+@functools.cache
 def install() -> None:
     """Register the global hooks. Idempotent."""
-    global _installed
-    if not _installed:
-        register_module_parameter_registration_hook(_refuse_parameter)
-        register_module_module_registration_hook(_refuse_module)
-    _installed = True
+    register_module_parameter_registration_hook(_refuse_parameter)
+    register_module_module_registration_hook(_refuse_module)
 
 
 def _refuse_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -32,7 +32,6 @@ from zshard.api import (
     on_all_ranks,
     plain,
     refuse,
-    replaced,
     session,
     settle,
     units_of,
@@ -241,7 +240,7 @@ class EMA:
 
     def _meet(self, live: _Live) -> None:
         """Wait for all ranks: none of them writes or reads before the others have come here."""
-        for engine in live.engines.values():
+        for engine in live.engines:
             engine.meet()
         self._comm.exchange(b"\0")
 
@@ -264,8 +263,8 @@ class _Live:
         self, model: nn.Module, params: list[nn.Parameter], averages: list[Tensor]
     ) -> None:
         self._params, self._averages = params, averages
-        self._units = [state.unit for _, state in units_of(model)]
-        self.engines = {unit.engine_id: unit.engine for unit in self._units}
+        self._states = [state for _, state in units_of(model)]
+        self.engines = {state.unit.engine for state in self._states}
         with torch.no_grad(), plain():
             self._values = [param.detach().clone() for param in params]
             self._buffers = [
@@ -278,18 +277,19 @@ class _Live:
 
     def swap(self) -> None:
         """Write the average to the parameters."""
-        replaced.update(dict.fromkeys(self.engines, "ema.swapped()"))
+        for state in self._states:
+            state.model.replaced = "ema.swapped()"
         self._write(self._averages)
 
     def restore(self) -> None:
         """Undo it, whatever has happened. For autograd, nothing was written."""
-        for engine in self.engines:
-            replaced.pop(engine, None)
+        for state in self._states:
+            state.model.replaced = ""
         try:
             with contextlib.ExitStack() as ends:  # also if a unit refuses what was written to it
                 ends.callback(self._write, self._values)
-                for unit in self._units:  # a forward has kept it for a backward, or unshard()
-                    ends.callback(unit.unpin, True)
+                for state in self._states:  # a forward has kept it for a backward, or unshard()
+                    ends.callback(state.unit.unpin, True)
         finally:
             versions = torch._C._autograd._unsafe_set_version_counter
             versions(tuple(self._params), tuple(self._versions))
@@ -303,11 +303,11 @@ class _Live:
     def _write(self, values: list[Tensor]) -> None:
         """Write while no peer reads; also if a peer is lost, which raises."""
         try:
-            for engine in self.engines.values():
+            for engine in self.engines:
                 engine.begin_write()
         finally:
             torch._foreach_copy_([param.detach() for param in self._params], values)
-            for engine in self.engines.values():
+            for engine in self.engines:
                 engine.end_write()
 
 

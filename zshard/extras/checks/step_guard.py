@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,13 +25,13 @@ from zshard.api import (
     EXTENSIONS,
     Extension,
     PublicCall,
+    State,
     gather,
     grads_of,
     params_of,
     plain,
     state_of,
     units_of,
-    units_stepped_by,
     warn,
     warn_on_rank_0,
 )
@@ -39,6 +39,9 @@ from zshard.extras.checks import NonFiniteError
 from zshard.extras.checks.replicas import ReplicaCheck
 
 __all__ = ["StepGuard", "parse"]
+
+
+_NAME = "checks"  # under which a model's context keeps its StepGuard
 
 
 class StepChecks(NamedTuple):
@@ -71,24 +74,18 @@ class Culprit(NamedTuple):
     ranks: int
 
 
-_guards: weakref.WeakValueDictionary[int, StepGuard] = weakref.WeakValueDictionary()
-"""By the model's engine."""
-
-_withheld: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Withheld] = weakref.WeakKeyDictionary()
-"""What has been taken from optimizers that are skipping a step."""
-
-
 class StepGuard:
-    """Checks a model's steps. The root's State keeps it."""
+    """Checks a model's steps. The model's context keeps it."""
 
     def __init__(self, module: nn.Module, checks: StepChecks) -> None:
         self.checks = checks
         self.skipped = 0  # steps
+        self.withheld: _Withheld | None = None  # from the optimizer that is skipping a step
         self._module = weakref.ref(module)
         self._units = [state.unit for _, state in units_of(module)]
         api.expect_norms(self._units)  # so that the first backward takes them, too
         self._replicas = ReplicaCheck(module, checks.every) if checks.every else None
-        _guards[state_of(module).unit.engine_id] = self
+        state_of(module).model.attached[_NAME] = self
 
     def skips(self, optimizer: torch.optim.Optimizer, in_closure: bool) -> bool:
         """Return whether all ranks skip this step, after raising what the checks find. Collective.
@@ -129,7 +126,7 @@ class StepGuard:
         return True
 
 
-def _guard_steps(module: nn.Module, checks: StepChecks) -> StepGuard:
+def _guard_steps(module: nn.Module, checks: StepChecks) -> None:
     """Check the steps of a model. Raises NotImplementedError for models whose steps cannot be
     checked."""
     states = [state for _, state in units_of(module)]
@@ -140,11 +137,11 @@ def _guard_steps(module: nn.Module, checks: StepChecks) -> StepGuard:
     if checks.every and not any(state.has_replicas for state in states):
         text = "compares only buffers under this strategy: omit it, or use hybrid_shard"
         warn_on_rank_0(state_of(module).comms.all, f"check_replicas={checks.every} {text}")
-    return StepGuard(module, checks)
+    StepGuard(module, checks)
 
 
-def _guard_of(unit: api.Unit) -> StepGuard | None:
-    return _guards.get(unit.engine_id) if _guards else None
+def _guard_of(state: State) -> StepGuard | None:
+    return state.model.attached.get(_NAME)
 
 
 # --- around a step --------------------------------------------------------------------------------
@@ -153,54 +150,60 @@ def _guard_of(unit: api.Unit) -> StepGuard | None:
 class _Checks(Extension):
     def finish(self, model: nn.Module, of: nn.Module | None = None) -> None:
         options: dict[str, Any] = dict(state_of(model).options.extras)
-        original = _guard_of(state_of(of).unit) if of is not None else None
+        original = _guard_of(state_of(of)) if of is not None else None
         if original is not None:
-            state_of(model).attached.append(StepGuard(model, original.checks))
+            StepGuard(model, original.checks)
         elif of is None and "nonfinite" in options:
             checks = StepChecks(options["nonfinite"], options["check_replicas"])
-            state_of(model).attached.append(_guard_steps(model, checks))
+            _guard_steps(model, checks)
 
     def metrics(self, model: nn.Module) -> dict[str, float]:
-        guard = _guard_of(state_of(model).unit)
+        guard = _guard_of(state_of(model))
         if guard is None or guard.checks.nonfinite != "skip":
             return {}
         return {"steps/skipped": float(guard.skipped)}
 
-    def meets_before_step(self, units: Sequence[api.Unit]) -> bool:
-        return any(map(_guard_of, units))
+    def meets_before_step(self, models: list[State]) -> bool:
+        return any(map(_guard_of, models))
 
-    def check_in_backward(self, unit: api.Unit) -> None:
+    def check_in_backward(self, state: State) -> None:
         """A step in backward begins before all gradients are known."""
-        guard = _guard_of(unit)
+        guard = _guard_of(state)
         if guard is not None:
             raise NotImplementedError(
                 f"optimizer_in_backward() does not support FSDP({guard.checks.name}): omit one"
             )
 
-    def before_step(self, optimizer: torch.optim.Optimizer, in_closure: bool) -> None:
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, models: list[State], in_closure: bool
+    ) -> None:
         """Collective if the models have checks. If those skip the step, it finds no gradients;
         after_step() puts them back."""
-        if not _guards:
-            return
-        stale = _withheld.pop(optimizer, None)  # its last step has raised, or its closure ran again
-        if stale is not None:
-            stale.hook.remove()
-        units = units_stepped_by(optimizer)
-        guards = [guard for guard in map(_guard_of, units) if guard is not None]
+        guards = [guard for guard in map(_guard_of, models) if guard is not None]
         if not guards:
             return
-        _refuse_mixtures(optimizer, units, guards)
+        _take_withheld(guards)  # its closure ran again
+        _refuse_mixtures(optimizer, len(models), guards)
         if any([guard.skips(optimizer, in_closure) for guard in guards]):
-            _withheld[optimizer] = _Withheld(optimizer)
+            guards[0].withheld = _Withheld(optimizer)
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        withheld = _withheld.pop(optimizer, None) if _withheld else None
+    def after_step(self, optimizer: torch.optim.Optimizer, models: list[State]) -> None:
+        withheld = _take_withheld(filter(None, map(_guard_of, models)))
         if withheld is not None:
-            withheld.hook.remove()
             withheld.restore(optimizer)
 
 
 EXTENSIONS.append(_Checks())
+
+
+def _take_withheld(guards: Iterable[StepGuard]) -> _Withheld | None:
+    """Return what the models' optimizer, which skips a step, lacks during that; None without."""
+    withheld = None
+    for guard in guards:
+        withheld, guard.withheld = withheld or guard.withheld, None
+    if withheld is not None:
+        withheld.hook.remove()
+    return withheld
 
 
 class _Withheld:
@@ -235,12 +238,12 @@ class _Withheld:
 
 
 def _refuse_mixtures(
-    optimizer: torch.optim.Optimizer, units: list[api.Unit], guards: list[StepGuard]
+    optimizer: torch.optim.Optimizer, n_models: int, guards: list[StepGuard]
 ) -> None:
     kinds = {guard.checks.nonfinite for guard in guards}
     if "skip" in kinds and isinstance(optimizer, torch.optim.LBFGS):
         raise NotImplementedError('nonfinite="skip" does not support LBFGS: pass nonfinite="raise"')
-    if len({unit.engine_id for unit in units}) > len(guards) and kinds != {None}:
+    if n_models > len(guards) and kinds != {None}:
         name = type(optimizer).__name__
         raise NotImplementedError(f"{name} steps models without nonfinite=: pass it to each FSDP()")
 

@@ -23,7 +23,8 @@ import ctypes
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from enum import Enum, auto
 from typing import Any, ClassVar
@@ -33,6 +34,8 @@ from torch.optim import Optimizer
 
 from zshard import api
 from zshard.api import (
+    EXTENSIONS,
+    Extension,
     PublicCall,
     bytes_of,
     grads_of,
@@ -45,7 +48,6 @@ from zshard.api import (
     state_of,
     units_of,
     units_stepped_by,
-    writers,
 )
 from zshard.extras.keeping.client import Keeper, keeper_of_run
 from zshard.extras.recovery.checks import check, check_others
@@ -124,7 +126,7 @@ class Keep:
     """
 
     _made: ClassVar[int] = 0  # by this process, and so by those before it
-    _is_open: ClassVar[bool] = False  # one of them
+    _open: ClassVar[weakref.ref[Keep] | None] = None  # one of them
 
     def __init__(
         self,
@@ -140,7 +142,7 @@ class Keep:
             raise RuntimeError(f"{text}, or call zshard.keep() before FSDP(...)")
         check(model, optimizer)
         check_others(others)
-        if Keep._is_open:
+        if Keep._open is not None:
             text = "this process has a Keep() already: close() it"
             raise RuntimeError(f"{text}, or keep one module that contains all models")
         self._keeper: Keeper = keeper
@@ -148,6 +150,8 @@ class Keep:
         self._optimizer: Any = optimizer
         self._checkpoints = checkpoints
         self._comm = state_of(model).comms.all
+        self._states = [state for _, state in units_of(model)]
+        self._engines = {state.unit.engine for state in self._states}
         self._phase = Phase.NEW
         self._step = 0  # the last that was committed
         self._script = b""  # its dict
@@ -158,8 +162,9 @@ class Keep:
         model.register_forward_pre_hook(refuse)
         model.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
         optimizer.register_state_dict_pre_hook(refuse)
-        writers.update({state.unit.engine_id: self for _, state in units_of(model)})
-        Keep._made, Keep._is_open = Keep._made + 1, True
+        Keep._made, Keep._open = Keep._made + 1, weakref.ref(self)
+        for state in self._states:
+            state.model.is_kept = True
 
     # --- after a restart --------------------------------------------------------------------------
 
@@ -286,9 +291,9 @@ class Keep:
             self._refuse_unentered()
         finally:
             if self._phase is not Phase.CLOSED:
-                self._phase, Keep._is_open = Phase.CLOSED, False
-                for engine in [engine for engine, keep in writers.items() if keep is self]:
-                    del writers[engine]
+                self._phase, Keep._open = Phase.CLOSED, None
+                for state in self._states:
+                    state.model.is_kept = False
                 self._drop(lambda name: name.rank == self._name.rank)
                 if self._files is not None:
                     self._files.close()
@@ -389,8 +394,23 @@ class Keep:
             text = "the step takes effect at the end of the commit() block"
             raise RuntimeError(f"{text}: run forwards and state_dict() after it")
 
-    def refuse_write(self, what: str, optimizer: Optimizer | None) -> None:
-        """As units.SoleWriter."""
+    @staticmethod
+    def check_write(units: Sequence[api.Unit], what: str, stepper: Optimizer | None) -> None:
+        """As Extension.check_write(): the open Keep alone writes to its model between passes."""
+        keep = None if Keep._open is None else Keep._open()
+        if keep is None:
+            return
+        for unit in units:
+            if unit.engine in keep._engines:
+                keep._refuse_write(what, stepper)
+            elif stepper is not None:
+                raise RuntimeError(
+                    f"{type(stepper).__name__} trains an FSDP(...) model that zshard.Keep() was "
+                    "not given, so a restart would lose its steps: keep one module that contains "
+                    "all models, and step it with one optimizer, a param group for each model"
+                )
+
+    def _refuse_write(self, what: str, optimizer: Optimizer | None) -> None:
         self._refuse_unentered()
         if optimizer is None:
             if self._phase is Phase.NEW:
@@ -410,3 +430,10 @@ def _pickled(call: str, values: Mapping[str, Any]) -> bytes:
         return pickle.dumps(dict(values))
     except Exception as error:
         raise TypeError(f"{call} takes plain values, but pickling failed: {error}") from error
+
+
+class _SoleWriter(Extension):
+    check_write = staticmethod(Keep.check_write)
+
+
+EXTENSIONS.append(_SoleWriter())
