@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -24,9 +25,10 @@ from torch import nn
 
 import zshard
 from zshard import FSDP, _core
-from zshard.checkpoint import save, write
+from zshard.checkpoint import save
 from zshard.checkpoint.safetensors import DTYPES
 from zshard.ranks.agreement import bytes_of
+from zshard.units import units
 
 
 class Held:
@@ -104,10 +106,10 @@ def two_after_another(folder):
     """A second save waits for the first and reuses its memory."""
     model, optimizer = trained("net", FULL, "zshard.AdamW")
     first = zshard.save(folder, model, optimizer, step=1, asynchronous=True)
-    memory = write._buffers[model].data_ptr()
+    memory = units.state_of(model).model.buffer.data_ptr()
     train(model, CASES["net"], optimizer, rank(), steps=1)
     second = zshard.save(folder, model, optimizer, step=2, asynchronous=True)
-    assert first.done() and write._buffers[model].data_ptr() == memory
+    assert first.done() and units.state_of(model).model.buffer.data_ptr() == memory
     zshard.save(folder, model, optimizer, step=3)
     assert second.done()
     return zshard.latest_checkpoint(folder)
@@ -238,9 +240,9 @@ def test_unreported_failure_sets_the_exit_status(world, tmp_path):
 def test_memory_is_freed_with_the_model(tmp_path):
     model = FSDP(nn.Linear(64, 64))
     zshard.save(tmp_path / "x", model, asynchronous=True).wait()
-    assert len(write._buffers) == 1
+    buffer = weakref.ref(units.state_of(model).model.buffer)
     del model
-    assert len(write._buffers) == 0
+    assert buffer() is None
 
 
 # --- NaN ------------------------------------------------------------------------------------------

@@ -42,8 +42,7 @@ def end_groups_but(known: set[Any]) -> None:
     """End the groups that a task of a pool's ranks has left: each of gloo's has three threads that
     wake a hundred times a second. zshard's own groups for earlier ones stay."""
     groups = dist.distributed_c10d._world.pg_map
-    entries = (entry for same in transports._entries.values() for entry in same)
-    zshards = [entry.created for entry in entries if entry.group in known | _kept]
+    zshards = [entry.created for entry in transports._connections if entry.group in known | _kept]
     for group in set(groups) - known - _kept - set().union(*zshards):
         dist.destroy_process_group(group)
     transports._drop_dead_entries()
@@ -63,7 +62,7 @@ def passing_groups() -> Iterator[None]:
 
 def transports_in_use() -> set[str]:
     """Return the names of the transports that this process's groups have."""
-    return {entry.comm.transport for same in transports._entries.values() for entry in same}
+    return {entry.comm.transport for entry in transports._connections}
 
 
 def comm_of_all(transport: str | None = None, timeout: float | None = None) -> Any:
@@ -93,19 +92,18 @@ def on_hosts(per_host: int, name: str = "host") -> Iterator[None]:
     """Context manager in which the ranks appear to be on hosts with so many ranks each: host0, ..."""
     # Without a process group, a command of zshard makes one, and destroys it at its end.
     resolve_groups(None, None, zshard.ShardingStrategy.FULL_SHARD)
-    host, known = meeting.host_id, dict(transports._entries)
+    host, known = meeting.host_id, list(transports._connections)
     meeting.host_id = api.host_id = lambda: f"{name}{dist.get_rank() // per_host}"
-    transports._entries.clear()
+    transports._connections.clear()
     try:
         yield
     finally:
         meeting.host_id = api.host_id = host
-        within = dict(transports._entries)  # these sum in the order of hosts
-        transports._entries.clear()
-        transports._entries.update(known)
+        within = list(transports._connections)  # these sum in the order of hosts
+        transports._connections.clear()
+        transports._connections.extend(known)
         dist.barrier()
-        found = (entry.created for entries in within.values() for entry in entries)
-        for made in set().union(*found):
+        for made in set().union(*(entry.created for entry in within)):
             dist.destroy_process_group(made)
 
 
@@ -114,15 +112,15 @@ def hosts_of(*sizes: int) -> Iterator[Any]:
     """Context manager with a new process group whose ranks are on hosts with so many ranks each."""
     names = [f"host {i}" for i, size in enumerate(sizes) for _ in range(size)]
     os.environ["ZSHARD_HOST"] = names[dist.get_rank()]
-    known = dict(transports._entries)
-    transports._entries.clear()  # a transport of all ranks on one host would be found
+    known = list(transports._connections)
+    transports._connections.clear()  # a transport of all ranks on one host would be found
     with passing_groups():
         try:
             yield dist.new_group(range(dist.get_world_size()))
         finally:
             del os.environ["ZSHARD_HOST"]
-            transports._entries.clear()
-            transports._entries.update(known)
+            transports._connections.clear()
+            transports._connections.extend(known)
         dist.barrier()
 
 

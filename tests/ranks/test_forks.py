@@ -102,7 +102,7 @@ def use_and_free(model):
         said = str(error)
     for module in list(model.modules()):
         module.__dict__.clear()
-    zshard.ranks.transports._entries.clear()
+    zshard.ranks.transports._connections.clear()
     gc.collect()
     return said
 

@@ -44,7 +44,7 @@ from zshard.ranks.agreement import (
 from zshard.ranks.transports import comm_beside
 from zshard.units.moment import REPLACED, refuse, settle
 from zshard.units.returned import look
-from zshard.units.units import bare, state_of, units_of
+from zshard.units.units import ModelContext, bare, units_of
 from zshard.upper import module_for
 
 __all__ = ["SaveHandle", "save"]
@@ -163,7 +163,8 @@ def save(
         write(plan, beside)
         return SaveHandle(target.path)
     with on_all_ranks(comm), torch.no_grad():
-        plan = replace(plan, pieces=snapshot(state_of(model).model, plan.pieces))
+        context = next((state.model for _, state in units_of(model)), ModelContext())
+        plan = replace(plan, pieces=snapshot(context, plan.pieces))
     return start(SaveHandle(target.path, lambda: write(plan, beside)))
 
 

@@ -34,7 +34,6 @@ from zshard.units import returned
 from zshard.units.extensions import EXTENSIONS, announce, refuse_writes
 from zshard.units.moment import REPLACED, UNSHARDED, refuse
 from zshard.units.shards import (
-    OptimizerContext,
     context_of,
     contexts,
     part_of,
@@ -133,18 +132,6 @@ def seen_optimizers() -> list[Optimizer]:
 
 # --- hooks around a step --------------------------------------------------------------------------
 
-_open: list[Optimizer] = []
-"""Optimizers whose step() runs, the outermost first."""
-
-
-def _step_around(optimizer: Optimizer) -> OptimizerContext | None:
-    """Return the optimizer whose step() calls this one's, of the same models."""
-    engines = {unit.engine for unit in units_stepped_by(optimizer)} if _open else set()
-    for outer in _open:
-        if engines and engines <= {unit.engine for unit in units_stepped_by(outer)}:
-            return context_of(outer)
-    return None
-
 
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -155,8 +142,12 @@ def _before_step(
     context = context_of(optimizer)
     context.depth += 1
     if context.depth == 1:
-        context.has_begun, context.outer = False, _step_around(optimizer)
-        _open.append(optimizer)
+        models = {state.model for state in states_stepped_by(optimizer)}
+        around = {model.stepper for model in models}
+        context.is_open, context.has_begun = True, False
+        context.outer = around.pop() if len(around) == 1 else None
+        for model in models:
+            model.stepper = model.stepper or context
         refuse_writes(units_stepped_by(optimizer), "a step", optimizer)
         if returned.known:
             returned.look()
@@ -245,8 +236,10 @@ def _end_of_step(optimizer: Optimizer) -> None:
 def _end_writes(optimizer: Optimizer) -> None:
     """End the step's writes, unless a step around it continues."""
     context = context_of(optimizer)
-    is_outermost, context.outer = context.outer is None, None
-    _open[:] = [other for other in _open if other is not optimizer]
+    is_outermost, context.outer, context.is_open = context.outer is None, None, False
+    for state in states_stepped_by(optimizer):
+        if state.model.stepper is context:
+            state.model.stepper = None
     if not is_outermost:
         return
     prepared = getattr(optimizer, "prepared", None)
@@ -262,7 +255,7 @@ def _after_failed_step(optimizer: Optimizer) -> None:
     """A step, its closure or a hook has raised: other ranks may read the parameters as they are."""
     context = context_of(optimizer)
     context.depth = max(0, context.depth - 1)
-    if context.depth == 0 and optimizer in _open:  # not yet ended by _after_step()
+    if context.depth == 0 and context.is_open:  # not yet ended by _after_step()
         try:
             _end_of_step(optimizer)
         finally:

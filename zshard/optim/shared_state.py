@@ -37,7 +37,7 @@ from zshard.guard.slices import plain
 from zshard.guard.whole_values import new_full, read_full
 from zshard.optim.sharded_state import HeldState, held_in, move_together, params_of
 from zshard.ranks.agreement import first_difference
-from zshard.units.shards import ids_of
+from zshard.units.shards import context_of, ids_of, known_parts
 from zshard.units.units import State, session, units_of
 
 __all__ = ["FullState", "ModelRecord", "meet", "read_peers"]
@@ -98,7 +98,6 @@ class ModelRecord:
         self.token = token
         self.board = board
         self.optimizers: dict[str, OptimizerRecord] = {}
-        self._keys: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._counts: Counter[str] = Counter()
         self._params = [weakref.ref(param) for param in params]
 
@@ -106,7 +105,7 @@ class ModelRecord:
         """Post the state of an optimizer that steps parameters of the model, has loaded state, or
         will be saved. Returns its name, the same on all ranks. is_new: even if the tensors that
         were posted are still there."""
-        key = self._keys.get(optimizer)
+        key = context_of(optimizer).keys.get(self.token)
         if key is None:
             key = self._number(optimizer)
         record = self.optimizers.get(key)
@@ -129,7 +128,7 @@ class ModelRecord:
         drop = self.board.drop
         record = OptimizerRecord(reference=weakref.ref(optimizer, lambda _: drop()))
         self.optimizers[key] = record
-        self._keys[optimizer] = key
+        context_of(optimizer).keys[self.token] = key
         return key
 
     def note_all(self) -> None:
@@ -251,10 +250,8 @@ class Board:
             _kept.discard(self)
 
 
-_boards: weakref.WeakValueDictionary[int, Board] = weakref.WeakValueDictionary()
-"""By the id of the transport, which a board keeps alive. Its models keep a board."""
 _kept: set[Board] = set()
-"""Those with optimizers that others may read, also of freed models."""
+"""Those with optimizers that others may read, also of freed models. Others are kept by models."""
 
 
 def meet(module: nn.Module, shards: _core.Comm) -> None:
@@ -266,8 +263,8 @@ def meet(module: nn.Module, shards: _core.Comm) -> None:
         return
     for each in list(_kept):
         each.drop()
-    board = _boards.get(id(shards)) or Board(shards)
-    _boards[id(shards)] = board
+    boards = [*_kept, *(part.peers.board for _, part in known_parts() if part.peers is not None)]
+    board = next((each for each in boards if each.comm is shards), None) or Board(shards)
     token = shards.exchange(secrets.token_bytes(_TOKEN))[0].hex()
     params: list[Tensor] = [param for state in states for param in state.unit.params]
     record = ModelRecord(token, board, params)
@@ -343,10 +340,4 @@ def _check(held: Sequence[HeldState], posted: dict[str, Any], own_rank: int, ran
             each.refuse_nested()
 
 
-def _in_child() -> None:
-    """A forked child is not a rank."""
-    _boards.clear()
-    _kept.clear()
-
-
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_kept.clear)  # a forked child is not a rank

@@ -15,29 +15,36 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-_reported_pid = 0  # the process whose end is reported; 0: none yet
-_failed = False  # an exception ends this program, or a peer was lost,
-_exit_text = ""  # the exception's text
-_status_failed = False  # fail() was called
+
+@dataclass
+class _End:
+    """What is known of this process's end."""
+
+    reported_pid: int = 0  # the process whose end is reported; 0: none yet
+    failed: bool = False  # an exception ends this program, or a peer was lost,
+    text: str = ""  # the exception's
+    status_failed: bool = False  # fail() was called
+
+
+_end = _End()
 
 
 def watch(on_failure: Callable[[str], None], on_exit: Callable[[], None]) -> None:
     """Call `on_failure` with the text of an exception that ends this program, and `on_exit` when
     it exits. Only the first call counts."""
-    global _reported_pid
-    if _reported_pid != 0:
+    if _end.reported_pid != 0:
         return
-    _reported_pid = os.getpid()
+    _end.reported_pid = os.getpid()
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        global _failed, _exit_text
         if is_reported():
-            _failed, _exit_text = True, f"{kind.__name__}: {value}"
-            on_failure(_exit_text)
+            _end.failed, _end.text = True, f"{kind.__name__}: {value}"
+            on_failure(_end.text)
         previous(kind, value, trace)
 
     sys.excepthook = hook
@@ -46,29 +53,27 @@ def watch(on_failure: Callable[[str], None], on_exit: Callable[[], None]) -> Non
 
 def is_reported() -> bool:
     """Return whether this process is the rank, not a forked child of it."""
-    return os.getpid() == _reported_pid
+    return os.getpid() == _end.reported_pid
 
 
 def has_failed() -> bool:
     """Return whether an exception ends this program, or a peer was lost."""
-    return _failed
+    return _end.failed
 
 
 def note_failure() -> None:
     """Make has_failed() return True from now on."""
-    global _failed
-    _failed = True
+    _end.failed = True
 
 
 def exit_text() -> str:
     """Return the text of the exception that ends this program; empty if there is none."""
-    return _exit_text
+    return _end.text
 
 
 def fail(text: str) -> None:
     """Print an error. When all exit handlers have run, the process exits with status 1."""
-    global _status_failed
-    _status_failed = True
+    _end.status_failed = True
     print(text, file=sys.stderr, flush=True)
 
 
@@ -95,7 +100,7 @@ def may_stay_open(function: Callable[_P, Iterator[_T]]) -> Callable[_P, Iterator
 def _at_exit() -> None:
     for generator in list(_begun):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(generator))  # Python would run its rest
-    if _status_failed:
+    if _end.status_failed:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

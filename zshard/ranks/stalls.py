@@ -24,7 +24,6 @@ from zshard.ranks import where
 _EVERY = 0.5  # seconds between two looks
 _STORE_EVERY = 2  # looks between two requests to a store
 _ASKED, _ANSWER = "zshard/asked", "zshard/at/{}/{}"  # must match torch_c10d.cpp
-_ending = threading.Event()
 
 
 class _Watched:
@@ -50,8 +49,44 @@ class _Watched:
             self._store.set(_ANSWER.format(asked, self.comm.rank), f"{waits}\n{where.script()}")
 
 
-_watched: list[_Watched] = []
-_thread: threading.Thread | None = None
+class _Watch:
+    """The transports whose ranks this process answers, and the thread that does so."""
+
+    watched: list[_Watched]
+    thread: threading.Thread | None
+
+    def __init__(self) -> None:
+        self.watched = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin; in a forked child, which is not a rank, anew."""
+        self._parents = self.watched  # whose connections are not the child's to close
+        self.watched, self.thread, self.ending = [], None, threading.Event()
+
+    def run(self) -> None:
+        """Answer until the process ends."""
+        looks = 0
+        while not self.ending.wait(_EVERY):
+            looks += 1
+            for each in list(self.watched):
+                try:
+                    is_alive = each.is_alive()
+                    if is_alive:
+                        each.look(looks % _STORE_EVERY == 0)
+                except Exception:  # the process with the store has exited
+                    is_alive = False
+                if not is_alive:
+                    with contextlib.suppress(ValueError):  # forget_dead() was faster
+                        self.watched.remove(each)
+
+    def end(self) -> None:
+        self.ending.set()
+        if self.thread is not None:
+            self.thread.join(2 * _EVERY)
+
+
+_watch = _Watch()
 
 
 def answer_stalls(
@@ -59,7 +94,6 @@ def answer_stalls(
 ) -> None:
     """Answer ranks of `comm`, the transport of `group`, when they ask why this rank is late, until
     the group is destroyed. inner: zshard's group, over which a c10d transport runs; None: shm."""
-    global _thread
     store: Any = None
     where.note_thread()
     if inner is not None:
@@ -70,45 +104,16 @@ def answer_stalls(
             store.set_timeout(timedelta(seconds=5))
         except (AttributeError, RuntimeError, NotImplementedError):  # a store of another kind
             return
-    _watched.append(_Watched(comm, [group] if inner is None else [group, inner], store))
-    if _thread is None:
-        _thread = threading.Thread(target=_answer_stalls, name="zshard-stalls", daemon=True)
-        _thread.start()
-        atexit.register(_end, _thread)
+    _watch.watched.append(_Watched(comm, [group] if inner is None else [group, inner], store))
+    if _watch.thread is None:
+        _watch.thread = threading.Thread(target=_watch.run, name="zshard-stalls", daemon=True)
+        _watch.thread.start()
+        atexit.register(_watch.end)
 
 
 def forget_dead() -> None:
     """Drop the transports of groups that the script has destroyed, which free their memory."""
-    _watched[:] = [each for each in _watched if each.is_alive()]
+    _watch.watched[:] = [each for each in _watch.watched if each.is_alive()]
 
 
-def _end(thread: threading.Thread) -> None:
-    _ending.set()
-    thread.join(2 * _EVERY)
-
-
-def _answer_stalls() -> None:
-    looks = 0
-    while not _ending.wait(_EVERY):
-        looks += 1
-        for each in list(_watched):
-            try:
-                is_alive = each.is_alive()
-                if is_alive:
-                    each.look(looks % _STORE_EVERY == 0)
-            except Exception:  # the process with the store has exited
-                is_alive = False
-            if not is_alive:
-                with contextlib.suppress(ValueError):  # forget_dead() was faster
-                    _watched.remove(each)
-
-
-def _in_child() -> None:
-    """Reset the state in a forked child, which is not a rank."""
-    global _ending, _watched, _thread, _parents
-    _ending, _thread = threading.Event(), None
-    _watched, _parents = [], _watched  # whose connections are not the child's to close
-
-
-_parents: list[_Watched] = []
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_watch.begin)

@@ -37,11 +37,14 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 @dataclass(eq=False)
 class _Connection:
-    group: Group  # the process group, kept so that its id is not reused
+    group: Group
+    device: str
+    names: set[Asked]  # the requests that it answers
     comm: _core.Comm
     limit: float  # its timeout in seconds
-    created: set[Group] = field(default_factory=set)  # zshard's own groups, which end with it
+    created: set[Group]  # zshard's own groups, which end with it
     beside: dict[str, Group] = field(default_factory=dict)  # of these, group_beside()'s
+    is_replaced: bool = False  # by a new one, as an error has stopped it; its models are unusable
 
 
 _KEEPER = "ZSHARD_KEEPER"  # set for the ranks of a kept run (extras/keeping)
@@ -55,10 +58,7 @@ _PATIENCE = 1800.0  # seconds: the least timeout of a wait for a rank that may b
 Asked = str | NcclOptions | _Own  # a transport, by name or by NCCL's options
 CommSettings = tuple[Asked | None, float | None, str]  # comm_for's transport, timeout and device
 
-_Key = tuple[int, Asked, str]  # a group's id, the requested transport, a device
-
-_entries: dict[_Key, list[_Connection]] = {}  # on all ranks in the same order; one for each timeout
-_stopped: list[_Connection] = []  # replaced by new ones; their models are unusable
+_connections: list[_Connection] = []  # on all ranks in the same order
 
 
 class Comms(NamedTuple):
@@ -94,7 +94,7 @@ def comms_for(
 def group_of(comm: _core.Comm) -> Group | None:
     """Return the process group of a transport. None, torch's word for the default group, also means
     a single rank."""
-    return next((each.group for each in _connections() if each.comm is comm), None)
+    return next((each.group for each in _connections if each.comm is comm), None)
 
 
 def ranks_of(comm: _core.Comm) -> list[int]:
@@ -166,21 +166,27 @@ def comm_for(
     if group is None:
         return _comm_alone(device)
     _drop_dead_entries()
-    _set_stopped_aside()
     limit = _timeout_of(group) if seconds is None else seconds
-    entries = _entries.setdefault((id(group), wanted, device), [])
-    entry = _agreed(entries[0].comm, entries, limit) if entries else None
+    known = _known(group, wanted, device)
+    entry = _agreed(known[0].comm, known, limit) if known else None
     if entry is None:
         connect = _connect if device == CPU else functools.partial(connect_gpu, device)
-        entry = _connection(group, limit, lambda: connect(group, wanted, limit))
-        entries.append(entry)
-        if entry.comm.transport != wanted:  # "auto": from now on the explicit name means the same
-            _entries.setdefault((id(group), entry.comm.transport, device), []).append(entry)
-        elif wanted != "auto":
-            automatic = _entries.setdefault((id(group), "auto", device), [])
-            if all(each.comm.transport == wanted for each in automatic):
-                automatic.append(entry)
+        automatic = _known(group, "auto", device)
+        entry = _connection(group, device, wanted, limit, lambda: connect(group, wanted, limit))
+        entry.names.add(entry.comm.transport)  # "auto": the explicit name means the same now
+        if all(each.comm.transport == wanted for each in automatic):
+            entry.names.add("auto")
     return entry.comm
+
+
+def _known(group: Group, wanted: Asked, device: str) -> list[_Connection]:
+    """Return the group's transports of that name, one for each timeout. Those that an error has
+    stopped, if the script caught it, are replaced: new models connect over new ones. All ranks do:
+    a stopped transport has reported its error to every rank."""
+    for each in _connections:
+        each.is_replaced |= _core.is_stopped(each.comm)
+    same = [each for each in _connections if (each.group, each.device) == (group, device)]
+    return [each for each in same if wanted in each.names and not each.is_replaced]
 
 
 def _agreed(comm: _core.Comm, entries: list[_Connection], limit: float) -> _Connection | None:
@@ -199,19 +205,17 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
         return _comm_alone(CPU)
     _drop_dead_entries()
     group = _connection_of(comm).group
-    _set_stopped_aside()
     patience = max(comm.timeout, _PATIENCE)
-    entries = _entries.setdefault((id(group), _Own.BESIDE, CPU), [])
-    entry = _agreed(comm, entries, patience)
+    entry = _agreed(comm, _known(group, _Own.BESIDE, CPU), patience)
     if entry is None:
         # The model's kind of transport, where possible.
         kind = "c10d" if comm.transport in ("c10d", "hosts") else "auto"
         try:
-            entry = _connection(group, patience, lambda: _connect(group, kind, patience, True))
+            connect = functools.partial(_connect, group, kind, patience, True)
+            entry = _connection(group, CPU, _Own.BESIDE, patience, connect)
         except _core.PeerError:
             comm.exchange(b"")  # raises the error that names the rank
             raise
-        entries.append(entry)
     return entry.comm
 
 
@@ -230,14 +234,8 @@ def _comm_alone(device: str) -> _core.Comm:
     return _core.Comm.alone(device)
 
 
-def _connections() -> list[_Connection]:
-    """Return all transports, each once, also those that have been replaced."""
-    by_id = {id(entry): entry for entries in _entries.values() for entry in entries}
-    return [*by_id.values(), *_stopped]
-
-
 def _connection_of(comm: _core.Comm) -> _Connection:
-    entry = next((each for each in _connections() if each.comm is comm), None)
+    entry = next((each for each in _connections if each.comm is comm), None)
     if entry is None:
         raise RuntimeError(
             "the model's process group has been destroyed: destroy it after the model's last use"
@@ -245,35 +243,26 @@ def _connection_of(comm: _core.Comm) -> _Connection:
     return entry
 
 
-def _connection(group: Group, limit: float, connect: Callable[[], _core.Comm]) -> _Connection:
-    """Return the result of `connect`, with the process groups that it creates."""
+def _connection(
+    group: Group, device: str, name: Asked, limit: float, connect: Callable[[], _core.Comm]
+) -> _Connection:
+    """Register the result of `connect`, with the process groups that it creates."""
     before = set(dist.distributed_c10d._world.pg_map)
     comm = connect()
-    others = set().union(*(entry.created for entry in _connections()))
+    others = set().union(*(entry.created for entry in _connections))
     created = set(dist.distributed_c10d._world.pg_map) - before - others
-    return _Connection(group, comm, limit, created)
-
-
-def _set_stopped_aside() -> None:
-    """Replace transports that an error has stopped, if the script caught it, so that new models
-    connect over new ones. All ranks do: a stopped transport has reported its error to every
-    rank."""
-    for entries in _entries.values():
-        for entry in [each for each in entries if _core.is_stopped(each.comm)]:
-            entries.remove(entry)
-            if entry not in _stopped:
-                _stopped.append(entry)
+    _connections.append(_Connection(group, device, {name}, comm, limit, created))
+    return _connections[-1]
 
 
 def _drop_dead_entries() -> None:
     """Forget the transports of groups that the script has destroyed, and destroy zshard's own
     groups for them: each of gloo's has three threads, which wake a hundred times a second."""
     groups = dist.distributed_c10d._world.pg_map
-    alive = {id(group) for group in groups}
-    _stopped[:] = [entry for entry in _stopped if id(entry.group) in alive]
-    dead = [entry for key in list(_entries) if key[0] not in alive for entry in _entries.pop(key)]
+    dead = [entry for entry in _connections if entry.group not in groups]
+    _connections[:] = [entry for entry in _connections if entry.group in groups]
     forget_dead()
-    for group in set().union(*(entry.created for entry in dead)):
+    for group in set().union(*(entry.created for entry in dead if not entry.is_replaced)):
         if group in groups:
             dist.destroy_process_group(group)
 
@@ -365,9 +354,9 @@ def connect_gpu(device: str, group: Group, wanted: Asked, timeout: float) -> _co
 
 
 def _comms(beside: bool) -> list[_core.Comm]:
-    """Return the transports that other threads use, or all others."""
-    chosen = (each for key, each in _entries.items() if (key[1] is _Own.BESIDE) is beside)
-    return list(dict.fromkeys(entry.comm for entries in chosen for entry in entries))
+    """Return the transports that other threads use, or all others, without those replaced."""
+    chosen = [each for each in _connections if (_Own.BESIDE in each.names) is beside]
+    return [each.comm for each in chosen if not each.is_replaced]
 
 
 def _notify_peers(text: str) -> None:
@@ -394,6 +383,6 @@ def _leave() -> None:
         if ends.exit_text():
             comm.abort(ends.exit_text())
         comm.close()
-    for comm in [*comms, *(entry.comm for entry in _stopped)]:
-        comm.close()  # from here on, no rank waits for this one
-    _entries.clear()
+    for each in _connections:
+        each.comm.close()  # from here on, no rank waits for this one
+    _connections.clear()

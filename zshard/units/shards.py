@@ -382,13 +382,15 @@ class OptimizerContext:
     ids: list[list[int]] | None = None  # of its parameters; None: a model was wrapped since then
     models: list[Stepped] = field(default_factory=list)
     # optim/hooks.py's: `models` when its state was last looked at; whether it has made a step; how
-    # deep in its own step() it is, as a step() may call that of its base class; whether it has
-    # begun to write; the optimizer of the same models that calls this step in its own.
+    # deep in its own step() it is, as a step() may call that of its base class; whether that has
+    # not ended, and has begun to write; the optimizer of the same models whose step calls this one.
     seen: list[Stepped] | None = None
     is_checked: bool = False
     depth: int = 0
+    is_open: bool = False
     has_begun: bool = False
     outer: OptimizerContext | None = None
+    keys: dict[str, str] = field(default_factory=dict)  # its name on each model's board, by token
     accounts: dict[int, Any] = field(default_factory=dict)  # of each model, by the model's ranks
     # The last backward: torch's id of it, the ids of handles it is not over for, groups stepped.
     in_backward: tuple[int, set[int], set[int]] = field(default_factory=lambda: (-1, set(), set()))

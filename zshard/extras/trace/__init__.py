@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import itertools
 import json
 import os
 import time
@@ -149,19 +150,18 @@ def trace_to(file: str) -> None:
 
 # --- all ranks ------------------------------------------------------------------------------------
 
-_n_merged = 0
+_merges = itertools.count(1)
 
 
 def _merged(trace: RankTrace, kind: type[BaseException] | None) -> list[RankTrace] | None:
     """Return what all ranks have recorded on rank 0, [] on others; None if one has left by an
     exception. That one must not wait for ranks that may be waiting for it, so the store is asked
     first."""
-    global _n_merged
-    _n_merged += 1
+    merge = next(_merges)
     if not _has_group() or dist.get_world_size() == 1:
         return [trace]
     world = dist.get_world_size()
-    store, prefix = distributed_c10d._get_default_store(), f"zshard/profile/{_n_merged}/"
+    store, prefix = distributed_c10d._get_default_store(), f"zshard/profile/{merge}/"
     store.set(prefix + str(trace.rank), f"left {kind.__name__}" if kind else f"here {trace.host}")
     if kind is not None:
         return None
