@@ -77,25 +77,16 @@ def test_refused_on_all_ranks(pool2, strategy, transport):
         assert f"rank {on_rank or 0} of 2" in first or on_rank is None
         assert "only 11.0 MiB are available (memory_limit)" in first
         assert re.search(r"shards \d+\.\d, grads \d+\.\d, (slots \d+\.\d, )?buckets", first)
-        assert ('strategy="full_shard"' in first) == (strategy == "no_shard")
-        assert re.search(r"full_shard on 4 ranks, .*: [\d.]+ MiB", first)
-        for words in ("optimizer_in_backward", "bfloat16", "smaller units", "memory_limit=None"):
+        for words in ("predict_memory()", "bfloat16", "smaller units", "memory_limit=None"):
             assert words in first, first
 
 
 def around_the_border(transport):
-    """Check the limits just below and at the model's need, and the need reported for twice as many
-    ranks."""
+    """Check the limits just below and at the model's need."""
     total = predicted(transport=transport, optimizer=None)["total"]
     below, _ = refused("full_shard", transport, total - 1)
     at, changed = refused("full_shard", transport, total)
-    told = float(re.search(r"on 4 ranks, .*: ([\d.]+) MiB \(fits", below)[1])
-    with torch.device("meta"):
-        true = zshard.predict_memory(
-            stack(), 4, transport=transport, auto_wrap_policy={nn.Linear}, optimizer=None
-        )
-    assert at is None and changed != []
-    assert abs(told * MIB - true["total"]) < 0.1 * MIB
+    assert at is None and changed != [] and "does not fit" in below
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -162,7 +153,7 @@ def by_hand(transport):
         message = str(error)
     FSDP(model, **options)
     loss_of(model(case.batch(0, dist.get_rank()))).backward()
-    assert "smaller units" in message and "Alternatives" not in message
+    assert "smaller units" in message
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -433,12 +424,3 @@ def test_state_of_an_earlier_optimizer_counts():
     earlier.step()
     with pytest.raises(MemoryError, match=r"needs 4.0 MiB .* only 1.0 MiB are"):
         torch.optim.SGD(model.parameters(), 0.1, momentum=0.9).step()
-
-
-def test_fitting_model_fits_with_its_state():
-    with pytest.warns(RuntimeWarning) as caught:
-        four_layers("5MiB")
-    words = str(caught[0].message)
-    assert "offload=zshard.Offload(directory=..., grads=True), Adam's state too" in words
-    assert "(fits, with Adam's state)" in words
-    assert "stochastic_rounding=True): 2.0 MiB (fits, but not with Adam's state, 4.0 MiB" in words

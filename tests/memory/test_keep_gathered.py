@@ -177,7 +177,7 @@ def predictions() -> Any:
 def test_predictions_include_kept_units(pool2: Any) -> None:
     for found, text in pool2.run(predictions):
         assert found == [(each, each) for each in (6 * UNIT, 5 * UNIT, 2 * UNIT)]
-        assert "keep_gathered=False: " in text
+        assert "does not fit" in text
 
 
 WRONG = {None: TypeError, 1.5: TypeError, "all": ValueError, -1: ValueError, 0: ValueError}

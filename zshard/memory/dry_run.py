@@ -74,8 +74,7 @@ def dry_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Comms:
 class DryRun:
     """A dry run of wrapping `module` with these units over these ranks.
 
-    inner: units of earlier calls below `module`, included in the estimate. dtype: assume that all
-        floating-point parameters have it.
+    inner: units of earlier calls below `module`, included in the estimate.
     """
 
     def __init__(
@@ -84,11 +83,10 @@ class DryRun:
         specs: Sequence[UnitSpec],
         comms: Comms,
         inner: Sequence[tuple[nn.Module, State]] = (),
-        dtype: torch.dtype | None = None,
     ) -> None:
-        self.module, self.specs, self._dtype = module, specs, dtype
+        self.module, self.specs = module, specs
         self.engine = make_engine(module, comms, specs[-1].options, dry=True)
-        self.units = [make_unit(self.engine, spec, self._params_of(spec)) for spec in specs]
+        self.units = [make_unit(self.engine, spec, _params_of(spec)) for spec in specs]
         pairs = list(zip(specs, self.units, strict=True))
         earlier = [self._make_again(each, state) for each, state in inner]
         self.inner = [unit for _, unit in earlier]
@@ -112,17 +110,6 @@ class DryRun:
         params = [without_memory(param, fact["shape"], "meta") for param, fact in facts]
         return spec, make_unit(self.engine, spec, params)
 
-    def _params_of(self, spec: UnitSpec) -> list[nn.Parameter]:
-        return [
-            ref.param
-            if self._dtype is None or not ref.param.is_floating_point()
-            else nn.Parameter(
-                torch.empty_like(ref.param, dtype=self._dtype, device="meta"),
-                ref.param.requires_grad,
-            )
-            for ref in spec.params
-        ]
-
     @property
     def in_order(self) -> list[tuple[_core.Unit, UnitSpec]]:
         """The units and their specs, in the order of Engine.predict_events()."""
@@ -136,8 +123,12 @@ class DryRun:
 
     def trained_bytes(self, offloaded: bool = False, size_of: SizeOf = one_tensor) -> int:
         """See the function of this name."""
-        units = ((unit, self._params_of(spec)) for unit, spec in self._specs.items())
+        units = ((unit, _params_of(spec)) for unit, spec in self._specs.items())
         return trained_bytes(units, offloaded, size_of)
+
+
+def _params_of(spec: UnitSpec) -> list[nn.Parameter]:
+    return [ref.param for ref in spec.params]
 
 
 def trained_bytes(

@@ -1,7 +1,7 @@
 """Check at wrap time, before anything changes, whether a model fits in memory.
 
 Layouts determine how much zshard will allocate, so a model that cannot fit is an error on all
-ranks, with numbers and alternatives, instead of a process that the kernel kills some steps later.
+ranks, with numbers, instead of a process that the kernel kills some steps later.
 Only certain allocations count. A module's parameters are in memory already and are freed as their
 units are made, so that memory is not needed twice.
 """
@@ -12,8 +12,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,14 +20,11 @@ from torch import nn
 from zshard import _core
 from zshard.memory.dry_run import DryRun, World, dry_comms, world_of
 from zshard.memory.host_limits import Room, Sharing, divided, left_on_host, room_of_mappings
-from zshard.offload import Offload
-from zshard.precision import MixedPrecision, precision_of
 from zshard.ranks.agreement import warn_on_rank_0
 from zshard.ranks.devices import torch_device
 from zshard.ranks.groups import _env_int
 from zshard.ranks.meeting import host_id
 from zshard.ranks.transports import Comms
-from zshard.strategy import ShardingStrategy
 from zshard.units.units import State
 from zshard.wrap.tree import UnitSpec
 
@@ -164,72 +160,23 @@ def room_of_gpu(device: torch.device) -> int:
 
 
 def _explain(run: DryRun, world: World, shortage: _Shortage, with_optimizer: bool) -> str:
-    """Return the message: what is needed, and which settings need less. The estimates are those of
-    the check. with_optimizer: the shortage includes Adam's state."""
-    missing, rank, needed, limit, source, optimizer = shortage
+    """Return the message. with_optimizer: the shortage includes Adam's state."""
+    _, rank, needed, limit, source, optimizer = shortage
     what = "the model and Adam's state" if with_optimizer else "the model"
     parts = run.engine.predict(False)
-    total = parts.pop("total")
+    net = " beyond what its parameters already occupy" if needed < parts.pop("total") else ""
     by_part = ", ".join(f"{part} {_mib(size)}" for part, size in parts.items() if size)
-    net = " beyond what its parameters already occupy" if needed < total else ""
-    lines = [
+    largest = max(run.units, key=lambda unit: unit.bytes["full"])
+    return (
         f"this {type(run.module).__name__} does not fit in memory: rank {rank} of {world.size} "
         f"needs {_mib(needed)} MiB for {what}{net}, but only {_mib(limit)} MiB are available "
-        f"({source}).",
-        f"By part, in MiB: {by_part}; Adam's state adds {_mib(optimizer)}.",
-    ]
-    room = total - missing + (optimizer if with_optimizer else 0)
-    ways = [] if run.inner else _ways_out(run, world, total, room)
-    if ways:
-        lines += [f"Alternatives to these {_mib(total)} MiB:", *ways]
-    largest = max(run.units, key=lambda unit: unit.bytes["full"])
-    lines += [
-        f"  smaller units (auto_wrap_policy): the largest, '{largest.name or '(root)'}', takes "
-        f"{_mib(largest.bytes['full'])} MiB unsharded",
-        "Pass memory_limit=None to wrap the model anyway.",
-    ]
-    return "\n".join(lines)
+        f"({source}).\nBy part, in MiB: {by_part}; Adam's state adds {_mib(optimizer)}; unit "
+        f"'{largest.name or '(root)'}', the largest, takes {_mib(largest.bytes['full'])} unsharded."
+        "\nUse smaller units (auto_wrap_policy), more ranks, full_shard, model.bfloat16(), or "
+        "offload=zshard.Offload(directory=..., grads=True), as zshard.predict_memory() compares "
+        "them; or pass memory_limit=None to wrap the model anyway"
+    )
 
 
 def _mib(size: int) -> str:
     return f"{size / _MIB:.1f}"
-
-
-def _ways_out(run: DryRun, world: World, total: int, room: int) -> list[str]:
-    """Return a line for each alternative that takes less memory than `total`, with its size and
-    that of Adam's state there. room: bytes for both."""
-    usual, lines = run.specs[-1].options, []
-    full, more, bf16 = ShardingStrategy.FULL_SHARD, 2 * world.size, torch.bfloat16
-    has_peers = world.size > 1
-    ways: dict[str, dict[str, Any]] = {}
-    if usual.offload is None:
-        to_disk = {"offload": Offload(directory=".", grads=True)}
-        ways["offload=zshard.Offload(directory=..., grads=True), Adam's state too"] = to_disk
-    if usual.keep:
-        ways["keep_gathered=False"] = {"keep": 0}
-    if has_peers and usual.strategy is not full:
-        ways['strategy="full_shard"'] = {"strategy": full}
-    if has_peers:
-        ways["memory_limit=None and model.optimizer_in_backward(...)"] = {"stepped": True}
-    ways[f"full_shard on {more} ranks, each with as much memory"] = {
-        "ranks": more,
-        "strategy": full,
-    }
-    if usual.precision.compute is None:
-        casts = precision_of(MixedPrecision(bf16))
-        ways["mixed_precision=MixedPrecision(torch.bfloat16)"] = {"precision": casts}
-        ways["model.bfloat16() and AdamW(..., stochastic_rounding=True)"] = {"dtype": bf16}
-    for words, changed in ways.items():
-        ranks, stepped = changed.pop("ranks", 0), changed.pop("stepped", False)
-        dtype = changed.pop("dtype", None)
-        specs = [replace(spec, options=spec.options._replace(**changed)) for spec in run.specs]
-        there = world._replace(size=ranks, shard_group=ranks) if ranks else world
-        comms = dry_comms(there, specs[-1].options.strategy)
-        other = DryRun(run.module, specs, comms, dtype=dtype)
-        size, adam = other.engine.predict(stepped)["total"], 2 * other.trained_bytes()
-        fits = f" (fits, but not with Adam's state, {_mib(adam)} MiB more)" if size <= room else ""
-        if size + adam <= room:
-            fits = " (fits, with Adam's state)"
-        if size < total:
-            lines.append(f"  {words}: {_mib(size)} MiB{fits}")
-    return lines
