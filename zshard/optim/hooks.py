@@ -31,7 +31,7 @@ from zshard.guard.slices import guarded, plain
 from zshard.optim.sharded_state import SCALARS, entries_of, params_of, shard_state_of
 from zshard.optim.step_digest import note_step, note_values
 from zshard.units import returned
-from zshard.units.extensions import EXTENSIONS, announce
+from zshard.units.extensions import EXTENSIONS
 from zshard.units.moment import REPLACED, UNSHARDED, refuse, refuse_writes
 from zshard.units.shards import (
     OptimizerContext,
@@ -199,7 +199,6 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
         context.has_begun = True
         return
     refuse((each.state for each in stepped_by(optimizer) if each.state), "step", REPLACED)
-    announce("step", optimizer, not context.is_checked)
     if _core.has_local_grads():
         for param in params_of(optimizer):
             if param.grad is not None:

@@ -92,25 +92,8 @@ class Extension:
     def after_step(self, optimizer: Optimizer) -> None:
         """Its step has ended or raised."""
 
-    def meets_before_step(self, units: Sequence[_core.Unit]) -> bool:
-        """Return whether before_step() communicates where an optimizer steps these units."""
-        return False
-
     def check_in_backward(self, unit: _core.Unit) -> None:
         """Raise NotImplementedError for a unit that cannot be stepped in backward."""
-
-    # --- between passes ---------------------------------------------------------------------------
-
-    def announce(self, act: str, *about: Any) -> None:
-        """This rank is about to do what all ranks do together, and not in a pass:
-
-        - "step", optimizer, is_first: step; a first one may communicate.
-        - "norm", engine, gradients, norm_type: exchange its share of a norm.
-        - "clip", params, max_norm, norm: scale gradients down to a norm.
-        - "unscale", scaler, optimizer, engines, inv_scale, allow_fp16: unscale gradients, with one
-          exchange for each of these engines.
-        - "rescale", engine, factor: losses are scaled by so much more, and what wire= carries over.
-        """
 
     # --- norms ------------------------------------------------------------------------------------
 
@@ -132,9 +115,3 @@ class Extension:
 
 
 EXTENSIONS: list[Extension] = []
-
-
-def announce(act: str, *about: object) -> None:
-    """See Extension.announce()."""
-    for each in EXTENSIONS:
-        each.announce(act, *about)

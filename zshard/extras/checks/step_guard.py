@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -165,9 +165,6 @@ class _Checks(Extension):
         if guard is None or guard.checks.nonfinite != "skip":
             return {}
         return {"steps/skipped": float(guard.skipped)}
-
-    def meets_before_step(self, units: Sequence[api.Unit]) -> bool:
-        return any(map(_guard_of, units))
 
     def check_in_backward(self, unit: api.Unit) -> None:
         """A step in backward begins before all gradients are known."""
