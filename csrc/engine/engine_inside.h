@@ -39,7 +39,6 @@ typedef struct zs_pace {
     bool due; /* a backward has ended since */
 } zs_pace;
 
-
 /* See engine.h. */
 struct zs_engine {
     zs_context context; /* its units' */
