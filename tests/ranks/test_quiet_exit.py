@@ -114,7 +114,7 @@ def swapped():
 
 
 def joined():
-    return begun(trained()[0].join([torch.ones(1)]))
+    return begun(iter(trained()[0].join([torch.ones(1)])))
 
 
 def without_sync():

@@ -281,8 +281,8 @@ class ModelMethods(ModelNamesFirst):
         waits for one that has stopped: `for batch in model.join(loader)`.
 
         All ranks end in the same step. The batches that other ranks still have are dropped; one of
-        them may have been taken from the loader. Before each batch, the ranks exchange one byte
-        each. Collective: iterate on all ranks.
+        them may have been taken from the loader. Before each batch, the ranks exchange a few bytes.
+        Collective: iterate on all ranks.
 
         Args:
             loader: one iterable of batches, which may have another length on each rank, or no end.
