@@ -62,7 +62,7 @@ from zshard.state.source import Copy, LoadPlan, chunks, shard_of
 from zshard.strategy import ShardingStrategy
 from zshard.units.extensions import EXTENSIONS, Extension
 from zshard.units.moment import PASS, REPLACED, UNSHARDED, refuse, settle
-from zshard.units.shards import Entry, Part, ids_of, part_of, states_stepped_by, units_stepped_by
+from zshard.units.shards import Entry, Part, ids_of, part_of, units_stepped_by
 from zshard.units.units import (
     State, bare, class_of, is_unit, plain_name, session, state_of, units_of, writing,
 )

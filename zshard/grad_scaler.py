@@ -22,7 +22,6 @@ from zshard.guard.slices import grads_of, plain
 from zshard.optim.in_backward import refuse_scaler, watch_scaled
 from zshard.optim.sharded_state import params_of
 from zshard.ranks.agreement import PublicCall
-from zshard.units.extensions import announce
 
 _torchs_unscale: Callable[..., dict[torch.device, torch.Tensor]] = getattr(
     torch.amp.GradScaler, "_unscale_grads_", None
@@ -50,7 +49,6 @@ def _unscale_grads_(
     coded = [engine for engine in engines if engine.codes_gradients()]
     if coded:  # update() then reads the scale, for which the host waits for a GPU
         _unscaled.setdefault(self, set()).update(coded)
-    announce("unscale", self, optimizer, engines, inv_scale, allow_fp16)
     return _unscale_on_all(self, optimizer, engines, inv_scale, found_inf, allow_fp16)
 
 
@@ -62,7 +60,6 @@ def _update(self: torch.amp.GradScaler, new_scale: float | torch.Tensor | None =
     after = self.get_scale() if engines else 0.0
     factor = after / before if before else 0.0
     for engine in engines if after != before else ():  # what wire=... carries over is scaled, too
-        announce("rescale", engine, factor)
         engine.rescale(factor)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -61,9 +61,10 @@ class Ddp:
         """Save in the background; return what waits for it."""
         raise NotImplementedError
 
-    def joined(self, optimizer: Any) -> tuple[Any, ...]:
-        """Return the arguments of join()."""
-        return ()
+    def joined(self, model: Any, batches: Iterable[Any]) -> Iterable[Any]:
+        """Iterate over batches of which ranks have different numbers."""
+        with model.join():
+            yield from batches
 
     def begin(self, timeout: float) -> None:
         """Create the process group where wrap() does not."""
@@ -148,8 +149,8 @@ class Zshard(Ddp):
     def value(self, param: torch.Tensor) -> torch.Tensor:
         return zshard.full_tensor(param.detach())
 
-    def joined(self, optimizer: Any) -> tuple[Any, ...]:
-        return (optimizer,)
+    def joined(self, model: Any, batches: Iterable[Any]) -> Iterable[Any]:
+        return cast("Iterable[Any]", model.join(batches))
 
     def begin(self, timeout: float) -> None:
         pass

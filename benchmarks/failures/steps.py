@@ -85,9 +85,8 @@ def fewer_batches(job: Job) -> str:
 def joined(job: Job) -> str:
     model = job.wrap(job.model())
     optimizer = job.sgd(model)
-    with model.join(*job.side.joined(optimizer)):
-        for number in range(BAD if job.last else STEPS):
-            job.step(model, optimizer, number)
+    for number in job.side.joined(model, range(BAD if job.last else STEPS)):
+        job.step(model, optimizer, number)
     return job.alike(torch.cat([v.flatten() for v in job.side.full(model).values()]))
 
 

@@ -189,12 +189,6 @@ typedef struct zs_comm_ops {
     void (*destroy)(zs_comm *); /* called only by the last zs_comm_release */
 } zs_comm_ops;
 
-/* Asked before ranks communicate outside of passes, as some of them may not come (engine/join.h). */
-typedef struct zs_meeting {
-    zs_status (*ask)(struct zs_meeting *);
-    int expected; /* how many of the next such collectives need not ask; negative: any number */
-} zs_meeting;
-
 /* Head of every transport's own struct. Reference-counted: units, readers and Python hold it. */
 struct zs_comm {
     const zs_comm_ops *ops;
@@ -215,7 +209,6 @@ struct zs_comm {
     bool failed;                /* a wait or a collective has, so a failing end need not be reported */
     bool ended;                 /* see zs_comm_end */
     bool is_control;            /* of a transport for GPUs, which keeps the fingerprints */
-    zs_meeting *meeting;        /* NULL: none is asked; borrowed */
     zs_diagnostics words;       /* see zs_comm_publish */
     zs_diagnostics *others;     /* [world] what each rank has published, NULL: unknown, or `said` knows; owned */
     /* How many have ended; what streams did in them precedes all that the compute stream has done since. */
@@ -371,27 +364,15 @@ static inline void zs_comm_write_complete(zs_comm *comm, zs_reader *reader, bool
     if (comm->ops->readers->write_complete != NULL) comm->ops->readers->write_complete(comm, reader, changed);
 }
 
-/* May ranks communicate now? */
-static inline zs_status zs_comm_meet(zs_comm *comm)
-{
-    zs_meeting *meeting = comm->meeting;
-    if (meeting == NULL || meeting->expected < 0) return ZS_OK;
-    if (meeting->expected == 0) return meeting->ask(meeting);
-    meeting->expected--;
-    return ZS_OK;
-}
-
 /* Small messages: see zs_talk_ops. */
 static inline zs_status zs_comm_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
-    ZS_TRY(zs_comm_meet(comm));
     ZS_COLLECTIVE(comm, comm->ops->talk->exchange(comm, mine, bytes, all));
 }
 
 /* In host memory. */
 static inline zs_status zs_comm_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
 {
-    ZS_TRY(zs_comm_meet(comm));
     ZS_COLLECTIVE(comm, comm->ops->talk->broadcast(comm, data, bytes, root));
 }
 
@@ -399,7 +380,6 @@ static inline zs_status zs_comm_broadcast(zs_comm *comm, void *data, size_t byte
 static inline zs_status zs_comm_broadcast_at(zs_comm *comm, zs_where where, void *data, size_t bytes, int root)
 {
     const zs_talk_ops *ops = comm->ops->talk;
-    ZS_TRY(zs_comm_meet(comm));
     bool there = ops->broadcast_device != NULL && zs_same_where(where, comm->device->where);
     ZS_COLLECTIVE(comm, (there ? ops->broadcast_device : ops->broadcast)(comm, data, bytes, root));
 }
@@ -413,7 +393,6 @@ static inline bool zs_comm_gathers_device(const zs_comm *comm)
 /* Gathers it. */
 static inline zs_status zs_comm_gather_device(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
-    ZS_TRY(zs_comm_meet(comm));
     ZS_COLLECTIVE(comm, comm->ops->talk->gather_device(comm, mine, bytes, all));
 }
 

@@ -17,7 +17,7 @@ enum {
 
 /* Remedies to append to a sentence. */
 #define ZS_ALONE "; where one rank evaluates or generates alone, use torch.no_grad()"
-#define ZS_UNEVEN "; with uneven numbers of batches, train within `with model.join(optimizer):`"
+#define ZS_UNEVEN "; with uneven numbers of batches, loop over `model.join(loader)`"
 
 /* This thread enters the call `name`. False: it already is in another one, whose name stays. */
 bool zs_call_begin(const char *name);

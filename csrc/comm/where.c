@@ -130,7 +130,7 @@ void zs_comm_look_at_all(zs_comm *comm)
     if (comm->ops->mapped) return; /* zs_comm_locate asks them */
     if ((others = calloc((size_t)comm->world, sizeof *others)) == NULL) return;
     zs_comm_look(comm);
-    if (comm->ops->talk->exchange(comm, &comm->words, sizeof *others, others) != ZS_OK) { /* join() is not asked */
+    if (comm->ops->talk->exchange(comm, &comm->words, sizeof *others, others) != ZS_OK) {
         zs_clear_error();
         free(others);
         return;

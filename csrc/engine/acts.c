@@ -7,7 +7,6 @@
 #include "engine/engine.h"
 #include "engine/engine_inside.h"
 #include "engine/history.h"
-#include "engine/join.h"
 #include "engine/recording.h"
 #include "engine/writing.h"
 #include "reduce/bucket.h"
@@ -79,7 +78,6 @@ static zs_status close_session(zs_schedule *schedule, zs_phase phase)
     zs_engine *engine = zs_engine_of_schedule(schedule);
     zs_comm *shard_group = engine->context.ranks.shard_group;
     zs_status status = phase == ZS_PHASE_FORWARD ? zs_forward_writes_end(engine) : ZS_OK;
-    if (phase == ZS_PHASE_FORWARD) ZS_ALSO(status, zs_join_forward_end(engine));
     bool unsettled = steps_in_backward(engine) || engine->history.in_pass; /* until end() */
     if (phase == ZS_PHASE_BACKWARD && unsettled) zs_writing_unknown(engine);
     if (engine->reading) ZS_ALSO(status, zs_comm_read_end(shard_group, engine->reader, phase));
@@ -101,15 +99,6 @@ static zs_status renew_secondary(const zs_engine *engine, const zs_reading *read
     return zs_secondary_refresh(replica_group, engine->context.schedule.records, zs_engine_n_units(engine));
 }
 
-/* Is this forward collective? Where shards are mapped, a forward without training reads them as they are. */
-static bool meets(const zs_engine *engine, const zs_entry *entry)
-{
-    bool syncs = engine->n_buffers > 0 && !engine->buffers_in_training;
-    if (!entry->by_hand && (entry->recording || syncs)) return true;
-    if (!has_shards(engine)) return false;
-    return engine->context.schedule.gathers_cost || engine->context.ranks.replica_group != NULL;
-}
-
 static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
 {
     bool trains = !entry->by_hand && entry->recording;
@@ -118,16 +107,13 @@ static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
     if (entry->resumed && !engine->interrupted) return begin_reading(engine, &reading);
     if (!trains) ZS_TRY(zs_writing_check(engine));
     engine->interrupted = false;
-    if (!entry->resumed) ZS_TRY(zs_join_forward(engine, entry, meets(engine, entry)));
     zs_writing_over(engine);
     ZS_TRY(zs_writing_back(engine));
     ZS_TRY(zs_writing_cast(engine));
     zs_sample_take(engine, &reading);
     drop_grads(engine);
-    zs_join_meetings(engine, true);
     zs_status status = renew_secondary(engine, &reading);
     if (!entry->resumed) ZS_THEN(status, zs_buffers_sync(engine, entry));
-    zs_join_meetings(engine, false);
     return status == ZS_OK ? begin_reading(engine, &reading) : status;
 }
 
@@ -167,8 +153,6 @@ static zs_status ready_backward(zs_engine *engine)
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         ZS_TRY(zs_in_backward_begin(zs_engine_unit(engine, i)));
     ZS_TRY(hook_full(engine));
-    ZS_TRY(zs_join_backward(engine));
-    if (zs_join_follows(engine)) return ZS_OK; /* there is no backward of torch's */
     return engine->hooks->backward_end(engine);
 }
 
@@ -182,12 +166,6 @@ static zs_status ready(zs_schedule *schedule, zs_phase phase)
 
 /* --- a unit's parameters and gradients ---------------------------------------------------------------------------- */
 
-/* The engine of a unit's record. */
-static zs_engine *engine_of(zs_record *record)
-{
-    return zs_engine_of(zs_unit_of(record));
-}
-
 static zs_status pack(zs_record *record, int64_t i, bool anew, bool *first)
 {
     zs_profile *range = zs_unit_profile(zs_unit_of(record), "pack");
@@ -198,7 +176,6 @@ static zs_status pack(zs_record *record, int64_t i, bool anew, bool *first)
 
 static zs_status gather(zs_record *record)
 {
-    ZS_TRY(zs_join_unit(engine_of(record), ZS_JOIN_GATHER, record));
     zs_unit *unit = zs_unit_of(record);
     ZS_TRY(zs_forward_write_settle(unit));
     unit->context->ranks.shard_group->model = unit->context->model;
@@ -271,7 +248,6 @@ static zs_status begin_round(zs_record *record, bool local)
 
 static zs_status post(zs_record *record)
 {
-    ZS_TRY(zs_join_unit(engine_of(record), ZS_JOIN_POST, record));
     zs_unit *unit = zs_unit_of(record);
     unit->context->ranks.all->model = unit->context->model;
     zs_profile *range = zs_unit_profile(unit, unit->record.is.replicated ? "all_reduce" : "reduce_scatter");
@@ -329,19 +305,12 @@ static void drop(zs_record *record)
 
 /* --- a backward ends ---------------------------------------------------------------------------------------------- */
 
-static zs_status posted(zs_schedule *schedule)
-{
-    return zs_join_backward_end(zs_engine_of_schedule(schedule));
-}
-
 static zs_status give_up(zs_schedule *schedule)
 {
     zs_comm *all = zs_engine_of_schedule(schedule)->context.ranks.all;
-    bool heard = all->heard, said = false;
+    bool heard = all->heard;
     all->heard = false;
-    if (heard) return ZS_OK;
-    ZS_TRY(zs_join_abandon(zs_engine_of_schedule(schedule), &said));
-    return said ? ZS_OK : zs_comm_give_up(all);
+    return heard ? ZS_OK : zs_comm_give_up(all);
 }
 
 static zs_status summed(zs_schedule *schedule)
@@ -408,7 +377,6 @@ const zs_actions zs_engine_actions = {
     .sum = sum,
     .reusable = reusable,
     .step = step,
-    .posted = posted,
     .give_up = give_up,
     .summed = summed,
     .deliver = zs_grads_deliver,

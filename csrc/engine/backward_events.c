@@ -182,10 +182,6 @@ static zs_status begin_to_write(zs_engine *engine)
 {
     zs_schedule *schedule = &engine->context.schedule;
     if (schedule->n_open == 0 || engine->held > 0 || schedule->stage != ZS_IN_FORWARD) return zs_writing_begin(engine);
-    if (engine->join != NULL)
-        return ZS_FAIL(ZS_ERR_STATE, "parameters are written (stepped, loaded) in a forward within join(), where a "
-                                     "rank that has run out of batches would keep the old ones; write to them after "
-                                     "the forward");
     ZS_TRY(zs_context_follow(&engine->context));
     ZS_TRY(zs_schedule_pause(schedule));
     engine->interrupted = true;

@@ -1,7 +1,6 @@
 /* buffers.c - the model's buffers, which all ranks get from rank 0, as in DDP: see zs_engine_sync_buffers. */
 
 #include "engine/engine_inside.h"
-#include "engine/join.h"
 
 #include <stdlib.h>
 
@@ -35,12 +34,11 @@ static zs_status copy_all(const zs_engine *engine)
                                                "contiguous, or pass forward_sync_buffers=False");
         ZS_TRY(zs_tensor_data(engine->buffers[i], &data));
         size_t bytes = (size_t)info.numel * info.itemsize;
-        ZS_TRY(zs_comm_broadcast_at(engine->context.ranks.all, info.where, data, bytes, zs_join_source(engine)));
+        ZS_TRY(zs_comm_broadcast_at(engine->context.ranks.all, info.where, data, bytes, 0));
     }
     return ZS_OK;
 }
 
-/* Copies them from the rank whose buffers count. */
 static zs_status copy_buffers(const zs_engine *engine)
 {
     bool named = zs_call_begin("forward()");
@@ -51,7 +49,7 @@ static zs_status copy_buffers(const zs_engine *engine)
 
 zs_status zs_engine_broadcast_buffers(zs_engine *engine)
 {
-    if (engine->join != NULL || engine->buffers_kept) return ZS_OK;
+    if (engine->buffers_kept) return ZS_OK;
     ZS_TRY(copy_buffers(engine));
     engine->buffers_kept = true;
     return ZS_OK;
@@ -67,12 +65,12 @@ static bool reduces(const zs_engine *engine)
     return false;
 }
 
-/* See zs_engine_sync_buffers. A rank that only follows does not know of the others' no_sync(). */
+/* See zs_engine_sync_buffers. */
 zs_status zs_buffers_sync(zs_engine *engine, const zs_entry *entry)
 {
     if (entry->by_hand || engine->n_buffers == 0) return ZS_OK;
     if (engine->buffers_in_training && !entry->recording) return ZS_OK;
-    if (!engine->buffers_in_training || engine->join != NULL || !engine->buffers_kept) ZS_TRY(copy_buffers(engine));
+    if (!engine->buffers_in_training || !engine->buffers_kept) ZS_TRY(copy_buffers(engine));
     engine->buffers_kept = !reduces(engine);
     return ZS_OK;
 }

@@ -146,7 +146,6 @@ void zs_engine_release(void *pointer)
     zs_arena_free(engine->context.arena);
     zs_buffers_free(engine);
     free(engine->calls);
-    free(engine->join);
     free(engine->context.shard_of);
     zs_tree_free(engine->context.tree);
     zs_disk_release(engine->context.offload.disk);

@@ -102,8 +102,7 @@ zs_status zs_prefetch_set(zs_unit *unit, zs_phase phase, zs_unit *const *units, 
  * recorded forward, unless the one before was within no_sync(), as DDP does. */
 void zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n, bool in_training);
 
-/* (Between passes, on all ranks) Copies them now if the next recorded forward would. No-op within join(), where a rank
- * may have no data. */
+/* (Between passes, on all ranks) Copies them now if the next recorded forward would. */
 zs_status zs_engine_broadcast_buffers(zs_engine *engine);
 
 /* Before / after the forward of a unit's module. `training`: the module's mode. Call post even if the forward raised;
@@ -227,8 +226,7 @@ zs_status zs_pin_check(const zs_unit *unit);
 /* --- forward_writes.c --------------------------------------------------------------------------------------------- */
 
 /* A script is about to write to the unit's shards. No-op outside a forward of its model. Collective the first time.
- * ZS_ERR_STATE in join(), and in a forward without gradients if peers map the shards, since one rank may run it
- * alone. */
+ * ZS_ERR_STATE in a forward without gradients if peers map the shards, since one rank may run it alone. */
 zs_status zs_forward_write_begin(zs_unit *unit);
 
 /* The unit is about to be gathered. Collective if it has been written to in this forward, otherwise a no-op. */

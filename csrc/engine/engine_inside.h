@@ -39,8 +39,6 @@ typedef struct zs_pace {
     bool due; /* a backward has ended since */
 } zs_pace;
 
-typedef struct zs_join zs_join; /* see join.h */
-
 /* See engine.h. */
 struct zs_engine {
     zs_context context; /* its units' */
@@ -62,7 +60,6 @@ struct zs_engine {
     bool steps;       /* it is an optimizer's step, which no forward may end; else a closure's, say */
     bool interrupted; /* a write has, within a forward, which has not continued yet */
     bool by_hand;     /* a script has written to shards since the last pass or known write */
-    zs_join *join;    /* owned; NULL outside join() */
     zs_call *calls;   /* [n_calls] owned: the events of a forward of the modules in their order */
     size_t n_calls;
     zs_keep_gathered keep_gathered;

@@ -25,12 +25,6 @@ static zs_status meet(const zs_unit *unit)
 
 static zs_status check(const zs_unit *unit)
 {
-    if (zs_engine_of(unit)->join != NULL)
-        return ZS_FAIL(
-            ZS_ERR_STATE,
-            "parameters of unit '%s' are written to in a forward within join(), where a rank that has run out of "
-            "batches would keep the old ones; write to them before the forward",
-            zs_unit_label(unit->name));
     if (zs_comm_shares_memory(unit->context->ranks.shard_group) && !unit->context->schedule.entry.recording)
         return ZS_FAIL(
             ZS_ERR_STATE,

@@ -73,7 +73,6 @@ void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
 
 void zs_engine_note_frozen(zs_engine *engine)
 {
-    if (engine->join != NULL) return; /* a follower does not learn of it */
     uint64_t digest = 0;
     for (size_t u = 0; u < zs_engine_n_units(engine); u++) {
         const zs_unit *unit = zs_engine_unit(engine, u);

@@ -246,6 +246,10 @@ static PyObject *over_ranks(engine_object *self, PyObject *numbers, bool max)
         mine[i] = PyFloat_AsDouble(PyList_GET_ITEM(numbers, (Py_ssize_t)i));
         if (PyErr_Occurred()) return NULL;
     }
+    zs_status status; /* peers may still wait for a backward that raised here */
+    ZS_PY_NOGIL(status, zs_engine_settle(self->engine));
+    zs_py_show(self->engine);
+    if (status != ZS_OK) return zs_py_raise(NULL);
     const zs_ranks *ranks = zs_engine_ranks(self->engine);
     return reduce_numbers(max ? ranks->all : ranks->shards, mine, n, max);
 }
@@ -322,13 +326,6 @@ static PyMethodDef engine_methods[] = {
     {"reserve", (PyCFunction)zs_py_reserve, METH_NOARGS, zs_py_reserve_doc},
     {"keep_gathered", (PyCFunction)zs_py_keep_gathered, METH_O, zs_py_keep_gathered_doc},
     {"kept", (PyCFunction)zs_py_kept, METH_NOARGS, zs_py_kept_doc},
-    {"join_begin", (PyCFunction)zs_py_join_begin, METH_VARARGS, zs_py_join_begin_doc},
-    {"join_end", (PyCFunction)zs_py_join_end, METH_NOARGS, zs_py_join_end_doc},
-    {"join_call", (PyCFunction)zs_py_join_call, METH_VARARGS, zs_py_join_call_doc},
-    {"join_share", (PyCFunction)zs_py_join_share, METH_O, zs_py_join_share_doc},
-    {"join_leave", (PyCFunction)zs_py_join_leave, METH_O, zs_py_join_leave_doc},
-    {"join_follow", (PyCFunction)zs_py_join_follow, METH_NOARGS, zs_py_join_follow_doc},
-    {"join_news", (PyCFunction)zs_py_join_news, METH_NOARGS, zs_py_join_news_doc},
     {0},
 };
 

@@ -9,7 +9,7 @@ typedef struct engine_object {
     zs_engine *engine; /* counted reference */
 } engine_object;
 
-/* Methods of py_plan.c. */
+/* Methods of py_plan.c, and their docstrings. */
 PyObject *zs_py_memory(engine_object *self, PyObject *unused);
 PyObject *zs_py_peak(engine_object *self, PyObject *unused);
 PyObject *zs_py_predict(engine_object *self, PyObject *stepped);
@@ -19,6 +19,15 @@ PyObject *zs_py_set_calls(engine_object *self, PyObject *list);
 PyObject *zs_py_reserve(engine_object *self, PyObject *unused);
 PyObject *zs_py_keep_gathered(engine_object *self, PyObject *bytes);
 PyObject *zs_py_kept(engine_object *self, PyObject *unused);
+extern const char zs_py_memory_doc[];
+extern const char zs_py_peak_doc[];
+extern const char zs_py_predict_doc[];
+extern const char zs_py_predict_events_doc[];
+extern const char zs_py_predict_mappings_doc[];
+extern const char zs_py_set_calls_doc[];
+extern const char zs_py_reserve_doc[];
+extern const char zs_py_keep_gathered_doc[];
+extern const char zs_py_kept_doc[];
 
 /* Methods of py_buffers.c, and their docstrings. */
 PyObject *zs_py_sync_buffers(engine_object *self, PyObject *args);
@@ -37,32 +46,5 @@ extern const char zs_py_leaves_doc[];
 extern const char zs_py_begin_leaf_doc[];
 extern const char zs_py_leaf_is_done_doc[];
 extern const char zs_py_restart_step_doc[];
-
-/* Methods of py_join.c. */
-PyObject *zs_py_join_begin(engine_object *self, PyObject *args);
-PyObject *zs_py_join_end(engine_object *self, PyObject *unused);
-PyObject *zs_py_join_call(engine_object *self, PyObject *args);
-PyObject *zs_py_join_share(engine_object *self, PyObject *data);
-PyObject *zs_py_join_leave(engine_object *self, PyObject *text);
-PyObject *zs_py_join_follow(engine_object *self, PyObject *unused);
-PyObject *zs_py_join_news(engine_object *self, PyObject *unused);
-
-/* Their docstrings. */
-extern const char zs_py_join_begin_doc[];
-extern const char zs_py_join_end_doc[];
-extern const char zs_py_join_call_doc[];
-extern const char zs_py_join_share_doc[];
-extern const char zs_py_join_leave_doc[];
-extern const char zs_py_join_follow_doc[];
-extern const char zs_py_join_news_doc[];
-extern const char zs_py_memory_doc[];
-extern const char zs_py_peak_doc[];
-extern const char zs_py_predict_doc[];
-extern const char zs_py_predict_events_doc[];
-extern const char zs_py_predict_mappings_doc[];
-extern const char zs_py_set_calls_doc[];
-extern const char zs_py_reserve_doc[];
-extern const char zs_py_keep_gathered_doc[];
-extern const char zs_py_kept_doc[];
 
 #endif

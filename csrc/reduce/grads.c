@@ -91,48 +91,6 @@ zs_status zs_grads_begin(zs_record *record, int64_t arriving, zs_expected *expec
     return ZS_OK;
 }
 
-/* --- a backward without gradients --------------------------------------------------------------------------------- */
-
-zs_status zs_grads_held(const zs_unit *unit, unsigned char *held)
-{
-    for (int64_t i = 0; i < unit->n_params; i++) {
-        const zs_param *param = &unit->params[i];
-        bool local = false;
-        zs_grad_info grad = {0};
-        held[i] = 0;
-        if (!zs_tensor_alive(param->tensor)) continue;
-        if (param->local != NULL) ZS_TRY(zs_grad_is(param->tensor, param->local, &local));
-        ZS_TRY(zs_grad_describe(param->tensor, &grad));
-        held[i] = local ? param->below : grad.defined;
-    }
-    return ZS_OK;
-}
-
-/* Drops what no_sync() has left of one parameter, and shows the gradient below it again. */
-static zs_status drop_local(zs_unit *unit, int64_t i)
-{
-    zs_param *param = &unit->params[i];
-    bool hidden = false;
-    ZS_TRY(zs_local_grads_hide(unit, param, &hidden));
-    if (hidden && param->below) ZS_TRY(zs_grad_set(param->tensor, param->grad));
-    param->below = false;
-    if (unit->record.is.replicated && zs_get_bit(unit->kept, i)) ZS_TRY(zs_grad_set(param->tensor, NULL));
-    zs_clear_bit(unit->kept, i);
-    return ZS_OK;
-}
-
-zs_status zs_grads_follow(zs_unit *unit, const unsigned char *held, bool none)
-{
-    for (int64_t i = 0; i < unit->n_params; i++) {
-        if (!zs_tensor_alive(unit->params[i].tensor) || unit->params[i].grad == NULL) continue; /* frozen */
-        ZS_TRY(drop_local(unit, i));
-        if (!held[i] || none) ZS_TRY(zs_grad_set(unit->params[i].tensor, NULL));
-    }
-    zs_record_forget_local(&unit->record);
-    zs_local_grads_free(unit);
-    return ZS_OK;
-}
-
 /* --- its end ------------------------------------------------------------------------------------------------------ */
 
 /* Sets .grad to a new view of the storage. */

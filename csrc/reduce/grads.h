@@ -13,13 +13,6 @@
  * bring. */
 zs_status zs_grads_begin(zs_record *record, int64_t arriving, zs_expected *expected);
 
-/* Which of the unit's parameters hold a reduced gradient, to which the next is added: `held` [n_params], 0 or 1. */
-zs_status zs_grads_held(const zs_unit *unit, unsigned char *held);
-
-/* Before a backward that brings no gradients here: drops local gradients, and reduced gradients of parameters that are
- * not `held` elsewhere; of all if `none`. */
-zs_status zs_grads_follow(zs_unit *unit, const unsigned char *held, bool none);
-
 /* The backward has failed: discards its sums. True if some were already added to earlier gradients; these are then
  * shown, and must not be used. */
 bool zs_grads_undo(zs_unit *unit);

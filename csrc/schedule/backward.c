@@ -18,13 +18,6 @@ zs_status zs_schedule_begin_backward(zs_schedule *schedule)
     return ZS_ACT(schedule, open, schedule, NULL);
 }
 
-zs_status zs_schedule_begin_to_follow(zs_schedule *schedule)
-{
-    ZS_TRY(zs_schedule_begin_backward(schedule));
-    zs_rounds_stay(schedule);
-    return ZS_OK;
-}
-
 /* The i-th unit to post where all ranks must agree on an order: children before parents, last modules first. */
 static zs_record *in_post_order(const zs_schedule *schedule, size_t i)
 {
@@ -137,7 +130,6 @@ static zs_status reduce_rest(zs_schedule *schedule)
         if (record->early.on) ZS_ALSO(resharded, zs_schedule_reshard(schedule, record));
     }
     zs_status status = post_rest(schedule);
-    ZS_THEN(status, ZS_ACT(schedule, posted, schedule));
     ZS_ALSO(resharded, zs_unshard_end_pass(schedule, ZS_PHASE_BACKWARD));
     ZS_ALSO(resharded, zs_reshard_all(schedule, true));
     ZS_THEN(status, zs_rounds_end_all(schedule));

@@ -44,9 +44,6 @@ void zs_unshard_forget(zs_schedule *schedule, const zs_record *record);
 /* A backward begins: starts new rounds. */
 void zs_rounds_begin(zs_schedule *schedule);
 
-/* Reduces none of them, except by zs_schedule_post_only. */
-void zs_rounds_stay(zs_schedule *schedule);
-
 /* (stepped in backward) A forward begins that may have a backward / all such forwards had theirs / the next backward
  * may begin. */
 void zs_rounds_called(zs_record *record);

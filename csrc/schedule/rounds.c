@@ -271,12 +271,6 @@ void zs_rounds_begin(zs_schedule *schedule)
     }
 }
 
-void zs_rounds_stay(zs_schedule *schedule)
-{
-    for (size_t i = 0; i < schedule->n; i++)
-        schedule->records[i]->round.syncs = false;
-}
-
 void zs_rounds_called(zs_record *record)
 {
     if (record->early.on) record->early.calls++;
@@ -390,14 +384,6 @@ zs_status zs_rounds_post(zs_schedule *schedule, zs_record *record)
     posted(schedule, record);
     /* Where sharing is a collective too, doing it at once keeps one order of collectives on all ranks. */
     return record->is.replicated && schedule->in_order ? zs_rounds_end_all(schedule) : ZS_OK;
-}
-
-/* At once: the peers wait for nothing else of this rank, and reuse what it has read. */
-zs_status zs_schedule_post_only(zs_schedule *schedule, zs_record *record)
-{
-    record->round.syncs = true;
-    ZS_TRY(zs_rounds_post(schedule, record));
-    return zs_rounds_end_all(schedule);
 }
 
 void zs_record_forget_local(zs_record *record)

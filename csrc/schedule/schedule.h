@@ -102,8 +102,6 @@ typedef struct zs_actions {
 
     /* --- the end of a backward ------------------------------------------------------------------------------------ */
 
-    /* This rank has posted all rounds. */
-    zs_status (*posted)(zs_schedule *);
     /* (in order) Tells the peers that this rank posts no more rounds. */
     zs_status (*give_up)(zs_schedule *);
     /* All rounds have been summed. */
@@ -246,17 +244,6 @@ zs_status zs_schedule_reshard(zs_schedule *schedule, zs_record *record);
 
 /* Drops a gather in flight, which may have failed; no-op without one. */
 zs_status zs_schedule_cancel(zs_schedule *schedule, zs_record *record);
-
-/* --- without modules: what other ranks' passes want of this one's (join()) ---------------------------------------- */
-
-/* Takes part in the gather of a unit, and drops the result. */
-zs_status zs_schedule_gather_only(zs_schedule *schedule, zs_record *record);
-
-/* Begins a backward without gradients, in which only zs_schedule_post_only reduces units. */
-zs_status zs_schedule_begin_to_follow(zs_schedule *schedule);
-
-/* Takes part in a round of a unit without gradients, to its end. */
-zs_status zs_schedule_post_only(zs_schedule *schedule, zs_record *record);
 
 /* --- backward: events --------------------------------------------------------------------------------------------- */
 

@@ -40,13 +40,6 @@ zs_status zs_schedule_unshard(zs_schedule *schedule, zs_record *record)
     return status;
 }
 
-zs_status zs_schedule_gather_only(zs_schedule *schedule, zs_record *record)
-{
-    ZS_TRY(zs_schedule_reshard(schedule, record)); /* it may be pinned here, and not there */
-    ZS_TRY(gather(schedule, record));
-    return zs_schedule_cancel(schedule, record);
-}
-
 void zs_schedule_pin(zs_record *record)
 {
     record->pinned = true;

@@ -256,7 +256,6 @@ def experts(transport, strategy):
         message_of(
             lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9), NotImplementedError
         ),
-        message_of(lambda: model.join().__enter__(), NotImplementedError),
         message_of(lambda: copy.deepcopy(model), NotImplementedError),
     ]
     assert all("process group" in each for each in messages), messages

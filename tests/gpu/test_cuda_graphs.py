@@ -311,27 +311,6 @@ def test_zero1_is_refused_in_a_capture() -> None:
         assert "on the host during CUDA graph capture" in result.value
 
 
-def joined(env: dict[str, str]) -> str:
-    """A capture within join(), whose replays would announce nothing."""
-    os.environ.update(env)
-    model = wrap(make_model(), {})
-    optimizer = zshard.AdamW(model.parameters(), capturable=True)
-    said = ""
-    with model.join(optimizer):
-        for step in range(2):
-            try:
-                with captured(1, os.devnull) if step == 0 else nullcontext():
-                    model(torch.ones(4, 33)).square().mean().backward()
-            except RuntimeError as error:
-                said = str(error)
-    return said
-
-
-def test_join_is_refused_in_a_capture() -> None:
-    for result in fork_ranks(joined, 2, stand_ins.environment("nccl"), check=True):
-        assert "a CUDA graph is captured in join()" in result.value
-
-
 def beside_a_capture(env: dict[str, str]) -> list[int]:
     """Whether captures that begin right behind a step are broken."""
     os.environ.update(env)

@@ -229,32 +229,6 @@ def test_trains_with_the_numbers_of_hosts(
         assert far(mine, other, EXACT if kind == "stand-in" else ADAM) == []
 
 
-def joined(on_gpu: bool, wire: str) -> dict[str, Tensor]:
-    """Return the parameters after ranks had unequal numbers of batches."""
-    rank = dist.get_rank()
-    with hosts_of(2, 2) as group:
-        there = device() if on_gpu else torch.device("cpu")
-        how = {"auto_wrap_policy": CHOOSING.policy, "wire": wire}
-        model = wrapped(make(CHOOSING.make), group, on_gpu, **how)
-        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-        with model.join(optimizer):
-            for step in range((3, 1, 0, 4)[rank]):
-                loss_of(model(CHOOSING.batch(step, rank).to(there), [0, 1, 2, 3])).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        found = on_host(model.state_dict())
-    return found
-
-
-@wires
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(2)
-def test_ranks_without_data_follow(start: Start, hosts: Hosts, kind: str, wire: str) -> None:
-    ours = start(kind, 4, "nccl").run(joined, True, wire)
-    for mine, other in zip(ours, hosts(4).run(joined, False, wire), strict=True):
-        assert far(mine, other, EXACT if kind == "stand-in" else ADAM) == []
-
-
 def losses_of(wire: str, raises: bool) -> list[float]:
     """Return the losses of three steps. raises: before each, a backward raises on all ranks."""
     with hosts_of(1, 1) as group:

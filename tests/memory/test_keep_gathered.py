@@ -258,28 +258,6 @@ def test_nothing_is_decided_before_a_step(pool2: Any, name: str) -> None:
         assert gathers[1:] == [BOTH, FORWARD, FORWARD] and ours == losses
 
 
-def uneven() -> Any:
-    results = []
-    for keep in (False, "auto"):
-        model = stack(keep_gathered=keep)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with model.join(optimizer):
-            for step in range(6 if dist.get_rank() == 0 else 1):
-                loss_of(model(batch(step))).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        optimizer.zero_grad()  # a rank that finished first has the others' sums by now
-        results.append((model.state_dict(), go(model, optimizer)))
-    (state, (_, losses)), (ours, (gathers, same)) = results
-    torch.testing.assert_close(ours, state, rtol=0, atol=0)
-    return gathers, losses == same
-
-
-def test_join_and_later_steps(pool2: Any) -> None:
-    (gathers, same), (theirs, likewise) = pool2.run(uneven)
-    assert gathers == theirs and gathers[2:] == [FORWARD, FORWARD] and same and likewise
-
-
 def stepped_in_backward() -> Any:
     results = []
     for keep in (False, "auto"):

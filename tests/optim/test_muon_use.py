@@ -227,23 +227,6 @@ def test_accumulation_clipping_and_scaling(pool, transport):
     pool.run(clips_and_scales, transport)
 
 
-def joins(transport):
-    model = model_over(transport)
-    optimizer = zshard.Muon(model, lr=0.05)
-    with model.join(optimizer):
-        for seed in range(2 + rank()):
-            optimizer.zero_grad()
-            backward(model, seed)
-            optimizer.step()
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@both
-def test_join(pool, transport):
-    first, second = pool.run(joins, transport)
-    assert_same(first, second, "the model")
-
-
 def made_before_wrapping():
     found = []
     for strategy in ("full_shard", "no_shard"):

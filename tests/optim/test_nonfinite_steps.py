@@ -225,29 +225,6 @@ def test_a_scaler_skips_first(pool2, kind):
     assert pool2.run(scaled, kind) == [[1024.0, 512.0, 512.0]] * 2
 
 
-@passing_groups()
-def joined(bad):
-    model = built(("full_shard", "shm"), nonfinite="skip")
-    optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
-    steps = 2 + 2 * dist.get_rank()
-    with model.join(optimizer):
-        for step in range(steps):
-            optimizer.zero_grad()
-            if step == bad:
-                poisoned(model, step, math.nan, 1)
-            else:
-                backward(model, step)
-            optimizer.step()
-    return model.metrics()["steps/skipped"], {k: v.clone() for k, v in model.state_dict().items()}
-
-
-def test_ranks_without_data_skip_too(pool2):
-    for bad in (1, 3):
-        (one, ours), (two, theirs) = pool2.run(joined, bad)
-        assert one == two == 1 and differences(ours, theirs) == []
-        assert all(value.isfinite().all() for value in ours.values())
-
-
 # --- misuse ---------------------------------------------------------------------------------------
 
 

@@ -151,7 +151,7 @@ TESTS_OF_PRIVATE_PLACES = {
     "torch.nn.init._no_grad_trunc_normal_": "tests/guard/test_initialization.py",
     "torch.distributed.distributed_c10d._check_single_tensor": "tests/guard/test_situations.py",
     "torch.nn.utils.clip_grad._get_total_norm": "tests/optim/test_clip.py",
-    "torch.nn.utils.clip_grad._clip_grads_with_norm_": "tests/model/test_join.py",
+    "torch.nn.utils.clip_grad._clip_grads_with_norm_": "tests/optim/test_deferred_clipping.py",
     "GradScaler._unscale_grads_": "tests/optim/test_grad_scaler.py",
 }
 """Tests that fail without the place."""

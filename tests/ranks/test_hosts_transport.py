@@ -166,26 +166,6 @@ def test_failed_backward_on_one_rank_is_reported_once(pool4):
         assert (ends, same) == (["", error, "", error, ""], True)
 
 
-def joined():
-    case, found = CASES["mlp"], []
-    with hosts_of(2, 2) as group:
-        for transport in BOTH:
-            model = wrap(case, group, transport)
-            optimizer = make_optimizer("torch.SGD", model)
-            rank = dist.get_rank()
-            with model.join(optimizer):
-                for step in range(1 + rank):
-                    loss_of(model(case.batch(step, rank))).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-            found.append(numbers_of(model))
-    return torch.equal(*found)
-
-
-def test_uneven_batches(pool4):
-    assert pool4.run(joined) == [True] * 4
-
-
 def stepped_in_backward():
     case, found = CASES["net"], []
     with hosts_of(2, 2) as group:

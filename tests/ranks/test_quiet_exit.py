@@ -114,8 +114,7 @@ def swapped():
 
 
 def joined():
-    model, optimizer = trained()
-    return entered(model.join(optimizer))
+    return begun(iter(trained()[0].join([torch.ones(1)])))
 
 
 def without_sync():

@@ -5,7 +5,6 @@ A rank that hangs is named too, wherever it hangs; and nothing is looked up whil
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -279,22 +278,6 @@ def test_line_on_stderr_after_a_long_wait(transport: str) -> None:
     text = first.stderr[first.stderr.index("zshard: rank 0 has been waiting 1 s") :]
     assert lines_in(text)["rank 1"].startswith(line_of("# is late"))
     assert "zshard:" not in second.stderr
-
-
-def leaves_join() -> str:
-    model, optimizer = wrapped("shm")
-    text = ""
-    with contextlib.suppress(ValueError), model.join(optimizer):
-        if dist.get_rank() == 1:
-            raise ValueError
-        text = text_of(lambda: model(floats(0)))  # stays in join
-        raise ValueError
-    return text
-
-
-def test_rank_that_leaves_join() -> None:
-    lines = lines_in(fork_ranks(leaves_join, 2, check=True)[0].value)
-    assert lines["rank 0"].startswith(line_of("# stays in join")) and "rank 1" in lines
 
 
 # --- which line it is -----------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def runs_longer(transport):
 @both
 def test_error_of_uneven_batches_names_join(transport):
     result = fork_ranks(runs_longer, 2, transport)[1]
-    assert "PeerError" in result.stderr and "model.join(optimizer)" in result.stderr
+    assert "PeerError" in result.stderr and "model.join(loader)" in result.stderr
 
 
 def generates(transport):

@@ -11,6 +11,7 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,7 @@ def own_names(strategy: str) -> None:
     for each in (None, strategy):
         run = Run(each, build=OwnNames, gradient_accumulation_steps=3)
         losses = run.epoch()
-        with run.accelerator.join_uneven_inputs([run.model], even_batches=True):
-            losses += run.epoch()
+        losses += run.epoch()
         found.append((losses, run.state()))
         unwrapped = run.accelerator.unwrap_model(run.model)
         assert isinstance(unwrapped, OwnNames) and type(unwrapped.module) is not nn.Linear
@@ -141,29 +141,36 @@ def test_dynamo_backend_compiles_the_sharded_model(pool: RankPool) -> None:
     assert pool.run(compiled) == [0.0, 0.0]
 
 
-def uneven() -> tuple[int, bool]:
-    """Return this rank's batches, and whether all ranks have the same parameters at the end."""
+def uneven() -> tuple[int, int]:
+    """Return how many batches this rank has within join_uneven_inputs(), and in join()."""
     forget_accelerate()
     accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(TensorDataset(torch.randn(12, 8), torch.randn(12, 3)), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    count = 0
-    with accelerator.join_uneven_inputs([model], even_batches=False):
-        for inputs, targets in loader:
+    assert isinstance(model, FSDP)
+
+    def learn(batches: Iterable[Any]) -> int:
+        count = 0
+        for inputs, targets in batches:
             optimizer.zero_grad()
             accelerator.backward(F.mse_loss(model(inputs), targets))
             optimizer.step()
             count += 1
-    assert loader.batch_sampler.even_batches
-    norms = accelerator.gather(torch.tensor([sum(zshard.named_norms(model).values())]))
-    return count, bool((norms == norms[0]).all())
+        return count
+
+    warned = pytest.warns(UserWarning, match=r"no effect .* FSDP\.join\(model, dataloader\)")
+    with warned, accelerator.join_uneven_inputs([model], even_batches=False):
+        first = learn(loader)
+    loader.batch_sampler.even_batches = False
+    return first, learn(model.join(loader))
 
 
 @ranks(2)
-def test_uneven_inputs_are_joined_on_cpus_too(pool: RankPool) -> None:
-    assert sorted(pool.run(uneven)) == [(1, True), (2, True)]
+def test_join_uneven_inputs_has_no_effect(pool: RankPool) -> None:
+    """As under Accelerate's own ways to shard: samples are repeated, so that ranks have as many."""
+    assert pool.run(uneven) == [(2, 1)] * 2
 
 
 # --- misuse ---------------------------------------------------------------------------------------

@@ -147,18 +147,6 @@ def test_write_in_a_forward_without_gradients_is_refused(pool2: Any) -> None:
     pool2.run(evaluate_writing)
 
 
-def write_in_join() -> None:
-    build = functools.partial(Momentum, in_place)
-    model = FSDP(make(build), auto_wrap_policy={nn.Linear})
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with model.join(optimizer):
-        assert "within join()" in message_of(lambda: model(torch.ones(2, WIDTH)), RuntimeError)
-
-
-def test_write_in_a_forward_within_join_is_refused(pool2: Any) -> None:
-    pool2.run(write_in_join)
-
-
 # --- .data ------------------------------------------------------------------------------------------
 
 

@@ -53,8 +53,7 @@ def shard(accelerator: Any, **arguments: object) -> Any:
 
     Returns:
         `accelerator` itself. Its save_state() has all ranks write, each its own shards, and its
-        load_state() also loads what it saved under DDP, on any number of ranks. Its
-        join_uneven_inputs() works on CPUs, too.
+        load_state() also loads what it saved under DDP, on any number of ranks.
 
     Raises:
         TypeError: `accelerator` is something else, or an argument is not one of FSDP().
@@ -212,27 +211,17 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Train sharded models with uneven numbers of batches, if `even_batches` is False."""
-        if not all(isinstance(each, nn.Module) and _is_sharded(each) for each in joinables):
-            with super().join_uneven_inputs(joinables, even_batches):
-                yield
+        """As for other ways to shard, without effect on sharded models."""
+        if any(isinstance(each, nn.Module) and _is_sharded(each) for each in joinables):
+            warnings.warn(
+                "join_uneven_inputs() has no effect on sharded models: give all ranks as many "
+                "batches, or loop over FSDP.join(model, dataloader)",
+                stacklevel=3,
+            )
+            yield
             return
-        even = self.even_batches if even_batches is None else even_batches
-        samplers = [each.batch_sampler for each in self._dataloaders]
-        before = [(each, each.even_batches) for each in samplers if hasattr(each, "even_batches")]
-        if even_batches is not None and len(before) < len(samplers):
-            warnings.warn("even_batches is only supported for map-style datasets", stacklevel=3)
-        try:
-            with contextlib.ExitStack() as joined:
-                for sampler, _ in before:
-                    sampler.even_batches = even
-                for model in () if even else joinables:
-                    sharded: Any = bare(model)
-                    joined.enter_context(FSDP.join(sharded, *_optimizers_of(self, model)))
-                yield
-        finally:
-            for sampler, value in before:
-                sampler.even_batches = value
+        with super().join_uneven_inputs(joinables, even_batches):
+            yield
 
     def __reduce__(self) -> Any:
         return _unpickled, (type(self).__mro__[2], self.__dict__)
@@ -251,21 +240,16 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
-def _optimizers_of(accelerator: Any, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that step parameters of `model` only."""
-    params = {id(param) for param in model.parameters()}
-    return [
-        each
-        for each in map(_inner, accelerator._optimizers)
-        if all(id(p) in params for group in each.param_groups for p in group["params"])
-    ]
-
-
 def _pairs(accelerator: Any) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
     """Return each sharded model with its optimizer, or None if it has no or several optimizers."""
     pairs = []
     for model in filter(_is_sharded, accelerator._models):
-        optimizers = _optimizers_of(accelerator, model)
+        params = {id(param) for param in model.parameters()}
+        optimizers = [
+            each
+            for each in map(_inner, accelerator._optimizers)
+            if all(id(p) in params for group in each.param_groups for p in group["params"])
+        ]
         pairs.append((model, optimizers[0] if len(optimizers) == 1 else None))
     return pairs
 

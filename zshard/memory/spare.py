@@ -54,8 +54,8 @@ class Spare:
         if module is None or not self.is_open or self._steps < _STEPS:
             return
         engine = state_of(module).unit.engine
-        if engine.join_news() is not None or _core.capturing([next(module.parameters())]):
-            return  # later: a rank may be without data, or CUDA cannot be asked for free memory
+        if _core.capturing([next(module.parameters())]):
+            return  # later: CUDA cannot be asked for free memory
         self.is_open = False
         if not engine.kept()[2]:  # a gather costs nothing
             return

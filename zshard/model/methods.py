@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from zshard.units.extensions import EXTENSIONS
 from zshard.units.open_forwards import call_between_hooks, call_guarded
 from zshard.units.units import class_of, is_unit, state_of, units_of
 from zshard.wrap.meta import rewind
+
+_Batch = TypeVar("_Batch")
 
 
 class UnshardHandle:
@@ -274,46 +276,26 @@ class ModelMethods(ModelNamesFirst):
             for unit, sync in before:
                 unit.sync = sync
 
-    def join(
-        self,
-        *optimizers: object,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Context manager for training with uneven numbers of batches, as DDP's join().
+    def join(self, *loader: Iterable[_Batch], **removed: object) -> Iterable[_Batch]:
+        """Iterate over this rank's batches until one of the ranks has no more, so that no rank
+        waits for one that has stopped: `for batch in model.join(loader)`.
 
-        A rank that has no more batches waits at the end of the with block until no rank has any.
-        Meanwhile it contributes zeros to the others' gradients, and steps its shard with the param
-        groups of the lowest rank that still has data, which all ranks have afterwards.
-
-        Collective: use it on all ranks, with the same arguments, on the outermost sharded module.
+        All ranks end in the same step. The batches that other ranks still have are dropped; one of
+        them may have been taken from the loader. Before each batch, the ranks exchange a few bytes.
+        Collective: iterate on all ranks.
 
         Args:
-            optimizers: all optimizers that step this model within the block, the grad scalers that
-                are used in it, and learning rate schedulers: of the latter two, all ranks load the
-                state of the rank that had data last.
-            divide_by_initial_world_size: True (the default) divides gradients by the number of
-                ranks; False by the number of ranks that still have data.
-            enable: False makes this a no-op.
-            throw_on_early_termination: raise RuntimeError on all ranks when one has no more data
-                and others have.
+            loader: one iterable of batches, which may have another length on each rank, or no end.
+                The result can be iterated again if the loader can.
 
         Raises:
-            TypeError, ValueError: an argument is no optimizer, or none of this model; or this is
-                not the outermost sharded module.
-            RuntimeError: join() is active already; an optimizer that was not passed steps the
-                model; or a call needs all ranks when some have no more data.
-            NotImplementedError: with optimizer_in_backward().
-            DivergenceError: the ranks with data do different things, or a rank left the block by an
-                exception.
+            TypeError: an argument that is no iterable, such as an optimizer; the model is not
+                sharded.
+            Exception: what the loader raises on one rank is raised there, and with the same text
+                on the others.
+            DivergenceError, PeerError: another rank has left the loop by itself.
         """
-        if not enable:
-            return contextlib.nullcontext()
-        join = upper.module_for("join").join(
-            self, optimizers, divide_by_initial_world_size, throw_on_early_termination
-        )
-        return cast("contextlib.AbstractContextManager[None]", join)
+        return cast("Iterable[_Batch]", upper.module_for("join").Join(self, loader, removed))
 
     # --- settings ---------------------------------------------------------------------------------
 

@@ -360,7 +360,7 @@ def sync_buffers(module: nn.Module, when: BufferSync) -> None:
     for _, each in units_of(module):
         if not each.is_apart(comms):
             each.unit.buffers = set_buffers
-    set_buffers()  # a rank without data takes part in join() before a forward of its own
+    set_buffers()  # broadcast_buffers() may come before a forward
 
 
 def broadcast_buffers(module: nn.Module) -> None:

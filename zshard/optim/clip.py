@@ -30,7 +30,7 @@ from zshard.guard.slices import grads_of, plain
 from zshard.optim.in_backward import refuse_clipping
 from zshard.ranks.agreement import PublicCall
 from zshard.ranks.transports import ranks_of
-from zshard.units.extensions import EXTENSIONS, Extension, announce
+from zshard.units.extensions import EXTENSIONS, Extension
 from zshard.units.shards import Part, known_parts, part_of
 
 __all__ = ["clip_grad_norm", "install", "last_norm"]
@@ -182,7 +182,6 @@ def _clip_grads_with_norm_(
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     _refuse_foreign(params)  # torch's clip_grad_norm_ calls this before it scales anything
     _refuse_other_ranks(params)
-    announce("clip", params, max_norm, total_norm)
     _note_norm(params, total_norm)
     all_grads = grads_of(params)
     grads = [grad for grad in all_grads if grad is not None]
@@ -255,7 +254,6 @@ def _norm_on_gpu(
     exponent = norm_type if math.isinf(norm_type) else 2.0  # how ranks' shares are combined
     parts = [_power_sum_on_gpu(unsharded, norm_type, 0)[0]] if unsharded else []
     for engine, grads in sharded.items():  # in list order, the same on all ranks
-        announce("norm", engine, grads, norm_type)
         room = _power_sum_on_gpu(grads, norm_type, _core.gpu_ranks(engine))
         _core.queue_over_ranks(engine, exponent, room)
         parts.append(room[0])
@@ -292,7 +290,6 @@ def _norm(
             return _exact_norm(sharded, unsharded)
     total = power_sum(unsharded, norm_type)
     for engine, grads in sharded.items():  # in list order, the same on all ranks
-        announce("norm", engine, grads, norm_type)
         part = norm_over_ranks(engine, grads, norm_type)
         total = larger(total, part) if math.isinf(norm_type) else total + part
     return total if math.isinf(norm_type) else total ** (1 / norm_type)

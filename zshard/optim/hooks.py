@@ -31,7 +31,7 @@ from zshard.guard.slices import guarded, plain
 from zshard.optim.sharded_state import SCALARS, entries_of, params_of, shard_state_of
 from zshard.optim.step_digest import note_step, note_values
 from zshard.units import returned
-from zshard.units.extensions import EXTENSIONS, announce, refuse_writes
+from zshard.units.extensions import EXTENSIONS, refuse_writes
 from zshard.units.moment import REPLACED, UNSHARDED, refuse
 from zshard.units.shards import (
     context_of,
@@ -181,7 +181,6 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
         return
     models = states_stepped_by(optimizer)
     refuse(models, "step", REPLACED)
-    announce("step", optimizer, not context.is_checked)
     if _core.has_local_grads():
         for param in params_of(optimizer):
             if param.grad is not None:

@@ -93,10 +93,6 @@ class Extension:
     def after_step(self, optimizer: Optimizer, models: list[State]) -> None:
         """Its step has ended or raised."""
 
-    def meets_before_step(self, models: list[State]) -> bool:
-        """Return whether before_step() communicates where an optimizer steps these models."""
-        return False
-
     def check_in_backward(self, state: State) -> None:
         """Raise NotImplementedError for a unit that cannot be stepped in backward."""
 
@@ -105,19 +101,6 @@ class Extension:
     ) -> None:
         """Raise RuntimeError if the units' models may not be written now, by `what`: a step of the
         optimizer `stepper`, or another write."""
-
-    # --- between passes ---------------------------------------------------------------------------
-
-    def announce(self, act: str, *about: Any) -> None:
-        """This rank is about to do what all ranks do together, and not in a pass:
-
-        - "step", optimizer, is_first: step; a first one may communicate.
-        - "norm", engine, gradients, norm_type: exchange its share of a norm.
-        - "clip", params, max_norm, norm: scale gradients down to a norm.
-        - "unscale", scaler, optimizer, engines, inv_scale, allow_fp16: unscale gradients, with one
-          exchange for each of these engines.
-        - "rescale", engine, factor: losses are scaled by so much more, and what wire= carries over.
-        """
 
     # --- norms ------------------------------------------------------------------------------------
 
@@ -139,12 +122,6 @@ class Extension:
 
 
 EXTENSIONS: list[Extension] = []
-
-
-def announce(act: str, *about: object) -> None:
-    """See Extension.announce()."""
-    for each in EXTENSIONS:
-        each.announce(act, *about)
 
 
 def refuse_writes(units: Iterable[_core.Unit], what: str, stepper: Optimizer | None = None) -> None:

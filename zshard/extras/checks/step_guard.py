@@ -163,9 +163,6 @@ class _Checks(Extension):
             return {}
         return {"steps/skipped": float(guard.skipped)}
 
-    def meets_before_step(self, models: list[State]) -> bool:
-        return any(map(_guard_of, models))
-
     def check_in_backward(self, state: State) -> None:
         """A step in backward begins before all gradients are known."""
         guard = _guard_of(state)

@@ -69,8 +69,6 @@ class Muon(torch.optim.Optimizer):
     matrices; NotImplementedError for options of AdamW that zshard does not support.
     """
 
-    steps_together = True  # ranks communicate in its step
-
     def __init__(
         self,
         params: ParamsT | nn.Module,

@@ -71,7 +71,6 @@ class WholeMatrix(Optimizer):
     NotImplementedError for parameters of models over several process groups.
     """
 
-    steps_together = True  # ranks communicate in its step
     takes_full_state = True  # of the parameters that a rank owns, whatever its shards
 
     def __init__(
