@@ -6,7 +6,6 @@ A resumed run has the losses of an uninterrupted one.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import warnings
 from pathlib import Path

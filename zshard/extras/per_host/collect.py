@@ -33,12 +33,12 @@ from zshard.api import (
     ranks_of,
     write_text,
 )
-from zshard.extras.per_host.hosts import Hosts, by_age, id_at, send
+from zshard.extras.per_host.hosts import Hosts, by_age, id_at, place_in, send
 from zshard.extras.per_host.parts import Spread
 
 
 def collect(paths: Sequence[str]) -> str | None:
-    """Collect the newest checkpoint that is complete. Collective under torchrun.
+    """Collect the newest checkpoint. Collective under torchrun.
 
     paths: where the hosts have it, checkpoints or checkpoint directories, and at the end the folder
         to create. Under torchrun only one: where each host has it, or gets it.
@@ -51,21 +51,19 @@ def collect(paths: Sequence[str]) -> str | None:
     *folders, out = paths
     if not folders:
         raise ValueError("in one process, pass the folders with parts, and the folder to create")
-    problem = None
-    for name in by_age(name for folder in folders for name in names_at(folder)):
-        places = [os.path.join(folder, name) if name else folder for folder in folders]
-        ids = {place: id for place in places if (id := id_at(place))}
-        first = next(iter(ids))
-        same = [place for place, id in ids.items() if id == ids[first]]
-        with closing(Spread(first, _in_parts(Manifest.read(first), first), same)) as spread:
-            try:
-                spread.check()
-            except CheckpointError as error:
-                problem = problem or error
-                continue
-            spread.blocks().check()
-            return _write(spread, out)
-    raise problem or CheckpointError(f"no finished checkpoint in '{folders[0]}'")
+    names = [names_at(folder) for folder in folders]
+    places = [place_in(folder, _newest(names, folders[0])) for folder in folders]
+    first = next(place for place in places if id_at(place))
+    with closing(Spread(first, _in_parts(Manifest.read(first), first), places)) as spread:
+        spread.check()
+        spread.blocks().check()
+        return _write(spread, out)
+
+
+def _newest(names: Sequence[Sequence[str]], path: str) -> str:
+    if not any(names):
+        raise CheckpointError(f"no finished checkpoint in '{path}'")
+    return by_age(names)[0]
 
 
 def _in_parts(manifest: Manifest, path: str) -> Manifest:
@@ -108,17 +106,10 @@ def _collect_on_hosts(paths: Sequence[str]) -> str | None:
             make_default_group("gloo")
             stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         comm = ranks_of(nn.Module())
-        problem = None
-        for name in by_age(name for names in gather(comm, names_at(paths[0])) for name in names):
-            folder = os.path.join(paths[0], name) if name else paths[0]
-            try:
-                count = _complete(comm, Hosts(comm), folder)
-            except CheckpointError as error:
-                problem = problem or error
-                continue
-            line = f"sent {count} part files: all hosts have all of '{folder}'"
-            return line if comm.rank == 0 else None
-        raise problem or CheckpointError(f"no finished checkpoint in '{paths[0]}'")
+        folder = place_in(paths[0], _newest(gather(comm, names_at(paths[0])), paths[0]))
+        count = _complete(comm, Hosts(comm), folder)
+        line = f"sent {count} part files: all hosts have all of '{folder}'"
+        return line if comm.rank == 0 else None
 
 
 def _complete(comm: Comm, hosts: Hosts, folder: str) -> int:

@@ -45,9 +45,14 @@ class Hosts:
 # --- which checkpoint -----------------------------------------------------------------------------
 
 
-def by_age(names: Iterable[str]) -> list[str]:
-    """Return the names without duplicates, newest first."""
-    return sorted(set(names), key=lambda name: (len(name), name), reverse=True)
+def by_age(names: Iterable[Iterable[str]]) -> list[str]:
+    """Return the names that hosts have, newest first."""
+    return sorted(set().union(*names), key=lambda name: (len(name), name), reverse=True)
+
+
+def place_in(path: str, name: str) -> str:
+    """Return the folder of a checkpoint of names_at(path)."""
+    return os.path.join(path, name) if name else path
 
 
 def id_at(folder: str) -> str:
@@ -60,8 +65,8 @@ def common_checkpoint(comm: api.Comm, path: str) -> str:
     newer ones that only some have. Raise CheckpointError if there is none."""
     everyone = gather(comm, names_at(path))
     skipped: list[str] = []
-    for name in by_age(name for each in everyone for name in each):
-        folder = os.path.join(path, name) if name else path
+    for name in by_age(everyone):
+        folder = place_in(path, name)
         with on_all_ranks(comm):
             id = id_at(folder)
         if len(set(gather(comm, id))) == 1:

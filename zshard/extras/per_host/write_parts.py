@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -47,12 +47,6 @@ def writer(comm: api.Comm) -> tuple[Callable[[SavePlan, api.Comm], None], Sequen
     return functools.partial(write_parts, hosts=hosts), hosts.near
 
 
-class _WrittenPart(NamedTuple):
-    name: str
-    part: PartRecord
-    record: FileRecord
-
-
 @PublicCall("save()")
 def write_parts(plan: SavePlan, comm: api.Comm, hosts: Hosts) -> None:
     """Execute the plan. Collective; `comm` belongs to this thread."""
@@ -68,24 +62,17 @@ def write_parts(plan: SavePlan, comm: api.Comm, hosts: Hosts) -> None:
                 staging.open()
         writer = Writer(plan)
         with on_all_ranks(comm), torch.no_grad():
-            rows = [
-                (part.name, part.part.entry, part.record.size, part.record.checksums)
-                for part in _write_parts(plan, staging.path, comm, hosts, writer)
-            ]
-        written = {
-            name: _WrittenPart(name, PartRecord.of(entry), FileRecord(size, tuple(checksums)))
-            for of_rank in gather(comm, rows)
-            for name, entry, size, checksums in of_rank
-        }
+            rows = list(_write_parts(plan, staging.path, comm, hosts, writer))
+        written = [row for of_rank in gather(comm, rows) for row in of_rank]
+        records = {name: FileRecord(size, tuple(sums)) for name, _, size, sums in written}
         names = writer.strange_on_any(comm)
         shared = os.path.join(staging.path, _ON_ALL_HOSTS)
         gets_it = hosts.leads and comm.rank != 0
-        send(comm, 0, shared, written[_ON_ALL_HOSTS].record, shared if gets_it else None)
+        send(comm, 0, shared, records[_ON_ALL_HOSTS], shared if gets_it else None)
         with on_all_ranks(comm):
             text = b""
             if comm.rank == 0:
-                records = {each.name: each.record for each in written.values()}
-                parts = {each.name: each.part.entry for each in written.values()}
+                parts = {name: entry for name, entry, _, _ in written}
                 text = plan.manifest(records, not names, parts)
         text = gather_bytes(comm, text)[0]
         with on_all_ranks(comm):
@@ -131,22 +118,21 @@ def _refuse_shared_folder(comm: api.Comm, hosts: Hosts, target: Target, id: str)
 
 def _write_parts(
     plan: SavePlan, folder: str, comm: api.Comm, hosts: Hosts, writer: Writer
-) -> list[_WrittenPart]:
-    """Write this rank's part files that are not empty, and sync them."""
+) -> Iterator[tuple[str, dict[str, Any], int, Sequence[int]]]:
+    """Write this rank's part files that are not empty, and sync them. Yield the name, the entry in
+    the manifest, the size and the checksums of each."""
     name = f"rank-{comm.rank:05}-of-{comm.world:05}{PART}"
     sharded = replace(plan, pieces=[piece for piece in plan.pieces if not piece.is_whole])
     todo = {name: sharded.runs(headers=False, texts=False)}
     if comm.rank == 0:
         whole = replace(plan, pieces=[piece for piece in plan.pieces if piece.is_whole])
         todo[_ON_ALL_HOSTS] = whole.runs(headers=True, texts=True)
-    written = []
     for name, runs in todo.items():
         ranges = {file: [(offset, n) for offset, n, _ in of_file] for file, of_file in runs.items()}
         part = PartRecord(hosts.names[comm.rank], comm.rank, ranges)
         if part.size > 0:
             record = _write_part(os.path.join(folder, name), part.size, runs, writer)
-            written.append(_WrittenPart(name, part, record))
-    return written
+            yield name, part.entry, part.size, record.checksums
 
 
 def _write_part(
