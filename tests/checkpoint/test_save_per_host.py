@@ -233,6 +233,38 @@ def test_replicas_lose_nothing_with_a_host(on, root, strategy, lost):
     assert {each[0] for each in on(2, 2, load_collected, root, strategy)} == {wanted}
 
 
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_hosts_of_unequal_size(pool3, root, strategy):
+    """Two ranks write together what one rank writes alone; then each host has both."""
+    [wanted] = pool3.run(on_nodes, 2, save, root, "no_shard", "c10d")[0]
+    assert {each[0] for each in pool3.run(on_nodes, 2, load, root, "no_shard", "c10d")} == {wanted}
+    assert {e[0] for e in pool3.run(on_nodes, 2, load_collected, root, strategy)} == {wanted}
+
+
+def save_and_load_with(root, name):
+    """Return the state of an optimizer whose matrices belong to one rank each, before and after."""
+    digests = []
+    for seed in (0, 1):
+        model, _ = made("full_shard", seed=seed)
+        if name == "Muon":
+            optimizer = zshard.Muon(model)
+        else:
+            optimizer = zshard.WholeMatrix(torch.optim.Adafactor, model.parameters(), lr=0.01)
+        if seed == 0:
+            train(model, optimizer)
+            zshard.save(disk(root, node()), model, optimizer, per_host=True)
+        else:
+            zshard.load(disk(root, node()), model, optimizer)
+        digests.append(digest(model, optimizer))
+    return digests
+
+
+@pytest.mark.parametrize("name", ["Muon", "WholeMatrix"])
+def test_state_on_one_rank_is_on_its_host(on, root, name):
+    for before, after in on(2, 2, save_and_load_with, root, name):
+        assert before == after
+
+
 def save_two_steps(root):
     return save(root, steps=(3, 5))
 

@@ -133,10 +133,7 @@ def save(
         if per_host and overwrite:
             raise ValueError("overwrite=True is not available with per_host=True: pass step=")
         if replicas:
-            raise ValueError(
-                "replicas= was removed in 0.1.0: copy each host's folder to another host after "
-                "saving, with a tool of your own"
-            )
+            raise ValueError("replicas= was removed: copy each host's folder to another host")
         target = Target.of(path, kept.step)
         settle(model, "save")
         if optimizer is not None or ema is not None:

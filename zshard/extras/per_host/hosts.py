@@ -77,11 +77,9 @@ def common_checkpoint(comm: api.Comm, path: str) -> str:
         skipped.append(f"'{name or path}'")
     hosts = Hosts(comm)
     without = [host for host, names in zip(hosts.names, everyone, strict=True) if not names]
-    lack = f"the host '{without[0]}' has none at" if without else "the hosts have different ones at"
-    raise CheckpointError(
-        f"no checkpoint that all hosts have: {lack} '{path}': bring it to all hosts with `torchrun "
-        f"... -m zshard ckpt collect {path}`"
-    )
+    lack = f"the host '{without[0]}' has none" if without else "the hosts have different ones"
+    remedy = f"bring it to all with `torchrun ... -m zshard ckpt collect {path}`"
+    raise CheckpointError(f"no checkpoint in '{path}' that all hosts have, {lack}: {remedy}")
 
 
 def latest_of_hosts(directory: str | os.PathLike[str], model: nn.Module) -> str | None:

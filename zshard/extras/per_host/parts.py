@@ -29,7 +29,7 @@ from zshard.api import (
 
 _File = TypeVar("_File", bound=OpenFile)
 
-Range = tuple[str, int, int]
+ByteRange = tuple[str, int, int]
 """Bytes of a file: its name, the first, the one after the last."""
 
 
@@ -154,7 +154,7 @@ class Spread:
             blocks.add(self.part(name), records[name], range(len(records[name].checksums)))
         return blocks
 
-    def own_blocks(self, comm: api.Comm, wanted: Iterable[Range]) -> FileBlocks:
+    def own_blocks(self, comm: api.Comm, wanted: Iterable[ByteRange]) -> FileBlocks:
         """Return the blocks of part files that have the bytes that this rank will read. Collective.
         Raise CheckpointError if the hosts of some ranks lack theirs."""
         ranges = list(wanted)
@@ -171,7 +171,7 @@ class Spread:
 
     # --- what is missing --------------------------------------------------------------------------
 
-    def gaps(self, wanted: Iterable[Range]) -> list[Range]:
+    def gaps(self, wanted: Iterable[ByteRange]) -> list[ByteRange]:
         """Return which of these bytes are not here."""
         found = []
         for file, begin, end in wanted:
@@ -183,20 +183,20 @@ class Spread:
                 found.append((file, begin, end))
         return found
 
-    def check(self, wanted: Iterable[Range] | None = None) -> None:
+    def check(self, wanted: Iterable[ByteRange] | None = None) -> None:
         """Raise CheckpointError unless these bytes are here, or all."""
         everything = ((name, 0, size) for name, size in self.manifest.whole.items())
         gaps = self.gaps(everything if wanted is None else wanted)
         names: dict[str, None] = {}
-        for file, begin, end in gaps:
-            if file.endswith(".safetensors"):
-                with contextlib.suppress(CheckpointError, OSError):
-                    opened = self.open(file, SafetensorsFile)
+        for file in dict.fromkeys(file for file, _, _ in gaps if file.endswith(".safetensors")):
+            with contextlib.suppress(CheckpointError, OSError):
+                opened = self.open(file, SafetensorsFile)
+                for _, begin, end in (gap for gap in gaps if gap[0] == file):
                     names.update(dict.fromkeys(opened.in_range(begin, end)))
         if gaps:
             raise self.lack_of(gaps, list(names))
 
-    def lack_of(self, gaps: Sequence[Range], names: Sequence[str] = ()) -> CheckpointError:
+    def lack_of(self, gaps: Sequence[ByteRange], names: Sequence[str] = ()) -> CheckpointError:
         """Return an error that names the hosts that wrote these bytes, and what to do.
 
         names: of the tensors that they contain.
@@ -217,11 +217,9 @@ class Spread:
         size = f"{sum(end - begin for _, begin, end in gaps):,} bytes{tensors}"
         if not hosts:
             return CheckpointError(f"'{self.path}' is incomplete: no host has {size}")
-        return CheckpointError(
-            f"'{self.path}' is incomplete on this host: the part files of {listed} are missing, "
-            f"with {size}: copy them here, or bring them to all hosts with `torchrun ... -m zshard "
-            f"ckpt collect {self.path}`"
-        )
+        lack = f"this host lacks the part files of {listed}, with {size}"
+        remedy = f"bring them to all hosts with `torchrun ... -m zshard ckpt collect {self.path}`"
+        return CheckpointError(f"'{self.path}' is incomplete: {lack}: {remedy}")
 
 
 def places_in(names: Iterable[str], parts: Mapping[str, PartRecord]) -> dict[str, list[RunPlace]]:

@@ -28,7 +28,6 @@ from zshard.api import (
     Staging,
     Target,
     Writer,
-    WrittenRun,
     gather,
     gather_bytes,
     on_all_ranks,
@@ -136,7 +135,7 @@ def _write_parts(
 
 
 def _write_part(
-    path: str, size: int, runs: Mapping[str, Sequence[WrittenRun]], writer: Writer
+    path: str, size: int, runs: Mapping[str, Sequence[Any]], writer: Writer
 ) -> FileRecord:
     try:
         created = api.File.create(path, size)
