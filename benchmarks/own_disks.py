@@ -4,7 +4,7 @@
 
 Each host is a set of namespaces of this machine (hosts_net.py) with a folder of its own at one
 path, which it alone can see. The state (parameters and Adam moments, about 1 GB) is sharded over
-all hosts. Saves sync; loads read from the page cache, over the wire where the host has no part.
+all hosts. Saves sync; loads read from the page cache; collect gives each host all parts.
 Bytes are counted at the network interface of each host.
 """
 
@@ -32,7 +32,7 @@ from benchmarks.hosts_net import INTERFACE, Hosts, run_ranks
 PLACE = "/mnt"
 """Where each host mounts its own folder."""
 
-CASES = ("save", "save, replicas=1", "load", "load, other order", "load, one host new")
+CASES = ("save", "load", "collect", "load, all parts here")
 
 
 def wire_bytes() -> int:
@@ -66,8 +66,13 @@ class Run:
         self.own = [zshard.to_local(t).detach() for t in (*params, *moments)]
         self.wanted = [tensor.clone() for tensor in self.own]
 
-    def save(self, path: str, replicas: int) -> None:
-        self.zshard.save(path, self.model, self.optimizer, per_host=True, replicas=replicas)
+    def save(self, path: str) -> None:
+        self.zshard.save(path, self.model, self.optimizer, per_host=True)
+
+    def collect(self, path: str) -> None:
+        from zshard.extras.per_host.collect import collect
+
+        collect([path])
 
     def load(self, path: str) -> None:
         self.zshard.load(path, self.model, self.optimizer)
@@ -95,39 +100,22 @@ def timed_load(run: Run, path: str) -> dict[str, float]:
 
 
 def one_round(run: Run, folder: Path) -> dict[str, dict[str, float]]:
-    """Save and load in all ways."""
-    host = dist.get_rank()
-    one, two = folder / "one", folder / "two"
+    """Save, load and collect."""
+    path = folder / "one"
     os.sync()
-    found = {"save": timed(lambda: run.save(str(one), 0))}
+    found = {"save": timed(lambda: run.save(str(path)))}
+    found["load"] = timed_load(run, str(path))
     os.sync()
-    found["save, replicas=1"] = timed(lambda: run.save(str(two), 1))
-    found["load"] = timed_load(run, str(one))
-    swapped = folder / "swapped"
-    swap(one, swapped)
-    found["load, other order"] = timed_load(run, str(swapped))
-    if host == 0:
-        shutil.rmtree(two)
-    found["load, one host new"] = timed_load(run, str(two))
-    for path in (one, two, swapped):
-        shutil.rmtree(path, ignore_errors=True)
+    found["collect"] = timed(lambda: run.collect(str(path)))
+    found["load, all parts here"] = timed_load(run, str(path))
+    shutil.rmtree(path)
     dist.barrier()
     return found
 
 
-def swap(one: Path, swapped: Path) -> None:
-    """Give each host the files of the one before it, over the ranks' own group."""
-    files = {each.name: each.read_bytes() for each in one.iterdir()}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, files)
-    swapped.mkdir()
-    for name, data in everyone[dist.get_rank() - 1].items():
-        (swapped / name).write_bytes(data)
-
-
 def lost(run: Run, folder: Path) -> str:
     """Return the error of a load after the last host has lost its disk."""
-    run.save(str(folder / "lost"), 0)
+    run.save(str(folder / "lost"))
     if dist.get_rank() == dist.get_world_size() - 1:
         shutil.rmtree(folder / "lost")
     try:

@@ -210,9 +210,7 @@ INSTALL = (
 
 WIRES: dict[str, dict[str, str]] = {
     "bf16": {"wire": "bf16"},
-    "int8": {"wire": "int8"},
     "bf16-gradients": {"gradients": "bf16"},
-    "int8-gradients": {"gradients": "int8"},
 }
 """Options of zshard's sides in fewer bytes: of gradients and parameters, or of gradients alone."""
 

@@ -160,11 +160,10 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
             zshard.NcclOptions. Default: None, the environment variable ZSHARD_TRANSPORT, else
             "auto".
         wire: how gradients and parameters cross hosts over "hosts" and "nccl": "bf16" (half the
-            bytes of float32), or "int8" (about a quarter, in blocks of 256 numbers that share a
-            scale); a zshard.Wire sets them apart. What that rounds off gradients goes into the next
-            step's. Forward and backward compute with rounded parameters; shards, the optimizer and
-            checkpoints stay exact. No effect on one host; not supported over "c10d". Default: None,
-            exact.
+            bytes of float32); a zshard.Wire sets them apart. What that rounds off gradients goes
+            into the next step's. Forward and backward compute with rounded parameters; shards, the
+            optimizer and checkpoints stay exact. No effect on one host; not supported over "c10d".
+            Default: None, exact.
         timeout: seconds that one wait for another rank may take. Default: None, the environment
             variable ZSHARD_TIMEOUT, else that of units inside, else the process group's. Models
             that share their ranks keep their own timeouts; units of one model have the same.

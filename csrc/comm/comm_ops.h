@@ -75,7 +75,7 @@ typedef struct zs_round_ops {
     /* Has every peer released the bucket? *ready is preset for transports whose peers have copies. */
     zs_status (*reusable)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready);
     /* --- besides -------------------------------------------------------------------------------------------------- */
-    /* (between rounds) Gradients are multiplied by `factor` from now on, and so must the codes' residual be. NULL:
+    /* (between rounds) Gradients are multiplied by `factor` from now on, and so must what codes have lost. NULL:
      * all is exact. */
     void (*rescale)(zs_comm *, zs_cunit *, double factor);
     /* Reports that this rank will not finish its backward: the peers' next collective fails with ZS_ERR_DIVERGED and

@@ -1,16 +1,9 @@
 /* wire_sizes.c - see wire_sizes.h. */
 #include "comm/wire_sizes.h"
 
-zs_wire_shard zs_wire_shard_of(zs_wire wire, zs_dtype dtype, size_t shard_bytes)
+size_t zs_wire_code_bytes(zs_wire wire, zs_dtype dtype, size_t shard_bytes)
 {
-    zs_wire_shard code = {.wire = ZS_WIRE_EXACT, .dtype = dtype};
-    bool fewer = dtype == ZS_F32 ? wire != ZS_WIRE_EXACT : wire == ZS_WIRE_INT8;
-    if (!fewer || (dtype != ZS_F32 && dtype != ZS_BF16 && dtype != ZS_F16)) return code;
-    code.wire = wire;
-    code.numel = (int64_t)(shard_bytes / zs_dtype_size(dtype));
-    code.bytes = zs_wire_bytes(wire, code.numel);
-    code.stride = zs_round_up(code.bytes, 64);
-    return code;
+    return wire == ZS_WIRE_BF16 && dtype == ZS_F32 ? shard_bytes / 2 : 0;
 }
 
 /* Double precision crosses uncoded: it was not chosen to save bytes. */
@@ -39,7 +32,7 @@ zs_wire_sums zs_wire_sums_of(const zs_comm *comm, const zs_cunit_spec *spec)
     zs_wire_sums sums = {.code = code_of(spec), .bytes = zs_wire_lay_out(comm, spec, at)};
     sums.travel = sums.bytes;
     if (sums.code == ZS_WIRE_EXACT) return sums;
-    sums.travel = zs_round_up(zs_wire_bytes(sums.code, (int64_t)(sums.bytes / sizeof(float))), 64);
+    sums.travel = sums.bytes / 2;
     sums.room = sums.bytes;
     return sums;
 }

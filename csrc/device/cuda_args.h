@@ -90,16 +90,13 @@ typedef struct zs_cuda_differs_args {
     uint32_t *flag;
 } zs_cuda_differs_args;
 
-/* Numbers as wire codes (comm/wire_code.c), or back: `parts` arrays of `numel` numbers, a code for each. */
-typedef struct zs_cuda_code_args {
-    void *values;
-    float *residual; /* [parts * numel] added to the numbers, and set to what their codes lose; NULL: none */
+/* codes[i] = zs_wire_encode(values[i], &lost[i]) */
+typedef struct zs_cuda_encode_args {
+    zs_cuda_cut cut;
+    const float *values;
+    float *lost;
     void *codes;
-    int64_t numel, blocks;             /* of a part; blocks of ZS_WIRE_BLOCK numbers */
-    int64_t value_stride, code_stride; /* bytes from one part to the next */
-    int32_t parts;
-    uint32_t int8; /* 0: bfloat16 */
-} zs_cuda_code_args;
+} zs_cuda_encode_args;
 
 /* The constants of a step in device memory, for each precision: what `rule` of zs_cuda_update_args is on the host. */
 typedef struct zs_cuda_constants {
@@ -167,7 +164,7 @@ static_assert(sizeof(zs_cuda_scale_args) == 48, "layout");
 static_assert(sizeof(zs_cuda_norm_args) == 32, "layout");
 static_assert(sizeof(zs_cuda_fold_args) == 40, "layout");
 static_assert(sizeof(zs_cuda_differs_args) == 48, "layout");
-static_assert(sizeof(zs_cuda_code_args) == 64, "layout");
+static_assert(sizeof(zs_cuda_encode_args) == 48, "layout");
 static_assert(sizeof(zs_adam_f64) == 80 && sizeof(zs_sgd_f64) == 56, "layout");
 static_assert(sizeof(zs_cuda_piece) == 80 && sizeof(zs_cuda_update_args) == 136 + 84 * ZS_CUDA_PIECES, "layout");
 static_assert(sizeof(zs_cuda_update_args) <= 4096, "what a kernel may be given");

@@ -12,7 +12,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/wire_block.h"
 #include "device/cuda_driver.h"
 #include "device/cuda_image.h"
 #include "device/cuda_launch.h"
@@ -28,8 +27,6 @@ static struct {
     char name[ZS_KERNEL_COUNT][40];
     bool sync; /* ZSHARD_SYNC */
 } kernels = {.lock = PTHREAD_MUTEX_INITIALIZER};
-
-static const zs_dtype coded_dtypes[ZS_CUDA_CODED] = {ZS_F32, ZS_BF16, ZS_F16};
 
 /* --- loading ------------------------------------------------------------------------------------------------------ */
 
@@ -49,10 +46,7 @@ static void name_kernels(void)
         snprintf(kernels.name[ZS_KERNEL_SCALE + to], size, "zs_scale_%s", dtype[to]);
         snprintf(kernels.name[ZS_KERNEL_NORM + to], size, "zs_norm_%s", dtype[to]);
     }
-    for (int i = 0; i < ZS_CUDA_CODED; i++) {
-        snprintf(kernels.name[ZS_KERNEL_ENCODE + i], size, "zs_encode_%s", dtype[coded_dtypes[i]]);
-        snprintf(kernels.name[ZS_KERNEL_DECODE + i], size, "zs_decode_%s", dtype[coded_dtypes[i]]);
-    }
+    snprintf(kernels.name[ZS_KERNEL_ENCODE], size, "zs_encode");
     snprintf(kernels.name[ZS_KERNEL_FOLD], size, "zs_fold");
     snprintf(kernels.name[ZS_KERNEL_DIFFERS], size, "zs_differs");
     snprintf(kernels.name[ZS_KERNEL_CONSTANTS], size, "zs_constants");
@@ -274,33 +268,14 @@ zs_status zs_cuda_differs(const void *a, const void *b, size_t bytes, uint32_t *
 
 /* --- wire codes --------------------------------------------------------------------------------------------------- */
 
-/* A warp for each block of numbers. */
-static zs_status launch_coder(int kernel, const zs_cuda_code_job *job, void *stream)
+zs_status zs_cuda_encode(const float *values, float *lost, int64_t numel, void *codes, void *stream)
 {
-    zs_cuda_code_args args = {.values = job->values, .residual = job->residual, .codes = job->codes};
-    args.numel = job->numel;
-    args.blocks = (job->numel + ZS_WIRE_BLOCK - 1) / ZS_WIRE_BLOCK;
-    args.value_stride = (int64_t)job->value_stride;
-    args.code_stride = (int64_t)job->code_stride;
-    args.parts = job->parts;
-    args.int8 = job->wire == ZS_WIRE_INT8;
-    const int64_t warps = args.blocks * args.parts, each = ZS_CUDA_BLOCK / ZS_CUDA_LANES;
-    int kind = 0;
-    while (kind < ZS_CUDA_CODED && coded_dtypes[kind] != job->dtype)
-        kind++;
-    if (kind == ZS_CUDA_CODED) return ZS_FAIL(ZS_ERR_TYPE, "numbers of dtype %d have no wire code", (int)job->dtype);
-    if (warps == 0) return ZS_OK;
-    return zs_cuda_launch(kernel + kind, (warps + each - 1) / each, &args, stream);
-}
-
-zs_status zs_cuda_encode(const zs_cuda_code_job *job, void *stream)
-{
-    return launch_coder(ZS_KERNEL_ENCODE, job, stream);
-}
-
-zs_status zs_cuda_decode(const zs_cuda_code_job *job, void *stream)
-{
-    return launch_coder(ZS_KERNEL_DECODE, job, stream);
+    if (numel <= 0) return ZS_OK;
+    zs_cuda_encode_args args = {.values = values, .lost = lost, .codes = codes};
+    const zs_cuda_array arrays[] = {{values, sizeof *values}, {lost, sizeof *lost}, {codes, sizeof(zs_bf16)}};
+    const int64_t pack = zs_cuda_pack_of(sizeof *values);
+    args.cut = zs_cuda_cut_of(arrays, 3, numel, pack);
+    return launch(ZS_KERNEL_ENCODE, &args.cut, pack, &args, stream);
 }
 
 /* --- norms -------------------------------------------------------------------------------------------------------- */

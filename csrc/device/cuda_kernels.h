@@ -32,22 +32,8 @@ zs_status zs_cuda_cast(const zs_cast *cast, bool add, void *stream);
 /* zs_device_scale. If `device_factor` is not NULL, the factor is what it holds when the kernel runs. */
 zs_status zs_cuda_scale(const zs_numbers *x, double factor, const float *device_factor, void *stream);
 
-/* Numbers to encode for the wire, or to decode, with the bits of comm/wire_code.c: `parts` arrays of them, a code
- * for each. */
-typedef struct zs_cuda_code_job {
-    zs_wire wire;   /* not ZS_WIRE_EXACT */
-    zs_dtype dtype; /* of the numbers */
-    int64_t numel;  /* of a part */
-    int parts;
-    void *values;
-    float *residual;                  /* (encode) [parts * numel], as in zs_wire_encode; NULL: none */
-    void *codes;                      /* multiples of 4, as the stride */
-    size_t value_stride, code_stride; /* bytes from one part to the next */
-} zs_cuda_code_job;
-
-/* Encodes / decodes all parts. */
-zs_status zs_cuda_encode(const zs_cuda_code_job *job, void *stream);
-zs_status zs_cuda_decode(const zs_cuda_code_job *job, void *stream);
+/* zs_wire_encode (base/wire.h) for `numel` numbers. */
+zs_status zs_cuda_encode(const float *values, float *lost, int64_t numel, void *codes, void *stream);
 
 /* Doubles that a norm needs for its partial sums. */
 enum { ZS_CUDA_NORM_SCRATCH = ZS_NORM_ROOM };

@@ -13,7 +13,6 @@ enum {
     ZS_CUDA_DITHERED = ZS_CUDA_DTYPES, /* bfloat16, rounded at random: one kind more */
     ZS_CUDA_KINDS,
     ZS_CUDA_RULES = 4, /* 2 * zs_rule + full */
-    ZS_CUDA_CODED = 3, /* dtypes of numbers that have wire codes */
 };
 
 /* Where the numbers of each kind of kernel begin. */
@@ -25,12 +24,11 @@ enum {
     ZS_KERNEL_FOLD = ZS_KERNEL_NORM + ZS_CUDA_DTYPES,
     ZS_KERNEL_DIFFERS,
     ZS_KERNEL_CONSTANTS,
+    ZS_KERNEL_ENCODE,
     ZS_KERNEL_STEP,                                                      /* + KINDS * rule + kind */
     ZS_KERNEL_LIVE = ZS_KERNEL_STEP + ZS_CUDA_KINDS * ZS_CUDA_RULES,     /* + DTYPES * rule + dtype */
     ZS_KERNEL_COMPACT = ZS_KERNEL_LIVE + ZS_CUDA_DTYPES * ZS_CUDA_RULES, /* + rule; Adam without amsgrad only */
-    ZS_KERNEL_ENCODE = ZS_KERNEL_COMPACT + ZS_CUDA_RULES,                /* + 0: float32, 1: bfloat16, 2: float16 */
-    ZS_KERNEL_DECODE = ZS_KERNEL_ENCODE + ZS_CUDA_CODED,                 /* likewise */
-    ZS_KERNEL_COUNT = ZS_KERNEL_DECODE + ZS_CUDA_CODED,
+    ZS_KERNEL_COUNT = ZS_KERNEL_COMPACT + ZS_CUDA_RULES,
 };
 
 /* Queues `blocks` blocks of a kernel, and loads all kernels before the first. The driver copies the arguments before

@@ -101,12 +101,10 @@ static PyObject *engine_set_prefetch(engine_object *self, PyObject *args)
 
 static PyObject *engine_set_codes(engine_object *self, PyObject *args)
 {
-    int codes[2];
-    if (!PyArg_ParseTuple(args, "ii:set_codes", &codes[0], &codes[1])) return NULL;
-    for (int i = 0; i < 2; i++)
-        if (codes[i] < ZS_WIRE_EXACT || codes[i] > ZS_WIRE_INT8)
-            return PyErr_Format(PyExc_ValueError, "unknown code %d", codes[i]);
-    zs_engine_set_codes(self->engine, (zs_wire)codes[0], (zs_wire)codes[1]);
+    int gradients, parameters;
+    if (!PyArg_ParseTuple(args, "pp:set_codes", &gradients, &parameters)) return NULL;
+    zs_engine_set_codes(self->engine, gradients ? ZS_WIRE_BF16 : ZS_WIRE_EXACT,
+                        parameters ? ZS_WIRE_BF16 : ZS_WIRE_EXACT);
     Py_RETURN_NONE;
 }
 
@@ -274,8 +272,8 @@ static PyMethodDef engine_methods[] = {
      "set_prefetch($self, forward, backward, /)\n--\n\nSet how many units ahead to prefetch in forward and in "
      "backward."},
     {"set_codes", (PyCFunction)engine_set_codes, METH_VARARGS,
-     "set_codes($self, gradients, parameters, /)\n--\n\nCode gradients and parameters of units that are created from "
-     "now on where they cross hosts: 0 leaves them exact, 1 is bfloat16, 2 int8."},
+     "set_codes($self, gradients, parameters, /)\n--\n\nLet gradients and parameters of units that are created from "
+     "now on cross hosts as bfloat16."},
     {"add_leaves", (PyCFunction)zs_py_add_leaves, METH_O, zs_py_add_leaves_doc},
     {"leaves", (PyCFunction)zs_py_leaves, METH_NOARGS, zs_py_leaves_doc},
     {"begin_leaf", (PyCFunction)zs_py_begin_leaf, METH_NOARGS, zs_py_begin_leaf_doc},

@@ -554,8 +554,10 @@ def test_invalid_parts(changes, said):
     record = {"size": 6, "crc32c": "00000000"}
     valid = {"version": 2, "files": {"a": record}, "parts": _PARTS, "whole": {"b": 7, "c": 1}}
     made = Manifest.parse(signed({**body(), **valid}), "zshard.json")
-    with pytest.raises(CheckpointError, match="do not have byte 3 of 'b'"):
-        Spread("x", made, ())
+    with pytest.raises(CheckpointError, match=r"host 'h' .*, with 8 bytes"):
+        Spread("x", made, ()).check()
+    with pytest.raises(CheckpointError, match="no host has 2 bytes"):  # of "b"
+        Spread("x", made, (), elsewhere=["a"]).check()
     with pytest.raises(CheckpointError, match=said):
         Spread("x", Manifest.parse(signed({**body(), **valid, **changes}), "zshard.json"), ())
 

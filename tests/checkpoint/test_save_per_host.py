@@ -1,4 +1,4 @@
-"""Checkpoints of hosts that share no disk: save(per_host=True), and load() over the wire.
+"""Checkpoints of hosts that share no disk: save(per_host=True), load() and collect.
 
 Hosts are simulated on one machine (groups.py); each has a folder of its own. The states of models that
 are saved by some hosts and loaded by others are the same, to the bit.
@@ -23,7 +23,7 @@ from unittest import mock
 
 import pytest
 import torch
-from groups import on_hosts
+from groups import mesh_of, on_hosts
 from nursery import fork_ranks
 from spawn import RankPool
 from torch import nn
@@ -32,8 +32,9 @@ import zshard
 from zshard import FSDP, CheckpointError, __main__
 from zshard.checkpoint import folder
 from zshard.checkpoint.manifest import Manifest
-from zshard.extras.per_host import remote
+from zshard.extras.per_host import hosts as of_hosts
 from zshard.extras.per_host import write_parts as save_parts
+from zshard.extras.per_host.collect import collect
 from zshard.ranks import meeting
 from zshard.wrap import ModuleWrapPolicy
 
@@ -67,6 +68,8 @@ def made(strategy: str, transport: str | None = None, seed: int = 0):
     )
     policy = ModuleWrapPolicy({nn.Linear})
     options = {"strategy": strategy, "transport": transport, "timeout": 60}
+    if strategy.startswith("hybrid"):
+        options["device_mesh"] = mesh_of(2, 2)
     model = FSDP(layers, auto_wrap_policy=policy, **options)
     return model, zshard.AdamW(model.parameters(), lr=0.01)
 
@@ -119,13 +122,17 @@ def load(root, strategy="full_shard", transport=None, numbers=None):
     return digest(model, optimizer), loaded.step, loaded["rank"]
 
 
-def refused(root) -> str:
+def refused(root, number=None) -> str:
     """Return the error of a load, after which the ranks can still work together."""
     model, optimizer = made("full_shard", seed=1)
     before = digest(model, optimizer)
-    with pytest.raises(CheckpointError) as error:
-        zshard.load(disk(root, node()), model, optimizer)
-    assert digest(model, optimizer) == before
+    for verify in (True, False):
+        with pytest.raises(CheckpointError) as error:
+            path = disk(root, node() if number is None else number)
+            zshard.load(path, model, optimizer, verify=verify)
+        assert digest(model, optimizer) == before
+        if "is damaged" in str(error.value):
+            break
     return str(error.value)
 
 
@@ -167,42 +174,95 @@ def on(pools):
 def test_each_host_writes_only_its_own(on, root, strategy, transport):
     wanted = on(2, 2, save, root, strategy, transport)[0][-1]
     files = folders(root)
-    assert set(files["disk0"]) & set(files["disk1"]) == {"zshard.json"}
+    assert set(files["disk0"]) & set(files["disk1"]) == {"all-hosts.part", "zshard.json"}
     manifests = {Path(root, d, "checkpoints", STEP, "zshard.json").read_text() for d in files}
     assert len(manifests) == 1
     found = on(2, 2, load, root, strategy, transport)
     assert found == [(wanted, 3, rank) for rank in range(4)]
 
 
-@pytest.mark.parametrize("hosts,per_host", [(2, 1), (3, 1), (1, 2), (4, 1)])
-def test_other_hosts_load(on, root, hosts, per_host):
-    """Hosts that are new have no folder; a host that remains may have another number."""
-    wanted = on(2, 2, save, root)[0][-1]
+def load_if_here(root):
+    """Load on hosts that have changed places: only with all parts."""
     numbers = [1, 0, 2, 3]
-    if hosts == 1:
-        gather_disks(root)
-        numbers = [0]
-    found = on(hosts, per_host, load, root, "full_shard", None, numbers)
-    assert {each[:2] for each in found} == {(wanted, 3)}
+    text = refused(root, numbers[node()])
+    collect_on_hosts(root, numbers)
+    return text, load(root, numbers=numbers)
+
+
+@pytest.mark.parametrize("hosts,per_host", [(2, 2), (2, 1), (3, 1)])
+def test_other_hosts_load_what_they_have_collected(on, root, hosts, per_host):
+    wanted = on(2, 2, save, root)[0][-1]
+    lacks = "host 'node2' has none" if hosts == 3 else r"host 'node[01]' \(ranks .*weight'"
+    for text, (found, step, _) in on(hosts, per_host, load_if_here, root):
+        assert (found, step) == (wanted, 3)
+        assert re.search(lacks, text) and "ckpt collect" in text
+
+
+def test_one_host_loads_the_parts_of_all(on, root):
+    wanted = on(2, 2, save, root)[0][-1]
+    gather_disks(root)
+    assert {each[0] for each in on(1, 2, load, root)} == {wanted}
+
+
+def refused_to_collect(root) -> str:
+    with pytest.raises(CheckpointError) as error:
+        collect([disk(root, node())])
+    return str(error.value)
 
 
 def test_a_lost_host_is_named_with_what_is_lost(on, root):
     on(2, 2, save, root)
     shutil.rmtree(Path(root, "disk1"))
     for text in on(2, 2, refused, root):
+        assert "the host 'node1' has none" in text and "ckpt collect" in text
+    for text in on(2, 2, refused_to_collect, root):
         assert "host 'node1' (ranks 2, 3)" in text
-        assert "weight'" in text and "copy their part files" in text
+    assert any("weight'" in text for text in on(2, 2, refused_to_collect, root))
 
 
-def save_twice_with_replicas(root):
-    return save(root, steps=(3, 5), replicas=1, asynchronous=True)
+def load_collected(root, strategy):
+    collect([disk(root, node())])
+    return load(root, strategy)
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
-def test_with_replicas_a_lost_host_loses_nothing(on, root, lost):
-    wanted = on(3, 1, save_twice_with_replicas, root)[0][-1]
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "no_shard"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_replicas_lose_nothing_with_a_host(on, root, strategy, lost):
+    wanted = on(2, 2, save, root, strategy)[0][-1]
     shutil.rmtree(Path(root, f"disk{lost}"))
-    assert {each[:2] for each in on(3, 1, load, root)} == {(wanted, 5)}
+    assert {each[0] for each in on(2, 2, load_collected, root, strategy)} == {wanted}
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_hosts_of_unequal_size(pool3, root, strategy):
+    """Two ranks write together what one rank writes alone; then each host has both."""
+    [wanted] = pool3.run(on_nodes, 2, save, root, "no_shard", "c10d")[0]
+    assert {each[0] for each in pool3.run(on_nodes, 2, load, root, "no_shard", "c10d")} == {wanted}
+    assert {e[0] for e in pool3.run(on_nodes, 2, load_collected, root, strategy)} == {wanted}
+
+
+def save_and_load_with(root, name):
+    """Return the state of an optimizer whose matrices belong to one rank each, before and after."""
+    digests = []
+    for seed in (0, 1):
+        model, _ = made("full_shard", seed=seed)
+        if name == "Muon":
+            optimizer = zshard.Muon(model)
+        else:
+            optimizer = zshard.WholeMatrix(torch.optim.Adafactor, model.parameters(), lr=0.01)
+        if seed == 0:
+            train(model, optimizer)
+            zshard.save(disk(root, node()), model, optimizer, per_host=True)
+        else:
+            zshard.load(disk(root, node()), model, optimizer)
+        digests.append(digest(model, optimizer))
+    return digests
+
+
+@pytest.mark.parametrize("name", ["Muon", "WholeMatrix"])
+def test_state_on_one_rank_is_on_its_host(on, root, name):
+    for before, after in on(2, 2, save_and_load_with, root, name):
+        assert before == after
 
 
 def save_two_steps(root):
@@ -252,31 +312,28 @@ def test_an_incomplete_newest_checkpoint_is_skipped_and_replaced(on, root):
 
 def damage(root, lost: int) -> Path:
     """Flip a bit of a tensor in a part file."""
-    path = next(Path(root, f"disk{lost}", "checkpoints", STEP).glob("*.part"))
+    path = next(Path(root, f"disk{lost}", "checkpoints", STEP).glob("rank*.part"))
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
     return path
 
 
-@pytest.mark.parametrize("other_hosts", [False, True])
-def test_damage_is_found_where_the_file_is(on, root, other_hosts):
-    """Also if other hosts need it, whose own disks have nothing."""
+def test_damage_is_found_where_the_file_is(on, root):
     on(2, 1, save, root)
     path = damage(root, 1)
-    if other_hosts:
-        os.rename(Path(root, "disk0"), Path(root, "disk2"))
-    for text in on(3 if other_hosts else 2, 1, refused, root):
+    for text in on(2, 1, refused, root):
         assert f"'{path}' is damaged" in text and "'0.weight'" in text
+    for text in on(2, 1, refused_to_collect, root):
+        assert f"'{path}' is damaged" in text
 
 
 def load_another_model(root):
     """Fail to load, with another model; then load in the same processes."""
-    numbers = [1, 0]
     other = FSDP(nn.Linear(3, 3))
     with pytest.raises(RuntimeError, match="Missing key"):
-        zshard.load(disk(root, numbers[node()]), other)
-    return [load(root, numbers=numbers) for _ in range(2)]
+        zshard.load(disk(root, node()), other)
+    return [load(root) for _ in range(2)]
 
 
 def test_a_load_that_fails_leaves_the_next_one_as_it_was(on, root):
@@ -298,14 +355,7 @@ def misuse(root):
             path,
             {"per_host": True, "overwrite": True},
         ),
-        (ValueError, "pass per_host=True", path, {"replicas": 1}),
-        (
-            ValueError,
-            "replicas must be an integer from 0",
-            path,
-            {"per_host": True, "replicas": -1},
-        ),
-        (TypeError, "replicas", path, {"per_host": True, "replicas": 1.5}),
+        (ValueError, "replicas= was removed", path, {"per_host": True, "replicas": 1}),
         (zshard.DivergenceError, "per_host", path, {"per_host": number == 0}),
         (zshard.DivergenceError, "path", path + str(number), {"per_host": True}),
         (FileNotFoundError, "does not exist", path + "/a/b", {"per_host": True}),
@@ -313,18 +363,13 @@ def misuse(root):
         with pytest.raises(error, match=text):
             zshard.save(where, model, optimizer, **options)
     train(model, optimizer)
-    with warnings.catch_warnings():  # an error on one rank is one on all
-        warnings.simplefilter("error")
-        with pytest.raises((UserWarning, RuntimeError), match="only 2 hosts"):
-            zshard.save(path, model, optimizer, per_host=True, replicas=5)
-    with pytest.warns(UserWarning, match="only 2 hosts") if is_first() else nullcontext():
-        zshard.save(path, model, optimizer, per_host=True, replicas=5)
+    zshard.save(path, model, optimizer, per_host=True)
     assert sorted(os.listdir(path)) == [
-        "rank-00000-of-00002.part", "rank-00001-of-00002.part", "zshard.json"
+        "all-hosts.part", f"rank-0000{number}-of-00002.part", "zshard.json"
     ]  # fmt: skip
-    if number == 1:
-        path = str(Path(root, "nowhere"))
-    zshard.load(path, model, optimizer)  # from the other host
+    zshard.load(path, model, optimizer)
+    with pytest.raises(ValueError, match="under torchrun, pass one path"):
+        collect([path, path])
     with pytest.raises(TypeError, match="path must be"):
         zshard.load(path if number == 0 else None, model, optimizer)
     assert zshard.latest_checkpoint(str(Path(root, "nowhere")), model) is None
@@ -344,8 +389,8 @@ def fail_in_the_middle(root, where):
     model, optimizer = made("full_shard")
     train(model, optimizer)
     path = disk(root, node())
-    options = {"step": 3, "per_host": True, "replicas": 1, "extra": {**SEEN, "rank": 0}}
-    owner = save_parts.FileRecord if where == "copy" else save_parts
+    options = {"step": 3, "per_host": True, "extra": {**SEEN, "rank": 0}}
+    owner = of_hosts if where == "FileBlocks" else save_parts
     with failing_on_node1(owner, where), pytest.raises(OSError, match="no space"):
         zshard.save(path, model, optimizer, **options)
     assert os.listdir(path) == []
@@ -359,7 +404,7 @@ def failing_on_node1(where, name):
     return mock.patch.object(where, name, side_effect=error) if node() == 1 else nullcontext()
 
 
-@pytest.mark.parametrize("where", ["_write_part", "copy", "write_text"])
+@pytest.mark.parametrize("where", ["_write_part", "FileBlocks", "write_text"])
 def test_a_failure_on_one_host_leaves_nothing_on_any(on, root, where):
     wanted = on(2, 1, fail_in_the_middle, root, where)[0]
     assert {each[0] for each in on(2, 1, load, root)} == {wanted}
@@ -383,25 +428,6 @@ def become_node() -> int:
     return node()
 
 
-def die_while_serving(root):
-    """Rank 1 dies when rank 0, whose disk is empty, reads from it."""
-    number = become_node()
-    model, optimizer = made("full_shard", seed=1)
-    if number == 1:
-        remote.RemoteParts._fill = lambda *_: os._exit(9)
-    with pytest.raises((zshard.PeerError, OSError), match=r"node1|rank 1"):
-        zshard.load(disk(root, number + 1), model, optimizer)
-
-
-def test_a_host_that_dies_while_others_read_from_it_is_an_error(on, root):
-    on(2, 1, save, root)
-    gather_disks(root)
-    os.rename(Path(root, "disk0"), Path(root, "disk2"))
-    shutil.rmtree(Path(root, "disk1"))
-    first, second = fork_ranks(die_while_serving, 2, root)
-    assert (first.returncode, second.returncode) == (0, 9), first.stderr
-
-
 def gather_disks(root) -> None:
     """Copy all part files to the first disk."""
     for each in Path(root, "disk1/checkpoints", STEP).glob("*.part"):
@@ -411,22 +437,18 @@ def gather_disks(root) -> None:
 # --- collecting, and one process ------------------------------------------------------------------
 
 
-def collect_from_hosts(root, out):
-    command = ["zshard", "checkpoint", "collect", disk(root, node()), out]
+def collect_on_hosts(root, numbers):
+    command = ["zshard", "checkpoint", "collect", disk(root, numbers[node()])]
     with mock.patch.object(sys, "argv", command):
-        return __main__.main()
+        assert __main__.main() == 0
 
 
-@pytest.mark.parametrize("over_the_wire", [False, True])
-def test_collect(on, root, command, over_the_wire):
+def test_collect(on, root, command):
     wanted = on(2, 2, save, root)[0][-1]
     disks = [str(Path(root, name, "checkpoints")) for name in ("disk0", "disk1")]
     out = str(Path(root, "one"))
-    if over_the_wire:
-        assert on(2, 2, collect_from_hosts, root, out) == [0] * 4
-    else:
-        status, said, errors = command("collect", *disks, out)
-        assert status == 0 and "wrote" in said, errors
+    status, said, errors = command("collect", *disks, out)
+    assert status == 0 and "wrote" in said, errors
     assert Manifest.read(out).more == {}
     status, _, errors = command("verify", out)
     assert status == 0, errors
@@ -453,13 +475,14 @@ def test_commands_name_what_is_missing(on, root, command):
     parts = [
         line.rpartition(": ")[2] for line in said.splitlines() if ".part of host 'node" in line
     ]
-    assert status == 0 and parts == ["here", "not in this folder"]
+    assert status == 0 and parts == ["here", "here", "not in this folder"]
     gather_disks(root)
     for words in (["verify", one], ["export", one, f"{root}/exported"]):
         status, _, errors = command(*words)
         assert status == 0, (words, errors)
     parts = json.loads(command("inspect", one, "--json")[1])["parts"]
     assert [(part["host"], part["here"]) for part in parts.values()] == [
+        ("node0", True),
         ("node0", True),
         ("node1", True),
     ]
@@ -496,8 +519,7 @@ def save_until_killed(root, seed):
     if number == seed % 2:
         delay = random.Random(seed).uniform(0, 0.6)
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    options = {"per_host": True, "keep_last": 1, "replicas": seed // 2 % 2}
-    options["extra"] = {**SEEN, "rank": 0}
+    options = {"per_host": True, "keep_last": 1, "extra": {**SEEN, "rank": 0}}
     with Path(root, f"log{number}").open("a", buffering=1) as log:
         for step in range(2, 1000):
             train(model, optimizer, 1)

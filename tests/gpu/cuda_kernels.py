@@ -23,7 +23,7 @@ from torch import Tensor
 import zshard
 
 SOURCES = ["cuda_driver.c", "cuda_kernels.c", "cuda_update.c", "device_cpu.c"]
-SOURCES += ["wire_code.c", "optim_compact.c", "optim_cpu.c", "simd.c", "memory.c", "status.c"]
+SOURCES += ["optim_compact.c", "optim_cpu.c", "simd.c", "memory.c", "status.c"]
 KERNELS = os.environ.get("ZSHARD_TEST_KERNELS", "")  # "", "copies" or "gpu"
 ADAM, SGD = 0, 1
 LENGTHS = [0, 1, 7, 8, 9, 40, 1027, 4099]
@@ -95,22 +95,6 @@ class Norm(ctypes.Structure):
         ("p", ctypes.c_double),
         ("result", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
-    )
-
-
-class Code(ctypes.Structure):
-    """zs_cuda_code_job."""
-
-    _fields_ = (
-        ("wire", ctypes.c_int),
-        ("dtype", ctypes.c_int),
-        ("numel", ctypes.c_int64),
-        ("parts", ctypes.c_int),
-        ("values", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("codes", ctypes.c_void_p),
-        ("value_stride", ctypes.c_size_t),
-        ("code_stride", ctypes.c_size_t),
     )
 
 
@@ -234,16 +218,11 @@ class Cuda:
             self.finish(self.lib.zs_cuda_differs(*three[:2], n, three[2], stream))
         return int(flag)
 
-    def recode(
-        self, way: str, wire: int, values: Tensor, residual: Tensor | None, codes: Tensor
-    ) -> None:
-        """Run zs_cuda_encode or zs_cuda_decode (`way`) on the rows of `values` and `codes`."""
-        strides = [rows.stride(0) * rows.element_size() for rows in (values, codes)]
-        shape = DTYPES[values.dtype], values.shape[1], len(values)
-        with places(values, residual, codes) as at:
-            job = Code(wire, *shape, at(values), at(residual), at(codes), *strides)
-            call = self.lib.zs_cuda_encode if way == "encode" else self.lib.zs_cuda_decode
-            self.finish(call(ctypes.byref(job), ctypes.c_void_p(self.stream)))
+    def encode(self, values: Tensor, lost: Tensor, codes: Tensor) -> None:
+        n, stream = ctypes.c_int64(values.numel()), ctypes.c_void_p(self.stream)
+        with places(values, lost, codes) as at:
+            three = [ctypes.c_void_p(at(t)) for t in (values, lost, codes)]
+            self.finish(self.lib.zs_cuda_encode(*three[:2], n, three[2], stream))
 
 
 def image_flags() -> list[str]:

@@ -32,7 +32,7 @@ KERNELS = {
     *(f"zs_step_{rule}_{d}" for rule in RULES for d in (*DTYPES, "dithered")),
     *(f"zs_live_{rule}_{d}" for rule in RULES for d in DTYPES),
     *(f"zs_compact_{rule}" for rule in RULES if rule != "amsgrad"),
-    *(f"zs_{way}_{d}" for way in ("encode", "decode") for d in DTYPES if d != "f64"),
+    "zs_encode",
     *("zs_fold", "zs_differs", "zs_constants"),
 }
 # What nearly all steps are made of: four blocks on a multiprocessor, for memory's sake.

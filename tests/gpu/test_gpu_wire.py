@@ -32,13 +32,11 @@ from scenarios import message_of
 from spawn import RankPool
 from torch import Tensor, nn
 from wires import (
-    BLOCK,
     NUMEL,
-    WIRES,
     Model,
     Products,
     Seen,
-    expected,
+    decoded,
     steps_after,
     steps_as,
     steps_with_a_scale,
@@ -53,7 +51,6 @@ SIZES = [(1, 1), (2, 2), (1, 1, 1, 1)]
 shapes = pytest.mark.parametrize(
     ("kind", "sizes"), [(kind, sizes) for kind in KINDS for sizes in SIZES]
 )
-wires = pytest.mark.parametrize("wire", WIRES)
 
 
 def wrapped(module: nn.Module, group: Any, on_gpu: bool = True, **options: Any) -> Any:
@@ -72,47 +69,44 @@ def wrapped(module: nn.Module, group: Any, on_gpu: bool = True, **options: Any) 
 # --- gradients ------------------------------------------------------------------------------------
 
 
-def arithmetic(sizes: tuple[int, ...], strategy: str, wire: str) -> list[bool]:
+def arithmetic(sizes: tuple[int, ...], strategy: str) -> list[bool]:
     """Return which of several steps have the reference's bits."""
     with hosts_of(*sizes) as group:
-        model = wrapped(Products(), group, strategy=strategy, wire=wire)
-        assert f"gradients cross hosts as {wire}" in model.summary()
-        beside = Model(wire, len(sizes), sizes[0], dist.get_world_size())
+        model = wrapped(Products(), group, strategy=strategy, wire="bf16")
+        assert "gradients cross hosts as bf16" in model.summary()
+        beside = Model(len(sizes), sizes[0])
         return steps_as(beside, model, strategy)
 
 
-@wires
 @shapes
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])
 @pytest.mark.sampled(6)
 def test_bit_identical_to_reference_arithmetic(
-    start: Start, kind: str, sizes: tuple[int, ...], strategy: str, wire: str
+    start: Start, kind: str, sizes: tuple[int, ...], strategy: str
 ) -> None:
     world = sum(sizes)
-    found = start(kind, world, "nccl").run(arithmetic, sizes, strategy, wire)
+    found = start(kind, world, "nccl").run(arithmetic, sizes, strategy)
     assert found == [[True] * 4] * world
 
 
-def scaled(sizes: tuple[int, ...], wire: str) -> list[bool]:
+def scaled(sizes: tuple[int, ...]) -> list[bool]:
     with hosts_of(*sizes) as group:
-        return steps_with_a_scale(lambda: wrapped(Products(), group, wire=wire))
+        return steps_with_a_scale(lambda: wrapped(Products(), group, wire="bf16"))
 
 
-@wires
 @pytest.mark.parametrize("kind", KINDS)
-def test_residuals_follow_the_loss_scale(start: Start, kind: str, wire: str) -> None:
-    assert start(kind, 2, "nccl").run(scaled, (1, 1), wire) == [[True] * 4] * 2
+def test_residuals_follow_the_loss_scale(start: Start, kind: str) -> None:
+    assert start(kind, 2, "nccl").run(scaled, (1, 1)) == [[True] * 4] * 2
 
 
-def skipped(sizes: tuple[int, ...], wire: str) -> tuple[list[float], bool, bool]:
+def skipped(sizes: tuple[int, ...]) -> tuple[list[float], bool, bool]:
     with hosts_of(*sizes) as group:
-        return steps_after(math.inf, wrapped(Products(), group, wire=wire))
+        return steps_after(math.inf, wrapped(Products(), group, wire="bf16"))
 
 
-@wires
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_ranks_skip_a_step_together(start: Start, kind: str, wire: str) -> None:
-    assert start(kind, 2, "nccl").run(skipped, (1, 1), wire) == [([2.0, 2.0], True, True)] * 2
+def test_all_ranks_skip_a_step_together(start: Start, kind: str) -> None:
+    assert start(kind, 2, "nccl").run(skipped, (1, 1)) == [([2.0, 2.0], True, True)] * 2
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -135,25 +129,23 @@ def counted(wire: str | None) -> list[float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_metrics_count_bytes(start: Start, kind: str) -> None:
-    shard, code = 4 * 2048, 2048 + 4 * 2048 // BLOCK + 32  # to a multiple of 64 bytes
+    shard, code = 4 * 2048, 2 * 2048
     pool = start(kind, 4, "nccl")
     assert pool.run(counted, None) == [[3 * shard, 3 * shard, 2 * shard, 2 * shard]] * 4
-    assert pool.run(counted, "int8") == [[3 * code, 2 * shard + code, 2 * code, code]] * 4
+    assert pool.run(counted, "bf16") == [[3 * code, 2 * shard + code, 2 * code, code]] * 4
 
 
 # --- parameters -----------------------------------------------------------------------------------
 
 
-def seen(sizes: tuple[int, ...], wire: str, dtype: torch.dtype) -> list[bool]:
+def seen(sizes: tuple[int, ...], dtype: torch.dtype) -> list[bool]:
     """Return whether each forward's parameters, and the shards, are as expected."""
     with hosts_of(*sizes) as group:
-        model = wrapped(Seen(dtype), group, wire=Wire(parameters=wire))
+        model = wrapped(Seen(dtype), group, wire=Wire(parameters="bf16"))
         exact = weights().to(dtype)
-        codes = dtype is torch.float32 or wire == "int8"
-        rounded = expected(wire, dist.get_world_size(), exact) if codes else exact
-        assert f"parameters cross hosts {'as ' + wire if codes else 'as they are'}" in (
-            model.summary()
-        )
+        rounded = decoded(exact)
+        code = "bf16" if dtype is torch.float32 else "they are"
+        assert f"parameters cross hosts as {code}" in model.summary()
         for _ in range(2):
             model(torch.ones(NUMEL, dtype=dtype, device=device())).backward()
         found = [torch.equal(each, rounded) for each in model.seen]
@@ -161,15 +153,14 @@ def seen(sizes: tuple[int, ...], wire: str, dtype: torch.dtype) -> list[bool]:
     return found
 
 
-@wires
 @shapes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.sampled(6)
 def test_forward_computes_with_decoded_parameters(
-    start: Start, kind: str, sizes: tuple[int, ...], dtype: torch.dtype, wire: str
+    start: Start, kind: str, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     world = sum(sizes)
-    assert start(kind, world, "nccl").run(seen, sizes, wire, dtype) == [[True] * 3] * world
+    assert start(kind, world, "nccl").run(seen, sizes, dtype) == [[True] * 3] * world
 
 
 # --- runs, beside those of the hosts transport ----------------------------------------------------
@@ -197,11 +188,11 @@ PATHS = {
 """Which layers a rank of four, on two hosts, runs at a step."""
 
 
-def trained(on_gpu: bool, path: str, strategy: str, wire: str) -> dict[str, Tensor]:
+def trained(on_gpu: bool, path: str, strategy: str) -> dict[str, Tensor]:
     """Return the parameters after some steps, and the losses."""
     with hosts_of(2, 2) as group:
         there = device() if on_gpu else torch.device("cpu")
-        how = {"auto_wrap_policy": CHOOSING.policy, "strategy": strategy, "wire": wire}
+        how = {"auto_wrap_policy": CHOOSING.policy, "strategy": strategy, "wire": "bf16"}
         model = wrapped(make(CHOOSING.make), group, on_gpu, any_order=path != "all", **how)
         optimizer, losses = zshard.AdamW(model.parameters(), lr=0.01), []
         for step in range(4):
@@ -215,24 +206,23 @@ def trained(on_gpu: bool, path: str, strategy: str, wire: str) -> dict[str, Tens
     return found
 
 
-@wires
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sampled(6)
 def test_trains_with_the_numbers_of_hosts(
-    start: Start, hosts: Hosts, kind: str, strategy: str, path: str, wire: str
+    start: Start, hosts: Hosts, kind: str, strategy: str, path: str
 ) -> None:
-    ours = start(kind, 4, "nccl").run(trained, True, path, strategy, wire)
-    theirs = hosts(4).run(trained, False, path, strategy, wire)
+    ours = start(kind, 4, "nccl").run(trained, True, path, strategy)
+    theirs = hosts(4).run(trained, False, path, strategy)
     for mine, other in zip(ours, theirs, strict=True):
         assert far(mine, other, EXACT if kind == "stand-in" else ADAM) == []
 
 
-def losses_of(wire: str, raises: bool) -> list[float]:
+def losses_of(raises: bool) -> list[float]:
     """Return the losses of three steps. raises: before each, a backward raises on all ranks."""
     with hosts_of(1, 1) as group:
-        model = wrapped(make(DEEP.make), group, auto_wrap_policy=DEEP.policy, wire=wire)
+        model = wrapped(make(DEEP.make), group, auto_wrap_policy=DEEP.policy, wire="bf16")
         optimizer, losses = zshard.AdamW(model.parameters(), lr=0.01), []
         for step in range(3):
             x = DEEP.batch(step, dist.get_rank()).to(device())
@@ -253,7 +243,7 @@ def losses_of(wire: str, raises: bool) -> list[float]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backward_that_raises_changes_nothing(start: Start, kind: str) -> None:
     ranks = start(kind, 2, "nccl")
-    assert ranks.run(losses_of, "int8", True) == ranks.run(losses_of, "int8", False)
+    assert ranks.run(losses_of, True) == ranks.run(losses_of, False)
 
 
 # --- memory, and what is refused ------------------------------------------------------------------
@@ -274,7 +264,7 @@ def sizes_of(wire: Any) -> tuple[int, int]:
 def test_memory_is_as_predicted(start: Start, kind: str) -> None:
     ranks = start(kind, 4, "nccl")
     exact = ranks.run(sizes_of, None)
-    for wire in (*WIRES, Wire(gradients="int8"), Wire(parameters="int8")):
+    for wire in ("bf16", Wire(gradients="bf16"), Wire(parameters="bf16")):
         for (predicted, peak), (before, _) in zip(ranks.run(sizes_of, wire), exact, strict=True):
             assert predicted == peak > before
 
@@ -283,7 +273,7 @@ def refused() -> str:
     with hosts_of(1, 1) as group:
         module = Products().to(device())
         return message_of(
-            lambda: FSDP(module, process_group=group, transport="c10d", wire="int8"),
+            lambda: FSDP(module, process_group=group, transport="c10d", wire="bf16"),
             NotImplementedError,
         )
 
@@ -291,7 +281,7 @@ def refused() -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_refused_over_c10d(start: Start, kind: str) -> None:
     for message in start(kind, 2, "c10d").run(refused):
-        assert "wire='int8' is not supported by transport='c10d'" in message
+        assert "wire='bf16' is not supported by transport='c10d'" in message
         assert "transport='nccl'" in message
 
 

@@ -95,7 +95,7 @@ def with_codes(library):
     """Return the weight after steps with a change of the scale, which carried errors follow."""
     with hosts_of(1, 1) as group:
         torch.manual_seed(0)
-        model = zshard.FSDP(nn.Linear(64, 64), process_group=group, wire="int8", timeout=60)
+        model = zshard.FSDP(nn.Linear(64, 64), process_group=group, wire="bf16", timeout=60)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = scaler_of(library, growth_interval=2000)
         for step in range(6):

@@ -147,10 +147,10 @@ def test_codes_save_bytes_between_hosts_only(strategy, trains_all):
         way = {"strategy": strategy, "wire": wire, "precision": "bf16"}
         return of_lora(8, per_host=per_host, trains_all=trains_all, **way)
 
-    none, int8, bf16 = (of(wire, 4) for wire in (Wire(), Wire("int8", "int8"), Wire("bf16")))
-    assert int8.traffic.hosts < bf16.traffic.hosts < none.traffic.hosts
-    assert int8.memory["transport"] > none.memory["transport"]  # what codes lose is kept
-    one_host = [of(wire, 8) for wire in (Wire(), Wire("int8", "int8"))]
+    none, coded = (of(wire, 4) for wire in (Wire(), Wire("bf16", "bf16")))
+    assert coded.traffic.hosts < none.traffic.hosts
+    assert coded.memory["transport"] > none.memory["transport"]  # what codes lose is kept
+    one_host = [of(wire, 8) for wire in (Wire(), Wire("bf16", "bf16"))]
     assert one_host[0]._replace(way=None) == one_host[1]._replace(way=None)
 
 
@@ -158,10 +158,10 @@ def test_codes_save_bytes_between_hosts_only(strategy, trains_all):
 def test_codes_are_faster_over_a_slow_network():
     none, coded = (
         zshard.plan(LARGE, 32, "h100", nic=100, batch=32, wire=wire, strategies=["full_shard"])
-        for wire in (None, "int8")
+        for wire in (None, "bf16")
     )
     assert coded.best.tokens_per_s > 1.5 * none.best.tokens_per_s
-    assert 'wire="int8"' in coded.line() and "wire 'int8'" in str(coded)
+    assert 'wire="bf16"' in coded.line() and "wire 'bf16'" in str(coded)
 
 
 # --- the optimizer's step -------------------------------------------------------------------------
@@ -283,8 +283,8 @@ def test_offload_is_tried_where_nothing_fits():
     [
         (True, None),
         (Offload(grads=True), "bf16"),
-        (Offload(params=False, fraction=0.25), Wire(gradients="int8")),
-        (CPUOffload(offload_params=True), Wire(parameters="int8")),
+        (Offload(params=False, fraction=0.25), Wire(gradients="bf16")),
+        (CPUOffload(offload_params=True), Wire(parameters="bf16")),
     ],
     ids=["all", "gradients, too", "a part", "by FSDP1's class"],
 )
@@ -308,7 +308,7 @@ def test_the_line_has_offload_and_wire(offload, wire):
     [
         ({"offload": "/tmp"}, NotImplementedError, "omit directory"),
         ({"offload": 3}, TypeError, "offload must be"),
-        ({"wire": "fp4"}, ValueError, "wire must be one of 'bf16', 'int8'"),
+        ({"wire": "fp4"}, ValueError, "wire must be one of 'bf16', None"),
         ({"model": DIMS._replace(lora=-1)}, ValueError, "lora must be a rank, or 0"),
         ({"batch": 6, "offload": True}, ValueError, "batch=6 is not a multiple of gpus=4"),
     ],
@@ -336,7 +336,7 @@ DECODER = ("--layers", "4", "--width", "64", "--heads", "2", "--vocab", "100", "
         (("--offload", "none"), "FSDP(model"),
         (("--lora", "4"), "0.2 M parameters"),
         (("--offload", "disk"), "--offload takes some of params,grads,optimizer, or none"),
-        (("--wire", "fp4"), "wire must be one of 'bf16', 'int8'"),
+        (("--wire", "fp4"), "wire must be one of 'bf16', None"),
     ],
     ids=["offload and wire", "no offload", "LoRA", "unknown part", "unknown code"],
 )

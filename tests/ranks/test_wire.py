@@ -14,7 +14,6 @@ from groups import curve, hosts_of, mesh_of, on_hosts
 from models import CASES, loss_of, make
 from scenarios import message_of
 from wires import (
-    WIRES,
     Model,
     Products,
     gradient,
@@ -28,42 +27,39 @@ import zshard
 from zshard import FSDP
 
 
-def wrap(group, wire, strategy="full_shard", **options):
+def wrap(group, wire="bf16", strategy="full_shard", **options):
     options.setdefault("process_group", group)
     return FSDP(
         Products(), strategy=strategy, auto_wrap_policy=None, timeout=60, wire=wire, **options
     )
 
 
-def arithmetic(sizes, strategy, wire, parts=None):
+def arithmetic(sizes, strategy):
     """Return which of several steps are bit-identical to the model's."""
     with hosts_of(*sizes) as group:
-        model = wrap(group, wire, strategy)
-        assert f"gradients cross hosts as {wire}" in model.summary()
-        beside = Model(wire, len(sizes), sizes[0], parts or dist.get_world_size())
+        model = wrap(group, strategy=strategy)
+        assert "gradients cross hosts as bf16" in model.summary()
+        beside = Model(len(sizes), sizes[0])
         return steps_as(beside, model, strategy)
 
 
-@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])
-def test_bit_identical_to_reference_arithmetic(pool4, strategy, wire):
-    assert pool4.run(arithmetic, (2, 2), strategy, wire) == [[True] * 4] * 4
+def test_bit_identical_to_reference_arithmetic(pool4, strategy):
+    assert pool4.run(arithmetic, (2, 2), strategy) == [[True] * 4] * 4
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_one_rank_per_host(pool2, wire):
-    assert pool2.run(arithmetic, (1, 1), "full_shard", wire) == [[True] * 4] * 2
+def test_one_rank_per_host(pool2):
+    assert pool2.run(arithmetic, (1, 1), "full_shard") == [[True] * 4] * 2
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_four_hosts(pool4, wire):
-    assert pool4.run(arithmetic, (1, 1, 1, 1), "full_shard", wire) == [[True] * 4] * 4
+def test_four_hosts(pool4):
+    assert pool4.run(arithmetic, (1, 1, 1, 1), "full_shard") == [[True] * 4] * 4
 
 
 # --- replicas -------------------------------------------------------------------------------------
 
 
-def replicas(wire, strategy):
+def replicas(strategy):
     """Return whether ranks with the same shard still have the same values, and the losses."""
     case = CASES["net"]
     with on_hosts(2):
@@ -72,10 +68,10 @@ def replicas(wire, strategy):
             strategy=strategy,
             auto_wrap_policy=case.policy,
             device_mesh=mesh_of(2, 2),
-            wire=wire,
+            wire="bf16",
             timeout=60,
         )
-        assert f"gradients cross hosts as {wire}" in model.summary()
+        assert "gradients cross hosts as bf16" in model.summary()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         losses = []
         for step in range(5):
@@ -92,58 +88,54 @@ def replicas(wire, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
-@pytest.mark.parametrize("wire", WIRES)
-def test_replicas_stay_the_same(pool4, wire, strategy):
-    assert pool4.run(replicas, wire, strategy) == [(True, True)] * 4
+def test_replicas_stay_the_same(pool4, strategy):
+    assert pool4.run(replicas, strategy) == [(True, True)] * 4
 
 
 # --- rounding errors ------------------------------------------------------------------------------
 
 
-def mean_of_many(wire, steps):
+def mean_of_many(steps):
     """Return the largest errors of one step's gradient and of the mean of many, and their
     bounds."""
     with hosts_of(2, 2) as group:
-        model = wrap(group, wire)
+        model = wrap(group)
         exact = sum(gradient(rank) for rank in range(4)) / 4
         each = [reduced(model, gradient(dist.get_rank())) for _ in range(steps)]
     first, mean = each[0], torch.stack(each).double().mean(0)
     return (first - exact).abs().max().item(), (mean - exact).abs().max().item()
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_rounding_errors_do_not_accumulate(pool4, wire):
+def test_rounding_errors_do_not_accumulate(pool4):
     steps = 32
-    for first, mean in pool4.run(mean_of_many, wire, steps):
+    for first, mean in pool4.run(mean_of_many, steps):
         assert first > 1e-4
         assert mean < 3 * first / steps
 
 
-def scaled(wire):
+def scaled():
     with hosts_of(2, 2) as group:
-        return steps_with_a_scale(lambda: wrap(group, wire))
+        return steps_with_a_scale(lambda: wrap(group))
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_residuals_follow_the_loss_scale(pool4, wire):
-    assert pool4.run(scaled, wire) == [[True] * 4] * 4
+def test_residuals_follow_the_loss_scale(pool4):
+    assert pool4.run(scaled) == [[True] * 4] * 4
 
 
-def skipped(wire, bad):
+def skipped(bad):
     with hosts_of(2, 2) as group:
-        return steps_after(bad, wrap(group, wire))
+        return steps_after(bad, wrap(group))
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("wire", WIRES)
-def test_all_ranks_skip_together(pool4, wire, bad):
-    assert pool4.run(skipped, wire, bad) == [([2.0, 2.0], True, True)] * 4
+def test_all_ranks_skip_together(pool4, bad):
+    assert pool4.run(skipped, bad) == [([2.0, 2.0], True, True)] * 4
 
 
-def accumulated(wire):
+def accumulated():
     """no_sync(), and a rank without gradients, give the same as the sum in one round."""
     with hosts_of(2, 2) as group:
-        model, beside = wrap(group, wire), Model(wire, 2, 2, 4)
+        model, beside = wrap(group), Model(2, 2)
         rank = dist.get_rank()
         with model.no_sync():
             model(gradient(rank, 0)).backward()
@@ -154,9 +146,8 @@ def accumulated(wire):
     return torch.equal(local, expected[begin : begin + local.numel()])
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_no_sync_gradients_are_sent_once(pool4, wire):
-    assert pool4.run(accumulated, wire) == [True] * 4
+def test_no_sync_gradients_are_sent_once(pool4):
+    assert pool4.run(accumulated) == [True] * 4
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -165,16 +156,15 @@ def test_no_sync_gradients_are_sent_once(pool4, wire):
 @pytest.mark.thorough
 def test_loss_decreases_as_in_float32(pool4):
     exact = pool4.run(curve, None, 20, 1.0)[0]
-    for wire in WIRES:
-        coded = pool4.run(curve, wire, 20, 1.0)[0]
-        assert coded != exact
-        assert coded[-1] < exact[0] - 0.9 * (exact[0] - exact[-1])
-        assert max(abs(a - b) for a, b in zip(coded, exact, strict=True)) < 0.05 * exact[0]
+    coded = pool4.run(curve, "bf16", 20, 1.0)[0]
+    assert coded != exact
+    assert coded[-1] < exact[0] - 0.9 * (exact[0] - exact[-1])
+    assert max(abs(a - b) for a, b in zip(coded, exact, strict=True)) < 0.05 * exact[0]
 
 
 def test_gradients_in_bfloat16_are_summed_before_they_are_coded(pool4):
     low = zshard.MixedPrecision(torch.bfloat16)
-    losses = pool4.run(curve, "int8", 10, 1.0, low)[0]
+    losses = pool4.run(curve, "bf16", 10, 1.0, low)[0]
     assert losses[-1] < losses[0]
 
 
@@ -204,12 +194,10 @@ def sizes(wire, strategy):
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_memory_is_as_predicted(pool4, strategy):
-    found = {wire: pool4.run(sizes, wire, strategy) for wire in (None, *WIRES)}
-    for wire in WIRES:
-        for (told, predicted, now), exact in zip(found[wire], found[None], strict=True):
-            assert told == predicted
-            assert now - exact[2] == told - exact[0]
-    assert found["bf16"][0] > found["int8"][0] > found[None][0]
+    exact, coded = (pool4.run(sizes, wire, strategy) for wire in (None, "bf16"))
+    for (told, predicted, now), before in zip(coded, exact, strict=True):
+        assert told == predicted > before[0]
+        assert now - before[2] == told - before[0]
 
 
 # --- unsupported cases ----------------------------------------------------------------------------
@@ -217,35 +205,35 @@ def test_memory_is_as_predicted(pool4, strategy):
 
 def differing():
     with hosts_of(2, 2) as group:
-        wire = "int8" if dist.get_rank() == 1 else None
+        wire = "bf16" if dist.get_rank() == 1 else None
         return message_of(lambda: wrap(group, wire), zshard.DivergenceError)
 
 
 def test_different_settings_are_an_error(pool4):
     for message in pool4.run(differing):
         assert "wire" in message
-        assert "int8" in message
+        assert "bf16" in message
 
 
 def refusals():
     with hosts_of(2, 2) as group:
         return (
-            message_of(lambda: wrap(group, "int4"), ValueError),
-            message_of(lambda: wrap(group, "int8", transport="c10d"), NotImplementedError),
+            message_of(lambda: wrap(group, "int8"), ValueError),
+            message_of(lambda: wrap(group, transport="c10d"), NotImplementedError),
         )
 
 
 def test_unsupported_cases_are_refused(pool4):
     for name, transport in pool4.run(refusals):
-        assert "'bf16', 'int8'" in name
+        assert "'bf16', None" in name
         assert "transport='hosts'" in transport
 
 
 def on_one_host():
-    model = wrap(None, "int8", transport="shm")  # "auto" is what the group's first model took
+    model = wrap(None, transport="shm")  # "auto" is what the group's first model took
     grads = reduced(model, gradient(dist.get_rank()))
     exact = (gradient(0) + gradient(1)) / 2
-    return "wire='int8' has no effect" in model.summary(), torch.equal(grads, exact)
+    return "wire='bf16' has no effect" in model.summary(), torch.equal(grads, exact)
 
 
 def test_nothing_is_encoded_on_one_host(pool2):
@@ -255,7 +243,7 @@ def test_nothing_is_encoded_on_one_host(pool2):
 def copied():
     """A copy has its own residuals."""
     with hosts_of(2, 2) as group:
-        model, beside = wrap(group, "int8"), Model("int8", 2, 2, 4)
+        model, beside = wrap(group), Model(2, 2)
         reduced(model, gradient(dist.get_rank(), 1))
         twin = copy.deepcopy(model)
         expected = beside.reduce([gradient(rank) for rank in range(4)])

@@ -19,7 +19,7 @@ from models import CASES, loss_of, make
 from scenarios import message_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from wires import NUMEL, WIRES, Products, Seen, expected, weights
+from wires import NUMEL, Products, Seen, decoded, weights
 
 import zshard
 from zshard import FSDP, Wire
@@ -31,23 +31,22 @@ ROUNDED = Wire(parameters="bf16")  # elementwise, so a reference needs no shards
 # --- values ---------------------------------------------------------------------------------------
 
 
-def seen(sizes, wire, dtype=torch.float32, options=None):
+def seen(sizes, dtype=torch.float32, options=None):
     """Return differences in the parameters of a forward, in the shards, and in what a script may
     read."""
-    world, options = dist.get_world_size(), options or {}
+    options = options or {}
     with hosts_of(*sizes) as group:
         model = FSDP(
             Seen(dtype),
             process_group=group,
             auto_wrap_policy=None,
             timeout=60,
-            wire=Wire(parameters=wire),
+            wire=ROUNDED,
             **options,
         )
         exact = weights().to(dtype)
         low = exact.bfloat16() if "mixed_precision" in options else exact
-        codes = wire is not None and (low.dtype is torch.float32 or wire == "int8")
-        rounded = expected(wire, world, low) if codes else low
+        rounded = decoded(low)
         for _ in range(2):
             model(torch.ones(NUMEL, dtype=low.dtype)).backward()
         found = differences(
@@ -56,43 +55,34 @@ def seen(sizes, wire, dtype=torch.float32, options=None):
         found += differences(model.state_dict(), {"weight": exact})
         with zshard.FSDP.summon_full_params(model):
             found += differences({"summoned": model.weight.detach()}, {"summoned": exact})
-        words = (
-            ""
-            if wire is None
-            else f"parameters cross hosts {'as ' + wire if codes else 'as they are'}"
-        )
+        codes = low.dtype is torch.float32
+        words = f"parameters cross hosts as {'bf16' if codes else 'they are'}"
         return found + ([] if words in model.summary() else [model.summary()])
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1, 1)])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_forward_computes_with_decoded_parameters(pool4, wire, sizes, strategy):
-    assert pool4.run(seen, sizes, wire, torch.float32, {"strategy": strategy}) == [[]] * 4
+def test_forward_computes_with_decoded_parameters(pool4, sizes, strategy):
+    assert pool4.run(seen, sizes, torch.float32, {"strategy": strategy}) == [[]] * 4
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_two_ranks_on_hosts(pool2, wire):
-    assert pool2.run(seen, (1, 1), wire) == [[]] * 2
+def test_two_ranks_on_hosts(pool2):
+    assert pool2.run(seen, (1, 1)) == [[]] * 2
 
 
-@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_parameters_of_other_dtypes(pool4, wire, dtype):
-    wire = None if dtype is torch.float64 else wire
-    assert pool4.run(seen, (2, 2), wire, dtype) == [[]] * 4
+def test_parameters_of_other_dtypes(pool4, dtype):
+    assert pool4.run(seen, (2, 2), dtype) == [[]] * 4
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_cast_parameters_are_encoded(pool4, wire):
-    assert pool4.run(seen, (2, 2), wire, torch.float32, {"mixed_precision": LOW}) == [[]] * 4
+def test_cast_parameters_are_encoded(pool4):
+    assert pool4.run(seen, (2, 2), torch.float32, {"mixed_precision": LOW}) == [[]] * 4
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_parameters_on_a_disk(pool4, tmp_path, wire):
+def test_parameters_on_a_disk(pool4, tmp_path):
     options = {"offload": zshard.Offload(directory=str(tmp_path))}
-    assert pool4.run(seen, (2, 2), wire, torch.float32, options) == [[]] * 4
+    assert pool4.run(seen, (2, 2), torch.float32, options) == [[]] * 4
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -193,7 +183,7 @@ def uncoded(strategy, options):
     """Return whether wire changes nothing where no gather crosses hosts."""
     case, found = CASES["mlp"], []
     with on_hosts(2):
-        for wire in (None, Wire(parameters="int8")):
+        for wire in (None, ROUNDED):
             if strategy.startswith("hybrid"):
                 options = {**options, "device_mesh": mesh_of(2, 2)}
             model = FSDP(
@@ -219,7 +209,7 @@ def test_gathers_within_a_host_are_exact(pool4, strategy):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("wire", ["int8", Wire(parameters="int8")])
+@pytest.mark.parametrize("wire", ["bf16", ROUNDED])
 def test_loss_decreases_as_in_float32(pool4, wire):
     exact, coded = (pool4.run(curve, each, 120)[0] for each in (None, wire))
     assert coded != exact
@@ -232,23 +222,23 @@ def shard_fully(wire):
     with on_hosts(2):
         model = zshard.fully_shard(Seen(), wire=wire)
         model(torch.ones(NUMEL)).backward()
-    rounded = expected("int8", 4, weights())
-    said = "parameters cross hosts as int8" in model.summary()
+    rounded = decoded(weights())
+    said = "parameters cross hosts as bf16" in model.summary()
     return differences({"seen": model.seen[0]}, {"seen": rounded}), said
 
 
 def test_fully_shard_takes_it(pool4):
-    assert pool4.run(shard_fully, Wire(parameters="int8")) == [([], True)] * 4
+    assert pool4.run(shard_fully, ROUNDED) == [([], True)] * 4
 
 
 # --- diverging ranks ------------------------------------------------------------------------------
 
 
-def evaluated(wire):
+def evaluated():
     """Return differences between a rank's evaluation while others train, and one of all ranks."""
     case = CASES["mlp"]
     with hosts_of(2, 2) as group:
-        model = case_of(group, "mlp", wire=wire)
+        model = case_of(group, "mlp", wire="bf16")
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         together, alone = {}, {}
         for step in range(3):
@@ -262,9 +252,8 @@ def evaluated(wire):
         return differences(alone, {key: together[key] for key in alone})
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_lone_evaluation_uses_the_same_values(pool4, wire):
-    assert pool4.run(evaluated, wire) == [[]] * 4
+def test_lone_evaluation_uses_the_same_values(pool4):
+    assert pool4.run(evaluated) == [[]] * 4
 
 
 def differing(first, second):
@@ -276,7 +265,7 @@ def differing(first, second):
         )
 
 
-@pytest.mark.parametrize("first, second", [(ROUNDED, None), ("int8", Wire("int8"))])
+@pytest.mark.parametrize("first, second", [(ROUNDED, None), ("bf16", Wire("bf16"))])
 def test_different_settings_are_an_error(pool4, first, second):
     for message in pool4.run(differing, first, second):
         assert "wire" in message
@@ -329,9 +318,8 @@ def sent(wire):
 
 
 def test_bytes_between_hosts(pool4):
-    exact, low, least = (pool4.run(sent, wire)[0] for wire in (None, "bf16", "int8"))
+    exact, low = (pool4.run(sent, wire)[0] for wire in (None, "bf16"))
     assert exact == 2 * low > 0
-    assert least == exact // 4 * (256 + 4) // 256
 
 
 def peaks(wire):
@@ -368,16 +356,16 @@ def test_memory_is_as_predicted(pool4):
 # --- arguments ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [("int4",), (None, "fp8"), (torch.bfloat16,)])
+@pytest.mark.parametrize("arguments", [("int8",), (None, "fp8"), (torch.bfloat16,)])
 def test_unknown_names(arguments):
-    with pytest.raises(ValueError, match=r"Wire: \w+ must be one of 'bf16', 'int8', None"):
+    with pytest.raises(ValueError, match=r"Wire: \w+ must be one of 'bf16', None"):
         Wire(*arguments)
 
 
 def test_accepted_values():
-    with pytest.raises(ValueError, match=r"'bf16', 'int8', None, got 8"):
+    with pytest.raises(ValueError, match=r"'bf16', None, got 8"):
         zshard.predict_memory(Products(), 4, wire=8)
-    both = zshard.predict_memory(Products(), 4, local_world_size=2, wire="int8")
+    both = zshard.predict_memory(Products(), 4, local_world_size=2, wire="bf16")
     assert both == zshard.predict_memory(
-        Products(), 4, local_world_size=2, wire=Wire("int8", "int8")
+        Products(), 4, local_world_size=2, wire=Wire("bf16", "bf16")
     )

@@ -20,6 +20,7 @@ from accelerated import Run, equal, forget_accelerate, names_in, small_model
 
 import zshard
 import zshard.accelerate
+from zshard.extras.per_host.collect import collect
 
 
 def resume(folder: str, strategy: str) -> tuple[bool, set[str]]:
@@ -75,13 +76,15 @@ def test_hosts_without_a_shared_disk_resume(tmp_path: Path) -> None:
         assert f"zshard_model/rank-{rank:05}-of-00002.part" in files
 
 
-def resume_with_new_host(root: str, new: int) -> tuple[str, bool]:
+def resume_with_new_host(root: str, new: int, collects: bool) -> tuple[str, bool]:
     """Return the error of load_state, and whether it has loaded what was saved. The folder of rank
-    `new` has only what Accelerate itself saved."""
+    `new` has only what Accelerate itself saved, and with `collects` the parts from the others."""
     run, rank = run_on_own_disk(), os.environ["RANK"]
     if rank == str(new):
         shutil.copytree(f"{root}/0", f"{root}/{rank}", ignore=lambda *_: ["zshard_model"])
     error = ""
+    if collects:
+        collect([f"{root}/{rank}/zshard_model"])
     try:
         run.accelerator.load_state(f"{root}/{rank}")
     except zshard.CheckpointError as found:
@@ -98,12 +101,12 @@ def save_on_own_disks(root: str) -> None:
         torch.save(state, f"{root}/expected.pt")
 
 
-def test_new_host_loads_from_the_others(tmp_path: Path) -> None:
+def test_new_host_loads_what_it_has_collected(tmp_path: Path) -> None:
     fork_ranks(save_on_own_disks, 2, str(tmp_path), check=True, timeout=200)
-    done = fork_ranks(resume_with_new_host, 3, str(tmp_path), 2, check=True, timeout=200)
+    done = fork_ranks(resume_with_new_host, 3, str(tmp_path), 2, True, check=True, timeout=200)
     assert [result.value for result in done] == [("", True)] * 3
     shutil.rmtree(tmp_path / "1")
-    done = fork_ranks(resume_with_new_host, 2, str(tmp_path), 1, check=True, timeout=200)
+    done = fork_ranks(resume_with_new_host, 2, str(tmp_path), 1, False, check=True, timeout=200)
     for result in done:
         error, loaded = result.value
         assert "host1" in error and not loaded

@@ -140,8 +140,6 @@ COUNTED: dict[tuple[str, tuple[int, ...], str, str | None], tuple[float, float, 
     ("auto", (2, 2), "hybrid_shard", None): (0, 2 * B / 2, 0, B / 2),
     ("shm", (4,), "hybrid_shard", None): (0, 3 * B / 2, 0, 0),
     ("auto", (2, 2), "full_shard", "bf16"): (0, 2 * B / 4, G / 8, B / 8),
-    # int8: 4 bytes more for each block of 256 numbers.
-    ("auto", (2, 2), "full_shard", "int8"): (0, 2 * B / 4, G / 16 * 65 / 64, B / 16 * 65 / 64),
 }
 
 

@@ -102,15 +102,12 @@ class Reader:
 class InParts(Protocol):
     """The files of a checkpoint that no folder has as they are: an extra's."""
 
-    path: str
-    manifest: Manifest
-
     def open(self, name: str, kind: type[_File]) -> _File:
         """Open a file of the checkpoint as a `kind` of OpenFile."""
 
     def own_blocks(self, comm: _core.Comm, wanted: Iterable[tuple[str, int, int]]) -> FileBlocks:
         """Return the blocks on disk that this rank verifies. Collective. wanted: (file, first byte,
-        byte after the last) of what this rank will read."""
+        byte after the last) of what this rank will read. Raise CheckpointError if it lacks some."""
 
     def close(self) -> None: ...
 
@@ -135,25 +132,19 @@ class Checkpoint:
 
     @staticmethod
     @contextlib.contextmanager
-    def opened(
-        path: str | os.PathLike[str], with_optimizer: bool = False, spread: InParts | None = None
-    ) -> Iterator[Checkpoint]:
+    def opened(path: str | os.PathLike[str], with_optimizer: bool = False) -> Iterator[Checkpoint]:
         """Context manager in which the checkpoint at `path` is open.
 
         path: a .safetensors file, a folder, or a checkpoint directory, whose newest finished
             checkpoint is opened.
         with_optimizer: open the optimizer's files, too.
-        spread: the checkpoint, if it is in parts and the ranks have opened it together.
 
         Raises OSError if a file cannot be opened and CheckpointError if it is invalid, naming the
         file.
         """
         opened = Checkpoint(path_of(path))
         try:
-            if spread is not None:
-                opened.path = spread.path
-                opened._take(spread.manifest, spread, with_optimizer)
-            elif os.path.isdir(opened.path) and os.path.lexists(os.path.join(opened.path, NAME)):
+            if os.path.isdir(opened.path) and os.path.lexists(os.path.join(opened.path, NAME)):
                 opened._open_with_manifest(with_optimizer)
             elif _has_folders_alone(opened.path) or not module_for("readers").open_into(
                 opened, with_optimizer
@@ -249,13 +240,9 @@ class Checkpoint:
 
     def _open_with_manifest(self, with_optimizer: bool) -> None:
         manifest = Manifest.read(self.path)
-        spread: InParts | None = None
         if manifest.whole:
-            spread = module_for("per_host").Spread(self.path, manifest, [self.path])
-        self._take(manifest, spread, with_optimizer)
-
-    def _take(self, manifest: Manifest, spread: InParts | None, with_optimizer: bool) -> None:
-        self.manifest, self.spread = manifest, spread
+            self.spread = module_for("per_host").Spread(self.path, manifest, [self.path])
+        self.manifest = manifest
         self.step = manifest.step
         self.model = self.tensors(_MODEL)
         self.tied = dict(manifest.tied)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
@@ -83,9 +83,9 @@ def ranks_of(model: nn.Module) -> _core.Comm:
 class Replicas:
     """How many ranks hold the same elements as this one, per unit."""
 
-    def __init__(self, model: nn.Module, comm: _core.Comm) -> None:
-        """Collective."""
-        self._comm = comm
+    def __init__(self, model: nn.Module, comm: _core.Comm, ranks: Sequence[int]) -> None:
+        """Collective. ranks: which ones count, this one among them."""
+        self._comm, self._ranks = comm, ranks
         shards = {id(s.comms.shards): s.comms.shards for _, s in units_of(model)}
         parts = [each.rank for each in shards.values()]
         everyone = [parts]
@@ -93,9 +93,11 @@ class Replicas:
             everyone = gather(comm, parts)
         self._groups: dict[int, tuple[int, int, int]] = {}
         for i, (key, shard_comm) in enumerate(shards.items()):
-            same = [r for r, ranks in enumerate(everyone) if ranks[i : i + 1] == parts[i : i + 1]]
-            row = (1, 0) if shard_comm is comm else (len(same), same.index(comm.rank))
-            self._groups[key] = (*row, i)
+            if shard_comm is comm:
+                self._groups[key] = (1, 0, i)
+                continue
+            same = [rank for rank in ranks if everyone[rank][i : i + 1] == parts[i : i + 1]]
+            self._groups[key] = (len(same), same.index(comm.rank), i)
 
     def share(self, entry: Entry) -> SaveShare | None:
         """Return this rank's share of a tensor to save; None: rank 0 saves it."""
@@ -103,7 +105,7 @@ class Replicas:
         if part is None:
             return (0, 1, 0, _RANK_0) if rank == 0 else None
         if not part.is_cut:
-            return 0, self._comm.world, rank, _EVERYONE
+            return 0, len(self._ranks), self._ranks.index(rank), _EVERYONE
         return part.begin, *self._groups[id(part.shards)]
 
 

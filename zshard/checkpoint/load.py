@@ -164,14 +164,14 @@ def _open(
     path: str | os.PathLike[str],
     with_optimizer: bool,
 ) -> Checkpoint:
-    in_parts, spread = False, None
+    in_parts = False
     with on_all_ranks(comm):
         path = path_of(path)
         in_parts = has_parts(path)
     if on_any_rank(comm, in_parts):
-        path, spread = module_for("per_host").opened_together(stack, comm, path)
+        path = module_for("per_host").common_checkpoint(comm, path)
     with on_all_ranks(comm):
-        checkpoint = stack.enter_context(Checkpoint.opened(path, with_optimizer, spread))
+        checkpoint = stack.enter_context(Checkpoint.opened(path, with_optimizer))
     tensors = sorted(checkpoint.model.items())
     facts = [(f"tensor '{n}'", f"shape {e.shape}, {e.dtype}") for n, e in tensors]
     if checkpoint.manifest is not None:
@@ -256,7 +256,7 @@ def _check(
     with on_all_ranks(comm):
         for entry in share(entries, comm.rank, comm.world):
             entry.check()
-    if checkpoint.manifest is None or not verify:
+    if checkpoint.manifest is None or not (verify or checkpoint.spread):
         return
     needed = {id(entry.file) for entry in entries if isinstance(entry, TensorEntry)}
     files = {name: file for name, file in checkpoint.files.items() if id(file) in needed}
@@ -270,5 +270,6 @@ def _check(
     else:
         names = {id(file): name for name, file in files.items()}
         ranges = [(names[id(file)], begin, end) for file, begin, end in wanted]
-        blocks = checkpoint.spread.own_blocks(comm, ranges)
-    _verify(comm, checkpoint, blocks)
+        blocks = checkpoint.spread.own_blocks(comm, ranges)  # also if nothing is verified
+    if verify:
+        _verify(comm, checkpoint, blocks)

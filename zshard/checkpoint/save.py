@@ -103,11 +103,11 @@ def save(
         checkpoint without such values is kept, too.
     overwrite: replace an existing checkpoint once this one is finished.
     max_shard_size: the maximum bytes of tensors per file, as a number or as "5GB", "200MiB".
-    per_host: each host writes what its ranks hold to its own disk, and a manifest; load() finds the
-        pieces on any host. For hosts that share no disk; the ranks of a host share `path`.
-        `overwrite` is not available then.
-    replicas: with `per_host`, the number of other hosts that keep a copy of what a host writes. It
-        is sent over the wire. With 1, one lost host loses nothing.
+    per_host: each host writes what its ranks hold to its own disk, and a manifest, for hosts that
+        share no disk; the ranks of a host share `path`. The same ranks load it on the same hosts;
+        for others, `python -m zshard ckpt collect` first brings all parts to all hosts. `overwrite`
+        is not available then.
+    replicas: removed; raises ValueError.
 
     Raises the same type of error on all ranks, after which training can continue: FileExistsError
     if the path exists; OSError if the system refuses; ValueError or TypeError, which name the
@@ -121,7 +121,6 @@ def save(
     look()  # before the ranks begin, since it may raise
     model = bare(model)
     comm = ranks_of(model)
-    copies = Replicas(model, comm)
     with on_all_ranks(comm), torch.no_grad():
         finish()
         kept = Kept(
@@ -131,11 +130,10 @@ def save(
         )
         limit = parse_size("max_shard_size", max_shard_size, base=1000)
         _check_arguments(kept, extra, dtype)
-        copied: int | None = None
-        if per_host or replicas != 0:
-            copied = module_for("per_host").parse(
-                per_host, _count("replicas", replicas, 0), overwrite
-            )
+        if per_host and overwrite:
+            raise ValueError("overwrite=True is not available with per_host=True: pass step=")
+        if replicas:
+            raise ValueError("replicas= was removed: copy each host's folder to another host")
         target = Target.of(path, kept.step)
         settle(model, "save")
         if optimizer is not None or ema is not None:
@@ -146,7 +144,7 @@ def save(
             contents.append(of_optimizer(model, optimizer))
         encoded = encode(dict(extra or {}))
         more = [] if ema is None else [module_for("ema").to_save(ema, model)]
-        request = SaveRequest(target, kept, limit, contents, encoded, copied, more)
+        request = SaveRequest(target, kept, limit, contents, encoded, bool(per_host), more)
     check_agreement(comm, request.facts(), "checkpoints to save")
     nested = request.contents[-1].nested
     if not on_any_rank(comm, not nested):  # on one rank alone, a shape may match by chance
@@ -154,11 +152,11 @@ def save(
         raise RuntimeError(f"{text}: store each tensor under a key of its own")
     for engine in dict.fromkeys(state.unit.engine for _, state in units_of(model)):
         engine.compare()  # whether the ranks' shards are of one step
-    plan = plan_of(comm, request, model, copies)
+    write, ranks = _write, range(comm.world)
+    if per_host:
+        write, ranks = module_for("per_host").writer(comm)
+    plan = plan_of(comm, request, model, Replicas(model, comm, ranks))
     beside = comm_beside(comm)
-    write = _write
-    if copied is not None:
-        write = module_for("per_host").writer(comm, beside, copied)
     if not asynchronous:
         write(plan, beside)
         return SaveHandle(target.path)

@@ -56,6 +56,7 @@ class Piece(NamedTuple):
     end: int
     dtype: torch.dtype
     name: str  # of the tensor
+    is_whole: bool  # of a tensor without shards, which rank 0 writes
 
     @property
     def size(self) -> int:
@@ -91,15 +92,14 @@ class SaveRequest(NamedTuple):
     limit: int  # bytes in a file
     contents: list[Contents]  # of the model and, if given, the optimizer
     extra: object  # this rank's, encoded
-    replicas: int | None  # on other hosts; None: all hosts share a disk
+    per_host: bool  # hosts share no disk
     beside: Sequence[Beside]
 
     def facts(self) -> list[Fact]:
         facts = [(name, repr(value)) for name, value in self.kept._asdict().items()]
-        per_host = self.replicas is not None
-        facts += [("per_host", repr(per_host)), ("replicas", repr(self.replicas))]
-        target = self.target.name if per_host else self.target.path
-        facts += [("path", repr(target)), ("max_shard_size", repr(self.limit))]
+        target = self.target.name if self.per_host else self.target.path
+        facts += [("per_host", repr(self.per_host)), ("path", repr(target))]
+        facts.append(("max_shard_size", repr(self.limit)))
         for what, contents in zip(("tensor", "optimizer tensor"), self.contents, strict=False):
             facts += facts_of(contents, what)
         if len(self.contents) > 1:
@@ -287,7 +287,8 @@ def pieces_of(
         begin, end = (min(max(0, cut // size), numel) for cut in cuts)
         if begin < end:
             start = offset + (first + begin) * size
-            pieces.append(Piece(number, start, entry.value, begin, end, entry.dtype, entry.name))
+            run = entry.value, begin, end, entry.dtype, entry.name
+            pieces.append(Piece(number, start, *run, is_whole=entry.part is None))
         done[group] += numel * size
     return pieces
 

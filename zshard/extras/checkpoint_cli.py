@@ -51,15 +51,15 @@ _COMMANDS = {
     "inspect": "show tensors, step, world size, versions, optimizer",
     "verify": "check every block against its checksum; exit status 1 if it is damaged",
     "export": "write the model as one folder that from_pretrained() loads",
-    "collect": "make one folder of a checkpoint whose parts are on several hosts",
+    "collect": "bring together a checkpoint whose parts are on several hosts",
 }
 _PATH = (
     "a checkpoint, a checkpoint directory (its newest checkpoint is used), a .safetensors file, or "
     "a Hugging Face or torch.distributed.checkpoint folder"
 )
 _FOLDERS = (
-    "where the parts are: copies of the hosts' folders; or under torchrun on the hosts, the one "
-    "path that all of them have, whose parts are read over the wire"
+    "copies of the hosts' folders, and the folder to create; or under torchrun on the hosts, the "
+    "one path where each has its parts, and gets those that it lacks"
 )
 
 
@@ -79,8 +79,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.add_argument("--dtype", choices=_DTYPES, help=dtype_help)
     size_help = "maximum bytes of tensors per file (default: 5GB)"
     export.add_argument("--max-shard-size", default="5GB", help=size_help)
-    gather.add_argument("folders", nargs="+", metavar="folder", help=_FOLDERS)
-    gather.add_argument("out", help="the folder to create; under torchrun on the first rank's host")
+    gather.add_argument("paths", nargs="+", metavar="folder", help=_FOLDERS)
     ckpt.set_defaults(run=run)
 
 
@@ -101,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"'{path}' is intact: {size:,} bytes in {count} files")
             return 0
         if args.word == "collect":
-            line = collect(args.folders, args.out)
+            line = collect(args.paths)
             if line is not None:
                 print(line)
             return 0
@@ -193,9 +192,8 @@ def _check_all(checkpoint: Checkpoint) -> int:
     spread = checkpoint.spread
     if not isinstance(spread, Spread):
         return checkpoint.verify()
+    spread.check()
     spread.blocks().check()
-    if not spread.is_complete():
-        raise CheckpointError(f"'{checkpoint.path}' is incomplete: {spread.missing()}")
     return sum(spread.manifest.files[name].size for name in spread.here)
 
 
@@ -242,7 +240,7 @@ def _write_all(folder: str, items: list[Entry], limit: int, checkpoint: Checkpoi
     spread = checkpoint.spread
     for name in _COPIED:  # the checkpoint may have none, or be a file itself
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            is_in_parts = spread is not None and name in spread.manifest.whole
+            is_in_parts = spread is not None and name in checkpoint.manifest.whole  # type: ignore[union-attr]
             path = os.path.join(checkpoint.path, name)
             with spread.open(name, OpenFile) if is_in_parts else OpenFile(path) as config:  # type: ignore[union-attr]
                 write_text(os.path.join(folder, name), bytes(config.bytes_of(config.size)))

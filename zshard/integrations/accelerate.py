@@ -182,10 +182,7 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
         load_kwargs: dict[str, Any] | None = None,
         **kwargs: object,
     ) -> None:
-        """Load what save_state() saved, here or under DDP, on any number of ranks.
-
-        A host without the folder of a sharded model gets its shards from other hosts.
-        """
+        """Load what save_state() saved, here or under DDP, on any number of ranks."""
         pairs = _pairs(self)
         optimizers = list(self._optimizers)
 

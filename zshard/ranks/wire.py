@@ -11,21 +11,19 @@ from dataclasses import dataclass
 from zshard import _core
 from zshard._errors import check_choice
 
-CODES = {"bf16": 1, "int8": 2, None: 0}
-"""By the names that Wire takes: their numbers in the core."""
+CODES = ("bf16", None)
 
 
 @dataclass(frozen=True)
 class Wire:
     """How numbers cross hosts, in fewer bytes: FSDP(model, wire=zshard.Wire(...)).
 
-    Pass the same settings on all ranks. `wire="int8"` is short for
-    `Wire(gradients="int8", parameters="int8")`.
+    Pass the same settings on all ranks. `wire="bf16"` is short for
+    `Wire(gradients="bf16", parameters="bf16")`.
 
     Args:
-        gradients: "bf16": half the bytes of float32. "int8": about a quarter, in blocks of 256
-            numbers that share a scale. What that rounds off one step's gradients goes into the next
-            step's. None: exact.
+        gradients: "bf16": half the bytes of float32. What that rounds off one step's gradients goes
+            into the next step's. None: exact.
         parameters: the same of parameters that are all-gathered. Forward and backward compute with
             the rounded values, equal on all ranks; the optimizer and checkpoints have the exact
             ones. None: exact.
@@ -37,20 +35,20 @@ class Wire:
     parameters: str | None = None
 
     def __post_init__(self) -> None:
-        check_choice("Wire: gradients", self.gradients, tuple(CODES))
-        check_choice("Wire: parameters", self.parameters, tuple(CODES))
+        check_choice("Wire: gradients", self.gradients, CODES)
+        check_choice("Wire: parameters", self.parameters, CODES)
 
     @property
-    def codes(self) -> tuple[int, int]:
+    def codes(self) -> tuple[bool, bool]:
         """Return the arguments of Engine.set_codes."""
-        return CODES[self.gradients], CODES[self.parameters]
+        return self.gradients is not None, self.parameters is not None
 
     @staticmethod
     def of(argument: str | Wire | None) -> Wire:
         """Parse FSDP()'s argument. Raises ValueError for an unknown name."""
         if isinstance(argument, Wire):
             return argument
-        check_choice("wire", argument, tuple(CODES))
+        check_choice("wire", argument, CODES)
         return Wire(argument, argument)
 
     def spelled(self) -> str:

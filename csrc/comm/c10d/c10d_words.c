@@ -15,13 +15,6 @@ static const char *unit_verb(zs_c10d_kind kind)
     }
 }
 
-/* How the parameters cross hosts, if they are coded. */
-static const char *coded_as(const zs_c10d_turn *turn)
-{
-    if (turn->round == ZS_WIRE_EXACT) return "";
-    return turn->round == ZS_WIRE_BF16 ? ", as bf16 between hosts" : ", as int8 between hosts";
-}
-
 bool zs_c10d_talks(const zs_c10d_turn *turn)
 {
     return turn->kind == ZS_C10D_EXCHANGE || turn->kind == ZS_C10D_BROADCAST;
@@ -37,7 +30,8 @@ void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, s
     }
     switch ((zs_c10d_kind)turn->kind) {
     case ZS_C10D_GATHER:
-        snprintf(text, size, "%s of unit '%s'%s (%llu bytes%s)", verb, turn->name, owner, bytes, coded_as(turn));
+        snprintf(text, size, "%s of unit '%s'%s (%llu bytes%s)", verb, turn->name, owner, bytes,
+                 round == ZS_WIRE_BF16 ? ", as bf16 between hosts" : "");
         return;
     case ZS_C10D_POST:
     case ZS_C10D_SHARE: snprintf(text, size, "%s of unit '%s'%s (round %llu)", verb, turn->name, owner, round); return;

@@ -75,7 +75,7 @@ zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out)
 
 /* A gather that is queued. */
 struct zs_gathering {
-    zs_wire_shard code;
+    size_t code_bytes; /* of a shard; 0: it travels as it is */
     zs_cu_event done;
     uint64_t session; /* in which it was queued */
     zs_mem *mem;      /* counted reference */
@@ -85,14 +85,14 @@ struct zs_gathering {
 /* In the gather stream. */
 static zs_status move_shards(zs_gpu_comm *comm, const char *shard, size_t bytes, zs_target to, zs_gathering *gathering)
 {
-    const zs_wire_shard *code = &gathering->code;
-    if (code->wire == ZS_WIRE_EXACT) {
+    const size_t code_bytes = gathering->code_bytes, all_codes = code_bytes * (size_t)comm->base.world;
+    if (code_bytes == 0) {
         zs_traffic_from_each(&comm->base, ZS_TRAFFIC_GATHER, bytes);
         return comm->backend->ops->gather(comm->backend, ZS_STREAM_GATHER, shard, to.full, bytes);
     }
-    ZS_TRY(zs_gpu_take_codes(comm, code->stride * (size_t)comm->base.world, &gathering->codes));
-    ZS_TRY(zs_gpu_gather_codes(comm, code, shard, gathering->codes->ptr));
-    return zs_gpu_decode_params(comm, code, gathering->codes->ptr, to.full);
+    ZS_TRY(zs_gpu_take_codes(comm, all_codes, &gathering->codes));
+    ZS_TRY(zs_gpu_gather_codes(comm, code_bytes, shard, gathering->codes->ptr));
+    return zs_gpu_decode(comm, ZS_STREAM_GATHER, gathering->codes->ptr, all_codes, to.full);
 }
 
 static zs_status start_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, zs_target to, zs_gathering *gathering)
@@ -115,11 +115,11 @@ zs_status zs_gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
-    const zs_wire_shard code = zs_gpu_code_of(comm, to.code, to.dtype, flat->shard_bytes);
+    const size_t code_bytes = zs_gpu_code_bytes(comm, to.code, to.dtype, flat->shard_bytes);
     zs_gathering *made = calloc(1, sizeof *made); /* before ranks agree: then all begin it */
     if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
-    made->code = code;
-    zs_status status = zs_gpu_agree_on_gather(self, flat, name, code);
+    made->code_bytes = code_bytes;
+    zs_status status = zs_gpu_agree_on_gather(self, flat, name, code_bytes > 0);
     if (status != ZS_OK) {
         free(made);
         return status;

@@ -142,15 +142,17 @@ zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
 
 /* --- gpu_coded.c -------------------------------------------------------------------------------------------------- */
 
-/* How a shard of parameters crosses hosts; exact on one host, and over backends without `exchange`. */
-zs_wire_shard zs_gpu_code_of(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes);
+/* Bytes of the code of a shard of parameters; 0, uncoded, also on one host, and over backends without `exchange`. */
+size_t zs_gpu_code_bytes(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes);
 
 /* code_room. */
 size_t zs_gpu_code_room(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes);
 
-/* Gathers the codes of all ranks' shards, in the gather stream / decodes them to the full parameters. */
-zs_status zs_gpu_gather_codes(zs_gpu_comm *comm, const zs_wire_shard *code, const char *shard, char *codes);
-zs_status zs_gpu_decode_params(const zs_gpu_comm *comm, const zs_wire_shard *code, char *codes, char *full);
+/* Gathers the codes of all ranks' shards, in the gather stream. */
+zs_status zs_gpu_gather_codes(zs_gpu_comm *comm, size_t code_bytes, const char *shard, char *codes);
+
+/* Decodes `bytes` of codes. */
+zs_status zs_gpu_decode(const zs_gpu_comm *comm, zs_stream stream, const char *codes, size_t bytes, char *out);
 
 /* The sums of a unit's gradients that cross hosts; exact: none, ranks send each other shards. */
 zs_wire_sums zs_gpu_sums_of(const zs_comm *comm, const zs_cunit_spec *spec);
@@ -182,7 +184,7 @@ zs_c10d_comm *zs_gpu_turns_of(const zs_gpu_comm *comm);
 /* Returns when all ranks are about to make this move, and takes part in the others' gathers until then:
  * ZS_ERR_DIVERGED if that is impossible, with nothing queued. No-ops without turns. */
 zs_status zs_gpu_agree(zs_gpu_comm *comm, const zs_c10d_turn *turn);
-zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit, zs_wire_shard code);
+zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit, bool coded);
 zs_status zs_gpu_agree_on_round(zs_gpu_comm *comm, const zs_gpu_unit *unit, zs_c10d_kind kind);
 zs_status zs_gpu_agree_to_talk(zs_gpu_comm *comm, zs_c10d_kind kind, size_t bytes, int root);
 

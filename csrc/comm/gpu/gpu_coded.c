@@ -1,4 +1,4 @@
-/* gpu_coded.c - parameters and gradients that cross hosts in fewer bytes, on GPUs. See gpu.h, comm/wire_code.c.
+/* gpu_coded.c - parameters and gradients that cross hosts in fewer bytes, on GPUs. See gpu.h.
  *
  * The numbers are those of the hosts transport (hosts_coded.c, hosts_params.c). A host first sums its own ranks'
  * gradients: each rank the shards of its counterparts, the ranks at its place on the hosts. What a code loses of these
@@ -17,37 +17,30 @@ static int hosts_of(const zs_comm *comm)
 
 /* --- parameters --------------------------------------------------------------------------------------------------- */
 
-zs_wire_shard zs_gpu_code_of(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes)
+size_t zs_gpu_code_bytes(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes)
 {
     bool crosses = comm->per_host > 0 && comm->ops->code_room != NULL;
-    return zs_wire_shard_of(crosses ? wire : ZS_WIRE_EXACT, dtype, shard_bytes);
+    return zs_wire_code_bytes(crosses ? wire : ZS_WIRE_EXACT, dtype, shard_bytes);
 }
 
 size_t zs_gpu_code_room(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes)
 {
-    return zs_gpu_code_of(comm, wire, dtype, shard_bytes).stride * (size_t)comm->world;
+    return zs_gpu_code_bytes(comm, wire, dtype, shard_bytes) * (size_t)comm->world;
 }
 
-zs_status zs_gpu_gather_codes(zs_gpu_comm *comm, const zs_wire_shard *code, const char *shard, char *codes)
+zs_status zs_gpu_gather_codes(zs_gpu_comm *comm, size_t code_bytes, const char *shard, char *codes)
 {
-    const zs_device *device = comm->base.device;
-    char *own = codes + (size_t)comm->base.rank * code->stride;
-    zs_cuda_code_job job = {code->wire, code->dtype, code->numel, 1, .values = (char *)(uintptr_t)shard, .codes = own};
-    zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_GATHER, &stream));
-    ZS_TRY(zs_cuda_encode(&job, stream));
-    zs_traffic_from_each(&comm->base, ZS_TRAFFIC_GATHER, code->stride);
-    return comm->backend->ops->gather(comm->backend, ZS_STREAM_GATHER, own, codes, code->stride);
+    char *own = codes + (size_t)comm->base.rank * code_bytes;
+    zs_cast cast = {own, shard, (int64_t)(code_bytes / sizeof(zs_bf16)), ZS_BF16, ZS_F32};
+    ZS_TRY(zs_device_cast(comm->base.device, ZS_STREAM_GATHER, &cast));
+    zs_traffic_from_each(&comm->base, ZS_TRAFFIC_GATHER, code_bytes);
+    return comm->backend->ops->gather(comm->backend, ZS_STREAM_GATHER, own, codes, code_bytes);
 }
 
-zs_status zs_gpu_decode_params(const zs_gpu_comm *comm, const zs_wire_shard *code, char *codes, char *full)
+zs_status zs_gpu_decode(const zs_gpu_comm *comm, zs_stream stream, const char *codes, size_t bytes, char *out)
 {
-    zs_cuda_code_job job = {code->wire, code->dtype, code->numel, comm->base.world, .values = full, .codes = codes};
-    job.value_stride = (size_t)code->numel * zs_dtype_size(code->dtype);
-    job.code_stride = code->stride;
-    zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(comm->base.device, ZS_STREAM_GATHER, &stream));
-    return zs_cuda_decode(&job, stream);
+    zs_cast cast = {out, codes, (int64_t)(bytes / sizeof(zs_bf16)), ZS_F32, ZS_BF16};
+    return zs_device_cast(comm->base.device, stream, &cast);
 }
 
 /* --- a round's memory --------------------------------------------------------------------------------------------- */
@@ -190,19 +183,18 @@ static zs_status sum_in_host(const coded_round *round)
 
 /* --- between hosts ------------------------------------------------------------------------------------------------ */
 
-static zs_status recode(const coded_round *round, char *codes, zs_mem *lost)
+static zs_status encode(const coded_round *round)
 {
-    const zs_wire_sums *sums = &round->unit->sums;
-    zs_cuda_code_job job = {.wire = sums->code, .dtype = ZS_F32, .parts = round->hosts};
+    const int64_t numel = (int64_t)(round->unit->sums.bytes / sizeof(float)) * round->hosts;
     zs_cu_stream stream;
-    job.numel = (int64_t)(sums->bytes / sizeof(float));
-    job.values = round->sums;
-    job.residual = lost != NULL ? lost->ptr : NULL;
-    job.codes = codes;
-    job.value_stride = sums->bytes;
-    job.code_stride = sums->travel;
     ZS_TRY(zs_device_cuda_stream(round->comm->base.device, ZS_STREAM_REDUCE, &stream));
-    return (lost != NULL ? zs_cuda_encode : zs_cuda_decode)(&job, stream);
+    return zs_cuda_encode((const float *)(const void *)round->sums, round->unit->lost->ptr, numel, round->out, stream);
+}
+
+static zs_status decode(const coded_round *round)
+{
+    size_t bytes = round->unit->sums.travel * (size_t)round->hosts;
+    return zs_gpu_decode(round->comm, ZS_STREAM_REDUCE, round->in, bytes, round->sums);
 }
 
 /* Sends the counterparts their codes; also itself. Returns how many hosts have gradients in `n_hosts`. */
@@ -233,9 +225,9 @@ static zs_status queue(const coded_round *round)
     bool here = host_has_gradients(round, round->host);
     if (here) ZS_TRY(sum_in_host(round));
     ZS_TRY(zs_device_cuda_record(device, ZS_STREAM_REDUCE, round->unit->read));
-    if (here) ZS_TRY(recode(round, round->out, round->unit->lost));
+    if (here) ZS_TRY(encode(round));
     ZS_TRY(swap_codes(round, &n_hosts));
-    return n_hosts > 0 ? recode(round, round->in, NULL) : ZS_OK;
+    return n_hosts > 0 ? decode(round) : ZS_OK;
 }
 
 zs_status zs_gpu_send_coded(zs_gpu_comm *comm, zs_gpu_unit *unit)

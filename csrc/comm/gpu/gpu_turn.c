@@ -52,27 +52,14 @@ static zs_status exchange_words(zs_c10d_comm *head, zs_diagnostics *all)
     return zs_gpu_compare_hosts(gpu_of(head), &control->words, sizeof control->words, all);
 }
 
-/* How a gather's shards travel, as its turn says. */
-static uint64_t code_number(zs_wire_shard code)
-{
-    return (uint64_t)code.wire * (ZS_BYTES + 1) + (uint64_t)code.dtype;
-}
-
-static zs_wire_shard code_of_turn(const zs_c10d_turn *turn)
-{
-    return zs_wire_shard_of((zs_wire)(turn->round / (ZS_BYTES + 1)), (zs_dtype)(turn->round % (ZS_BYTES + 1)),
-                            turn->bytes);
-}
-
 /* The result is discarded. */
 static zs_status queue(zs_gpu_comm *comm, const zs_c10d_turn *turn, const char *shard, const zs_mem *area)
 {
     const zs_device *device = comm->base.device;
-    const zs_wire_shard code = code_of_turn(turn);
     zs_gpu_order_add(comm, "parameters", turn->name, turn->bytes);
     ZS_TRY(zs_device_fork(device, ZS_STREAM_GATHER));
-    if (code.wire != ZS_WIRE_EXACT) {
-        ZS_TRY(zs_gpu_gather_codes(comm, &code, shard, area->ptr));
+    if (turn->round != ZS_WIRE_EXACT) {
+        ZS_TRY(zs_gpu_gather_codes(comm, turn->bytes / 2, shard, area->ptr));
     } else {
         zs_traffic_from_each(&comm->base, ZS_TRAFFIC_GATHER, turn->bytes);
         ZS_TRY(comm->backend->ops->gather(comm->backend, ZS_STREAM_GATHER, shard, area->ptr, turn->bytes));
@@ -121,13 +108,13 @@ zs_status zs_gpu_agree(zs_gpu_comm *comm, const zs_c10d_turn *turn)
     return status == ZS_OK || status == ZS_ERR_DIVERGED ? status : zs_gpu_fail(comm, name_turn(head, turn, status));
 }
 
-zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit, zs_wire_shard code)
+zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit, bool coded)
 {
     zs_c10d_comm *head = zs_gpu_turns_of(comm);
     if (head == NULL) return ZS_OK;
     zs_c10d_turn turn = zs_c10d_gather_turn(head, flat, unit);
     if (flat->mem->on_host) turn.joinable = false; /* backends only handle device memory */
-    turn.round = code_number(code);
+    turn.round = coded ? ZS_WIRE_BF16 : ZS_WIRE_EXACT;
     return zs_gpu_agree(comm, &turn);
 }
 

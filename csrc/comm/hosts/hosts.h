@@ -216,15 +216,15 @@ zs_status zs_hosts_gather_finish(zs_comm *comm, zs_gathering *gathering);
 /* code_room: of all hosts' codes. */
 size_t zs_hosts_code_room(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes);
 
-/* Codes a shard. */
-void zs_hosts_encode_shard(const zs_wire_shard *code, const char *shard, char *out);
+/* Codes a shard, in `bytes`. */
+void zs_hosts_encode_shard(const float *shard, size_t bytes, zs_bf16 *out);
 
-/* Replaces a shard by the values that its code decodes to. */
-void zs_hosts_round_shard(const zs_wire_shard *code, char *shard);
+/* Replaces parameters of `bytes` by the values that their codes decode to. */
+void zs_hosts_round(float *params, size_t bytes);
 
 /* A gather's codes, which are decoded into their places as they arrive. It frees itself. */
 typedef struct zs_hosts_decoding zs_hosts_decoding;
-zs_status zs_hosts_decoding_new(zs_hosts_comm *self, const zs_wire_shard *code, zs_mem *codes, zs_target to,
+zs_status zs_hosts_decoding_new(zs_hosts_comm *self, size_t code_bytes, zs_mem *codes, zs_target to,
                                 zs_hosts_arrival *arrival, zs_hosts_decoding **out);
 
 /* The argument of zs_hosts_code_arrived, to call when the collective from `host` has ended, on any thread; that
@@ -247,10 +247,10 @@ void zs_hosts_lost_drop(const zs_hosts_comm *self, const zs_wire_sums *sums, flo
 void zs_hosts_lost_scale(const zs_hosts_comm *self, const zs_wire_sums *sums, float *lost, double factor);
 
 /* Encodes the sums for a host, and keeps what is `lost` of them for the next round. */
-void zs_hosts_encode(const zs_wire_sums *sums, float *lost, const float *values, void *out);
+void zs_hosts_encode(const zs_wire_sums *sums, float *lost, const float *values, zs_bf16 *out);
 
-/* The sums that a host has sent. */
-void zs_hosts_decode(const zs_wire_sums *sums, const void *piece, float *out);
+/* Decodes `bytes` of codes. */
+void zs_hosts_decode(const zs_bf16 *code, size_t bytes, float *out);
 
 /* --- hosts_round.c: see comm_ops.h -------------------------------------------------------------------------------- */
 

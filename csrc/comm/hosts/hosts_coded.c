@@ -1,4 +1,4 @@
-/* hosts_coded.c - sums of gradients that cross hosts in fewer bytes. See hosts.h, wire_code.c.
+/* hosts_coded.c - sums of gradients that cross hosts in fewer bytes. See hosts.h.
  *
  * All hosts decode the same bytes, a host its own too, so ranks that sum the same shard have the same sum. What a
  * code loses of one round's sums is added to those of the next for the same host, so over many rounds nothing is
@@ -44,15 +44,13 @@ void zs_hosts_lost_scale(const zs_hosts_comm *self, const zs_wire_sums *sums, fl
     }
 }
 
-void zs_hosts_encode(const zs_wire_sums *sums, float *lost, const float *values, void *out)
+void zs_hosts_encode(const zs_wire_sums *sums, float *lost, const float *values, zs_bf16 *out)
 {
-    int64_t numel = (int64_t)(sums->bytes / sizeof *values);
-    char *end = (char *)out + sums->travel, *code_end = (char *)out + zs_wire_bytes(sums->code, numel);
-    zs_wire_encode(sums->code, values, numel, lost, out);
-    memset(code_end, 0, (size_t)(end - code_end));
+    size_t numel = sums->bytes / sizeof *values;
+    ZS_NO_OVERLAP for (size_t i = 0; i < numel; i++) out[i] = zs_wire_encode(values[i], &lost[i]);
 }
 
-void zs_hosts_decode(const zs_wire_sums *sums, const void *piece, float *out)
+void zs_hosts_decode(const zs_bf16 *code, size_t bytes, float *out)
 {
-    zs_wire_decode(sums->code, piece, (int64_t)(sums->bytes / sizeof *out), out);
+    ZS_NO_OVERLAP for (size_t i = 0; i < bytes / sizeof *code; i++) out[i] = zs_from_bf16(code[i]);
 }

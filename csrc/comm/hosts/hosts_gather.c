@@ -80,9 +80,9 @@ typedef struct hosts_gathering {
     zs_target to;       /* likewise */
     zs_gathering *flat; /* over all ranks; NULL: in two levels */
     uint64_t number;    /* in two levels */
-    zs_wire_shard code;
-    zs_mem *codes;   /* (coded) an area, [hosts] of them; NULL: none, or returned */
-    zs_work **works; /* [hosts] a broadcast from each; after the turns */
+    size_t code_bytes;  /* of a shard; 0: it crosses as it is */
+    zs_mem *codes;      /* (coded) an area, [hosts] of them; NULL: none, or returned */
+    zs_work **works;    /* [hosts] a broadcast from each; after the turns */
     zs_c10d_turn turns[];
 } hosts_gathering;
 
@@ -93,7 +93,7 @@ static hosts_gathering *gathering_new(const zs_hosts_comm *self, const zs_flat_m
     if (made == NULL) return NULL;
     made->source = *flat;
     made->to = to;
-    made->code = zs_wire_shard_of(to.code, to.dtype, flat->shard_bytes);
+    made->code_bytes = zs_wire_code_bytes(to.code, to.dtype, flat->shard_bytes);
     made->works = (zs_work **)(void *)(made->turns + turns);
     made->op.ticket.turns = made->turns;
     zs_mem_retain(to.mem);
@@ -108,11 +108,16 @@ typedef struct leg {
     void *arg;
 } leg;
 
+/* Of a shard. */
+static size_t traveling_bytes(const hosts_gathering *gathering)
+{
+    return gathering->code_bytes > 0 ? gathering->code_bytes : gathering->source.shard_bytes;
+}
+
 /* Starts the broadcast from host `h`. */
 static zs_status start_leg(zs_hosts_comm *self, hosts_gathering *gathering, int h, leg it, zs_status status)
 {
-    bool coded = gathering->code.wire != ZS_WIRE_EXACT;
-    size_t bytes = coded ? gathering->code.bytes : gathering->source.shard_bytes;
+    size_t bytes = traveling_bytes(gathering);
     zs_work **work = &gathering->works[h];
     ZS_THEN(status, zs_group_broadcast(zs_hosts_across(self, h), it.data, bytes, h, work));
     zs_status told = status == ZS_OK ? zs_work_then(*work, it.arrived, it.arg) : status;
@@ -139,18 +144,19 @@ static zs_status start_exact(zs_hosts_comm *self, hosts_gathering *gathering, zs
 /* The same for codes, which are decoded into their places. */
 static zs_status start_coded(zs_hosts_comm *self, hosts_gathering *gathering, zs_hosts_arrival *arrival)
 {
-    const zs_wire_shard *code = &gathering->code;
+    size_t bytes = gathering->code_bytes;
     zs_hosts_decoding *decoding = NULL;
     char *codes = gathering->codes->ptr;
-    zs_status status = zs_hosts_decoding_new(self, code, gathering->codes, gathering->to, arrival, &decoding);
+    zs_status status = zs_hosts_decoding_new(self, bytes, gathering->codes, gathering->to, arrival, &decoding);
     if (status != ZS_OK) {
         for (int h = 0; h < self->hosts; h++)
             zs_hosts_arrived(arrival, false);
         return status;
     }
-    zs_hosts_encode_shard(code, gathering->source.shard, codes + (size_t)self->host * code->stride);
+    const float *shard = (const float *)(const void *)gathering->source.shard;
+    zs_hosts_encode_shard(shard, bytes, (zs_bf16 *)(void *)(codes + (size_t)self->host * bytes));
     for (int h = 0; h < self->hosts; h++) {
-        leg it = {codes + (size_t)h * code->stride, zs_hosts_code_arrived, zs_hosts_decoding_part(decoding, h)};
+        leg it = {codes + (size_t)h * bytes, zs_hosts_code_arrived, zs_hosts_decoding_part(decoding, h)};
         status = start_leg(self, gathering, h, it, status);
     }
     return status;
@@ -159,19 +165,18 @@ static zs_status start_coded(zs_hosts_comm *self, hosts_gathering *gathering, zs
 static zs_status start_across(zs_hosts_comm *self, hosts_gathering *gathering)
 {
     zs_hosts_arrival *arrival = NULL;
-    bool coded = gathering->code.wire != ZS_WIRE_EXACT;
-    size_t bytes = coded ? gathering->code.bytes : gathering->source.shard_bytes;
+    size_t bytes = traveling_bytes(gathering);
     gathering->number = ++self->gathers;
     ZS_TRY(zs_hosts_arrival_new(self, gathering->number, self->hosts, &arrival));
     zs_traffic_count(ZS_TRAFFIC_GATHER, 0, (size_t)(self->hosts - 1) * bytes);
-    return (coded ? start_coded : start_exact)(self, gathering, arrival);
+    return (gathering->code_bytes > 0 ? start_coded : start_exact)(self, gathering, arrival);
 }
 
 /* Codes stay in an area until the gather has ended: as units do, they keep the areas alive. */
 static zs_status borrow_codes(zs_hosts_comm *self, hosts_gathering *gathering)
 {
-    if (gathering->code.wire == ZS_WIRE_EXACT) return ZS_OK;
-    ZS_TRY(zs_c10d_borrow_area(&self->c10d, gathering->code.stride * (size_t)self->hosts, &gathering->codes));
+    if (gathering->code_bytes == 0) return ZS_OK;
+    ZS_TRY(zs_c10d_borrow_area(&self->c10d, gathering->code_bytes * (size_t)self->hosts, &gathering->codes));
     zs_c10d_keep_areas(&self->c10d);
     return ZS_OK;
 }
@@ -231,7 +236,7 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
     if (gathering == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
     zs_c10d_turn turn = zs_c10d_gather_turn(&self->c10d, flat, name);
     turn.slot = id_of(self, slot_of(to));
-    turn.round = gathering->code.wire;
+    turn.round = gathering->code_bytes > 0 ? ZS_WIRE_BF16 : ZS_WIRE_EXACT;
     gathering->op.acts = &gather_acts;
     zs_status status = borrow_codes(self, gathering);
     if (status != ZS_OK) status = zs_hosts_turns_fail(self, zs_c10d_fail(&self->c10d, &turn, status));
@@ -244,13 +249,6 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
     return zs_hosts_pass(self, status);
 }
 
-/* All ranks' shards have arrived uncoded: replaces them by what their codes decode to. */
-static void round_all(const zs_hosts_comm *self, const hosts_gathering *gathering)
-{
-    for (int r = 0; r < self->c10d.base.world && gathering->code.wire != ZS_WIRE_EXACT; r++)
-        zs_hosts_round_shard(&gathering->code, gathering->to.full + (size_t)r * gathering->source.shard_bytes);
-}
-
 static zs_status finish(zs_hosts_comm *self, hosts_gathering *gathering)
 {
     const zs_c10d_turn *turn = &gathering->op.ticket.mine;
@@ -258,7 +256,9 @@ static zs_status finish(zs_hosts_comm *self, hosts_gathering *gathering)
     ZS_TRY(zs_hosts_op_failure(&gathering->op));
     if (gathering->flat != NULL) {
         ZS_TRY(zs_c10d_gather_finish(&self->c10d.base, gathering->flat));
-        round_all(self, gathering);
+        if (gathering->code_bytes > 0) /* the shards have arrived uncoded */
+            zs_hosts_round((float *)(void *)gathering->to.full,
+                           (size_t)self->c10d.base.world * gathering->source.shard_bytes);
     } else {
         ZS_TRY(zs_hosts_finish(self, turn, gathering->works, (size_t)self->hosts, gathering->to.mem));
         ZS_TRY(zs_hosts_await(self, turn, gathering->number));

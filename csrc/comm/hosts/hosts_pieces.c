@@ -56,7 +56,7 @@ static zs_status fill_piece(const zs_hosts_comm *self, const hosts_unit *unit, c
     if (coded && present) {
         const size_t numel = unit->sums.bytes / sizeof *unit->lost;
         float *lost = unit->lost + (size_t)h * numel;
-        zs_hosts_encode(&unit->sums, lost, (const float *)(const void *)sums, piece);
+        zs_hosts_encode(&unit->sums, lost, (const float *)(const void *)sums, (zs_bf16 *)(void *)piece);
     }
     return ZS_OK;
 }
@@ -109,7 +109,7 @@ void zs_hosts_find_sources(const zs_hosts_comm *self, hosts_unit *unit)
         if (!present) continue;
         if (unit->sums.code != ZS_WIRE_EXACT) {
             char *decoded = decoded_of(self, unit, h);
-            zs_hosts_decode(&unit->sums, piece, (float *)(void *)decoded);
+            zs_hosts_decode((const zs_bf16 *)(const void *)piece, unit->sums.travel, (float *)(void *)decoded);
             sums = decoded;
         }
         base->data[zs_hosts_rank(self, h, 0)] = sums;

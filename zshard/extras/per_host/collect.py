@@ -1,7 +1,7 @@
-"""Make one ordinary folder of a checkpoint in parts, whose hosts share no disk.
+"""Bring the parts of a checkpoint together, whose hosts share no disk.
 
-In one process, from folders that were copied or mounted from the hosts; or under torchrun on the
-hosts themselves, where the first rank reads the other hosts' part files over the wire.
+In one process, into one ordinary folder, from folders that were copied or mounted from the hosts;
+or under torchrun on the hosts themselves, where each host gets the part files that it lacks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -18,60 +18,58 @@ from torch import nn
 from zshard.api import NAME as MANIFEST
 from zshard.api import (
     CheckpointError,
+    Comm,
     FileRecord,
+    Manifest,
     OpenFile,
     PublicCall,
     Staging,
     Target,
+    gather,
+    gather_bytes,
     make_default_group,
+    names_at,
     on_all_ranks,
     ranks_of,
     write_text,
 )
-from zshard.extras.per_host.hosts import folders_together, opened_together
+from zshard.extras.per_host.hosts import Hosts, by_age, id_at, place_in, send
 from zshard.extras.per_host.parts import Spread
 
 
-def collect(folders: Sequence[str], out: str) -> str | None:
-    """Collect a checkpoint in the folder `out`, which is created. Collective under torchrun.
+def collect(paths: Sequence[str]) -> str | None:
+    """Collect the newest checkpoint. Collective under torchrun.
 
-    folders: where the hosts have it: checkpoints, or checkpoint directories, whose newest complete
-        checkpoint is taken. Under torchrun only one, which each host has.
+    paths: where the hosts have it, checkpoints or checkpoint directories, and at the end the folder
+        to create. Under torchrun only one: where each host has it, or gets it.
 
     Returns a line about what was done; None on ranks other than the first. Raises CheckpointError
     if parts are missing or damaged, naming the host and the file; OSError if the system refuses.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return _collect_from_hosts(folders, out)
-    spread = folders_together(folders)
-    try:
+        return _collect_on_hosts(paths)
+    *folders, out = paths
+    if not folders:
+        raise ValueError("in one process, pass the folders with parts, and the folder to create")
+    names = [names_at(folder) for folder in folders]
+    places = [place_in(folder, _newest(names, folders[0])) for folder in folders]
+    first = next(place for place in places if id_at(place))
+    with closing(Spread(first, _in_parts(Manifest.read(first), first), places)) as spread:
+        spread.check()
         spread.blocks().check()
         return _write(spread, out)
-    finally:
-        spread.close()
 
 
-@PublicCall("collect()")
-def _collect_from_hosts(folders: Sequence[str], out: str) -> str | None:
-    if len(folders) != 1:
-        raise ValueError("under torchrun, pass one folder, which each host has under this path")
-    with ExitStack() as stack:
-        if not dist.is_initialized():
-            make_default_group("gloo")
-            stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
-        comm = ranks_of(nn.Module())
-        path, spread = opened_together(stack, comm, folders[0])
-        if spread is None:
-            raise CheckpointError(f"'{path}' is not in parts: it needs no collecting")
-        everything = [(name, 0, size) for name, size in spread.manifest.whole.items()]
-        blocks = spread.own_blocks(comm, everything if comm.rank == 0 else ())
-        with on_all_ranks(comm):
-            blocks.check()
-        line = None
-        with on_all_ranks(comm):
-            if comm.rank == 0:
-                line = _write(spread, out)
-        return line
+def _newest(names: Sequence[Sequence[str]], path: str) -> str:
+    if not any(names):
+        raise CheckpointError(f"no finished checkpoint in '{path}'")
+    return by_age(names)[0]
+
+
+def _in_parts(manifest: Manifest, path: str) -> Manifest:
+    if not manifest.whole:
+        raise CheckpointError(f"'{path}' is not in parts: it needs no collecting")
+    return manifest
 
 
 def _write(spread: Spread, out: str) -> str:
@@ -94,3 +92,66 @@ def _write(spread: Spread, out: str) -> str:
         staging.close()
     total = sum(record.size for record in records.values())
     return f"wrote {total:,} bytes in {len(records)} files to '{out}'"
+
+
+# --- on the hosts ---------------------------------------------------------------------------------
+
+
+@PublicCall("collect()")
+def _collect_on_hosts(paths: Sequence[str]) -> str | None:
+    if len(paths) != 1:
+        raise ValueError("under torchrun, pass one path, where each host has its parts or gets all")
+    with ExitStack() as stack:
+        if not dist.is_initialized():
+            make_default_group("gloo")
+            stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+        comm = ranks_of(nn.Module())
+        folder = place_in(paths[0], _newest(gather(comm, names_at(paths[0])), paths[0]))
+        count = _complete(comm, Hosts(comm), folder)
+        line = f"sent {count} part files: all hosts have all of '{folder}'"
+        return line if comm.rank == 0 else None
+
+
+def _complete(comm: Comm, hosts: Hosts, folder: str) -> int:
+    """Give each host the part files and the manifest that it lacks. Collective. Return how many
+    part files were sent. Raise CheckpointError if no host has some bytes."""
+    where = os.path.join(folder, MANIFEST)
+    with on_all_ranks(comm):
+        id, text = id_at(folder), b""
+    ids = gather(comm, id)
+    first = ids.index(max(ids, key=bool))
+    with on_all_ranks(comm):
+        if comm.rank == first:
+            with OpenFile(where, follow=False) as file:
+                text = bytes(file.bytes_of(file.size))
+    text = gather_bytes(comm, text)[first]
+    with on_all_ranks(comm):
+        manifest = _in_parts(Manifest.parse(text, where), folder)
+        if id not in ("", manifest.id):
+            raise CheckpointError(f"'{folder}' is another checkpoint here than on other hosts")
+        here = Spread(folder, manifest, [folder] if id else []).here
+    holders: dict[str, int] = {}
+    for rank, names in enumerate(gather(comm, list(here))):
+        for name in names:
+            holders.setdefault(name, rank)
+    with on_all_ranks(comm):
+        Spread(folder, manifest, [folder] if id else [], elsewhere=holders).check()
+        if hosts.leads:
+            os.makedirs(folder, exist_ok=True)
+    count = 0
+    for name, holder in holders.items():
+        if not any(gather(comm, name not in here)):
+            continue
+        path, count = os.path.join(folder, name), count + 1
+        to = f"{path}.tmp" if hosts.leads and name not in here else None
+        with on_all_ranks(comm), suppress(FileNotFoundError):
+            if to is not None:
+                os.remove(to)  # of an earlier attempt
+        send(comm, holder, path, manifest.files[name], to)
+        with on_all_ranks(comm):
+            if to is not None:
+                os.rename(to, path)
+    with on_all_ranks(comm):
+        if hosts.leads and not id:
+            write_text(where, text)
+    return count

@@ -2,8 +2,8 @@
 
 Each rank has written what it holds into a part file of its own, one run of bytes after the other;
 the manifest's entry `parts` says which run is where. A Spread puts the files together again:
-readers of safetensors files see whole files, whose bytes come from part files here or, over the
-wire, on other hosts. Several ranks may have written the same run; the nearest one is read.
+readers of safetensors files see whole files, whose bytes come from the part files of this host.
+Several ranks may have written the same bytes, as replicas on other hosts do.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ import bisect
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from zshard import api
-from zshard.api import NAME, CheckpointError, FileBlocks, Manifest, OpenFile, SafetensorsFile
-
-_HERE, _ELSEWHERE, _LOST = range(3)  # nearest first
+from zshard.api import (
+    BLOCK,
+    NAME,
+    CheckpointError,
+    FileBlocks,
+    Manifest,
+    OpenFile,
+    SafetensorsFile,
+    on_all_ranks,
+)
 
 _File = TypeVar("_File", bound=OpenFile)
 
-Read = Callable[[str, memoryview, int], None]
-"""Reads a part file of another host: name, memory to fill, first byte."""
+ByteRange = tuple[str, int, int]
+"""Bytes of a file: its name, the first, the one after the last."""
 
 
 class PartRecord(NamedTuple):
@@ -92,35 +99,26 @@ class RunPlace(NamedTuple):
     """Where a run of bytes of a file is."""
 
     begin: int  # in the file
-    nearness: int
+    length: int
     part: str  # a part file
     at: int  # the offset of the run in the part file
-    length: int
 
 
 class Spread:
-    """A checkpoint in parts, as this process can read it. close() closes the part files here."""
+    """A checkpoint in parts, as this host has it. close() closes its part files."""
 
     def __init__(
-        self,
-        path: str,
-        manifest: Manifest,
-        folders: Iterable[str],
-        elsewhere: Collection[str] = (),
+        self, path: str, manifest: Manifest, folders: Iterable[str], elsewhere: Iterable[str] = ()
     ) -> None:
-        """path: names the checkpoint in messages.
-        folders: where this host has part files; elsewhere: the names of those that read_remote(),
-        to be set, can read. Raises CheckpointError unless runs fill the files without overlaps.
-        """
+        """path: names the checkpoint in messages. folders: where the part files are. elsewhere: the
+        names of others, which check() counts, and nothing reads."""
         self.path, self.manifest = path, manifest
         self.parts = parts_of(manifest, path)
-        self.here: dict[str, str] = {}  # paths of part files on this host
+        self.here = dict.fromkeys(elsewhere, "")  # paths of part files
         for folder in folders:
-            self.here = part_files_in(folder, self.parts) | self.here
-        self.read_remote: Read | None = None
-        self._elsewhere = elsewhere
+            self.here |= part_files_in(folder, self.parts)
         self._opened: dict[str, PartFile] = {}
-        self._places = self._all_places()
+        self._places = places_in(self.here, self.parts)
 
     def open(self, name: str, kind: type[_File]) -> _File:
         """Open a file of the checkpoint as a `kind` of OpenFile."""
@@ -128,28 +126,10 @@ class Spread:
         return kind(os.path.join(self.path, name), source=_Pieces(self, name, size))
 
     def part(self, name: str) -> PartFile:
-        """Return an open part file of this host."""
+        """Return an open part file."""
         if name not in self._opened:
             self._opened[name] = PartFile(self, name)
         return self._opened[name]
-
-    def blocks(self, masks: Mapping[str, int] | None = None) -> FileBlocks:
-        """Return blocks of part files here: of each one, those whose bits its mask has; or all."""
-        records = self.manifest.files
-        masks = dict.fromkeys(self.here, -1) if masks is None else masks
-        blocks = FileBlocks()
-        for name, mask in sorted(masks.items()):
-            numbers = range(len(records[name].checksums))
-            blocks.add(self.part(name), records[name], (n for n in numbers if mask >> n & 1))
-        return blocks
-
-    def own_blocks(self, comm: api.Comm, wanted: Iterable[tuple[str, int, int]]) -> FileBlocks:
-        """Return the blocks of part files that this rank verifies. Collective. Here, where a
-        process has opened it alone: all that it has.
-
-        wanted: (file, first byte, byte after the last) of what this rank will read.
-        """
-        return self.blocks()
 
     def close(self) -> None:
         for file in self._opened.values():
@@ -157,94 +137,109 @@ class Spread:
         self._opened.clear()
 
     def places(self, file: str, begin: int, end: int) -> Iterator[RunPlace]:
-        """Yield where bytes `begin` to `end` of a file are, in order, cut to this range."""
-        all_places = self._places[file]
-        first = bisect.bisect_right(all_places, begin, key=lambda place: place.begin) - 1
-        for place in itertools.islice(all_places, max(first, 0), None):
+        """Yield where bytes `begin` to `end` of a file are, in order, as far as they are here."""
+        chain = self._places.get(file, [])
+        first = bisect.bisect_right(chain, begin, key=lambda place: place.begin) - 1
+        for place in itertools.islice(chain, max(first, 0), None):
+            start, stop = max(begin, place.begin), min(end, place.begin + place.length)
             if place.begin >= end:
                 return
-            start, stop = max(begin, place.begin), min(end, place.begin + place.length)
             if start < stop:
-                yield place._replace(
-                    begin=start, at=place.at + start - place.begin, length=stop - start
-                )
+                yield RunPlace(start, stop - start, place.part, place.at + start - place.begin)
 
-    def read(self, place: RunPlace, memory: memoryview) -> None:
-        """Fill `memory` with the bytes of a place."""
-        if place.nearness == _HERE:
-            self.part(place.part).read_into(memory, place.at)
-        elif place.nearness == _ELSEWHERE and self.read_remote is not None:
-            self.read_remote(place.part, memory, place.at)
-        else:
-            raise CheckpointError(f"'{self.path}' is incomplete: {self.missing()}")
+    def blocks(self) -> FileBlocks:
+        """Return all blocks of the part files here."""
+        blocks, records = FileBlocks(), self.manifest.files
+        for name in sorted(self.here):
+            blocks.add(self.part(name), records[name], range(len(records[name].checksums)))
+        return blocks
+
+    def own_blocks(self, comm: api.Comm, wanted: Iterable[ByteRange]) -> FileBlocks:
+        """Return the blocks of part files that have the bytes that this rank will read. Collective.
+        Raise CheckpointError if the hosts of some ranks lack theirs."""
+        ranges = list(wanted)
+        with on_all_ranks(comm):
+            self.check(ranges)
+        numbers: dict[str, set[int]] = {}
+        for place in (place for each in ranges for place in self.places(*each)):
+            last = -(-(place.at + place.length) // BLOCK)
+            numbers.setdefault(place.part, set()).update(range(place.at // BLOCK, last))
+        blocks = FileBlocks()
+        for name, of_part in sorted(numbers.items()):
+            blocks.add(self.part(name), self.manifest.files[name], sorted(of_part))
+        return blocks
 
     # --- what is missing --------------------------------------------------------------------------
 
-    def is_complete(self) -> bool:
-        """Return whether all bytes can be read."""
-        return not any(p.nearness == _LOST for places in self._places.values() for p in places)
+    def gaps(self, wanted: Iterable[ByteRange]) -> list[ByteRange]:
+        """Return which of these bytes are not here."""
+        found = []
+        for file, begin, end in wanted:
+            for place in self.places(file, begin, end):
+                if begin < place.begin:
+                    found.append((file, begin, place.begin))
+                begin = place.begin + place.length
+            if begin < end:
+                found.append((file, begin, end))
+        return found
 
-    def missing(self) -> str:
-        """Return which hosts' part files cannot be read, what they contain, and what to do."""
-        lost = [
-            (file, place)
-            for file, places in self._places.items()
-            for place in places
-            if place.nearness == _LOST
-        ]
-        hosts: dict[str, list[str]] = {}
-        for name in dict.fromkeys(place.part for _, place in lost):
-            part = self.parts[name]
-            hosts.setdefault(part.host, []).append(str(part.rank))
-        listed = "; ".join(f"host '{host}' (ranks {', '.join(of)})" for host, of in hosts.items())
+    def check(self, wanted: Iterable[ByteRange] | None = None) -> None:
+        """Raise CheckpointError unless these bytes are here, or all."""
+        everything = ((name, 0, size) for name, size in self.manifest.whole.items())
+        gaps = self.gaps(everything if wanted is None else wanted)
         names: dict[str, None] = {}
-        headers: dict[str, SafetensorsFile] = {}
-        for file, place in lost:
-            if file.endswith(".safetensors"):
-                with contextlib.suppress(CheckpointError, OSError):
-                    opened = headers.setdefault(file, self.open(file, SafetensorsFile))
-                    names.update(dict.fromkeys(opened.in_range(*_range(place))))
-        tensors = f" of {', '.join(list(names)[:3])}" if names else ""
+        for file in dict.fromkeys(file for file, _, _ in gaps if file.endswith(".safetensors")):
+            with contextlib.suppress(CheckpointError, OSError):
+                opened = self.open(file, SafetensorsFile)
+                for _, begin, end in (gap for gap in gaps if gap[0] == file):
+                    names.update(dict.fromkeys(opened.in_range(begin, end)))
+        if gaps:
+            raise self.lack_of(gaps, list(names))
+
+    def lack_of(self, gaps: Sequence[ByteRange], names: Sequence[str] = ()) -> CheckpointError:
+        """Return an error that names the hosts that wrote these bytes, and what to do.
+
+        names: of the tensors that they contain.
+        """
+        away = places_in(self.parts.keys() - self.here.keys(), self.parts)
+        hosts: dict[str, set[int]] = {}
+        for file, begin, end in gaps:
+            for place in away.get(file, []):
+                if place.begin < end and begin < place.begin + place.length:
+                    part = self.parts[place.part]
+                    hosts.setdefault(part.host, set()).add(part.rank)
+        listed = "; ".join(
+            f"host '{host}' (ranks {', '.join(map(str, sorted(ranks)))})"
+            for host, ranks in sorted(hosts.items())
+        )
+        tensors = f" of {', '.join(names[:3])}" if names else ""
         tensors += f" and {len(names) - 3} more" if len(names) > 3 else ""
-        size = f"{sum(place.length for _, place in lost):,} bytes{tensors}"
-        remedy = "start these hosts again, or copy their part files into its folder on any host"
-        return f"the part files of {listed} are missing, with {size}: {remedy}"
-
-    # --- the places of files ----------------------------------------------------------------------
-
-    def _all_places(self) -> dict[str, list[RunPlace]]:
-        """Return where each file's bytes are, in order; of equal runs, the nearest."""
-        places: dict[str, list[RunPlace]] = {file: [] for file in self.manifest.whole}
-        for name, part in self.parts.items():
-            is_elsewhere, at = name in self._elsewhere, 0
-            near = _HERE if name in self.here else _ELSEWHERE if is_elsewhere else _LOST
-            for file, runs in part.runs.items():
-                for begin, length in runs:
-                    places[file].append(RunPlace(begin, near, name, at, length))
-                    at += length
-        return {file: self._chain(file, sorted(of_file)) for file, of_file in places.items()}
-
-    def _chain(self, file: str, places: Sequence[RunPlace]) -> list[RunPlace]:
-        """Return places that contain each byte of a file once, in order."""
-        chain: list[RunPlace] = []
-        end = 0
-        for place in places:
-            if chain and _range(place) == _range(chain[-1]):
-                continue
-            if place.begin != end:
-                break
-            chain.append(place)
-            end += place.length
-        if end != self.manifest.whole[file]:
-            where = os.path.join(self.path, NAME)
-            raise CheckpointError(
-                f"'{where}' is not a valid manifest: parts do not have byte {end} of '{file}' once"
-            )
-        return chain
+        size = f"{sum(end - begin for _, begin, end in gaps):,} bytes{tensors}"
+        if not hosts:
+            return CheckpointError(f"'{self.path}' is incomplete: no host has {size}")
+        lack = f"this host lacks the part files of {listed}, with {size}"
+        remedy = f"bring them to all hosts with `torchrun ... -m zshard ckpt collect {self.path}`"
+        return CheckpointError(f"'{self.path}' is incomplete: {lack}: {remedy}")
 
 
-def _range(place: RunPlace) -> tuple[int, int]:
-    return place.begin, place.begin + place.length
+def places_in(names: Iterable[str], parts: Mapping[str, PartRecord]) -> dict[str, list[RunPlace]]:
+    """Return where these part files have the bytes of each file, in order, each byte once."""
+    found: dict[str, list[RunPlace]] = {}
+    for name in names:
+        at = 0
+        for file, runs in parts[name].runs.items():
+            for begin, length in runs:
+                found.setdefault(file, []).append(RunPlace(begin, length, name, at))
+                at += length
+    chains: dict[str, list[RunPlace]] = {}
+    for file, places in found.items():
+        end, chain = 0, chains.setdefault(file, [])
+        for begin, length, name, at in sorted(places):
+            skip = max(end - begin, 0)
+            if skip < length:
+                chain.append(RunPlace(begin + skip, length - skip, name, at + skip))
+                end = begin + length
+    return chains
 
 
 class _Pieces:
@@ -255,9 +250,12 @@ class _Pieces:
         for offset, memory in ranges:
             if offset + len(memory) > self.size:
                 raise ValueError(f"'{self._name}' ends at byte {self.size}")
-            for place in self._spread.places(self._name, offset, offset + len(memory)):
-                begin = place.begin - offset
-                self._spread.read(place, memory[begin : begin + place.length])
+            wanted = (self._name, offset, offset + len(memory))
+            if gaps := self._spread.gaps([wanted]):
+                raise self._spread.lack_of(gaps)
+            for begin, length, part, at in self._spread.places(*wanted):
+                first = begin - offset
+                self._spread.part(part).read_into(memory[first : first + length], at)
 
     def close(self) -> None:
         """Do nothing: the Spread closes the part files."""

@@ -47,7 +47,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--compile", action="store_true", help="the model is compiled")
     parts = "to the host: some of params,grads,optimizer, or none (default: if nothing fits)"
     parser.add_argument("--offload", metavar="PARTS", help=parts)
-    parser.add_argument("--wire", help="as FSDP's: bf16 or int8 between hosts")
+    parser.add_argument("--wire", help="as FSDP's: bf16 between hosts")
     parser.add_argument("--per-host", type=int, help="GPUs of a host (default: 8, or all)")
     parser.add_argument("--nic", type=float, help="Gbit/s of a host (default: the GPU's usual)")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -116,10 +116,10 @@ class Costs:
 
     def _swapped(self, i: int) -> Traffic:
         """Return what a rank receives to sum its shard."""
-        size, ranks, code = self._sizes[i], self._ranks, self._way.wire.gradients
+        size, ranks = self._sizes[i], self._ranks
         shards = self._over.reduce
-        if code is not None and ranks > self._per_host:
-            coded = size.trained / shards * CODE_BYTES[code]
+        if self._way.wire.gradients is not None and ranks > self._per_host:
+            coded = size.trained / shards * CODE_BYTES
             return swap_by_host(size.grads / shards, coded, ranks, self._per_host)
         return swap(size.grads / shards, ranks, self._per_host)
 

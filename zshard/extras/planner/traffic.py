@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-CODE_BYTES = {None: 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}
-"""Of a float32 number that crosses hosts, by wire code: see docs/several_hosts.md."""
+CODE_BYTES = 2
+"""Of a float32 number that crosses hosts as bfloat16: see docs/several_hosts.md."""
 
 
 class Traffic(NamedTuple):

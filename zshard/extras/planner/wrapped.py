@@ -80,7 +80,7 @@ class Wrapped:
         numel, of_trained = (sum(param.numel() for param in some) for some in (params, trained))
         full: float = sum(param.numel() * self._itemsize(param) for param in params)
         if unit.is_coded:
-            full = numel * CODE_BYTES[self.way.wire.parameters]
+            full = numel * CODE_BYTES
         grads = sum(param.numel() * self._itemsize(param) for param in trained)
         stored = sum(param.numel() * param.itemsize for param in params)
         return Size(numel, of_trained, full, grads, stored)
