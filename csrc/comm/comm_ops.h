@@ -118,8 +118,7 @@ typedef struct zs_reader_ops {
 
 /* Small messages between ranks. */
 typedef struct zs_talk_ops {
-    /* Small all-gather: `bytes` (<= 4096) from each rank into all[world*bytes]; also a barrier. Same order on all
-     * ranks. */
+    /* Small all-gather: `bytes` (<= 4096) from each rank into all[world*bytes]; a barrier. Same order on all ranks. */
     zs_status (*exchange)(zs_comm *, const void *mine, size_t bytes, void *all);
     /* Broadcasts `data` of `root`; host memory. */
     zs_status (*broadcast)(zs_comm *, void *data, size_t bytes, int root);
@@ -215,6 +214,7 @@ struct zs_comm {
     bool failed;                /* a wait or a collective has, so a failing end need not be reported */
     bool ended;                 /* see zs_comm_end */
     bool is_control;            /* of a transport for GPUs, which keeps the fingerprints */
+    zs_turns *turns;            /* where collectives pair up by order, see turn.h; NULL: elsewhere; borrowed */
     zs_meeting *meeting;        /* NULL: none is asked; borrowed */
     zs_diagnostics words;       /* see zs_comm_publish */
     zs_diagnostics *others;     /* [world] what each rank has published, NULL: unknown, or `said` knows; owned */

@@ -16,6 +16,7 @@ typedef struct zs_comm zs_comm;
 typedef struct zs_cunit zs_cunit;
 typedef struct zs_reader zs_reader;
 typedef struct zs_gathering zs_gathering;
+typedef struct zs_turns zs_turns;
 
 /* Where a gather puts its result, and how. */
 typedef struct zs_target {

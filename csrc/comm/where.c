@@ -96,8 +96,9 @@ static void find_lines(zs_comm *comm, char *text, size_t size)
     char (*texts)[ZS_WHERE] = calloc((size_t)comm->world, sizeof *texts);
     text[0] = 0;
     if (texts == NULL) return;
-    bool asks = comm->ops->talk->locate != NULL && comm->ops->talk->locate(comm, texts);
-    if (asks || take_exchanged(comm, texts)) zs_where_lines(texts, comm->world, text, size);
+    bool (*ask)(zs_comm *, char (*)[ZS_WHERE]) = comm->ops->talk->locate;
+    if (take_exchanged(comm, texts) || (ask != NULL && ask(comm, texts)))
+        zs_where_lines(texts, comm->world, text, size);
     free(texts);
 }
 

@@ -83,13 +83,13 @@ typedef struct hosts_gathering {
     zs_wire_shard code;
     zs_mem *codes;   /* (coded) an area, [hosts] of them; NULL: none, or returned */
     zs_work **works; /* [hosts] a broadcast from each; after the turns */
-    zs_c10d_turn turns[];
+    zs_turn turns[];
 } hosts_gathering;
 
 static hosts_gathering *gathering_new(const zs_hosts_comm *self, const zs_flat_mem *flat, zs_target to)
 {
     size_t turns = zs_hosts_op_turns(self), works = (size_t)self->hosts;
-    hosts_gathering *made = calloc(1, sizeof *made + turns * sizeof(zs_c10d_turn) + works * sizeof(zs_work *));
+    hosts_gathering *made = calloc(1, sizeof *made + turns * sizeof(zs_turn) + works * sizeof(zs_work *));
     if (made == NULL) return NULL;
     made->source = *flat;
     made->to = to;
@@ -193,7 +193,8 @@ static void end(zs_hosts_comm *self, hosts_gathering *gathering)
 static bool can_begin(const zs_hosts_comm *self, const zs_hosts_op *op)
 {
     const hosts_slot *slot = slot_of(((const hosts_gathering *)op)->to);
-    return zs_c10d_same_slots(&self->c10d, op->ticket.turns) && (slot == NULL || !slot->apart);
+    return zs_turns_same_slots(op->ticket.turns, self->c10d.base.world, zs_hosts_per_host(self)) &&
+           (slot == NULL || !slot->apart);
 }
 
 static zs_status begin(zs_hosts_comm *self, zs_hosts_op *op)
@@ -206,8 +207,8 @@ static zs_status begin_here(zs_hosts_comm *self, zs_hosts_op *op)
 {
     zs_c10d_comm *c10d = &self->c10d;
     hosts_gathering *gathering = (hosts_gathering *)op;
-    ZS_TRY(set_apart(slot_of(gathering->to), !c10d->same_slots));
-    if (c10d->same_slots) return start_across(self, gathering);
+    ZS_TRY(set_apart(slot_of(gathering->to), !c10d->turns.same_slots));
+    if (c10d->turns.same_slots) return start_across(self, gathering);
     zs_gathering *flat = NULL;
     ZS_TRY(zs_c10d_gathering_new(&op->ticket.mine, &gathering->source, gathering->to,
                                  &flat)); /* hosts_queue.c reports a failure */
@@ -229,7 +230,7 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_gathering *gathering = gathering_new(self, flat, to);
     if (gathering == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
-    zs_c10d_turn turn = zs_c10d_gather_turn(&self->c10d, flat, name);
+    zs_turn turn = zs_gather_turn(comm, flat, name);
     turn.slot = id_of(self, slot_of(to));
     turn.round = gathering->code.wire;
     gathering->op.acts = &gather_acts;
@@ -253,7 +254,7 @@ static void round_all(const zs_hosts_comm *self, const hosts_gathering *gatherin
 
 static zs_status finish(zs_hosts_comm *self, hosts_gathering *gathering)
 {
-    const zs_c10d_turn *turn = &gathering->op.ticket.mine;
+    const zs_turn *turn = &gathering->op.ticket.mine;
     ZS_TRY(zs_hosts_wait_until(self, &gathering->op));
     ZS_TRY(zs_hosts_op_failure(&gathering->op));
     if (gathering->flat != NULL) {

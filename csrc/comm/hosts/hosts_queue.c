@@ -33,7 +33,7 @@ static zs_status agree(zs_hosts_comm *self, zs_hosts_op *op)
     uint64_t reading = base->reading;
     base->model = op->model;
     base->reading = op->ticket.mine.reading;
-    zs_status status = zs_c10d_agree_on(&self->c10d, &op->ticket.mine, op->ticket.turns);
+    zs_status status = zs_turns_agree_on(base, &op->ticket.mine, op->ticket.turns);
     base->model = now;
     base->reading = reading;
     return status;
@@ -82,7 +82,7 @@ static void fail_all(zs_hosts_comm *self, zs_status status)
 zs_status zs_hosts_wait_until(zs_hosts_comm *self, const zs_hosts_op *end)
 {
     if (zs_c10d_is_forked(&self->c10d))
-        return zs_c10d_check_usable(&self->c10d); /* the thread and its locks belong to the parent */
+        return zs_c10d_check_usable(&self->c10d.base); /* the thread and its locks belong to the parent */
     while (self->said != NULL && (end == NULL || end->said)) {
         zs_status status = hear_first(self);
         if (status != ZS_OK) {
@@ -111,11 +111,11 @@ zs_status zs_hosts_op_failure(const zs_hosts_op *op)
     return op->status == ZS_OK ? ZS_OK : ZS_FAIL(op->status, "%s", op->words);
 }
 
-zs_status zs_hosts_op_enqueue(zs_hosts_comm *self, zs_hosts_op *op, const zs_c10d_turn *turn)
+zs_status zs_hosts_op_enqueue(zs_hosts_comm *self, zs_hosts_op *op, const zs_turn *turn)
 {
     op->status = ZS_OK;
     op->model = self->c10d.base.model;
-    op->ticket.mine = zs_c10d_turn_to_send(&self->c10d, turn);
+    op->ticket.mine = zs_turn_to_send(&self->c10d.base, turn);
     op->ticket.begin = begin;
     op->ticket.urgent = false;
     op->next = NULL;
@@ -124,7 +124,7 @@ zs_status zs_hosts_op_enqueue(zs_hosts_comm *self, zs_hosts_op *op, const zs_c10
         zs_status status = op->acts->begin_here(self, op);
         return status == ZS_OK ? ZS_OK : zs_c10d_fail(&self->c10d, turn, status);
     }
-    ZS_TRY(zs_c10d_check_usable(&self->c10d));
+    ZS_TRY(zs_c10d_check_usable(&self->c10d.base));
     if (self->said == NULL) zs_hosts_go_on(self);
     zs_hosts_op **at = &self->said;
     while (*at != NULL)

@@ -152,7 +152,7 @@ static bool look_again(void *arg, double seconds)
     return zs_hosts_poll(arg, seconds);
 }
 
-zs_status zs_hosts_await(zs_hosts_comm *self, const zs_c10d_turn *turn, uint64_t gather)
+zs_status zs_hosts_await(zs_hosts_comm *self, const zs_turn *turn, uint64_t gather)
 {
     zs_hosts_awaited it = {self, ZS_HOSTS_ARRIVED, gather, NULL};
     zs_c10d_arrival until = {look_again, &it, "another rank of this host has not finished its part"};
