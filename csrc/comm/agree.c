@@ -183,12 +183,12 @@ zs_turn zs_turn_to_send(const zs_comm *comm, const zs_turn *turn)
 
 /* All ranks have seen that turns differ: they exchange their texts before they report it. A rank that cannot has lost
  * the transport: the others are in that exchange. */
-static void exchange_words(zs_comm *comm, const zs_turn *turn)
+static void exchange_texts(zs_comm *comm, const zs_turn *turn)
 {
     zs_diagnostics *others = calloc((size_t)comm->world, sizeof *others);
     zs_status status = others == NULL ? ZS_FAIL(ZS_ERR_MEMORY, "out of memory asking what the ranks have done") : ZS_OK;
     zs_comm_look(comm);
-    ZS_THEN(status, comm->turns->ops->exchange_words(comm, turn, others));
+    ZS_THEN(status, comm->turns->ops->exchange_texts(comm, turn, others));
     if (status != ZS_OK) {
         free(others);
         others = NULL;
@@ -226,14 +226,14 @@ static zs_status judge(zs_comm *comm, const zs_turn *turns, const zs_comparison 
     const zs_turn *own = &turns[comm->rank];
     bool apart = !all->same && all->gather < 0;
     if (apart || !all->synced) {
-        exchange_words(comm, own);
+        exchange_texts(comm, own);
         if (own->kind == ZS_TURN_GIVE_UP) return ZS_OK; /* the others receive it whatever they are at */
         if (all->gave_up < 0) ZS_TRY(compare_fingerprints(comm, turns, all->gather >= 0));
         if (apart) return fail_apart(comm, turns, all);
         ZS_TRY(comm->turns->ops->usable(comm)); /* without the others' texts, they may conclude something else */
     }
     if (all->unsynced < 0) return ZS_OK;
-    exchange_words(comm, own);
+    exchange_texts(comm, own);
     return zs_comm_fail_apart(comm, all->unsynced);
 }
 

@@ -71,7 +71,7 @@ typedef enum zs_pass {
 typedef struct zs_reading {
     zs_pass pass;
     bool eval_mode; /* the module is in evaluation mode */
-    bool changed;   /* the shards have changed since the last known write, see sample.c */
+    bool changed;   /* the shards have changed since the last known write, see engine/history.c */
 } zs_reading;
 
 /* A transport's own memory on this rank, in bytes. */

@@ -5,7 +5,7 @@
  * ask for (zs_turns_ops).
  *
  *   turn.c        what all ranks' turns mean: pure functions, the same conclusion on all ranks
- *   turn_words.c  how messages name a turn
+ *   turn_text.c   how messages name a turn
  *   agree.c       exchanges turns until all agree; what this rank can contribute to others' gathers
  */
 #ifndef ZS_TURN_H
@@ -74,7 +74,7 @@ bool zs_turns_fingerprints(const zs_turn *turns, int world, bool all, zs_fingerp
  * text. */
 zs_status zs_turns_explain(const zs_turn *turns, int world, int own, const char *failures);
 
-/* --- turn_words.c ------------------------------------------------------------------------------------------------- */
+/* --- turn_text.c ------------------------------------------------------------------------------------------------- */
 
 /* Is it an exchange or a broadcast? */
 bool zs_turn_talks(const zs_turn *turn);
@@ -97,7 +97,7 @@ typedef struct zs_turns_ops {
     /* Gets all ranks' turns [world]; this rank's is `mine`. */
     zs_status (*exchange)(zs_comm *, const zs_turn *mine, zs_turn *turns);
     /* Gets all ranks' texts [world]; this rank's are in the head. `turn`: this rank's. */
-    zs_status (*exchange_words)(zs_comm *, const zs_turn *turn, zs_diagnostics *all);
+    zs_status (*exchange_texts)(zs_comm *, const zs_turn *turn, zs_diagnostics *all);
     /* Takes part in the gather `turn` with this rank's shard, which lies in `mem`. */
     zs_status (*serve)(zs_comm *, const zs_turn *turn, const char *shard, zs_mem *mem);
     /* ZS_OK if collectives can run. */

@@ -122,7 +122,7 @@ void zs_comm_locate_all(zs_comm *comm, char *text, size_t size)
 
 void zs_comm_look(zs_comm *comm)
 {
-    zs_script_look(comm->words.where, sizeof comm->words.where);
+    zs_script_look(comm->texts.where, sizeof comm->texts.where);
 }
 
 void zs_comm_look_at_all(zs_comm *comm)
@@ -131,7 +131,7 @@ void zs_comm_look_at_all(zs_comm *comm)
     if (comm->ops->mapped) return; /* zs_comm_locate asks them */
     if ((others = calloc((size_t)comm->world, sizeof *others)) == NULL) return;
     zs_comm_look(comm);
-    if (comm->ops->talk->exchange(comm, &comm->words, sizeof *others, others) != ZS_OK) { /* join() is not asked */
+    if (comm->ops->talk->exchange(comm, &comm->texts, sizeof *others, others) != ZS_OK) { /* join() is not asked */
         zs_clear_error();
         free(others);
         return;

@@ -30,7 +30,7 @@ FAULTS = {
 
 
 def build(folder: Path, turn: Path, how: str = "plain") -> Path:
-    files = [C / "check_turn.c", turn, NO_LOOPS, *sources(*SHM, "turn_words.c", "arena.c")]
+    files = [C / "check_turn.c", turn, NO_LOOPS, *sources(*SHM, "turn_text.c", "arena.c")]
     return compile_c(folder / "check_turn", files, BUILDS[how])
 
 

@@ -37,7 +37,7 @@ SHM = [
 ]
 """What the transport "shm" is compiled of."""
 
-TURNS = ["turn.c", "turn_words.c", "agree.c"]
+TURNS = ["turn.c", "turn_text.c", "agree.c"]
 """What transports that exchange turns add to it."""
 
 

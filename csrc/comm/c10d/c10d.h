@@ -11,6 +11,7 @@
 #define ZS_C10D_H
 
 #include "comm/comm_local.h"
+#include "comm/process_watch.h"
 #include "comm/script.h"
 #include "comm/turn.h"
 #include "device/arena.h"
@@ -20,14 +21,8 @@
 
 enum {
     ZS_C10D_PIECE = 4 << 20, /* bytes of a broadcast at a time */
-    ZS_C10D_WORDS = 1536,    /* room for the text of where the others are */
+    ZS_C10D_TEXT = 1536,     /* room for the text of where the others are */
 };
-
-/* The process of a rank, as far as this process can find out. */
-typedef struct zs_c10d_peer {
-    int pid;
-    int pidfd; /* -1: on another host, or in another namespace of pids */
-} zs_c10d_peer;
 
 /* A collective that was abandoned, and the memory that torch's threads may still use. */
 typedef struct zs_c10d_stray {
@@ -40,14 +35,14 @@ typedef struct zs_c10d_comm {
     zs_comm base;
     zs_turns turns; /* which the head points to */
     zs_group *group;
-    zs_status (*hear_said)(struct zs_c10d_comm *); /* waits for turns sent before; NULL: none ever were */
+    zs_status (*wait_queued)(struct zs_c10d_comm *); /* waits for turns sent before; NULL: none ever were */
     unsigned lifetime; /* zs_lifetime() at creation: differs in forked children, whose sockets belong to their parent */
-    zs_c10d_peer *peers; /* [world] */
-    int gone;            /* the peer that was first seen to have exited, the cause of later failures; -1: none */
-    size_t living;       /* live units, and (hosts) gathers that have an area */
-    zs_arena *areas;     /* owned; what one backward has out at a time; NULL: none */
-    bool areas_end;      /* the last unit is freed, and so are they, as soon as none is lent */
-    bool told;           /* this rank has left its reason */
+    zs_process_watch *peers; /* owned */
+    int gone;                /* the peer that was first seen to have exited, the cause of later failures; -1: none */
+    size_t living;           /* live units, and (hosts) gathers that have an area */
+    zs_arena *areas;         /* owned; what one backward has out at a time; NULL: none */
+    bool areas_end;          /* the last unit is freed, and so are they, as soon as none is lent */
+    bool reported;           /* this rank has published its reason */
     pthread_mutex_t areas_lock;
     bool has_strays; /* also one that is in no list, for lack of memory */
     zs_c10d_stray *strays;
@@ -150,7 +145,7 @@ typedef struct zs_c10d_stall {
     int questions;     /* sent to the others so far */
     uint64_t question; /* the number of the last one; 0: none */
     double looked;     /* when answers were last read; in seconds of waiting */
-    bool told;         /* printed on stderr */
+    bool reported;     /* printed on stderr */
     void *answers;     /* [world]; owned; NULL: none yet */
 } zs_c10d_stall;
 
@@ -158,8 +153,8 @@ typedef struct zs_c10d_stall {
 void zs_c10d_stall_check(zs_c10d_comm *comm, const zs_turn *turn, zs_c10d_stall *stall, double waited);
 
 /* The state of the other ranks and the remedy, as text to append to a sentence; "" if none. */
-void zs_c10d_stall_words(const zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_stall *stall, char *text,
-                         size_t size);
+void zs_c10d_stall_text(const zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_stall *stall, char *text,
+                        size_t size);
 
 /* Where everybody is, as lines (comm/where.h); "" if no rank was asked. */
 void zs_c10d_stall_lines(const zs_c10d_comm *comm, const zs_c10d_stall *stall, char *text, size_t size);
@@ -174,9 +169,6 @@ void zs_c10d_stall_end(zs_c10d_stall *stall);
 
 /* Finds the peers; collective. */
 zs_status zs_c10d_peers_connect(zs_c10d_comm *comm);
-
-/* Frees them. */
-void zs_c10d_peers_free(zs_c10d_comm *comm);
 
 /* Looks for a rank that has exited: one that left a reason (see the table's abort), or whose process has ended.
  * Writes a sentence to continue with "while ..."; false: none was found. */

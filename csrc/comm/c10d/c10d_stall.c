@@ -75,8 +75,8 @@ static const char *remedy_of(const zs_c10d_comm *comm, const zs_turn *turn)
     return zs_turn_remedy(turn);
 }
 
-void zs_c10d_stall_words(const zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_stall *stall, char *text,
-                         size_t size)
+void zs_c10d_stall_text(const zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_stall *stall, char *text,
+                        size_t size)
 {
     char places[PLACES];
     const answer *answers = stall->answers;
@@ -107,21 +107,21 @@ void zs_c10d_name_others(const zs_c10d_comm *comm, char *text, size_t size)
 {
     int world = comm->base.world;
     size_t length = (size_t)snprintf(text, size, world == 2 ? "rank" : "one of ranks");
-    for (int r = 0, told = 0; r < world && length + 16 < size; r++) {
+    for (int r = 0, n = 0; r < world && length + 16 < size; r++) {
         if (r == comm->base.rank) continue;
-        length += (size_t)snprintf(text + length, size - length, "%s%d", told++ == 0 ? " " : ", ", r);
+        length += (size_t)snprintf(text + length, size - length, "%s%d", n++ == 0 ? " " : ", ", r);
     }
 }
 
-static void tell(const zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_stall *stall, double waited)
+static void report(const zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_stall *stall, double waited)
 {
-    char phrase[ZS_TURN_PHRASE], who[ZS_TURN_PHRASE], words[ZS_C10D_WORDS], lines[ZS_LINES];
+    char phrase[ZS_TURN_PHRASE], who[ZS_TURN_PHRASE], places[ZS_C10D_TEXT], lines[ZS_LINES];
     zs_turn_describe_here(turn, "", phrase, sizeof phrase);
     zs_c10d_name_others(comm, who, sizeof who);
-    zs_c10d_stall_words(comm, turn, stall, words, sizeof words);
+    zs_c10d_stall_text(comm, turn, stall, places, sizeof places);
     zs_c10d_stall_lines(comm, stall, lines, sizeof lines);
     fprintf(stderr, "zshard: rank %d has been waiting %.0f s for %s while %s%s%s\n", comm->base.rank, waited, who,
-            phrase, words, lines);
+            phrase, places, lines);
 }
 
 void zs_c10d_stall_check(zs_c10d_comm *comm, const zs_turn *turn, zs_c10d_stall *stall, double waited)
@@ -134,7 +134,7 @@ void zs_c10d_stall_check(zs_c10d_comm *comm, const zs_turn *turn, zs_c10d_stall 
         read_answers(comm, stall);
         stall->looked = waited;
     }
-    if (stall->told || waited < report_after) return;
-    stall->told = true;
-    tell(comm, turn, stall, waited);
+    if (stall->reported || waited < report_after) return;
+    stall->reported = true;
+    report(comm, turn, stall, waited);
 }

@@ -16,14 +16,14 @@ static zs_status exchange(zs_comm *comm, const zs_turn *mine, zs_turn *turns)
     return status == ZS_OK ? zs_c10d_finish_turn(self, mine, work) : zs_c10d_fail(self, mine, status);
 }
 
-static zs_status exchange_words(zs_comm *comm, const zs_turn *turn, zs_diagnostics *all)
+static zs_status exchange_texts(zs_comm *comm, const zs_turn *turn, zs_diagnostics *all)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     size_t bytes = (size_t)comm->world * sizeof *all;
     zs_mem *area = NULL;
     ZS_TRY(zs_c10d_borrow_area(self, bytes + sizeof *all, &area));
     char *received = area->ptr, *mine = received + bytes;
-    memcpy(mine, &comm->words, sizeof *all);
+    memcpy(mine, &comm->texts, sizeof *all);
     zs_work *work = NULL;
     zs_status status = zs_group_all_gather(self->group, mine, received, sizeof *all, comm->world, &work);
     ZS_THEN(status, zs_c10d_finish(self, turn, work, NULL));
@@ -65,12 +65,12 @@ static zs_status fail(zs_comm *comm, const zs_turn *turn, zs_status status)
     return zs_c10d_fail((zs_c10d_comm *)comm, turn, status);
 }
 
-const zs_turns_ops zs_c10d_turns_ops = {exchange, exchange_words, serve, zs_c10d_check_usable, fail};
+const zs_turns_ops zs_c10d_turns_ops = {exchange, exchange_texts, serve, zs_c10d_check_usable, fail};
 
 zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_turn *turn)
 {
     ZS_TRY(zs_c10d_check_usable(&comm->base));
-    if (comm->hear_said != NULL) ZS_TRY(comm->hear_said(comm));
+    if (comm->wait_queued != NULL) ZS_TRY(comm->wait_queued(comm));
     zs_mem *area = NULL;
     ZS_TRY(zs_c10d_borrow_area(comm, (size_t)(comm->base.world + 1) * sizeof *turn, &area));
     zs_status status = zs_turns_agree(&comm->base, turn, area->ptr);

@@ -18,7 +18,7 @@
  * exit after its connections close; from finding that a peer has exited until the wait fails. */
 static const double slice = 0.1, ask_every = 2.0, straggle = 2.0, grace = 1.0;
 
-enum { WORDS = 512 };
+enum { TEXT = 512 };
 
 /* --- failures ----------------------------------------------------------------------------------------------------- */
 
@@ -61,13 +61,13 @@ bool zs_c10d_is_forked(const zs_c10d_comm *comm)
 void zs_c10d_abort(zs_comm *comm, const char *reason)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
-    if (!self->told && !zs_c10d_is_forked(self)) zs_group_publish_text(self->group, comm->rank, reason);
-    self->told = true;
+    if (!self->reported && !zs_c10d_is_forked(self)) zs_group_publish_text(self->group, comm->rank, reason);
+    self->reported = true;
 }
 
 zs_status zs_c10d_check_peers(zs_comm *comm)
 {
-    char sentence[WORDS];
+    char sentence[TEXT];
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     if (zs_c10d_is_forked(self) || !zs_c10d_find_gone(self, true, sentence, sizeof sentence)) return ZS_OK;
     return ZS_FAIL(ZS_ERR_PEER, "%s", sentence);
@@ -76,28 +76,28 @@ zs_status zs_c10d_check_peers(zs_comm *comm)
 /* zs_c10d_fail, with the findings of a stall; NULL: there was none. */
 static zs_status fail_after(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_stall *stall, zs_status status)
 {
-    char places[ZS_C10D_WORDS] = "", lines[ZS_LINES] = "";
-    if (stall != NULL) zs_c10d_stall_words(comm, turn, stall, places, sizeof places);
-    char words[WORDS], phrase[ZS_TURN_PHRASE], who[WORDS];
-    snprintf(words, sizeof words, "%s", zs_last_message());
+    char places[ZS_C10D_TEXT] = "", lines[ZS_LINES] = "";
+    if (stall != NULL) zs_c10d_stall_text(comm, turn, stall, places, sizeof places);
+    char cause[TEXT], phrase[ZS_TURN_PHRASE], who[TEXT];
+    snprintf(cause, sizeof cause, "%s", zs_last_message());
     zs_clear_error();
     if (stall != NULL && status == ZS_ERR_TIMEOUT) zs_c10d_stall_lines(comm, stall, lines, sizeof lines);
     zs_turn_describe_here(turn, "", phrase, sizeof phrase);
     int own = comm->base.rank;
     if (look_for_gone(comm, status == ZS_ERR_PEER ? straggle : 0, who, sizeof who)) {
-        status = ZS_FAIL(ZS_ERR_PEER, "%s; rank %d was %s: %s; %s", who, own, phrase, words, zs_turn_remedy(turn));
+        status = ZS_FAIL(ZS_ERR_PEER, "%s; rank %d was %s: %s; %s", who, own, phrase, cause, zs_turn_remedy(turn));
     } else {
         zs_c10d_name_others(comm, who, sizeof who);
         if (status == ZS_ERR_TIMEOUT)
             status = ZS_FAIL(
                 status,
                 "rank %d timed out after %.1f s waiting for %s while %s%s; raise timeout if it is only slow: %s", own,
-                comm->base.timeout, who, phrase, places, words);
+                comm->base.timeout, who, phrase, places, cause);
         else if (status == ZS_ERR_PEER)
-            status = ZS_FAIL(status, "%s exited or is unreachable; rank %d was %s: %s; %s", who, own, phrase, words,
+            status = ZS_FAIL(status, "%s exited or is unreachable; rank %d was %s: %s; %s", who, own, phrase, cause,
                              zs_turn_remedy(turn));
         else
-            status = ZS_FAIL(status, "rank %d failed while %s: %s", own, phrase, words);
+            status = ZS_FAIL(status, "rank %d failed while %s: %s", own, phrase, cause);
         /* The others may be in it, and would wait for this rank. */
         bool alone = status != ZS_ERR_TIMEOUT && status != ZS_ERR_PEER;
         if (alone && comm->group != NULL) zs_c10d_abort(&comm->base, zs_last_message());
@@ -123,7 +123,7 @@ typedef struct patience {
 /* Fails if the wait must end early. */
 static zs_status check_wait(zs_c10d_comm *comm, patience *seen)
 {
-    char who[WORDS];
+    char who[TEXT];
     double time = zs_clock();
     if (zs_comm_interrupted()) return ZS_FAIL(ZS_ERR_TORCH, "interrupted while waiting for another rank");
     bool ask = time - seen->asked > ask_every;

@@ -156,7 +156,7 @@ zs_status zs_c10d_give_up(zs_comm *comm)
 /* What a rank leaves in the group's store when it ends. */
 typedef struct last_page {
     zs_fingerprint fingerprint;
-    zs_diagnostics words;
+    zs_diagnostics texts;
 } last_page;
 
 zs_status zs_c10d_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all)
@@ -165,18 +165,18 @@ zs_status zs_c10d_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all)
     if (zs_c10d_is_forked(self)) return ZS_OK;
     size_t world = (size_t)comm->world;
     last_page *pages = calloc(world, sizeof *pages);
-    zs_diagnostics *words = calloc(world, sizeof *words);
-    bool good = pages != NULL && words != NULL;
+    zs_diagnostics *texts = calloc(world, sizeof *texts);
+    bool good = pages != NULL && texts != NULL;
     if (good) {
-        pages[comm->rank] = (last_page){comm->fingerprint, comm->words};
+        pages[comm->rank] = (last_page){comm->fingerprint, comm->texts};
         *all = zs_group_leave_page(self->group, comm->rank, comm->world, pages, sizeof *pages);
         for (int r = 0; r < comm->world && *all; r++) {
             fingerprints[r] = pages[r].fingerprint;
-            words[r] = pages[r].words;
+            texts[r] = pages[r].texts;
         }
     }
     free(pages);
-    zs_comm_set_others(comm, words);
+    zs_comm_set_others(comm, texts);
     return good ? ZS_OK : ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' last steps");
 }
 
@@ -203,7 +203,7 @@ bool zs_c10d_clear(zs_c10d_comm *self)
     }
     zs_c10d_free_areas(self);
     zs_c10d_free_lost(self);
-    zs_c10d_peers_free(self);
+    zs_process_watch_free(self->peers);
     zs_group_free(self->group);
     return true;
 }

@@ -184,7 +184,7 @@ zs_status zs_gpu_agree_to_talk(zs_gpu_comm *comm, zs_turn_kind kind, size_t byte
 /* read_begin, of the table. */
 zs_status zs_gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading);
 
-/* tell, said, locate and end: forwarded to the transport between hosts. */
+/* publish, published, locate and end: forwarded to the transport between hosts. */
 void zs_gpu_publish(zs_comm *comm, zs_topic topic, const char *text);
 const char *zs_gpu_published(const zs_comm *comm, int rank, zs_topic topic);
 bool zs_gpu_locate(zs_comm *comm, char (*texts)[ZS_WHERE]);

@@ -174,7 +174,7 @@ zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
     return zs_device_cuda_await(comm->device, ZS_STREAM_COMPUTE, unit->read);
 }
 
-/* --- words -------------------------------------------------------------------------------------------------------- */
+/* --- texts -------------------------------------------------------------------------------------------------------- */
 
 void zs_gpu_publish(zs_comm *comm, zs_topic topic, const char *text)
 {

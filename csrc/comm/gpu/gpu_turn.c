@@ -23,10 +23,10 @@ static zs_status exchange(zs_comm *comm, const zs_turn *mine, zs_turn *turns)
     return status;
 }
 
-static zs_status exchange_words(zs_comm *comm, const zs_turn *turn, zs_diagnostics *all)
+static zs_status exchange_texts(zs_comm *comm, const zs_turn *turn, zs_diagnostics *all)
 {
     (void)turn;
-    return zs_gpu_compare_hosts((zs_gpu_comm *)comm, &comm->words, sizeof comm->words, all);
+    return zs_gpu_compare_hosts((zs_gpu_comm *)comm, &comm->texts, sizeof comm->texts, all);
 }
 
 /* How a gather's shards travel, as its turn says. */
@@ -89,7 +89,7 @@ static zs_status fail(zs_comm *comm, const zs_turn *turn, zs_status status)
     return zs_gpu_fail((zs_gpu_comm *)comm, name_turn(comm, turn, status));
 }
 
-const zs_turns_ops zs_gpu_turns_ops = {exchange, exchange_words, serve, usable, fail};
+const zs_turns_ops zs_gpu_turns_ops = {exchange, exchange_texts, serve, usable, fail};
 
 /* --- turns -------------------------------------------------------------------------------------------------------- */
 

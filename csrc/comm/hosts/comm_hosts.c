@@ -131,7 +131,7 @@ zs_status zs_comm_hosts_new(const zs_hosts_groups *groups, zs_comm *local, const
     if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the hosts transport");
     self->c10d.base.ops = &zs_hosts_ops;
     pthread_mutex_init(&self->local_lock, NULL);
-    self->c10d.hear_said = zs_hosts_wait_queued;
+    self->c10d.wait_queued = zs_hosts_wait_queued;
     self->local = zs_comm_retain(local);
     self->hosts = ranks->world / ranks->per_host;
     self->host = ranks->rank / ranks->per_host;

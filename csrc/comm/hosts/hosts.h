@@ -40,7 +40,7 @@ typedef struct zs_hosts_comm {
     uint64_t slots;             /* a digest of the slots created so far, in order */
     size_t lost_bytes;          /* of all its units, see zs_hosts_lost_new */
     zs_hosts_turns *turns;      /* owned; NULL: they go over the group of all ranks */
-    zs_hosts_op *said;          /* the first that was sent and has not been received yet; borrowed */
+    zs_hosts_op *first;         /* the first whose turn has not been received yet; borrowed */
     pthread_mutex_t local_lock; /* of `local`, while the thread may use it */
 } zs_hosts_comm;
 
@@ -87,15 +87,15 @@ void zs_hosts_arrived(void *arrival, bool good);
 
 /* The events that ranks of a host watch for on each other's pages. */
 typedef enum zs_hosts_event {
-    ZS_HOSTS_ARRIVED, /* its shards of gather `number` */
-    ZS_HOSTS_SAID,    /* its turn `number` */
-    ZS_HOSTS_HEARD,   /* turn `number` of the hosts that it receives for its host */
+    ZS_HOSTS_ARRIVED,  /* its shards of gather `number` */
+    ZS_HOSTS_SENT,     /* its turn `number` */
+    ZS_HOSTS_RECEIVED, /* turn `number` of the hosts that it receives for its host */
 } zs_hosts_event;
 
 /* This rank has sent, or received, turns up to `number`. Any thread. */
 void zs_hosts_mark(zs_hosts_comm *self, zs_hosts_event event, uint64_t number);
 
-/* It will receive no more. */
+/* This rank receives no more turns. */
 void zs_hosts_mark_failed(zs_hosts_comm *self, const char *why);
 
 /* One event of all ranks of the host. */
@@ -170,14 +170,14 @@ typedef struct zs_hosts_acts {
     void (*undo)(zs_hosts_comm *, zs_hosts_op *);            /* after a failure; NULL: nothing */
 } zs_hosts_acts;
 
-/* A gather or a round. Its owner must keep it in place while it is `said`. */
+/* A gather or a round. Its owner must keep it in place while it is `queued`. */
 struct zs_hosts_op {
     zs_hosts_ticket ticket; /* the first member; the owner provides its turns, [zs_hosts_op_turns] */
     const zs_hosts_acts *acts;
     zs_model model;
     zs_status status;
-    char words[ZS_C10D_WORDS]; /* of its failure */
-    bool said;                 /* and not received yet */
+    char why[ZS_C10D_TEXT]; /* of its failure */
+    bool queued;            /* its turn has not been received yet */
     zs_hosts_op *next;
 };
 

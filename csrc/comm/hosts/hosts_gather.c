@@ -115,9 +115,9 @@ static zs_status start_leg(zs_hosts_comm *self, hosts_gathering *gathering, int 
     size_t bytes = coded ? gathering->code.bytes : gathering->source.shard_bytes;
     zs_work **work = &gathering->works[h];
     ZS_THEN(status, zs_group_broadcast(zs_hosts_across(self, h), it.data, bytes, h, work));
-    zs_status told = status == ZS_OK ? zs_work_then(*work, it.arrived, it.arg) : status;
-    if (told != ZS_OK) it.arrived(it.arg, false);
-    ZS_THEN(status, told);
+    zs_status begun = status == ZS_OK ? zs_work_then(*work, it.arrived, it.arg) : status;
+    if (begun != ZS_OK) it.arrived(it.arg, false);
+    ZS_THEN(status, begun);
     return status;
 }
 

@@ -5,9 +5,9 @@
  * receives the message, and always waits for the next one: it passes through none of torch's threads, while a
  * collective of all ranks would pass through several on each, and be as slow as a megabyte.
  *
- * So turns proceed while the script computes, one after the other in the order in which this rank queued them: a ticket
- * each. If all ranks have the same turn, the thread begins the collective, too. Otherwise it stops on all ranks, and
- * the script's thread handles it.
+ * Turns advance while the script computes. Each queued turn has a ticket; tickets are served in order. If all ranks
+ * have the same turn, the thread begins the collective, too. Otherwise it stops on all ranks, and the script's thread
+ * handles it.
  *
  * There are two buffers for turns, for even and odd numbers. A rank sends turn n+1 once it has read turn n of all,
  * so when all of a host have sent n+1, turn n-1 has been read. Only then does a host send n+1, so no host receives
@@ -33,7 +33,7 @@ typedef struct wire {
 
 struct zs_hosts_turns {
     zs_turns_ops ops;  /* those of c10d, but `exchange` */
-    uint64_t number;   /* of the next turn to send, less one; the thread's */
+    uint64_t number;   /* of the last turn sent; used by the thread only */
     size_t host_bytes; /* of all turns of a host */
     zs_flat_mem board; /* of `local`: see own_turn and host_turns */
     char *memory;      /* of messages; owned */
@@ -44,8 +44,8 @@ struct zs_hosts_turns {
     bool runs;              /* the thread was started */
     bool ends;              /* it must end */
     bool stopped;           /* it sends only urgent tickets */
-    bool deaf;              /* it will receive no more; set after `why` */
-    char why[ZS_C10D_WORDS];
+    bool closed;            /* the thread has stopped receiving; `why` is set first */
+    char why[ZS_C10D_TEXT];
     zs_work *awaited;              /* NULL: none now; borrowed */
     zs_hosts_ticket *first, *last; /* to be sent; borrowed */
     int n_wires;
@@ -125,7 +125,7 @@ static bool await_host(zs_hosts_comm *self, zs_hosts_event event)
 }
 
 /* Sends the host's turns to this rank's hosts. What was sent two turns ago has been received. */
-static zs_status tell_hosts(zs_hosts_comm *self)
+static zs_status send_to_hosts(zs_hosts_comm *self)
 {
     zs_hosts_turns *turns = self->turns;
     uint64_t number = turns->number;
@@ -142,7 +142,7 @@ static zs_status tell_hosts(zs_hosts_comm *self)
 }
 
 /* Receives the turn of all this rank's hosts. */
-static bool hear(zs_hosts_comm *self)
+static bool receive_all(zs_hosts_comm *self)
 {
     zs_hosts_turns *turns = self->turns;
     for (int i = 0; i < turns->n_wires; i++) {
@@ -153,7 +153,7 @@ static bool hear(zs_hosts_comm *self)
         from->receiving = NULL;
         if (receive(self, from) != ZS_OK) return false;
     }
-    zs_hosts_mark(self, ZS_HOSTS_HEARD, turns->number);
+    zs_hosts_mark(self, ZS_HOSTS_RECEIVED, turns->number);
     return true;
 }
 
@@ -176,9 +176,9 @@ static bool take_turn(zs_hosts_comm *self, zs_hosts_ticket *ticket)
 {
     uint64_t number = ++self->turns->number;
     *own_turn(self, self->lane, number) = ticket->mine;
-    zs_hosts_mark(self, ZS_HOSTS_SAID, number);
-    bool good =
-        await_host(self, ZS_HOSTS_SAID) && tell_hosts(self) == ZS_OK && hear(self) && await_host(self, ZS_HOSTS_HEARD);
+    zs_hosts_mark(self, ZS_HOSTS_SENT, number);
+    bool good = await_host(self, ZS_HOSTS_SENT) && send_to_hosts(self) == ZS_OK && receive_all(self) &&
+                await_host(self, ZS_HOSTS_RECEIVED);
     if (good) read_turns(self, ticket->turns);
     return good;
 }
@@ -222,7 +222,7 @@ static void *run(void *arg)
     pthread_mutex_lock(&turns->lock);
     bool asked = turns->ends;
     if (!asked) snprintf(turns->why, sizeof turns->why, "%s", zs_last_message());
-    turns->deaf = true;
+    turns->closed = true;
     pthread_cond_broadcast(&turns->changed);
     pthread_mutex_unlock(&turns->lock);
     if (!asked) zs_hosts_mark_failed(self, turns->why);
@@ -292,9 +292,9 @@ static bool look(void *arg, double seconds)
     until.tv_nsec %= 1000000000;
     pthread_mutex_lock(&it->turns->lock);
     bool late = seconds <= 0;
-    while (it->ticket->state == ZS_HOSTS_QUEUED && !it->turns->deaf && !late)
+    while (it->ticket->state == ZS_HOSTS_QUEUED && !it->turns->closed && !late)
         late = pthread_cond_timedwait(&it->turns->changed, &it->turns->lock, &until) != 0;
-    bool over = it->ticket->state != ZS_HOSTS_QUEUED || it->turns->deaf;
+    bool over = it->ticket->state != ZS_HOSTS_QUEUED || it->turns->closed;
     pthread_mutex_unlock(&it->turns->lock);
     return over;
 }
