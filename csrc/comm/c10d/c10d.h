@@ -57,8 +57,8 @@ zs_status zs_c10d_init(zs_c10d_comm *comm, const char *group_name, const zs_rank
 /* Frees the head's members. False: torch's threads may still write there, so it and its memory stay forever. */
 bool zs_c10d_clear(zs_c10d_comm *comm);
 
-/* *new*, for zs_c10d_gather_finish or, if it has not started, zs_c10d_gathering_free
- * (NULL allowed) / starts it, from this rank's shard into `full`, once all ranks have agreed on its turn. */
+/* *new*, for zs_c10d_gather_finish or, if it has not started, zs_c10d_gathering_free (NULL allowed) / starts it, from
+ * this rank's shard into `full`, once all ranks have agreed on its turn. */
 zs_status zs_c10d_gathering_new(const zs_turn *turn, const zs_flat_mem *flat, zs_target to, zs_gathering **out);
 void zs_c10d_gathering_free(zs_gathering *gathering);
 zs_status zs_c10d_gather_agreed(zs_c10d_comm *comm, const char *shard, char *full, zs_gathering *gathering);

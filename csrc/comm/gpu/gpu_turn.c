@@ -102,6 +102,7 @@ zs_status zs_gpu_agree(zs_gpu_comm *comm, const zs_turn *turn)
 
 zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit, zs_wire_shard code)
 {
+    if (comm->turns.ops == NULL) return ZS_OK;
     zs_turn turn = zs_gather_turn(&comm->base, flat, unit);
     if (flat->mem->on_host) turn.joinable = false; /* backends only handle device memory */
     turn.round = code_number(code);

@@ -38,7 +38,7 @@ zs_status zs_shm_record(zs_shm *shm, size_t bytes, const char *name, uint32_t *r
     return ZS_OK;
 }
 
-/* --- telling ------------------------------------------------------------------------------------------------------ */
+/* --- publishing --------------------------------------------------------------------------------------------------- */
 
 void zs_shm_note(zs_shm *shm, zs_shm_act act)
 {
