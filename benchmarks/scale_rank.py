@@ -32,7 +32,7 @@ COUNTED = {
     "c10d::scatter_": "scatter",
     "c10d::allgather_": "list",
 }
-TURN = 280  # bytes that a rank says before a collective: sizeof(zs_c10d_turn)
+TURN = 280  # bytes that a rank says before a collective: sizeof(zs_turn)
 
 
 def main() -> None:

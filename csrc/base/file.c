@@ -26,8 +26,8 @@ struct zs_file {
     int fd;
     char *path;          /* of a file on disk; owned; NULL: of memory */
     bool named;          /* it can be opened by that */
-    zs_file_freed freed; /* called when a flat is freed, with `told`; or NULL */
-    void *told;
+    zs_file_freed freed; /* called when a flat is freed, with `arg`; or NULL */
+    void *arg;
     bool kept;            /* regions that are freed keep what they hold */
     bool common;          /* other processes grow it too */
     unsigned lifetime;    /* of the process that made it: a forked child must not punch holes */
@@ -148,7 +148,7 @@ void zs_file_on_free(zs_file *file, zs_file_freed call, void *arg)
 {
     pthread_mutex_lock(&file->lock);
     file->freed = call;
-    file->told = arg;
+    file->arg = arg;
     pthread_mutex_unlock(&file->lock);
 }
 
@@ -215,7 +215,8 @@ static bool has_length(const zs_file *file, uint64_t length)
     return fstat(file->fd, &info) == 0 && (uint64_t)info.st_size >= length;
 }
 
-/* Makes a file of memory longer. Who is late with a common one fails, as the file is sealed against shrinking. */
+/* Grows a file of memory. Where ranks grow one file, ftruncate() fails for the later rank: the file is longer already,
+ * and sealed against shrinking. */
 static zs_status lengthen(const zs_file *file, uint64_t length)
 {
     if (file->common && has_length(file, length)) return ZS_OK;
@@ -246,7 +247,7 @@ static void free_region(zs_mem *mem)
     if (file->lifetime == zs_lifetime()) {
         pthread_mutex_lock(&file->lock);
         bool is_flat = owner->slot < 0, taken = file->kept || owner->slot == READ_BY_PEERS;
-        if (is_flat && file->freed != NULL) taken = file->freed(file->told, owner->offset, owner->bytes);
+        if (is_flat && file->freed != NULL) taken = file->freed(file->arg, owner->offset, owner->bytes);
         if (!taken)
             fallocate(file->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)owner->offset, (off_t)owner->bytes);
         if (!is_flat) file->slots[owner->slot].busy = false;

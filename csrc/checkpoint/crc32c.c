@@ -78,7 +78,8 @@ static uint32_t by_tables(uint32_t crc, const unsigned char *at, size_t bytes)
 
 #ifdef CRC_OF_8
 
-/* How far a sum's stretch goes, and what a CRC with as many zeros behind it is: of each of its bytes, all added. */
+/* The length of a stretch, and tables that advance a CRC over that many zero bytes: one for each byte of the CRC,
+ * XORed. */
 typedef struct stretch {
     size_t bytes;
     uint32_t skipped[4][256];

@@ -132,19 +132,19 @@ bool zs_reading_alike(uint64_t a, uint64_t b)
     return ((a ^ b) & (PASS | EVAL_MODE)) == 0;
 }
 
-bool zs_reading_changed(uint64_t told)
+bool zs_reading_changed(uint64_t reading)
 {
-    return (told & CHANGED) != 0;
+    return (reading & CHANGED) != 0;
 }
 
-bool zs_reading_is_backward(uint64_t told)
+bool zs_reading_is_backward(uint64_t reading)
 {
-    return (told & PASS) == ZS_PASS_BACKWARD;
+    return (reading & PASS) == ZS_PASS_BACKWARD;
 }
 
-bool zs_reading_is_look(uint64_t told)
+bool zs_reading_is_look(uint64_t reading)
 {
-    return (told & PASS) == ZS_PASS_EVALUATE;
+    return (reading & PASS) == ZS_PASS_EVALUATE;
 }
 
 zs_status zs_comm_fail_apart(const zs_comm *comm, int changed)

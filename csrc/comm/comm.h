@@ -61,11 +61,11 @@ uint64_t zs_reading_encode(const zs_reading *reading);
 
 /* Do two of these belong to the same forward of all ranks? / Had the rank changed its parameters by hand? */
 bool zs_reading_alike(uint64_t a, uint64_t b);
-bool zs_reading_changed(uint64_t told);
+bool zs_reading_changed(uint64_t reading);
 
 /* Does it belong to a backward / to a forward that no backward follows? */
-bool zs_reading_is_backward(uint64_t told);
-bool zs_reading_is_look(uint64_t told);
+bool zs_reading_is_backward(uint64_t reading);
+bool zs_reading_is_look(uint64_t reading);
 
 /* Fails because ranks do not run the same forward, and rank `changed` has changed its parameters by hand. */
 zs_status zs_comm_fail_apart(const zs_comm *comm, int changed);

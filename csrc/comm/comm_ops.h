@@ -118,8 +118,7 @@ typedef struct zs_reader_ops {
 
 /* Small messages between ranks. */
 typedef struct zs_talk_ops {
-    /* Small all-gather: `bytes` (<= 4096) from each rank into all[world*bytes]; also a barrier. Same order on all
-     * ranks. */
+    /* Small all-gather: `bytes` (<= 4096) from each rank into all[world*bytes]; a barrier. Same order on all ranks. */
     zs_status (*exchange)(zs_comm *, const void *mine, size_t bytes, void *all);
     /* Broadcasts `data` of `root`; host memory. */
     zs_status (*broadcast)(zs_comm *, void *data, size_t bytes, int root);
@@ -129,11 +128,11 @@ typedef struct zs_talk_ops {
      * queues. */
     zs_status (*gather_device)(zs_comm *, const void *mine, size_t bytes, void *all);
     /* See zs_comm_publish; NULL: the head keeps it. */
-    void (*tell)(zs_comm *, zs_topic, const char *);
+    void (*publish)(zs_comm *, zs_topic, const char *);
     /* The latest text that a peer has published on a topic; NULL, like a NULL function: unknown. */
-    const char *(*said)(const zs_comm *, int rank, zs_topic);
-    /* Sets texts [world] to where each rank's script is, after asking those that have not said so lately; waits at most
-     * a second. False, as NULL: ranks cannot be asked. / Has a peer asked? / Answers. Any thread. */
+    const char *(*published)(const zs_comm *, int rank, zs_topic);
+    /* Sets texts [world] to where each rank's script is, after asking those that have not reported it lately; waits at
+     * most a second. False, as NULL: ranks cannot be asked. / Has a peer asked? / Answers. Any thread. */
     bool (*locate)(zs_comm *, char (*texts)[ZS_WHERE]);
     bool (*asked)(const zs_comm *);
     void (*answer)(zs_comm *, const char *text);
@@ -209,8 +208,9 @@ struct zs_comm {
     bool failed;                /* a wait or a collective has, so a failing end need not be reported */
     bool ended;                 /* see zs_comm_end */
     bool is_control;            /* of a transport for GPUs, which keeps the fingerprints */
-    zs_diagnostics words;       /* see zs_comm_publish */
-    zs_diagnostics *others;     /* [world] what each rank has published, NULL: unknown, or `said` knows; owned */
+    zs_turns *turns;            /* where collectives pair up by order, see turn.h; NULL: elsewhere; borrowed */
+    zs_diagnostics texts;       /* see zs_comm_publish */
+    zs_diagnostics *others;     /* [world] what each rank has published, NULL: unknown, or `published` knows; owned */
     /* How many have ended; what streams did in them precedes all that the compute stream has done since. */
     uint64_t sessions;
     _Atomic(const void *) user; /* the thread that is in a collective, or (mapped) in a wait; NULL: none */
@@ -405,7 +405,7 @@ static inline void zs_comm_abort(zs_comm *comm, const char *reason)
 /* The latest text that a peer has published on a topic; NULL: unknown. */
 static inline const char *zs_comm_published(const zs_comm *comm, int rank, zs_topic topic)
 {
-    return comm->ops->talk->said != NULL ? comm->ops->talk->said(comm, rank, topic) : NULL;
+    return comm->ops->talk->published != NULL ? comm->ops->talk->published(comm, rank, topic) : NULL;
 }
 
 /* Memory of the transport itself. */

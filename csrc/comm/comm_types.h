@@ -16,6 +16,7 @@ typedef struct zs_comm zs_comm;
 typedef struct zs_cunit zs_cunit;
 typedef struct zs_reader zs_reader;
 typedef struct zs_gathering zs_gathering;
+typedef struct zs_turns zs_turns;
 
 /* Where a gather puts its result, and how. */
 typedef struct zs_target {
@@ -70,7 +71,7 @@ typedef enum zs_pass {
 typedef struct zs_reading {
     zs_pass pass;
     bool eval_mode; /* the module is in evaluation mode */
-    bool changed;   /* the shards have changed since the last known write, see sample.c */
+    bool changed;   /* the shards have changed since the last known write, see engine/history.c */
 } zs_reading;
 
 /* A transport's own memory on this rank, in bytes. */

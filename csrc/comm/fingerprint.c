@@ -26,29 +26,29 @@ void zs_fingerprint_replace(zs_fingerprint *fingerprint, const zs_fingerprint *b
     fingerprint->grads += now->grads - before->grads;
 }
 
-/* --- words -------------------------------------------------------------------------------------------------------- */
+/* --- texts -------------------------------------------------------------------------------------------------------- */
 
-static char *place_of(zs_diagnostics *words, zs_topic topic, size_t *size)
+static char *place_of(zs_diagnostics *texts, zs_topic topic, size_t *size)
 {
     switch (topic) {
-    case ZS_ON_FAILURE: *size = sizeof words->failure; return words->failure;
-    case ZS_ON_WRITE: *size = sizeof words->write; return words->write;
+    case ZS_ON_FAILURE: *size = sizeof texts->failure; return texts->failure;
+    case ZS_ON_WRITE: *size = sizeof texts->write; return texts->write;
     case ZS_ON_SETTINGS: break;
     }
-    *size = sizeof words->settings;
-    return words->settings;
+    *size = sizeof texts->settings;
+    return texts->settings;
 }
 
-const char *zs_diagnostics_on(const zs_diagnostics *words, zs_topic topic)
+const char *zs_diagnostics_on(const zs_diagnostics *texts, zs_topic topic)
 {
     size_t size;
-    return place_of((zs_diagnostics *)words, topic, &size);
+    return place_of((zs_diagnostics *)texts, topic, &size);
 }
 
-void zs_diagnostics_set(zs_diagnostics *words, zs_topic topic, const char *text)
+void zs_diagnostics_set(zs_diagnostics *texts, zs_topic topic, const char *text)
 {
     size_t size;
-    char *place = place_of(words, topic, &size);
+    char *place = place_of(texts, topic, &size);
     const char *end = memchr(text, 0, size - 1);
     size_t length = end != NULL ? (size_t)(end - text) : size - 1;
     memcpy(place, text, length);
@@ -57,14 +57,14 @@ void zs_diagnostics_set(zs_diagnostics *words, zs_topic topic, const char *text)
 
 void zs_comm_publish(zs_comm *comm, zs_topic topic, const char *text)
 {
-    zs_diagnostics_set(&comm->words, topic, text);
-    if (comm->ops->talk->tell != NULL) comm->ops->talk->tell(comm, topic, text);
+    zs_diagnostics_set(&comm->texts, topic, text);
+    if (comm->ops->talk->publish != NULL) comm->ops->talk->publish(comm, topic, text);
 }
 
 /* NULL: unknown. */
-static const char *said(const zs_comm *comm, int rank, zs_topic topic)
+static const char *text_of(const zs_comm *comm, int rank, zs_topic topic)
 {
-    if (rank == comm->rank) return zs_diagnostics_on(&comm->words, topic);
+    if (rank == comm->rank) return zs_diagnostics_on(&comm->texts, topic);
     if (comm->others != NULL) return zs_diagnostics_on(&comm->others[rank], topic);
     return zs_comm_published(comm, rank, topic);
 }
@@ -72,10 +72,10 @@ static const char *said(const zs_comm *comm, int rank, zs_topic topic)
 /* Do all ranks report the same failure? Then that is not why they differ. */
 static bool have_same_failure(const zs_comm *comm)
 {
-    const char *first = said(comm, 0, ZS_ON_FAILURE);
+    const char *first = text_of(comm, 0, ZS_ON_FAILURE);
     bool same = first != NULL;
     for (int r = 1; r < comm->world && same; r++) {
-        const char *what = said(comm, r, ZS_ON_FAILURE);
+        const char *what = text_of(comm, r, ZS_ON_FAILURE);
         same = what != NULL && strcmp(what, first) == 0;
     }
     return same;
@@ -87,7 +87,7 @@ void zs_comm_failures(const zs_comm *comm, char *text, size_t size)
     text[0] = 0;
     if (have_same_failure(comm)) return;
     for (int r = 0; r < comm->world && used < size; r++) {
-        const char *what = said(comm, r, ZS_ON_FAILURE);
+        const char *what = text_of(comm, r, ZS_ON_FAILURE);
         if (what != NULL && *what != 0) used += (size_t)snprintf(text + used, size - used, "; rank %d %.500s", r, what);
     }
 }
@@ -106,7 +106,7 @@ static zs_status learn(zs_comm *comm)
     zs_diagnostics *others = calloc((size_t)comm->world, sizeof *others);
     if (others == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory asking what the ranks have done");
     zs_comm_look(comm);
-    zs_status status = zs_comm_exchange(comm, &comm->words, sizeof *others, others);
+    zs_status status = zs_comm_exchange(comm, &comm->texts, sizeof *others, others);
     if (status == ZS_OK)
         zs_comm_set_others(comm, others);
     else
@@ -213,7 +213,7 @@ static bool are_near(const char *a, const char *b)
  * show it. */
 static void list_settings(const zs_comm *comm, int other, char *text, size_t size)
 {
-    const char *first = said(comm, 0, ZS_ON_SETTINGS), *second = said(comm, other, ZS_ON_SETTINGS);
+    const char *first = text_of(comm, 0, ZS_ON_SETTINGS), *second = text_of(comm, other, ZS_ON_SETTINGS);
     int shown = 0;
     size_t used = 0;
     line here, there;
@@ -229,7 +229,7 @@ static void list_settings(const zs_comm *comm, int other, char *text, size_t siz
 /* Appends "(rank 0 made none; rank 1's last was mul_() on 'weight')". */
 static void list_writes(const zs_comm *comm, int other, char *text, size_t size)
 {
-    const char *what[2] = {said(comm, 0, ZS_ON_WRITE), said(comm, other, ZS_ON_WRITE)};
+    const char *what[2] = {text_of(comm, 0, ZS_ON_WRITE), text_of(comm, other, ZS_ON_WRITE)};
     int ranks[2] = {0, other};
     size_t used = 0;
     if (what[0] == NULL || what[1] == NULL || (*what[0] == 0 && *what[1] == 0)) return;
@@ -329,7 +329,7 @@ static zs_status fail(zs_comm *comm, const difference *d)
 static bool is_tolerable(const zs_comm *comm, const difference *d)
 {
     if (!only_settings_differ(d) || comm->apart) return false;
-    const char *first = said(comm, 0, ZS_ON_SETTINGS), *second = said(comm, d->other, ZS_ON_SETTINGS);
+    const char *first = text_of(comm, 0, ZS_ON_SETTINGS), *second = text_of(comm, d->other, ZS_ON_SETTINGS);
     return first == NULL || second == NULL || are_near(first, second);
 }
 

@@ -40,11 +40,11 @@ typedef struct zs_diagnostics {
     char failure[512], write[256], where[ZS_WHERE], settings[2752];
 } zs_diagnostics;
 
-/* The text on a topic in `words`. */
-const char *zs_diagnostics_on(const zs_diagnostics *words, zs_topic topic);
+/* The text on a topic in `texts`. */
+const char *zs_diagnostics_on(const zs_diagnostics *texts, zs_topic topic);
 
 /* Replaces it; truncates a text that is too long. */
-void zs_diagnostics_set(zs_diagnostics *words, zs_topic topic, const char *text);
+void zs_diagnostics_set(zs_diagnostics *texts, zs_topic topic, const char *text);
 
 /* Publishes a text to the peers. Never waits. */
 void zs_comm_publish(zs_comm *comm, zs_topic topic, const char *text);

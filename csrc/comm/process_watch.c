@@ -23,6 +23,7 @@ typedef struct process {
 
 struct zs_process_watch {
     int rank, world;
+    zs_process_id own;
     process *of; /* [world], owned */
 };
 
@@ -54,7 +55,8 @@ zs_status zs_process_watch_new(int rank, int world, zs_process_watch **out)
         free(of);
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the process handles of %d ranks", world);
     }
-    *processes = (zs_process_watch){rank, world, of};
+    *processes = (zs_process_watch){.rank = rank, .world = world, .of = of};
+    zs_process_own_id(&processes->own);
     for (int r = 0; r < world; r++)
         of[r].fd = -1;
     *out = processes;
@@ -72,25 +74,18 @@ void zs_process_watch_free(zs_process_watch *processes)
 
 void zs_process_watch_add(zs_process_watch *processes, int r, const zs_process_id *id)
 {
-    zs_process_id own;
-    zs_process_own_id(&own);
     processes->of[r].pid = (long)id->pid;
-    if (r == processes->rank || id->pid == own.pid || !near(&own, id)) return;
+    if (r == processes->rank || id->pid == processes->own.pid || !near(&processes->own, id)) return;
     processes->of[r].fd = (int)syscall(SYS_pidfd_open, (pid_t)id->pid, 0);
 }
 
-static bool has_ended(const zs_process_watch *processes, int r)
+bool zs_process_has_ended(const zs_process_watch *processes, int r)
 {
     struct pollfd look = {.fd = processes->of[r].fd, .events = POLLIN};
-    return look.fd >= 0 && poll(&look, 1, 0) > 0;
+    return look.fd >= 0 && poll(&look, 1, 0) > 0 && (look.revents & POLLIN) != 0;
 }
 
-bool zs_process_any_ended(const zs_process_watch *processes, char *sentence, size_t size)
+long zs_process_pid(const zs_process_watch *processes, int r)
 {
-    for (int r = 0; r < processes->world; r++) {
-        if (!has_ended(processes, r)) continue;
-        snprintf(sentence, size, "rank %d (pid %ld) exited; see its output for the cause", r, processes->of[r].pid);
-        return true;
-    }
-    return false;
+    return processes->of[r].pid;
 }

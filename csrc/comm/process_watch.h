@@ -28,7 +28,10 @@ void zs_process_watch_free(zs_process_watch *processes);
 /* Watches the process of rank `r` from now on, if it is another process of the same kernel. */
 void zs_process_watch_add(zs_process_watch *processes, int r, const zs_process_id *id);
 
-/* Has a watched process exited? Then writes a sentence that names it. Any thread. */
-bool zs_process_any_ended(const zs_process_watch *processes, char *sentence, size_t size);
+/* Has the process of rank `r` exited, as far as this one can see? Any thread. */
+bool zs_process_has_ended(const zs_process_watch *processes, int r);
+
+/* Its number, on its host. */
+long zs_process_pid(const zs_process_watch *processes, int r);
 
 #endif

@@ -96,8 +96,9 @@ static void find_lines(zs_comm *comm, char *text, size_t size)
     char (*texts)[ZS_WHERE] = calloc((size_t)comm->world, sizeof *texts);
     text[0] = 0;
     if (texts == NULL) return;
-    bool asks = comm->ops->talk->locate != NULL && comm->ops->talk->locate(comm, texts);
-    if (asks || take_exchanged(comm, texts)) zs_where_lines(texts, comm->world, text, size);
+    bool (*ask)(zs_comm *, char (*)[ZS_WHERE]) = comm->ops->talk->locate;
+    if (take_exchanged(comm, texts) || (ask != NULL && ask(comm, texts)))
+        zs_where_lines(texts, comm->world, text, size);
     free(texts);
 }
 
@@ -121,7 +122,7 @@ void zs_comm_locate_all(zs_comm *comm, char *text, size_t size)
 
 void zs_comm_look(zs_comm *comm)
 {
-    zs_script_look(comm->words.where, sizeof comm->words.where);
+    zs_script_look(comm->texts.where, sizeof comm->texts.where);
 }
 
 void zs_comm_look_at_all(zs_comm *comm)
@@ -130,7 +131,7 @@ void zs_comm_look_at_all(zs_comm *comm)
     if (comm->ops->mapped) return; /* zs_comm_locate asks them */
     if ((others = calloc((size_t)comm->world, sizeof *others)) == NULL) return;
     zs_comm_look(comm);
-    if (comm->ops->talk->exchange(comm, &comm->words, sizeof *others, others) != ZS_OK) {
+    if (comm->ops->talk->exchange(comm, &comm->texts, sizeof *others, others) != ZS_OK) {
         zs_clear_error();
         free(others);
         return;

@@ -195,8 +195,7 @@ static zs_status bind(zs_record *record)
     return status;
 }
 
-/* What autocast has cast of a parameter is of this gather: it takes memory, and leads autograd to the parameter as
- * it was. */
+/* Autocast's cached casts belong to this gather: they hold memory and tie autograd to a stale parameter. */
 static zs_status reshard(zs_record *record)
 {
     if (record->pinned) zs_recording_read_end(record);

@@ -54,7 +54,7 @@ struct zs_engine {
     /* Ranges of the backward that runs, of its unit, and of an optimizer's step; NULL: none. */
     zs_profile *backward, *unit_backward, *step;
     const zs_unit *in_backward; /* the unit of the latter; compared only */
-    uint64_t sample;            /* (sampled) of the shards after the last known write; see sample.c */
+    uint64_t sample;            /* (sampled) of the shards after the last known write; see history.c */
     bool sampled;
     bool writing;     /* a write has begun, and neither it nor a pass has ended it */
     bool steps;       /* it is an optimizer's step, which no forward may end; else a closure's, say */
@@ -145,7 +145,7 @@ void zs_engine_list_remove(zs_engine *engine);
 /* *out: [*n] new references to the listed engines; the caller frees the array with free(). ZS_ERR_MEMORY. */
 zs_status zs_engine_list_take(zs_engine ***out, size_t *n);
 
-/* --- sample.c ----------------------------------------------------------------------------------------------------- */
+/* --- history.c ---------------------------------------------------------------------------------------------------- */
 
 /* A known write has ended: samples its result. */
 void zs_sample_written(zs_engine *engine);

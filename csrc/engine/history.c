@@ -142,40 +142,40 @@ static zs_fingerprint fingerprint_of(const zs_engine *engine)
     return fingerprint;
 }
 
-static void tell(const zs_engine *engine, zs_topic topic, const char *text)
+static void publish(const zs_engine *engine, zs_topic topic, const char *text)
 {
     zs_comm *each[ZS_RANKS];
     size_t n = zs_ranks_list(&engine->context.ranks, each);
     for (size_t i = 0; i < n; i++)
-        if (*text != 0 || *zs_diagnostics_on(&each[i]->words, topic) != 0) zs_comm_publish(each[i], topic, text);
+        if (*text != 0 || *zs_diagnostics_on(&each[i]->texts, topic) != 0) zs_comm_publish(each[i], topic, text);
 }
 
 void zs_history_publish(zs_engine *engine)
 {
     zs_history *history = &engine->history;
-    zs_fingerprint now = fingerprint_of(engine), *told = &engine->context.fingerprint;
-    tell(engine, ZS_ON_WRITE, history->written); /* the last text may be another model's */
+    zs_fingerprint now = fingerprint_of(engine), *published = &engine->context.fingerprint;
+    publish(engine, ZS_ON_WRITE, history->written); /* the last text may be another model's */
     history->told_writes = history->writes;
     history->told_grads = history->grads;
     history->told_draws = history->draws;
-    if (memcmp(told, &now, sizeof now) == 0) return;
+    if (memcmp(published, &now, sizeof now) == 0) return;
     zs_comm *each[ZS_RANKS];
     size_t n = zs_ranks_list(&engine->context.ranks, each);
     for (size_t i = 0; i < n; i++) {
         zs_reader *reader = each[i] == engine->context.ranks.shard_group ? engine->reader : NULL;
-        zs_comm_publish_fingerprint(each[i], reader, told, &now);
+        zs_comm_publish_fingerprint(each[i], reader, published, &now);
     }
-    *told = now;
+    *published = now;
 }
 
 void zs_engine_publish_failure(zs_engine *engine, const char *what)
 {
-    tell(engine, ZS_ON_FAILURE, what);
+    publish(engine, ZS_ON_FAILURE, what);
 }
 
 void zs_engine_publish_settings(zs_engine *engine, const char *lines)
 {
-    tell(engine, ZS_ON_SETTINGS, lines);
+    publish(engine, ZS_ON_SETTINGS, lines);
 }
 
 /* What the ranks had in common in this backward's rounds; what came after that, in users' hooks, is left. */
@@ -203,7 +203,7 @@ void zs_history_reduced(zs_engine *engine, bool good)
     engine->context.met = false;
     agree(engine);
     *engine->history.written = 0;
-    tell(engine, ZS_ON_WRITE, "");
+    publish(engine, ZS_ON_WRITE, "");
     zs_engine_publish_failure(engine, ""); /* of any model: all ranks have met since */
 }
 
@@ -217,4 +217,62 @@ zs_status zs_engine_compare(zs_engine *engine)
     ZS_THEN(status, zs_comm_compare_fingerprints(comm, all));
     free(all);
     return status;
+}
+
+/* --- samples of the shards ---------------------------------------------------------------------------------------- */
+
+/* Have the shards changed otherwise than by a write that zshard knows? A few elements of each flat show it: swapping in
+ * the weights of a moving average changes nearly all. The answer is used only once ranks have diverged: a change that
+ * all ranks make is legitimate. */
+enum { SAMPLES = 4 }; /* of each flat */
+
+static uint64_t of_flat(const zs_flat *flat, uint64_t so_far)
+{
+    const char *shard = zs_flat_home(flat);
+    uint64_t value = 0;
+    size_t bytes = (size_t)flat->layout.shard_numel * flat->layout.itemsize;
+    if (shard == NULL || bytes < sizeof value) return so_far;
+    for (size_t k = 0; k < SAMPLES; k++) {
+        memcpy(&value, shard + (bytes - sizeof value) * k / (SAMPLES - 1), sizeof value);
+        so_far = zs_fold(so_far, value);
+    }
+    return so_far;
+}
+
+static uint64_t of_engine(const zs_engine *engine)
+{
+    uint64_t sample = 0;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
+        const zs_unit *unit = zs_engine_unit(engine, i);
+        for (int f = 0; f < unit->n_flats && !unit->record.is.replicated && !unit->offloads.params; f++)
+            sample = of_flat(&unit->flats[f], sample);
+    }
+    return sample;
+}
+
+static bool can_look(const zs_engine *engine)
+{
+    const zs_comm *shard_group = engine->context.ranks.shard_group;
+    return engine->context.ranks.all->world > 1 && !zs_comm_is_dry(shard_group) &&
+           zs_context_device(&engine->context)->where.type == ZS_ON_CPU;
+}
+
+void zs_sample_written(zs_engine *engine)
+{
+    engine->sampled = can_look(engine);
+    if (engine->sampled) engine->sample = of_engine(engine);
+}
+
+void zs_sample_take(zs_engine *engine, zs_reading *reading)
+{
+    if (!can_look(engine)) return;
+    uint64_t sample = of_engine(engine);
+    if (!engine->sampled) engine->sample = sample; /* nothing has been written yet */
+    engine->sampled = true;
+    reading->changed = sample != engine->sample;
+}
+
+void zs_sample_forget(zs_engine *engine)
+{
+    engine->sampled = false;
 }

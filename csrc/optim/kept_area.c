@@ -162,7 +162,7 @@ zs_status zs_kept_write(void *area, uint64_t step, const zs_update_job *jobs, in
     made.isa = zs_isa_best();
     made.n_runs = made.n_chunks = 0;
     made.step = 0;
-    ZS_KEPT_MARK(&at.head->step, UINT64_C(0)); /* from here on the area is no step's */
+    ZS_KEPT_MARK(&at.head->step, UINT64_C(0)); /* the area now holds no valid step */
     for (int64_t i = 0; i < n_jobs; i++)
         for (int64_t r = 0; r < jobs[i].n_runs; r++)
             ZS_TRY(record_run(&at, &made, &jobs[i], &jobs[i].run[r], &in));

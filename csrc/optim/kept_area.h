@@ -11,8 +11,9 @@
 
 #include "device/device.h"
 
-/* All stores to kept memory but those of the update's loops. tests/c/check_kept.c has its own, which kill. The compiler
- * may move no store across a mark: the release holds those before it, the fence those after it. */
+/* Every store to kept memory goes through these macros, except the update loops'. tests/c/check_kept.c redefines them
+ * to kill the process at each store. The compiler moves no store across a mark: the release holds those before it, the
+ * fence those after it. */
 #ifndef ZS_KEPT_MARK
 #define ZS_KEPT_MARK(at, value)                            \
     do {                                                   \

@@ -174,8 +174,8 @@ static void bring_in(zs_pager_range *r)
     }
 }
 
-/* Has the mapping show what the new user of a range in it is to see; and if he writes, has nothing of the file
- * written meanwhile (zs_pager_send), and nothing lent later that was read before. */
+/* Waits until lent buffers that overlap have reached the mapping. For a writer, also waits for writes of the file in
+ * progress (zs_pager_send), and drops buffers that were read ahead. */
 static void come_before_lent(const zs_pager_range *r)
 {
     while (zs_pager.n_unsent > 0 && (r->write || zs_pager_overlaps_lent(&zs_pager.tables, r, false)))

@@ -1,17 +1,15 @@
 /* pager.h - which pages of disk-backed memory are resident: fetched ahead of use, written behind, dropped.
  *
- * Memory on disk is a mapping like any other, and right without this file; the pager only sees to it that no thread
- * waits for a page fault and that no more of it is resident than the user allows. Whoever works on a range says so
- * before (want) and after (done). As a training step goes the same way every time, the pager learns which range follows
- * which two, and fetches ahead.
+ * The mapping is correct without the pager. The pager only avoids page faults and bounds resident memory. Users of a
+ * range call it before (want) and after (done). Training steps repeat, so the pager learns which range follows which
+ * two, and fetches ahead.
  *
  *   COLD --> QUEUED --> FETCHING --> READY <--> IDLE --> LEAVING --> COLD
  *                                    in use     may go, oldest first
  *
- * An optimizer's step goes over everything once, and pages of a mapping are dear: faults, dirty marks, writeback. So it
- * may borrow a range instead (lend): it works in a buffer, which is filled and written behind by direct I/O. A buffer
- * is not what others see; so nothing is lent but during a step, and when that ends all is on the disk and in the
- * mapping.
+ * An optimizer's step touches everything once, and mapped pages are expensive: faults, dirty tracking, writeback. So it
+ * may borrow a range instead (lend): it works in a buffer, which direct I/O fills and writes behind. Others do not see
+ * the buffer, so ranges are lent only during a step; when it ends, all is on the disk and in the mapping.
  *
  * Two threads do the work, one for reading and one for writing; they start with the first mapping. In a forked child
  * there are none, and all calls are no-ops: pages come and go as the kernel likes.
@@ -76,7 +74,7 @@ zs_status zs_pager_close(void);
  * one. */
 void zs_pager_nest(bool nested);
 
-/* What is in the range is not wanted any more, it may as well be zeros: its pages go without being written. */
+/* Discards the range: drops its pages without writing them back. It may read as zeros. */
 void zs_pager_zero(const void *ptr, size_t bytes);
 
 #endif

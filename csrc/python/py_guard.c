@@ -4,9 +4,8 @@
  * and its result is guarded in turn. zshard/guard/rules.py lists these operations, and those that only ask for
  * facts; all others, and shards that do not match, go to Python (zshard/guard/slices.py), which raises or handles
  * them. */
-#include "python/py_reads.h"
+#include "python/py_guard.h"
 #include "python/py_util.h"
-#include "python/py_writes.h"
 
 #include "device/pending.h"
 #include "reduce/grad_memory.h"
@@ -82,7 +81,7 @@ typedef struct operands {
     bool misfit;
 } operands;
 
-/* Adds one operand; the caller checks again those before the first shard. */
+/* Adds an operand. Operands before the first shard are not checked here; the caller makes a second pass. */
 static int add_operand(operands *all, PyObject *object)
 {
     zs_operand next;

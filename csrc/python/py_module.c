@@ -3,7 +3,7 @@
  * Only this file creates Python exceptions, from the thread's zs_status record. */
 #include "checkpoint/ckpt_file.h"
 #include "python/py_util.h"
-#include "shim/torch_profile.h"
+#include "shim/tensor_py.h"
 
 /* For hooks that fail on an autograd thread, where no module is at hand. Borrowed; set while the module lives. */
 static zs_py_state *live_state;

@@ -1,8 +1,8 @@
-/* py_reads.c - see py_reads.h.
+/* py_reads.c - see py_guard.h.
  *
  * Code in a forward means the full parameter, whichever module owns it. So an operation that would read this rank's
  * shard first gathers the unit, like a call of its module; one that writes to the parameter itself uses the shard. */
-#include "python/py_reads.h"
+#include "python/py_guard.h"
 
 static struct {
     PyObject *unit, *read, *unread;

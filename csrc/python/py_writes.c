@@ -1,9 +1,9 @@
-/* py_writes.c - see py_writes.h: other ranks may read a parameter's shard, so a write to it waits for them.
+/* py_writes.c - see py_guard.h: other ranks may read a parameter's shard, so a write to it waits for them.
  *
  * A Part knows whether a tensor is the parameter's own memory or a copy; this calls its methods around the
  * operation, also if that fails. */
-#include "python/py_writes.h"
 #include "device/pending.h"
+#include "python/py_guard.h"
 #include "python/py_util.h"
 #include "reduce/squares.h"
 #include "shim/tensor_py.h"

@@ -172,7 +172,7 @@ static zs_status sum_flat(summing *s, int f)
 }
 
 /* Does rank `r` report this flag of the round? */
-static bool says(const summing *s, int r, uint64_t flag)
+static bool has_flag(const summing *s, int r, uint64_t flag)
 {
     return (s->sources->headers[r]->flags & flag) != 0;
 }
@@ -180,7 +180,7 @@ static bool says(const summing *s, int r, uint64_t flag)
 static zs_status check_gave_up(const summing *s)
 {
     for (int r = 0; r < s->world; r++) {
-        if (r == s->rank || !says(s, r, ZS_ROUND_GAVE_UP)) continue;
+        if (r == s->rank || !has_flag(s, r, ZS_ROUND_GAVE_UP)) continue;
         if (s->unit->context->schedule.gave_up) continue; /* this rank abandoned it too: nothing is lost */
         char failures[ZS_FAILURES];
         zs_comm_failures(s->unit->context->ranks.all, failures, sizeof failures);
@@ -198,9 +198,9 @@ static zs_status check_gave_up(const summing *s)
 /* Shards with sums of different backwards would not be a gradient. (Full gradients are averaged as DDP does.) */
 static zs_status check_held(const summing *s)
 {
-    bool mine = says(s, s->rank, ZS_ROUND_HELD);
+    bool mine = has_flag(s, s->rank, ZS_ROUND_HELD);
     for (int r = 0; r < s->world; r++) {
-        if (s->unit->record.is.replicated || says(s, r, ZS_ROUND_HELD) == mine) continue;
+        if (s->unit->record.is.replicated || has_flag(s, r, ZS_ROUND_HELD) == mine) continue;
         zs_comm_look_at_all(s->unit->context->ranks.all);
         zs_status status =
             ZS_FAIL(ZS_ERR_DIVERGED,
@@ -324,7 +324,7 @@ static bool over_everywhere(const summing *s)
 {
     bool everywhere = s->unit->record.early.over;
     for (int r = 0; r < s->world && everywhere; r++)
-        everywhere = says(s, r, ZS_ROUND_OVER);
+        everywhere = has_flag(s, r, ZS_ROUND_OVER);
     return everywhere;
 }
 

@@ -320,7 +320,7 @@ zs_status zs_work_then(zs_work *work, void (*call)(void *arg, bool good), void *
 void zs_work_free(zs_work *work);
 
 /* Writes a text for the other ranks to the group's store; fails silently, as the store may be down too. */
-void zs_group_publish_text(zs_group *group, int rank, const char *words);
+void zs_group_publish_text(zs_group *group, int rank, const char *reason);
 
 /* Asks all ranks where their scripts are, through the group's store; returns the number of the question, 0: there is
  * no store. */
@@ -334,6 +334,6 @@ void zs_group_read_answer(zs_group *group, uint64_t number, int rank, char *text
 bool zs_group_leave_page(zs_group *group, int rank, int world, void *pages, size_t bytes);
 
 /* Reads the text that `rank` wrote there; "" if none. */
-void zs_group_read_text(zs_group *group, int rank, char *words, size_t size);
+void zs_group_read_text(zs_group *group, int rank, char *reason, size_t size);
 
 #endif

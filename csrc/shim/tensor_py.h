@@ -4,7 +4,11 @@
 
 #include <Python.h>
 
+#include "base/profile.h"
 #include "shim/tensor.h"
+
+/* Torch's profiler. */
+extern const zs_profiler zs_torch_profiler;
 
 /* Is `object` a torch.Tensor (Parameters included)? */
 bool zs_py_is_tensor(PyObject *object);

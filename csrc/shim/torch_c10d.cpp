@@ -45,19 +45,19 @@ at::Tensor bytes_at(const zs_group *group, const void *data, size_t bytes)
 }
 
 // Process groups have no error codes: the message shows the kind of a failure (gloo's, MPI's, the store's).
-zs_status kind_of(const std::string &words)
+zs_status kind_of(const std::string &text)
 {
     for (const char *late : {"Timed out", "timed out", "timeout", "Timeout"})
-        if (words.find(late) != std::string::npos) return ZS_ERR_TIMEOUT;
+        if (text.find(late) != std::string::npos) return ZS_ERR_TIMEOUT;
     for (const char *gone : {"closed by peer", "Connection reset", "Broken pipe", "Connection refused",
                              "Connection closed", "Socket closed"})
-        if (words.find(gone) != std::string::npos) return ZS_ERR_PEER;
+        if (text.find(gone) != std::string::npos) return ZS_ERR_PEER;
     return ZS_ERR_TORCH;
 }
 
-zs_status fail(const char *where, const std::string &words)
+zs_status fail(const char *where, const std::string &text)
 {
-    return zs_fail(kind_of(words), "%s: %s", where, words.c_str());
+    return zs_fail(kind_of(text), "%s: %s", where, text.c_str());
 }
 
 // Runs `body`; no exception escapes. Disables the user's Python dispatch modes (a FLOP counter, a fake mode): these
@@ -180,7 +180,7 @@ std::string page_key(int rank)
     return "zshard/page/" + std::to_string(rank);
 }
 
-std::string words_key(int rank)
+std::string reason_key(int rank)
 {
     return "zshard/last_words/" + std::to_string(rank);
 }
@@ -341,11 +341,11 @@ void zs_work_free(zs_work *work)
     delete work;
 }
 
-// --- last words ------------------------------------------------------------------------------------------------------
+// --- reasons -------------------------------------------------------------------------------------------------------
 
-void zs_group_publish_text(zs_group *group, int rank, const char *words)
+void zs_group_publish_text(zs_group *group, int rank, const char *reason)
 {
-    const std::string key = words_key(rank), text = words;
+    const std::string key = reason_key(rank), text = reason;
     // Neither sets nor clears a record: the caller reports.
     (void)ask_store<bool>(group, [=](c10d::Store &store) {
         store.set(key, text);
@@ -385,9 +385,9 @@ bool zs_group_leave_page(zs_group *group, int rank, int world, void *pages, size
     return !found.empty();
 }
 
-void zs_group_read_text(zs_group *group, int rank, char *words, size_t size)
+void zs_group_read_text(zs_group *group, int rank, char *reason, size_t size)
 {
-    snprintf(words, size, "%s", read_text(group, words_key(rank)).c_str());
+    snprintf(reason, size, "%s", read_text(group, reason_key(rank)).c_str());
 }
 
 } // extern "C"

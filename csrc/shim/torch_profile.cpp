@@ -5,7 +5,7 @@
 #include <utility>
 
 extern "C" {
-#include "shim/torch_profile.h"
+#include "shim/tensor_py.h"
 }
 
 struct zs_observed {

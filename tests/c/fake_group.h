@@ -93,7 +93,7 @@ static void gather_for_absent(const void *in, void *out, size_t bytes, int world
 {
     for (int r = 0; r < world; r++)
         memcpy((char *)out + (size_t)r * bytes, in, bytes);
-    zs_c10d_turn *turns = out;
+    zs_turn *turns = out;
     if (ahead && bytes == sizeof *turns) turns[world - 1].fingerprint.steps++;
 }
 

@@ -23,12 +23,20 @@ from c_compile import (
     program_environment,
     skip_without_thread_sanitizer,
 )
-from c_sources import SHM, sources
+from c_sources import SHM, TURNS, sources
 
 PROGRAMS = {
     "test_comm_shm": SHM,
     "test_comm_shm_faults": SHM,
-    "test_comm_c10d": [*SHM, "traffic.c", "arena.c", "comm_c10d.c", "c10d_*.c"],
+    "test_comm_c10d": [
+        *SHM,
+        "traffic.c",
+        "arena.c",
+        "process_watch.c",
+        "comm_c10d.c",
+        "c10d_*.c",
+        *TURNS,
+    ],
 }
 AT_A_TIME = 8
 TEST = re.compile(r"^    TEST\((\w+), .*\),$", re.MULTILINE)

@@ -50,7 +50,7 @@ MAY_INCLUDE = {
     "comm/c10d": "base shim device comm",
     "comm/hosts": "base shim device comm comm/c10d",
     "comm/nccl": "base shim device comm",
-    "comm/gpu": "base shim device comm comm/c10d comm/nccl",
+    "comm/gpu": "base shim device comm comm/nccl",
     "schedule": "base",
     "unit": "base shim device pager comm schedule",
     "reduce": "base shim device pager comm schedule unit",

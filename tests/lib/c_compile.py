@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from c_sources import HEADERS, INCLUDES, SHM, sources
+from c_sources import HEADERS, INCLUDES, SHM, TURNS, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 C = ROOT / "tests" / "c"
@@ -109,7 +109,9 @@ def compile_all() -> None:
     compile."""
     cuda = sources("cuda_driver.c", "cuda_kernels.c", "cuda_update.c", "device_cpu.c", "simd.c")
     cuda += [C / "serial_parallel_for.c", C / "test_cuda_driver.c"]
-    more = sources("c10d_*.c", "comm_c10d.c", "nccl_*.c", "layout.c", "arena.c", "traffic.c")
+    more = sources(
+        "c10d_*.c", "comm_c10d.c", "nccl_*.c", "layout.c", "arena.c", "traffic.c", *TURNS
+    )
     several = {
         "plain": [*cuda, *sources("optim_cpu.c", "optim_compact.c", "memory.c", "status.c")],
         "sanitized": [*cuda, *C.glob("test_*.c"), NO_LOOPS, *sources(*SHM), *more],

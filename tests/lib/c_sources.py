@@ -37,6 +37,9 @@ SHM = [
 ]
 """What the transport "shm" is compiled of."""
 
+TURNS = ["turn.c", "turn_text.c", "agree.c"]
+"""What transports that exchange turns add to it."""
+
 
 def source(name: str) -> Path:
     """Return the path of the file of this name; FileNotFoundError if there is none."""

@@ -139,8 +139,8 @@ def record(transport: str, ranks: int, hosts: int = 1) -> dict[str, Any]:
 
 
 def test_turn_has_the_size_in_c() -> None:
-    assertion = f'_Static_assert(sizeof(zs_c10d_turn) == {scale_rank.TURN}, "TURN");'
-    source = f'#include "comm/c10d/c10d.h"\n{assertion}\n'
+    assertion = f'_Static_assert(sizeof(zs_turn) == {scale_rank.TURN}, "TURN");'
+    source = f'#include "comm/turn.h"\n{assertion}\n'
     command = ["cc", "-std=c11", *INCLUDES, "-fsyntax-only", "-x", "c", "-"]
     done = subprocess.run(command, input=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

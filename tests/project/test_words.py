@@ -19,13 +19,13 @@ C_NAME = re.compile(r"\b[a-z_]\w*_\w*\b")
 
 # What to look for, how often it may stand, and what to write instead.
 WORDS = [
-    ("slices?", 32, "shard"),
-    ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 29, "name the subject: no rank, a script"),
+    ("slices?", 31, "shard"),
+    ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 28, "name the subject: no rank, a script"),
     ("(?:goes|go|going|went) on", 27, "continue"),
     ("(?:gives?|gave|given) (?:it )?back", 18, "free, return, drop"),
-    ("hears?|heard", 12, "receive, learn"),
-    ("tells?|told", 65, "report, publish, show"),
-    ("mishaps?|kin|deaf|soil|last words?", 10, "failure, process, failed, mark dirty, message"),
+    ("hears?|heard", 8, "receive, learn"),
+    ("tells?|told", 64, "report, publish, show"),
+    ("mishaps?|kin|deaf|soil|last words?", 8, "failure, process, failed, mark dirty, message"),
     ("alike", 12, "the same, equal"),
     ("lets? go|letting go", 0, "release, unpin"),
     ("of which|by which", 19, "whose, that; or two sentences"),

@@ -20,7 +20,7 @@ static size_t stride_of(const zs_cunit_spec *spec)
 
 zs_room zs_c10d_room_without_units(const zs_comm *comm)
 {
-    return (zs_room){.talk = (size_t)(comm->world + 1) * sizeof(zs_c10d_turn), .piece = ZS_C10D_PIECE};
+    return (zs_room){.talk = (size_t)(comm->world + 1) * sizeof(zs_turn), .piece = ZS_C10D_PIECE};
 }
 
 zs_room zs_c10d_room(const zs_comm *comm, const zs_cunit_spec *spec)
@@ -47,10 +47,10 @@ static void pack_piece(const zs_cunit *unit, int r, char *to)
     memcpy(to, unit->header, unit->header_bytes);
 }
 
-static zs_c10d_turn turn_of(const zs_c10d_unit *unit, zs_c10d_kind kind)
+static zs_turn turn_of(const zs_c10d_unit *unit, zs_turn_kind kind)
 {
     const zs_cunit *base = &unit->base;
-    zs_c10d_turn turn = zs_c10d_turn_of(kind, unit->number, stride_of(&base->spec), base->spec.name);
+    zs_turn turn = zs_turn_of(kind, unit->number, stride_of(&base->spec), base->spec.name);
     turn.round = base->round;
     return turn;
 }
@@ -61,8 +61,8 @@ zs_status zs_c10d_send(zs_comm *comm, zs_cunit *cunit)
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     zs_c10d_unit *unit = (zs_c10d_unit *)cunit;
     size_t stride = stride_of(&cunit->spec), world = (size_t)comm->world;
-    zs_c10d_turn turn = turn_of(unit, ZS_C10D_POST);
-    ZS_TRY(zs_c10d_check_usable(self));
+    zs_turn turn = turn_of(unit, ZS_TURN_POST);
+    ZS_TRY(zs_c10d_check_usable(comm));
     ZS_TRY(zs_c10d_borrow_area(self, stride * world, &unit->received)); /* zs_c10d_drop returns them */
     ZS_TRY(zs_c10d_borrow_area(self, stride * world, &unit->sent));
     ZS_TRY(zs_c10d_agree(self, &turn));
@@ -77,7 +77,7 @@ zs_status zs_c10d_send(zs_comm *comm, zs_cunit *cunit)
 /* Waits for the round's collective. */
 static zs_status end_swap(zs_c10d_comm *comm, zs_c10d_unit *unit)
 {
-    zs_c10d_turn turn = turn_of(unit, ZS_C10D_POST);
+    zs_turn turn = turn_of(unit, ZS_TURN_POST);
     zs_work *work = unit->work;
     unit->work = NULL;
     return zs_c10d_finish(comm, &turn, work, NULL);
@@ -100,7 +100,7 @@ zs_status zs_c10d_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *rea
 }
 
 /* This rank's shard already is at its place in the bucket. */
-static zs_status share_flat(zs_c10d_comm *comm, const zs_c10d_unit *unit, const zs_c10d_turn *turn, int f)
+static zs_status share_flat(zs_c10d_comm *comm, const zs_c10d_unit *unit, const zs_turn *turn, int f)
 {
     const zs_cunit *base = &unit->base;
     char *flat = base->bucket->ptr;
@@ -114,7 +114,7 @@ zs_status zs_c10d_share(zs_comm *comm, zs_cunit *cunit)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     const zs_c10d_unit *unit = (const zs_c10d_unit *)cunit;
-    zs_c10d_turn turn = turn_of(unit, ZS_C10D_SHARE);
+    zs_turn turn = turn_of(unit, ZS_TURN_SHARE);
     ZS_TRY(zs_c10d_agree(self, &turn));
     zs_traffic_from_each(comm, ZS_TRAFFIC_REDUCE, cunit->shards_bytes);
     for (int f = 0; f < cunit->spec.n_flats; f++)
@@ -147,7 +147,7 @@ zs_status zs_c10d_unit_init(zs_comm *comm, zs_cunit *cunit)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     zs_c10d_keep_areas(self);
-    ((zs_c10d_unit *)cunit)->number = self->units++;
+    ((zs_c10d_unit *)cunit)->number = self->turns.n_units++;
     zs_cunit_lay_side_by_side(cunit);
     return ZS_OK;
 }

@@ -64,19 +64,19 @@ static bool list_places(const zs_c10d_comm *comm, const answer *answers, char *t
 }
 
 /* What the script should do instead. */
-static const char *remedy_of(const zs_c10d_comm *comm, const zs_c10d_turn *turn)
+static const char *remedy_of(const zs_c10d_comm *comm, const zs_turn *turn)
 {
-    bool looks = turn->kind == ZS_C10D_GATHER && zs_reading_is_look(comm->base.reading);
-    if (looks || turn->kind == ZS_C10D_EXCHANGE || turn->kind == ZS_C10D_BROADCAST)
+    bool looks = turn->kind == ZS_TURN_GATHER && zs_reading_is_look(comm->base.reading);
+    if (looks || turn->kind == ZS_TURN_EXCHANGE || turn->kind == ZS_TURN_BROADCAST)
         return "over c10d this takes all ranks: call it on all of them, or on one host use transport='shm', over which "
                "one rank may evaluate and call state_dict() alone";
-    if (turn->kind == ZS_C10D_GATHER && !zs_reading_is_backward(comm->base.reading))
+    if (turn->kind == ZS_TURN_GATHER && !zs_reading_is_backward(comm->base.reading))
         return "run a forward that records gradients on all ranks" ZS_ALONE ZS_UNEVEN;
-    return zs_c10d_remedy_of(turn);
+    return zs_turn_remedy(turn);
 }
 
-void zs_c10d_stall_words(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, char *text,
-                         size_t size)
+void zs_c10d_stall_text(const zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_stall *stall, char *text,
+                        size_t size)
 {
     char places[PLACES];
     const answer *answers = stall->answers;
@@ -103,18 +103,28 @@ void zs_c10d_stall_lines(const zs_c10d_comm *comm, const zs_c10d_stall *stall, c
     free(texts);
 }
 
-static void tell(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, double waited)
+void zs_c10d_name_others(const zs_c10d_comm *comm, char *text, size_t size)
 {
-    char phrase[ZS_C10D_PHRASE], who[ZS_C10D_PHRASE], words[ZS_C10D_WORDS], lines[ZS_LINES];
-    zs_c10d_describe_here(turn, "", phrase, sizeof phrase);
-    zs_c10d_name_others(comm, who, sizeof who);
-    zs_c10d_stall_words(comm, turn, stall, words, sizeof words);
-    zs_c10d_stall_lines(comm, stall, lines, sizeof lines);
-    fprintf(stderr, "zshard: rank %d has been waiting %.0f s for %s while %s%s%s\n", comm->base.rank, waited, who,
-            phrase, words, lines);
+    int world = comm->base.world;
+    size_t length = (size_t)snprintf(text, size, world == 2 ? "rank" : "one of ranks");
+    for (int r = 0, n = 0; r < world && length + 16 < size; r++) {
+        if (r == comm->base.rank) continue;
+        length += (size_t)snprintf(text + length, size - length, "%s%d", n++ == 0 ? " " : ", ", r);
+    }
 }
 
-void zs_c10d_stall_check(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_stall *stall, double waited)
+static void report(const zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_stall *stall, double waited)
+{
+    char phrase[ZS_TURN_PHRASE], who[ZS_TURN_PHRASE], places[ZS_C10D_TEXT], lines[ZS_LINES];
+    zs_turn_describe_here(turn, "", phrase, sizeof phrase);
+    zs_c10d_name_others(comm, who, sizeof who);
+    zs_c10d_stall_text(comm, turn, stall, places, sizeof places);
+    zs_c10d_stall_lines(comm, stall, lines, sizeof lines);
+    fprintf(stderr, "zshard: rank %d has been waiting %.0f s for %s while %s%s%s\n", comm->base.rank, waited, who,
+            phrase, places, lines);
+}
+
+void zs_c10d_stall_check(zs_c10d_comm *comm, const zs_turn *turn, zs_c10d_stall *stall, double waited)
 {
     double report_after = zs_report_after(), ask_after = report_after - ask_before;
     double limit = comm->base.timeout, first = limit / 4 < ask_after ? limit / 4 : ask_after;
@@ -124,7 +134,7 @@ void zs_c10d_stall_check(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_s
         read_answers(comm, stall);
         stall->looked = waited;
     }
-    if (stall->told || waited < report_after) return;
-    stall->told = true;
-    tell(comm, turn, stall, waited);
+    if (stall->reported || waited < report_after) return;
+    stall->reported = true;
+    report(comm, turn, stall, waited);
 }

@@ -18,7 +18,7 @@
  * exit after its connections close; from finding that a peer has exited until the wait fails. */
 static const double slice = 0.1, ask_every = 2.0, straggle = 2.0, grace = 1.0;
 
-enum { WORDS = 512 };
+enum { TEXT = 512 };
 
 /* --- failures ----------------------------------------------------------------------------------------------------- */
 
@@ -61,43 +61,43 @@ bool zs_c10d_is_forked(const zs_c10d_comm *comm)
 void zs_c10d_abort(zs_comm *comm, const char *reason)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
-    if (!self->told && !zs_c10d_is_forked(self)) zs_group_publish_text(self->group, comm->rank, reason);
-    self->told = true;
+    if (!self->reported && !zs_c10d_is_forked(self)) zs_group_publish_text(self->group, comm->rank, reason);
+    self->reported = true;
 }
 
 zs_status zs_c10d_check_peers(zs_comm *comm)
 {
-    char sentence[WORDS];
+    char sentence[TEXT];
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     if (zs_c10d_is_forked(self) || !zs_c10d_find_gone(self, true, sentence, sizeof sentence)) return ZS_OK;
     return ZS_FAIL(ZS_ERR_PEER, "%s", sentence);
 }
 
 /* zs_c10d_fail, with the findings of a stall; NULL: there was none. */
-static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, zs_status status)
+static zs_status fail_after(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_stall *stall, zs_status status)
 {
-    char places[ZS_C10D_WORDS] = "", lines[ZS_LINES] = "";
-    if (stall != NULL) zs_c10d_stall_words(comm, turn, stall, places, sizeof places);
-    char words[WORDS], phrase[ZS_C10D_PHRASE], who[WORDS];
-    snprintf(words, sizeof words, "%s", zs_last_message());
+    char places[ZS_C10D_TEXT] = "", lines[ZS_LINES] = "";
+    if (stall != NULL) zs_c10d_stall_text(comm, turn, stall, places, sizeof places);
+    char cause[TEXT], phrase[ZS_TURN_PHRASE], who[TEXT];
+    snprintf(cause, sizeof cause, "%s", zs_last_message());
     zs_clear_error();
     if (stall != NULL && status == ZS_ERR_TIMEOUT) zs_c10d_stall_lines(comm, stall, lines, sizeof lines);
-    zs_c10d_describe_here(turn, "", phrase, sizeof phrase);
+    zs_turn_describe_here(turn, "", phrase, sizeof phrase);
     int own = comm->base.rank;
     if (look_for_gone(comm, status == ZS_ERR_PEER ? straggle : 0, who, sizeof who)) {
-        status = ZS_FAIL(ZS_ERR_PEER, "%s; rank %d was %s: %s; %s", who, own, phrase, words, zs_c10d_remedy_of(turn));
+        status = ZS_FAIL(ZS_ERR_PEER, "%s; rank %d was %s: %s; %s", who, own, phrase, cause, zs_turn_remedy(turn));
     } else {
         zs_c10d_name_others(comm, who, sizeof who);
         if (status == ZS_ERR_TIMEOUT)
             status = ZS_FAIL(
                 status,
                 "rank %d timed out after %.1f s waiting for %s while %s%s; raise timeout if it is only slow: %s", own,
-                comm->base.timeout, who, phrase, places, words);
+                comm->base.timeout, who, phrase, places, cause);
         else if (status == ZS_ERR_PEER)
-            status = ZS_FAIL(status, "%s exited or is unreachable; rank %d was %s: %s; %s", who, own, phrase, words,
-                             zs_c10d_remedy_of(turn));
+            status = ZS_FAIL(status, "%s exited or is unreachable; rank %d was %s: %s; %s", who, own, phrase, cause,
+                             zs_turn_remedy(turn));
         else
-            status = ZS_FAIL(status, "rank %d failed while %s: %s", own, phrase, words);
+            status = ZS_FAIL(status, "rank %d failed while %s: %s", own, phrase, cause);
         /* The others may be in it, and would wait for this rank. */
         bool alone = status != ZS_ERR_TIMEOUT && status != ZS_ERR_PEER;
         if (alone && comm->group != NULL) zs_c10d_abort(&comm->base, zs_last_message());
@@ -107,7 +107,7 @@ static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const 
     return status;
 }
 
-zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status)
+zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_turn *turn, zs_status status)
 {
     return fail_after(comm, turn, NULL, status);
 }
@@ -123,7 +123,7 @@ typedef struct patience {
 /* Fails if the wait must end early. */
 static zs_status check_wait(zs_c10d_comm *comm, patience *seen)
 {
-    char who[WORDS];
+    char who[TEXT];
     double time = zs_clock();
     if (zs_comm_interrupted()) return ZS_FAIL(ZS_ERR_TORCH, "interrupted while waiting for another rank");
     bool ask = time - seen->asked > ask_every;
@@ -135,7 +135,7 @@ static zs_status check_wait(zs_c10d_comm *comm, patience *seen)
 }
 
 /* The failure of a wait whose collective continues without it: Ctrl-C (ZS_ERR_TORCH) needs no message. */
-static zs_status break_off(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, zs_status status)
+static zs_status break_off(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_stall *stall, zs_status status)
 {
     if (status != ZS_ERR_TORCH) return fail_after(comm, turn, stall, status);
     lose(comm, "a wait was interrupted (Ctrl-C) while its collective was in flight");
@@ -159,8 +159,7 @@ void zs_c10d_leave_source(zs_c10d_comm *comm, zs_mem *shard)
 }
 
 /* `stall`: NULL if a wait may be long because of its size. */
-static zs_status wait_for(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory,
-                          zs_c10d_stall *stall)
+static zs_status wait_for(zs_c10d_comm *comm, const zs_turn *turn, zs_work *work, zs_mem *memory, zs_c10d_stall *stall)
 {
     if (zs_c10d_is_forked(comm)) {
         zs_c10d_leave_behind(comm, work, memory);
@@ -186,16 +185,15 @@ static zs_status wait_for(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work 
 
 /* Begins the range that a profiler shows of it. A small message is late because its sender is; others because bytes
  * travel. */
-static zs_profile *begin_range(const zs_c10d_turn *turn, bool small)
+static zs_profile *begin_range(const zs_turn *turn, bool small)
 {
     if (!zs_profile_records()) return NULL;
-    char phrase[ZS_C10D_PHRASE];
-    zs_c10d_describe_brief(turn, phrase, sizeof phrase);
+    char phrase[ZS_TURN_PHRASE];
+    zs_turn_describe_brief(turn, phrase, sizeof phrase);
     return zs_profile_begin(small ? "zshard::wait for all ranks (%s)" : "zshard::transfer (%s)", phrase);
 }
 
-static zs_status finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory,
-                        zs_c10d_stall *stall)
+static zs_status finish(zs_c10d_comm *comm, const zs_turn *turn, zs_work *work, zs_mem *memory, zs_c10d_stall *stall)
 {
     bool waits = !zs_work_done(work);
     zs_profile *range = waits ? begin_range(turn, stall != NULL) : NULL;
@@ -206,12 +204,12 @@ static zs_status finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *w
     return status;
 }
 
-zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory)
+zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_turn *turn, zs_work *work, zs_mem *memory)
 {
     return finish(comm, turn, work, memory, NULL);
 }
 
-zs_status zs_c10d_finish_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work)
+zs_status zs_c10d_finish_turn(zs_c10d_comm *comm, const zs_turn *turn, zs_work *work)
 {
     zs_c10d_stall stall = {0};
     atomic_store_explicit(&comm->base.waiting, true, memory_order_relaxed);
@@ -222,7 +220,7 @@ zs_status zs_c10d_finish_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_w
 }
 
 /* `stall` as in wait_for; `limit`: seconds. */
-static zs_status watch(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_arrival *until, double limit,
+static zs_status watch(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_arrival *until, double limit,
                        zs_c10d_stall *stall)
 {
     double begun = zs_clock();
@@ -236,12 +234,12 @@ static zs_status watch(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c1
     return ZS_OK;
 }
 
-zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_arrival *until)
+zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_arrival *until)
 {
     return watch(comm, turn, until, comm->base.timeout + grace, NULL);
 }
 
-zs_status zs_c10d_watch_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_arrival *until)
+zs_status zs_c10d_watch_turn(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_arrival *until)
 {
     if (until->arrived(until->arg, 0)) return ZS_OK;
     zs_c10d_stall stall = {0};

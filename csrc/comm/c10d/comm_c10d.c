@@ -1,7 +1,7 @@
 /* comm_c10d.c - the transport over a process group of torch.distributed: anything that gloo or MPI reaches.
  *
  * Everything is a collective, and collectives pair up by order. The schedule makes all ranks gather and reduce their
- * units in one order; c10d_turn.c checks it before each. What a collective needs is allocated before ranks agree on it:
+ * units in one order; comm/turn.c checks it before each. What a collective needs is allocated before ranks agree on it:
  * a rank that fails in between would leave the others in it, paired with whatever it does next. */
 #include "base/file.h"
 #include "comm/c10d/c10d.h"
@@ -15,19 +15,12 @@
 
 /* A gather in flight. */
 struct zs_gathering {
-    zs_c10d_turn turn;
+    zs_turn turn;
     zs_work *work;
     zs_mem *mem, *source; /* counted references */
 };
 
-zs_c10d_turn zs_c10d_gather_turn(zs_c10d_comm *comm, const zs_flat_mem *flat, const char *name)
-{
-    zs_c10d_turn turn = zs_c10d_turn_of(ZS_C10D_GATHER, flat->key, flat->shard_bytes, name);
-    turn.joinable = zs_c10d_is_own(comm, flat);
-    return turn;
-}
-
-zs_status zs_c10d_gathering_new(const zs_c10d_turn *turn, const zs_flat_mem *flat, zs_target to, zs_gathering **out)
+zs_status zs_c10d_gathering_new(const zs_turn *turn, const zs_flat_mem *flat, zs_target to, zs_gathering **out)
 {
     *out = malloc(sizeof **out);
     if (*out == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", turn->name);
@@ -45,7 +38,7 @@ void zs_c10d_gathering_free(zs_gathering *gathering)
 
 zs_status zs_c10d_gather_agreed(zs_c10d_comm *self, const char *shard, char *full, zs_gathering *gathering)
 {
-    const zs_c10d_turn *turn = &gathering->turn;
+    const zs_turn *turn = &gathering->turn;
     zs_status status = zs_group_all_gather(self->group, shard, full, turn->bytes, self->base.world, &gathering->work);
     if (status != ZS_OK) return zs_c10d_fail(self, turn, status);
     zs_traffic_from_each(&self->base, ZS_TRAFFIC_GATHER, turn->bytes);
@@ -56,7 +49,7 @@ static zs_status c10d_gather_start(zs_comm *comm, const zs_flat_mem *flat, const
                                    zs_gathering **out)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
-    zs_c10d_turn turn = zs_c10d_gather_turn(self, flat, name);
+    zs_turn turn = zs_gather_turn(comm, flat, name);
     zs_gathering *made = NULL;
     zs_status status = zs_c10d_gathering_new(&turn, flat, to, &made);
     ZS_THEN(status, zs_c10d_agree(self, &turn));
@@ -97,7 +90,7 @@ zs_status zs_c10d_reserve(zs_comm *comm, const zs_arena *plan)
 
 /* The bytes go through an area: the caller may free its memory when a wait was interrupted, while the collective
  * continues. */
-static zs_status exchange_in(zs_c10d_comm *self, const zs_c10d_turn *turn, const void *mine, zs_mem *area)
+static zs_status exchange_in(zs_c10d_comm *self, const zs_turn *turn, const void *mine, zs_mem *area)
 {
     char *all = area->ptr, *own = all + (size_t)self->base.world * turn->bytes;
     zs_work *work = NULL;
@@ -110,19 +103,19 @@ zs_status zs_c10d_exchange(zs_comm *comm, const void *mine, size_t bytes, void *
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     ZS_TRY(zs_check_exchange(bytes));
-    ZS_TRY(zs_c10d_check_usable(self));
-    zs_c10d_turn turn = zs_c10d_talk_turn(self, ZS_C10D_EXCHANGE, bytes);
+    ZS_TRY(zs_c10d_check_usable(comm));
+    zs_turn turn = zs_talk_turn(comm, ZS_TURN_EXCHANGE, bytes);
     zs_mem *area = NULL;
     if (bytes > 0) ZS_TRY(zs_c10d_borrow_area(self, (size_t)(comm->world + 1) * bytes, &area));
     zs_status status = zs_c10d_agree(self, &turn); /* a barrier already */
-    if (status == ZS_OK) self->messages++;
+    if (status == ZS_OK) self->turns.n_talks++;
     if (area != NULL) ZS_THEN(status, exchange_in(self, &turn, mine, area));
     if (status == ZS_OK && area != NULL) memcpy(all, area->ptr, (size_t)comm->world * bytes);
     zs_c10d_return_area(self, &area);
     return status;
 }
 
-static zs_status broadcast_in(zs_c10d_comm *self, const zs_c10d_turn *turn, char *data, zs_mem *area)
+static zs_status broadcast_in(zs_c10d_comm *self, const zs_turn *turn, char *data, zs_mem *area)
 {
     int root = (int)turn->round;
     for (size_t at = 0; at < turn->bytes; at += ZS_C10D_PIECE) {
@@ -142,13 +135,13 @@ zs_status zs_c10d_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     ZS_TRY(zs_check_root(comm, root));
     if (bytes == 0) return ZS_OK;
-    ZS_TRY(zs_c10d_check_usable(self));
-    zs_c10d_turn turn = zs_c10d_talk_turn(self, ZS_C10D_BROADCAST, bytes);
+    ZS_TRY(zs_c10d_check_usable(comm));
+    zs_turn turn = zs_talk_turn(comm, ZS_TURN_BROADCAST, bytes);
     turn.round = (uint64_t)root;
     zs_mem *area = NULL;
     ZS_TRY(zs_c10d_borrow_area(self, bytes < ZS_C10D_PIECE ? bytes : ZS_C10D_PIECE, &area));
     zs_status status = zs_c10d_agree(self, &turn);
-    if (status == ZS_OK) self->messages++;
+    if (status == ZS_OK) self->turns.n_talks++;
     ZS_THEN(status, broadcast_in(self, &turn, data, area));
     zs_c10d_return_area(self, &area);
     return status;
@@ -156,14 +149,14 @@ zs_status zs_c10d_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
 
 zs_status zs_c10d_give_up(zs_comm *comm)
 {
-    zs_c10d_turn turn = zs_c10d_turn_of(ZS_C10D_GIVE_UP, 0, 0, NULL);
+    zs_turn turn = zs_turn_of(ZS_TURN_GIVE_UP, 0, 0, NULL);
     return zs_c10d_agree((zs_c10d_comm *)comm, &turn);
 }
 
 /* What a rank leaves in the group's store when it ends. */
 typedef struct last_page {
     zs_fingerprint fingerprint;
-    zs_diagnostics words;
+    zs_diagnostics texts;
 } last_page;
 
 zs_status zs_c10d_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all)
@@ -172,18 +165,18 @@ zs_status zs_c10d_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all)
     if (zs_c10d_is_forked(self)) return ZS_OK;
     size_t world = (size_t)comm->world;
     last_page *pages = calloc(world, sizeof *pages);
-    zs_diagnostics *words = calloc(world, sizeof *words);
-    bool good = pages != NULL && words != NULL;
+    zs_diagnostics *texts = calloc(world, sizeof *texts);
+    bool good = pages != NULL && texts != NULL;
     if (good) {
-        pages[comm->rank] = (last_page){comm->fingerprint, comm->words};
+        pages[comm->rank] = (last_page){comm->fingerprint, comm->texts};
         *all = zs_group_leave_page(self->group, comm->rank, comm->world, pages, sizeof *pages);
         for (int r = 0; r < comm->world && *all; r++) {
             fingerprints[r] = pages[r].fingerprint;
-            words[r] = pages[r].words;
+            texts[r] = pages[r].texts;
         }
     }
     free(pages);
-    zs_comm_set_others(comm, words);
+    zs_comm_set_others(comm, texts);
     return good ? ZS_OK : ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' last steps");
 }
 
@@ -210,7 +203,7 @@ bool zs_c10d_clear(zs_c10d_comm *self)
     }
     zs_c10d_free_areas(self);
     zs_c10d_free_lost(self);
-    zs_c10d_peers_free(self);
+    zs_process_watch_free(self->peers);
     zs_group_free(self->group);
     return true;
 }
@@ -221,12 +214,12 @@ static void c10d_destroy(zs_comm *comm)
 }
 
 static const zs_flat_ops c10d_flats = {
-    .flat_new = zs_c10d_flat_new,
-    .flat_free = zs_c10d_flat_free,
+    .flat_new = zs_turns_flat_new,
+    .flat_free = zs_turns_flat_free,
     .gather_start = c10d_gather_start,
     .gather_finish = zs_c10d_gather_finish,
-    .numbers = zs_c10d_numbers,
-    .continue_from = zs_c10d_continue_from,
+    .numbers = zs_turns_numbers,
+    .continue_from = zs_turns_continue_from,
 };
 
 static const zs_round_ops c10d_rounds = {
@@ -260,7 +253,7 @@ const zs_comm_ops zs_c10d_ops = {
     .mapped = false,
     .flats = &c10d_flats,
     .rounds = &c10d_rounds,
-    .readers = &zs_c10d_reader_ops,
+    .readers = &zs_turns_reader_ops,
     .talk = &c10d_talk,
     .bytes = zs_c10d_bytes,
     .close = c10d_close,
@@ -274,6 +267,8 @@ zs_status zs_c10d_init(zs_c10d_comm *comm, const char *group_name, const zs_rank
     comm->base.per_host = ranks->per_host;
     comm->base.device = zs_device_cpu();
     comm->base.timeout = timeout;
+    comm->base.turns = &comm->turns;
+    comm->turns.ops = &zs_c10d_turns_ops;
     comm->gone = -1;
     comm->lifetime = zs_lifetime();
     pthread_mutex_init(&comm->areas_lock, NULL);

@@ -172,7 +172,14 @@ static zs_status meet_peers(nccl_backend *self, zs_comm *control)
 /* On the monitor's thread. */
 static bool find_gone(void *arg, char *sentence, size_t size)
 {
-    return zs_process_any_ended(((const nccl_line *)arg)->backend->processes, sentence, size);
+    const nccl_backend *self = ((const nccl_line *)arg)->backend;
+    int r = 0;
+    while (r < self->base.world && !zs_process_has_ended(self->processes, r))
+        r++;
+    if (r == self->base.world) return false;
+    long pid = zs_process_pid(self->processes, r);
+    snprintf(sentence, size, "rank %d (pid %ld) exited; see its output for the cause", r, pid);
+    return true;
 }
 
 /* On any thread: if one communicator is lost, the other one's kernels wait for something that never comes. */

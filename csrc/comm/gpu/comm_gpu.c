@@ -36,7 +36,7 @@ zs_status zs_gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
     (void)phase;
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
-    return self->turns == NULL ? check_order(self, true) : ZS_OK;
+    return self->turns.ops == NULL ? check_order(self, true) : ZS_OK;
 }
 
 /* --- events ------------------------------------------------------------------------------------------------------- */
@@ -170,7 +170,7 @@ zs_status zs_gpu_exchange(zs_comm *comm, const void *mine, size_t bytes, void *a
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
-    ZS_TRY(zs_gpu_agree_to_talk(self, ZS_C10D_EXCHANGE, bytes, 0));
+    ZS_TRY(zs_gpu_agree_to_talk(self, ZS_TURN_EXCHANGE, bytes, 0));
     return zs_comm_exchange(self->control, mine, bytes, all);
 }
 
@@ -178,7 +178,7 @@ zs_status zs_gpu_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
-    ZS_TRY(zs_gpu_agree_to_talk(self, ZS_C10D_BROADCAST, bytes, root));
+    ZS_TRY(zs_gpu_agree_to_talk(self, ZS_TURN_BROADCAST, bytes, root));
     return zs_comm_broadcast(self->control, data, bytes, root);
 }
 
@@ -187,7 +187,7 @@ zs_status zs_gpu_broadcast_device(zs_comm *comm, void *data, size_t bytes, int r
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
     ZS_TRY(zs_check_root(comm, root));
-    ZS_TRY(zs_gpu_agree_to_talk(self, ZS_C10D_BROADCAST, bytes, root));
+    ZS_TRY(zs_gpu_agree_to_talk(self, ZS_TURN_BROADCAST, bytes, root));
     zs_gpu_order_add(self, "buffer", "", bytes);
     zs_status status = self->backend->ops->broadcast(self->backend, data, bytes, root);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
@@ -198,9 +198,9 @@ zs_status zs_gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes, vo
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
-    ZS_TRY(zs_gpu_agree_to_talk(self, ZS_C10D_EXCHANGE, bytes, 0));
+    ZS_TRY(zs_gpu_agree_to_talk(self, ZS_TURN_EXCHANGE, bytes, 0));
     zs_gpu_order_add(self, "values", "", bytes);
-    zs_status status = self->turns != NULL ? ZS_OK : check_order(self, false);
+    zs_status status = self->turns.ops != NULL ? ZS_OK : check_order(self, false);
     ZS_THEN(status, self->backend->ops->gather(self->backend, ZS_STREAM_COMPUTE, mine, all, bytes));
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
 }
@@ -210,8 +210,8 @@ zs_status zs_gpu_give_up(zs_comm *comm)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
-    zs_c10d_turn turn = zs_c10d_turn_of(ZS_C10D_GIVE_UP, 0, 0, NULL);
-    if (self->turns != NULL) return zs_gpu_agree(self, &turn); /* all that is queued, all ranks have queued */
+    zs_turn turn = zs_turn_of(ZS_TURN_GIVE_UP, 0, 0, NULL);
+    if (self->turns.ops != NULL) return zs_gpu_agree(self, &turn); /* all that is queued, all ranks have queued */
     self->order.gave_up = 1;
     zs_status status = check_order(self, false);
     self->order.gave_up = 0;
@@ -236,6 +236,7 @@ static void free_rooms(zs_gpu_comm *self)
     free(self->orders);
     free(self->fingerprints);
     free(self->moves);
+    free(self->room);
     free(self);
 }
 
@@ -248,7 +249,9 @@ static zs_gpu_comm *alloc_rooms(int world)
     self->orders = calloc((size_t)world, sizeof *self->orders);
     self->fingerprints = calloc((size_t)world, sizeof *self->fingerprints);
     self->moves = calloc(ZS_GPU_MOVES + 1, sizeof *self->moves);
-    if (self->orders != NULL && self->fingerprints != NULL && self->moves != NULL) return self;
+    self->room = calloc((size_t)world + 1, sizeof *self->room);
+    bool all = self->orders != NULL && self->fingerprints != NULL && self->moves != NULL && self->room != NULL;
+    if (all) return self;
     free_rooms(self);
     return NULL;
 }
@@ -261,7 +264,6 @@ void zs_gpu_destroy(zs_comm *comm)
         zs_device_cuda_event_free(self->idle[i]);
     if (self->backend != NULL) self->backend->ops->destroy(self->backend);
     zs_comm_release(self->control);
-    zs_gpu_turns_free(self);
     free(self->idle);
     free(self->base.lost);
     free_rooms(self);
@@ -284,10 +286,8 @@ zs_status zs_comm_gpu_new(zs_comm *control, zs_backend *backend, zs_comm **out)
     zs_refs_init(&self->base.refs);
     self->control = zs_comm_retain(control);
     self->backend = backend;
-    zs_status status = backend->meets ? zs_gpu_turns_new(self) : ZS_OK;
-    if (status == ZS_OK)
-        *out = &self->base;
-    else
-        zs_gpu_destroy(&self->base);
-    return status;
+    self->base.turns = &self->turns;
+    if (backend->meets) self->turns.ops = &zs_gpu_turns_ops;
+    *out = &self->base;
+    return ZS_OK;
 }

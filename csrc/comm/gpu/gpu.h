@@ -2,7 +2,7 @@
  *
  *   comm_gpu.c        flats and gathers, small exchanges, the check of order
  *   gpu_order.c       which move differs if ranks diverged
- *   gpu_turn.c        meeting before each move: ranks may run different units
+ *   gpu_turn.c        turns before each move: ranks may run different units
  *   gpu_round.c       reducing
  *   gpu_coded.c       the same in fewer bytes between hosts
  *   gpu_state.c       failures, memory to receive into
@@ -12,9 +12,9 @@
 #ifndef ZS_GPU_H
 #define ZS_GPU_H
 
-#include "comm/c10d/c10d.h"
 #include "comm/comm_local.h"
 #include "comm/gpu/backend.h"
+#include "comm/turn.h"
 #include "comm/wire_sizes.h"
 #include "device/arena.h"
 #include "device/cuda_api.h"
@@ -35,13 +35,12 @@ typedef struct zs_gpu_move {
     char what[112]; /* in words; truncated */
 } zs_gpu_move;
 
-typedef struct zs_gpu_turns zs_gpu_turns;
-
 typedef struct zs_gpu_comm {
     zs_comm base;
     zs_comm *control;    /* between the hosts; counted reference */
     zs_backend *backend; /* owned */
-    zs_gpu_turns *turns; /* owned; NULL: hosts meet at the begin and end of sessions alone */
+    zs_turns turns;      /* without `ops`: hosts meet at the begin and end of sessions alone */
+    zs_turn *room;       /* [world + 1] of turns; owned */
     size_t living;       /* live units */
     size_t lost_bytes;   /* of all their `lost` */
     zs_arena *areas;     /* owned; what rounds receive into; NULL: none yet */
@@ -174,32 +173,20 @@ void zs_gpu_rescale(zs_comm *comm, zs_cunit *cunit, double factor);
 
 /* --- gpu_turn.c --------------------------------------------------------------------------------------------------- */
 
-/* Makes ranks meet before each move / frees what it takes. */
-zs_status zs_gpu_turns_new(zs_gpu_comm *comm);
-void zs_gpu_turns_free(zs_gpu_comm *comm);
-
-/* Its head; NULL: there are no turns. */
-zs_c10d_comm *zs_gpu_turns_of(const zs_gpu_comm *comm);
+/* What exchanges turns over the control transport. */
+extern const zs_turns_ops zs_gpu_turns_ops;
 
 /* Returns when all ranks are about to make this move, and takes part in the others' gathers until then:
  * ZS_ERR_DIVERGED if that is impossible, with nothing queued. No-ops without turns. */
-zs_status zs_gpu_agree(zs_gpu_comm *comm, const zs_c10d_turn *turn);
+zs_status zs_gpu_agree(zs_gpu_comm *comm, const zs_turn *turn);
 zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit, bool coded);
-zs_status zs_gpu_agree_on_round(zs_gpu_comm *comm, const zs_gpu_unit *unit, zs_c10d_kind kind);
-zs_status zs_gpu_agree_to_talk(zs_gpu_comm *comm, zs_c10d_kind kind, size_t bytes, int root);
+zs_status zs_gpu_agree_on_round(zs_gpu_comm *comm, const zs_gpu_unit *unit, zs_turn_kind kind);
+zs_status zs_gpu_agree_to_talk(zs_gpu_comm *comm, zs_turn_kind kind, size_t bytes, int root);
 
-/* Of the table, by the field's name. */
-zs_status zs_gpu_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out);
-void zs_gpu_flat_free(zs_comm *comm, zs_flat_mem *flat);
-void zs_gpu_numbers(const zs_comm *comm, uint64_t *out);
-void zs_gpu_continue_from(zs_comm *comm, const uint64_t *numbers);
-zs_status zs_gpu_reader_new(zs_comm *comm, const char *name, zs_reader **out);
-void zs_gpu_reader_free(zs_comm *comm, zs_reader *reader);
+/* read_begin, of the table. */
 zs_status zs_gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading);
-zs_status zs_gpu_write_begin(zs_comm *comm, zs_reader *reader);
-void zs_gpu_write_end(zs_comm *comm, zs_reader *reader, bool known);
 
-/* tell, said, locate and end: forwarded to the transport between hosts. */
+/* publish, published, locate and end: forwarded to the transport between hosts. */
 void zs_gpu_publish(zs_comm *comm, zs_topic topic, const char *text);
 const char *zs_gpu_published(const zs_comm *comm, int rank, zs_topic topic);
 bool zs_gpu_locate(zs_comm *comm, char (*texts)[ZS_WHERE]);

@@ -18,9 +18,9 @@ typedef struct trace {
 } trace;
 
 /* A move in words, as ranks exchange it. */
-typedef struct words {
+typedef struct phrase {
     char text[sizeof((zs_gpu_move){0}).what];
-} words;
+} phrase;
 
 static uint64_t mix(uint64_t hash, const void *data, size_t bytes)
 {
@@ -81,9 +81,9 @@ static uint64_t first_to_differ(const zs_gpu_comm *comm, const trace *a, const t
 }
 
 /* Ranks exchange their moves at that place; a rank that no longer remembers it sends its last move. */
-static zs_status describe(zs_gpu_comm *comm, const trace *a, const trace *b, int other, words *all)
+static zs_status describe(zs_gpu_comm *comm, const trace *a, const trace *b, int other, phrase *all)
 {
-    words mine = {{0}};
+    phrase mine = {{0}};
     uint64_t at = first_to_differ(comm, a, b), own = comm->order.count - comm->agreed;
     bool known = at < ZS_GPU_MOVES;
     const char *what = !known ? zs_gpu_order_last(comm) : at < own ? comm->moves[at].what : "not queued";
@@ -101,9 +101,9 @@ static zs_status compare(zs_gpu_comm *comm, int other)
 {
     size_t world = (size_t)comm->base.world;
     trace *mine = calloc(1 + world, sizeof *mine), *all = mine + 1;
-    words *told = calloc(world, sizeof *told);
+    phrase *phrases = calloc(world, sizeof *phrases);
     zs_status status = ZS_OK;
-    if (mine == NULL || told == NULL)
+    if (mine == NULL || phrases == NULL)
         status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the transfers of %zu ranks, which diverged", world);
     if (status == ZS_OK) {
         mine->count = comm->order.count;
@@ -111,9 +111,9 @@ static zs_status compare(zs_gpu_comm *comm, int other)
             mine->hashes[i] = comm->moves[i].hash;
         status = zs_gpu_compare_hosts(comm, mine, sizeof *mine, all);
     }
-    ZS_THEN(status, describe(comm, &all[0], &all[other], other, told));
+    ZS_THEN(status, describe(comm, &all[0], &all[other], other, phrases));
     free(mine);
-    free(told);
+    free(phrases);
     return status;
 }
 

@@ -45,9 +45,8 @@ zs_status zs_gpu_unit_init(zs_comm *comm, zs_cunit *cunit)
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     zs_gpu_unit *unit = (zs_gpu_unit *)cunit;
     zs_cunit_spec spec = {.name = cunit->spec.name, .n_params = cunit->spec.n_params};
-    zs_c10d_comm *turns = zs_gpu_turns_of(self);
     self->living++;
-    if (turns != NULL) unit->number = turns->units++;
+    unit->number = self->turns.n_units++;
     zs_cunit_lay_side_by_side(cunit);
     ZS_TRY(zs_gpu_coded_init(self, unit));
     ZS_TRY(zs_cunit_new(self->control, &spec, &unit->control));
@@ -105,7 +104,7 @@ zs_status zs_gpu_send(zs_comm *comm, zs_cunit *cunit)
     zs_gpu_unit *unit = (zs_gpu_unit *)cunit;
     zs_mem *filler = NULL;
     zs_status status = take_areas(self, unit, &filler);
-    ZS_THEN(status, zs_gpu_agree_on_round(self, unit, ZS_C10D_POST));
+    ZS_THEN(status, zs_gpu_agree_on_round(self, unit, ZS_TURN_POST));
     if (status == ZS_OK) memcpy(zs_cunit_header(unit->control), cunit->header, cunit->header_bytes);
     ZS_THEN(status, zs_cunit_post(self->control, unit->control, NULL));
     ZS_THEN(status, unit->lost != NULL ? zs_gpu_send_coded(self, unit) : move_shards(self, unit, filler));
@@ -139,7 +138,7 @@ zs_status zs_gpu_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *read
 zs_status zs_gpu_share(zs_comm *comm, zs_cunit *cunit)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
-    ZS_TRY(zs_gpu_agree_on_round(self, (zs_gpu_unit *)cunit, ZS_C10D_SHARE));
+    ZS_TRY(zs_gpu_agree_on_round(self, (zs_gpu_unit *)cunit, ZS_TURN_SHARE));
     zs_gpu_order_add(self, "reduced gradients", cunit->spec.name, cunit->shards_bytes);
     zs_traffic_from_each(comm, ZS_TRAFFIC_REDUCE, cunit->shards_bytes);
     zs_status status = ZS_OK;
@@ -175,7 +174,7 @@ zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
     return zs_device_cuda_await(comm->device, ZS_STREAM_COMPUTE, unit->read);
 }
 
-/* --- words -------------------------------------------------------------------------------------------------------- */
+/* --- texts -------------------------------------------------------------------------------------------------------- */
 
 void zs_gpu_publish(zs_comm *comm, zs_topic topic, const char *text)
 {

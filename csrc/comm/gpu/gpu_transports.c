@@ -2,21 +2,21 @@
 #include "comm/gpu/gpu.h"
 
 static const zs_flat_ops flats = {
-    .flat_new = zs_gpu_flat_new,
-    .flat_free = zs_gpu_flat_free,
+    .flat_new = zs_turns_flat_new,
+    .flat_free = zs_turns_flat_free,
     .gather_start = zs_gpu_gather_start,
     .gather_finish = zs_gpu_gather_finish,
-    .numbers = zs_gpu_numbers,
-    .continue_from = zs_gpu_continue_from,
+    .numbers = zs_turns_numbers,
+    .continue_from = zs_turns_continue_from,
 };
 
 static const zs_reader_ops readers = {
-    .reader_new = zs_gpu_reader_new,
-    .reader_free = zs_gpu_reader_free,
+    .reader_new = zs_turns_reader_new,
+    .reader_free = zs_turns_reader_free,
     .read_begin = zs_gpu_read_begin,
     .read_end = zs_gpu_read_end,
-    .write_begin = zs_gpu_write_begin,
-    .write_end = zs_gpu_write_end,
+    .write_begin = zs_turns_write_begin,
+    .write_end = zs_turns_write_end,
 };
 
 static const zs_talk_ops talk = {
@@ -24,8 +24,8 @@ static const zs_talk_ops talk = {
     .broadcast = zs_gpu_broadcast,
     .broadcast_device = zs_gpu_broadcast_device,
     .gather_device = zs_gpu_gather_device,
-    .tell = zs_gpu_publish,
-    .said = zs_gpu_published,
+    .publish = zs_gpu_publish,
+    .published = zs_gpu_published,
     .locate = zs_gpu_locate,
     .end = zs_gpu_end,
     .abort = zs_gpu_abort,

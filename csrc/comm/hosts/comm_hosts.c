@@ -11,14 +11,14 @@ enum { SLOTS = ZS_NUMBERS - 1 }; /* after those of c10d */
 
 static void hosts_numbers(const zs_comm *comm, uint64_t *out)
 {
-    zs_c10d_numbers(comm, out);
+    zs_turns_numbers(comm, out);
     out[SLOTS] = ((const zs_hosts_comm *)comm)->slots;
 }
 
 static void hosts_continue_from(zs_comm *comm, const uint64_t *numbers)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
-    zs_c10d_continue_from(comm, numbers);
+    zs_turns_continue_from(comm, numbers);
     self->slots = numbers[SLOTS];
     if (zs_comm_align(self->local) != ZS_OK) zs_clear_error(); /* its next collective fails too */
 }
@@ -59,8 +59,8 @@ static void hosts_destroy(zs_comm *comm)
 }
 
 static const zs_flat_ops hosts_flats = {
-    .flat_new = zs_c10d_flat_new,
-    .flat_free = zs_c10d_flat_free,
+    .flat_new = zs_turns_flat_new,
+    .flat_free = zs_turns_flat_free,
     .slot_new = zs_hosts_slot_new,
     .gather_start = zs_hosts_gather_start,
     .gather_finish = zs_hosts_gather_finish,
@@ -106,7 +106,7 @@ const zs_comm_ops zs_hosts_ops = {
     .shares_slots = true,
     .flats = &hosts_flats,
     .rounds = &hosts_rounds,
-    .readers = &zs_c10d_reader_ops,
+    .readers = &zs_turns_reader_ops,
     .talk = &hosts_talk,
     .code_room = zs_hosts_code_room,
     .bytes = hosts_bytes,
@@ -131,7 +131,7 @@ zs_status zs_comm_hosts_new(const zs_hosts_groups *groups, zs_comm *local, const
     if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the hosts transport");
     self->c10d.base.ops = &zs_hosts_ops;
     pthread_mutex_init(&self->local_lock, NULL);
-    self->c10d.hear_said = zs_hosts_wait_queued;
+    self->c10d.wait_queued = zs_hosts_wait_queued;
     self->local = zs_comm_retain(local);
     self->hosts = ranks->world / ranks->per_host;
     self->host = ranks->rank / ranks->per_host;

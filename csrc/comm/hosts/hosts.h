@@ -4,7 +4,7 @@
  * other hosts, over separate process groups (`across`). So data crosses the wire once per host, not once per rank:
  * shards go straight into memory that the host's ranks share, and gradients are summed within the host first.
  *
- * Its head is a c10d transport over all ranks. That agrees on each collective before it starts (c10d_turn.c), so all
+ * Its head is a c10d transport over all ranks. That agrees on each collective before it starts (comm/turn.h), so all
  * ranks know that the others have reached it, and does whatever the two levels cannot, such as gathers that some ranks
  * do not need.
  *
@@ -40,7 +40,7 @@ typedef struct zs_hosts_comm {
     uint64_t slots;             /* a digest of the slots created so far, in order */
     size_t lost_bytes;          /* of all its units, see zs_hosts_lost_new */
     zs_hosts_turns *turns;      /* owned; NULL: they go over the group of all ranks */
-    zs_hosts_op *said;          /* the first that was sent and has not been received yet; borrowed */
+    zs_hosts_op *first;         /* the first whose turn has not been received yet; borrowed */
     pthread_mutex_t local_lock; /* of `local`, while the thread may use it */
 } zs_hosts_comm;
 
@@ -70,7 +70,7 @@ void zs_hosts_leave(zs_hosts_comm *self, zs_work **works, size_t n, zs_mem *memo
 
 /* Waits for all `works` [n] (NULL: done, or never begun), and sets them to NULL; after a failure, abandoned work may
  * write to `memory` forever. */
-zs_status zs_hosts_finish(zs_hosts_comm *self, const zs_c10d_turn *turn, zs_work **works, size_t n, zs_mem *memory);
+zs_status zs_hosts_finish(zs_hosts_comm *self, const zs_turn *turn, zs_work **works, size_t n, zs_mem *memory);
 
 /* --- hosts_signals.c ---------------------------------------------------------------------------------------------- */
 
@@ -87,15 +87,15 @@ void zs_hosts_arrived(void *arrival, bool good);
 
 /* The events that ranks of a host watch for on each other's pages. */
 typedef enum zs_hosts_event {
-    ZS_HOSTS_ARRIVED, /* its shards of gather `number` */
-    ZS_HOSTS_SAID,    /* its turn `number` */
-    ZS_HOSTS_HEARD,   /* turn `number` of the hosts that it receives for its host */
+    ZS_HOSTS_ARRIVED,  /* its shards of gather `number` */
+    ZS_HOSTS_SENT,     /* its turn `number` */
+    ZS_HOSTS_RECEIVED, /* turn `number` of the hosts that it receives for its host */
 } zs_hosts_event;
 
 /* This rank has sent, or received, turns up to `number`. Any thread. */
 void zs_hosts_mark(zs_hosts_comm *self, zs_hosts_event event, uint64_t number);
 
-/* It will receive no more. */
+/* This rank receives no more turns. */
 void zs_hosts_mark_failed(zs_hosts_comm *self, const char *why);
 
 /* One event of all ranks of the host. */
@@ -110,7 +110,7 @@ typedef struct zs_hosts_awaited {
 bool zs_hosts_poll(zs_hosts_awaited *it, double seconds);
 
 /* Waits until the shards of all ranks of the host are there, this rank's too. */
-zs_status zs_hosts_await(zs_hosts_comm *self, const zs_c10d_turn *turn, uint64_t gather);
+zs_status zs_hosts_await(zs_hosts_comm *self, const zs_turn *turn, uint64_t gather);
 
 /* Reports to the host's other ranks that this rank sends no more: their waits fail at once. */
 void zs_hosts_break_off(zs_hosts_comm *self, const char *why);
@@ -125,8 +125,8 @@ typedef enum zs_hosts_ticket_state {
 
 /* This rank's next collective, and its progress. */
 typedef struct zs_hosts_ticket {
-    zs_c10d_turn mine;
-    zs_c10d_turn *turns; /* [world] of all ranks, once they are there; borrowed */
+    zs_turn mine;
+    zs_turn *turns; /* [world] of all ranks, once they are there; borrowed */
     /* If all ranks have the same turn: begins it, on the thread. False: leaves it to the script's thread. NULL: all
      * are left to it. */
     bool (*begin)(zs_hosts_comm *, struct zs_hosts_ticket *);
@@ -170,14 +170,14 @@ typedef struct zs_hosts_acts {
     void (*undo)(zs_hosts_comm *, zs_hosts_op *);            /* after a failure; NULL: nothing */
 } zs_hosts_acts;
 
-/* A gather or a round. Its owner must keep it in place while it is `said`. */
+/* A gather or a round. Its owner must keep it in place while it is `queued`. */
 struct zs_hosts_op {
     zs_hosts_ticket ticket; /* the first member; the owner provides its turns, [zs_hosts_op_turns] */
     const zs_hosts_acts *acts;
     zs_model model;
     zs_status status;
-    char words[ZS_C10D_WORDS]; /* of its failure */
-    bool said;                 /* and not received yet */
+    char why[ZS_C10D_TEXT]; /* of its failure */
+    bool queued;            /* its turn has not been received yet */
     zs_hosts_op *next;
 };
 
@@ -188,7 +188,7 @@ static inline size_t zs_hosts_op_turns(const zs_hosts_comm *self)
 }
 
 /* Queues it; it begins as soon as all ranks have queued it. After a failure it is not queued. */
-zs_status zs_hosts_op_enqueue(zs_hosts_comm *self, zs_hosts_op *op, const zs_c10d_turn *turn);
+zs_status zs_hosts_op_enqueue(zs_hosts_comm *self, zs_hosts_op *op, const zs_turn *turn);
 
 /* Waits until `end`, and all that was queued before it, has begun; NULL: all. A failure of any of these is reported
  * here or by zs_hosts_op_failure. */

@@ -83,13 +83,13 @@ typedef struct hosts_gathering {
     size_t code_bytes;  /* of a shard; 0: it crosses as it is */
     zs_mem *codes;      /* (coded) an area, [hosts] of them; NULL: none, or returned */
     zs_work **works;    /* [hosts] a broadcast from each; after the turns */
-    zs_c10d_turn turns[];
+    zs_turn turns[];
 } hosts_gathering;
 
 static hosts_gathering *gathering_new(const zs_hosts_comm *self, const zs_flat_mem *flat, zs_target to)
 {
     size_t turns = zs_hosts_op_turns(self), works = (size_t)self->hosts;
-    hosts_gathering *made = calloc(1, sizeof *made + turns * sizeof(zs_c10d_turn) + works * sizeof(zs_work *));
+    hosts_gathering *made = calloc(1, sizeof *made + turns * sizeof(zs_turn) + works * sizeof(zs_work *));
     if (made == NULL) return NULL;
     made->source = *flat;
     made->to = to;
@@ -120,9 +120,9 @@ static zs_status start_leg(zs_hosts_comm *self, hosts_gathering *gathering, int 
     size_t bytes = traveling_bytes(gathering);
     zs_work **work = &gathering->works[h];
     ZS_THEN(status, zs_group_broadcast(zs_hosts_across(self, h), it.data, bytes, h, work));
-    zs_status told = status == ZS_OK ? zs_work_then(*work, it.arrived, it.arg) : status;
-    if (told != ZS_OK) it.arrived(it.arg, false);
-    ZS_THEN(status, told);
+    zs_status begun = status == ZS_OK ? zs_work_then(*work, it.arrived, it.arg) : status;
+    if (begun != ZS_OK) it.arrived(it.arg, false);
+    ZS_THEN(status, begun);
     return status;
 }
 
@@ -198,7 +198,8 @@ static void end(zs_hosts_comm *self, hosts_gathering *gathering)
 static bool can_begin(const zs_hosts_comm *self, const zs_hosts_op *op)
 {
     const hosts_slot *slot = slot_of(((const hosts_gathering *)op)->to);
-    return zs_c10d_same_slots(&self->c10d, op->ticket.turns) && (slot == NULL || !slot->apart);
+    return zs_turns_same_slots(op->ticket.turns, self->c10d.base.world, zs_hosts_per_host(self)) &&
+           (slot == NULL || !slot->apart);
 }
 
 static zs_status begin(zs_hosts_comm *self, zs_hosts_op *op)
@@ -211,8 +212,8 @@ static zs_status begin_here(zs_hosts_comm *self, zs_hosts_op *op)
 {
     zs_c10d_comm *c10d = &self->c10d;
     hosts_gathering *gathering = (hosts_gathering *)op;
-    ZS_TRY(set_apart(slot_of(gathering->to), !c10d->same_slots));
-    if (c10d->same_slots) return start_across(self, gathering);
+    ZS_TRY(set_apart(slot_of(gathering->to), !c10d->turns.same_slots));
+    if (c10d->turns.same_slots) return start_across(self, gathering);
     zs_gathering *flat = NULL;
     ZS_TRY(zs_c10d_gathering_new(&op->ticket.mine, &gathering->source, gathering->to,
                                  &flat)); /* hosts_queue.c reports a failure */
@@ -234,7 +235,7 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_gathering *gathering = gathering_new(self, flat, to);
     if (gathering == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
-    zs_c10d_turn turn = zs_c10d_gather_turn(&self->c10d, flat, name);
+    zs_turn turn = zs_gather_turn(comm, flat, name);
     turn.slot = id_of(self, slot_of(to));
     turn.round = gathering->code_bytes > 0 ? ZS_WIRE_BF16 : ZS_WIRE_EXACT;
     gathering->op.acts = &gather_acts;
@@ -251,7 +252,7 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
 
 static zs_status finish(zs_hosts_comm *self, hosts_gathering *gathering)
 {
-    const zs_c10d_turn *turn = &gathering->op.ticket.mine;
+    const zs_turn *turn = &gathering->op.ticket.mine;
     ZS_TRY(zs_hosts_wait_until(self, &gathering->op));
     ZS_TRY(zs_hosts_op_failure(&gathering->op));
     if (gathering->flat != NULL) {

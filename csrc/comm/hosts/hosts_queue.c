@@ -11,7 +11,7 @@
 static void fail(zs_hosts_op *op, zs_status status)
 {
     op->status = status;
-    snprintf(op->words, sizeof op->words, "%s", zs_last_message());
+    snprintf(op->why, sizeof op->why, "%s", zs_last_message());
 }
 
 /* A ticket's `begin`. The script's thread reports a failure here. */
@@ -33,7 +33,7 @@ static zs_status agree(zs_hosts_comm *self, zs_hosts_op *op)
     uint64_t reading = base->reading;
     base->model = op->model;
     base->reading = op->ticket.mine.reading;
-    zs_status status = zs_c10d_agree_on(&self->c10d, &op->ticket.mine, op->ticket.turns);
+    zs_status status = zs_turns_agree_on(base, &op->ticket.mine, op->ticket.turns);
     base->model = now;
     base->reading = reading;
     return status;
@@ -52,13 +52,13 @@ static zs_status begin_here(zs_hosts_comm *self, zs_hosts_op *op)
 }
 
 /* Waits until all ranks have sent the turn of the first queued op, and makes sure that it has begun. */
-static zs_status hear_first(zs_hosts_comm *self)
+static zs_status wait_first(zs_hosts_comm *self)
 {
-    zs_hosts_op *op = self->said;
+    zs_hosts_op *op = self->first;
     ZS_TRY(zs_hosts_wait_ticket(self, &op->ticket));
     if (op->ticket.state == ZS_HOSTS_BEGUN) {
         if (op->status == ZS_OK) return ZS_OK;
-        return lose(self, op, ZS_FAIL(op->status, "%s", op->words));
+        return lose(self, op, ZS_FAIL(op->status, "%s", op->why));
     }
     ZS_TRY(agree(self, op));
     ZS_TRY(begin_here(self, op));
@@ -70,10 +70,10 @@ static zs_status hear_first(zs_hosts_comm *self)
 static void fail_all(zs_hosts_comm *self, zs_status status)
 {
     zs_hosts_take_back(self);
-    while (self->said != NULL) {
-        zs_hosts_op *op = self->said;
-        self->said = op->next;
-        op->said = false;
+    while (self->first != NULL) {
+        zs_hosts_op *op = self->first;
+        self->first = op->next;
+        op->queued = false;
         fail(op, status == ZS_ERR_TORCH ? ZS_ERR_PEER : status); /* a Python exception is reported once */
         if (op->acts->undo != NULL) op->acts->undo(self, op);
     }
@@ -82,16 +82,16 @@ static void fail_all(zs_hosts_comm *self, zs_status status)
 zs_status zs_hosts_wait_until(zs_hosts_comm *self, const zs_hosts_op *end)
 {
     if (zs_c10d_is_forked(&self->c10d))
-        return zs_c10d_check_usable(&self->c10d); /* the thread and its locks belong to the parent */
-    while (self->said != NULL && (end == NULL || end->said)) {
-        zs_status status = hear_first(self);
+        return zs_c10d_check_usable(&self->c10d.base); /* the thread and its locks belong to the parent */
+    while (self->first != NULL && (end == NULL || end->queued)) {
+        zs_status status = wait_first(self);
         if (status != ZS_OK) {
             self->c10d.base.failed = true;
             fail_all(self, status);
             return status;
         }
-        self->said->said = false;
-        self->said = self->said->next;
+        self->first->queued = false;
+        self->first = self->first->next;
     }
     return ZS_OK;
 }
@@ -103,19 +103,19 @@ zs_status zs_hosts_wait_queued(zs_c10d_comm *comm)
 
 bool zs_hosts_has_begun(zs_hosts_comm *self, const zs_hosts_op *op)
 {
-    return !op->said || zs_c10d_is_forked(&self->c10d) || zs_hosts_has_turned(self, &op->ticket);
+    return !op->queued || zs_c10d_is_forked(&self->c10d) || zs_hosts_has_turned(self, &op->ticket);
 }
 
 zs_status zs_hosts_op_failure(const zs_hosts_op *op)
 {
-    return op->status == ZS_OK ? ZS_OK : ZS_FAIL(op->status, "%s", op->words);
+    return op->status == ZS_OK ? ZS_OK : ZS_FAIL(op->status, "%s", op->why);
 }
 
-zs_status zs_hosts_op_enqueue(zs_hosts_comm *self, zs_hosts_op *op, const zs_c10d_turn *turn)
+zs_status zs_hosts_op_enqueue(zs_hosts_comm *self, zs_hosts_op *op, const zs_turn *turn)
 {
     op->status = ZS_OK;
     op->model = self->c10d.base.model;
-    op->ticket.mine = zs_c10d_turn_to_send(&self->c10d, turn);
+    op->ticket.mine = zs_turn_to_send(&self->c10d.base, turn);
     op->ticket.begin = begin;
     op->ticket.urgent = false;
     op->next = NULL;
@@ -124,13 +124,13 @@ zs_status zs_hosts_op_enqueue(zs_hosts_comm *self, zs_hosts_op *op, const zs_c10
         zs_status status = op->acts->begin_here(self, op);
         return status == ZS_OK ? ZS_OK : zs_c10d_fail(&self->c10d, turn, status);
     }
-    ZS_TRY(zs_c10d_check_usable(&self->c10d));
-    if (self->said == NULL) zs_hosts_go_on(self);
-    zs_hosts_op **at = &self->said;
+    ZS_TRY(zs_c10d_check_usable(&self->c10d.base));
+    if (self->first == NULL) zs_hosts_go_on(self);
+    zs_hosts_op **at = &self->first;
     while (*at != NULL)
         at = &(*at)->next;
     *at = op;
-    op->said = true;
+    op->queued = true;
     zs_hosts_enqueue(self, &op->ticket);
     return ZS_OK;
 }

@@ -89,9 +89,9 @@ void zs_hosts_bucket_free(zs_comm *comm, zs_bucket *bucket)
 
 /* --- a round ------------------------------------------------------------------------------------------------------ */
 
-static zs_c10d_turn turn_of(const hosts_unit *unit, zs_c10d_kind kind)
+static zs_turn turn_of(const hosts_unit *unit, zs_turn_kind kind)
 {
-    zs_c10d_turn turn = zs_c10d_turn_of(kind, unit->number, unit->stride, unit->base.spec.name);
+    zs_turn turn = zs_turn_of(kind, unit->number, unit->stride, unit->base.spec.name);
     turn.round = unit->base.round;
     return turn;
 }
@@ -134,7 +134,7 @@ static zs_status post_new(const zs_hosts_comm *self, hosts_unit *unit)
 {
     size_t turns = zs_hosts_op_turns(self);
     post_free(unit);
-    hosts_post *made = calloc(1, sizeof *made + turns * sizeof(zs_c10d_turn));
+    hosts_post *made = calloc(1, sizeof *made + turns * sizeof(zs_turn));
     if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory reducing unit '%s'", unit->base.spec.name);
     made->op.acts = &post_acts;
     made->op.ticket.turns = made->turns;
@@ -156,7 +156,7 @@ static zs_status begun(zs_hosts_comm *self, hosts_unit *unit)
 static zs_status enqueue(zs_hosts_comm *self, hosts_unit *unit)
 {
     size_t bytes = unit->stride * (size_t)self->hosts, decoded = unit->sums.room * (size_t)self->hosts;
-    zs_c10d_turn turn = turn_of(unit, ZS_C10D_POST);
+    zs_turn turn = turn_of(unit, ZS_TURN_POST);
     zs_status status = post_new(self, unit);
     ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, bytes + decoded, &unit->received));
     ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, bytes, &unit->sent));
@@ -192,9 +192,9 @@ static bool is_done(const hosts_unit *unit)
 }
 
 /* Waits for outstanding collectives. */
-static zs_status finish(zs_hosts_comm *self, hosts_unit *unit, zs_c10d_kind kind, zs_mem *memory)
+static zs_status finish(zs_hosts_comm *self, hosts_unit *unit, zs_turn_kind kind, zs_mem *memory)
 {
-    zs_c10d_turn turn = turn_of(unit, kind);
+    zs_turn turn = turn_of(unit, kind);
     size_t n = unit->n_works;
     unit->n_works = 0;
     return zs_hosts_finish(self, &turn, unit->works, n, memory);
@@ -206,7 +206,7 @@ zs_status zs_hosts_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
     hosts_unit *unit = (hosts_unit *)cunit;
     *ready = wait != ZS_WAIT_NOT || is_done(unit);
     if (!*ready) return ZS_OK;
-    zs_status status = finish(self, unit, ZS_C10D_POST, NULL);
+    zs_status status = finish(self, unit, ZS_TURN_POST, NULL);
     if (status != ZS_OK) return zs_hosts_pass(self, status);
     zs_c10d_return_area(&self->c10d, &unit->sent);
     zs_hosts_find_sources(self, unit);
@@ -234,13 +234,13 @@ zs_status zs_hosts_share(zs_comm *comm, zs_cunit *cunit)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
-    zs_c10d_turn turn = turn_of(unit, ZS_C10D_SHARE);
+    zs_turn turn = turn_of(unit, ZS_TURN_SHARE);
     ZS_TRY(zs_c10d_agree(&self->c10d, &turn));
     zs_traffic_count(ZS_TRAFFIC_REDUCE, zs_hosts_read_bytes(self, unit),
                      (size_t)(self->hosts - 1) * cunit->shards_bytes);
     zs_status status = start_shares(self, unit);
     if (status != ZS_OK) status = zs_c10d_fail(&self->c10d, &turn, status);
-    ZS_THEN(status, finish(self, unit, ZS_C10D_SHARE, cunit->bucket->mem));
+    ZS_THEN(status, finish(self, unit, ZS_TURN_SHARE, cunit->bucket->mem));
     ZS_THEN(status, zs_cunit_share(self->local, unit->local));
     if (status != ZS_OK) leave_works(self, unit, cunit->bucket->mem);
     return zs_hosts_pass(self, status);
@@ -305,7 +305,7 @@ void zs_hosts_finish_round(zs_comm *comm, zs_cunit *cunit)
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
     (void)begun(self, unit);
-    if (unit->n_works > 0) (void)finish(self, unit, ZS_C10D_POST, NULL); /* it writes to our memory until then */
+    if (unit->n_works > 0) (void)finish(self, unit, ZS_TURN_POST, NULL); /* it writes to our memory until then */
 }
 
 void zs_hosts_unit_clear(zs_comm *comm, zs_cunit *cunit)
@@ -326,7 +326,7 @@ zs_status zs_hosts_unit_init(zs_comm *comm, zs_cunit *cunit)
     const zs_cunit_spec *spec = &cunit->spec;
     size_t works = (size_t)self->hosts * (size_t)(spec->n_flats > 0 ? spec->n_flats : 1);
     zs_c10d_keep_areas(&self->c10d);
-    unit->number = self->c10d.units++;
+    unit->number = self->c10d.turns.n_units++;
     (void)zs_wire_lay_out(comm, spec, cunit->at);
     unit->sums = zs_wire_sums_of(comm, spec);
     unit->stride = stride_of(comm, spec, &unit->sums);

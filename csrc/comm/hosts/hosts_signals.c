@@ -25,12 +25,12 @@ enum {
 
 /* A rank's page: only its owner writes it. */
 typedef struct bell {
-    _Atomic uint32_t rung; /* raised with each change */
-    _Atomic uint32_t off;  /* nothing more will come; set after `why` */
-    _Atomic uint32_t deaf; /* no more turns of other hosts will come; set after `why_deaf` */
-    _Atomic uint64_t said, heard;
+    _Atomic uint32_t rung;   /* raised with each change */
+    _Atomic uint32_t off;    /* the rank sends no more; `why` is set first */
+    _Atomic uint32_t closed; /* it receives no more turns of other hosts; `why_closed` is set first */
+    _Atomic uint64_t sent, received;
     _Atomic uint64_t arrived[RING];
-    char why[WHY], why_deaf[WHY];
+    char why[WHY], why_closed[WHY];
 } bell;
 
 _Static_assert(sizeof(bell) <= ZS_PAGE, "a bell fits on a page");
@@ -99,15 +99,15 @@ void zs_hosts_break_off(zs_hosts_comm *self, const char *why)
 void zs_hosts_mark(zs_hosts_comm *self, zs_hosts_event event, uint64_t number)
 {
     bell *own = bell_of(self, self->lane);
-    atomic_store(event == ZS_HOSTS_SAID ? &own->said : &own->heard, number);
+    atomic_store(event == ZS_HOSTS_SENT ? &own->sent : &own->received, number);
     ring(own);
 }
 
 void zs_hosts_mark_failed(zs_hosts_comm *self, const char *why)
 {
     bell *own = bell_of(self, self->lane);
-    snprintf(own->why_deaf, sizeof own->why_deaf, "%s", why);
-    atomic_store(&own->deaf, 1);
+    snprintf(own->why_closed, sizeof own->why_closed, "%s", why);
+    atomic_store(&own->closed, 1);
     ring(own);
 }
 
@@ -115,8 +115,8 @@ void zs_hosts_mark_failed(zs_hosts_comm *self, const char *why)
 
 static bool has(const zs_hosts_awaited *it, const bell *each)
 {
-    if (it->event == ZS_HOSTS_SAID) return atomic_load(&each->said) >= it->number;
-    if (it->event == ZS_HOSTS_HEARD) return atomic_load(&each->heard) >= it->number;
+    if (it->event == ZS_HOSTS_SENT) return atomic_load(&each->sent) >= it->number;
+    if (it->event == ZS_HOSTS_RECEIVED) return atomic_load(&each->received) >= it->number;
     return atomic_load(&each->arrived[it->number % RING]) >= it->number;
 }
 
@@ -128,8 +128,8 @@ static bell *find_missing(zs_hosts_awaited *it)
         if (has(it, each)) continue;
         if (atomic_load(&each->off) != 0)
             it->why = each->why;
-        else if (it->event == ZS_HOSTS_HEARD && atomic_load(&each->deaf) != 0)
-            it->why = each->why_deaf;
+        else if (it->event == ZS_HOSTS_RECEIVED && atomic_load(&each->closed) != 0)
+            it->why = each->why_closed;
         return each;
     }
     return NULL;
@@ -152,7 +152,7 @@ static bool look_again(void *arg, double seconds)
     return zs_hosts_poll(arg, seconds);
 }
 
-zs_status zs_hosts_await(zs_hosts_comm *self, const zs_c10d_turn *turn, uint64_t gather)
+zs_status zs_hosts_await(zs_hosts_comm *self, const zs_turn *turn, uint64_t gather)
 {
     zs_hosts_awaited it = {self, ZS_HOSTS_ARRIVED, gather, NULL};
     zs_c10d_arrival until = {look_again, &it, "another rank of this host has not finished its part"};

@@ -1,13 +1,13 @@
-/* hosts_turns.c - ranks' turns before each collective, in two levels. See hosts.h, c10d_turn.c.
+/* hosts_turns.c - ranks' turns before each collective, in two levels. See hosts.h, comm/turn.h.
  *
  * The ranks of a host read each other's turns in shared memory, and one of them sends all of these to another host as
  * one message. For each pair of hosts that is the rank at one place, so places share the work. A thread of ours
  * receives the message, and always waits for the next one: it passes through none of torch's threads, while a
  * collective of all ranks would pass through several on each, and be as slow as a megabyte.
  *
- * So turns proceed while the script computes, one after the other in the order in which this rank queued them: a ticket
- * each. If all ranks have the same turn, the thread begins the collective, too. Otherwise it stops on all ranks, and
- * the script's thread handles it.
+ * Turns advance while the script computes. Each queued turn has a ticket; tickets are served in order. If all ranks
+ * have the same turn, the thread begins the collective, too. Otherwise it stops on all ranks, and the script's thread
+ * handles it.
  *
  * There are two buffers for turns, for even and odd numbers. A rank sends turn n+1 once it has read turn n of all,
  * so when all of a host have sent n+1, turn n-1 has been read. Only then does a host send n+1, so no host receives
@@ -32,7 +32,8 @@ typedef struct wire {
 } wire;
 
 struct zs_hosts_turns {
-    uint64_t number;   /* of the next turn to send, less one; the thread's */
+    zs_turns_ops ops;  /* those of c10d, but `exchange` */
+    uint64_t number;   /* of the last turn sent; used by the thread only */
     size_t host_bytes; /* of all turns of a host */
     zs_flat_mem board; /* of `local`: see own_turn and host_turns */
     char *memory;      /* of messages; owned */
@@ -43,8 +44,8 @@ struct zs_hosts_turns {
     bool runs;              /* the thread was started */
     bool ends;              /* it must end */
     bool stopped;           /* it sends only urgent tickets */
-    bool deaf;              /* it will receive no more; set after `why` */
-    char why[ZS_C10D_WORDS];
+    bool closed;            /* the thread has stopped receiving; `why` is set first */
+    char why[ZS_C10D_TEXT];
     zs_work *awaited;              /* NULL: none now; borrowed */
     zs_hosts_ticket *first, *last; /* to be sent; borrowed */
     int n_wires;
@@ -73,15 +74,15 @@ static char *part_of(const zs_hosts_comm *self, int lane)
     return self->turns->board.full + (size_t)lane * self->turns->board.shard_bytes;
 }
 
-static zs_c10d_turn *own_turn(const zs_hosts_comm *self, int lane, uint64_t number)
+static zs_turn *own_turn(const zs_hosts_comm *self, int lane, uint64_t number)
 {
-    return (zs_c10d_turn *)(void *)part_of(self, lane) + number % 2;
+    return (zs_turn *)(void *)part_of(self, lane) + number % 2;
 }
 
 static char *host_turns(const zs_hosts_comm *self, int host, uint64_t number)
 {
     size_t nth = (size_t)(host / zs_hosts_per_host(self));
-    char *first = (char *)own_turn(self, carrier(self, host), 0) + 2 * sizeof(zs_c10d_turn);
+    char *first = (char *)own_turn(self, carrier(self, host), 0) + 2 * sizeof(zs_turn);
     return first + (2 * nth + number % 2) * self->turns->host_bytes;
 }
 
@@ -124,13 +125,13 @@ static bool await_host(zs_hosts_comm *self, zs_hosts_event event)
 }
 
 /* Sends the host's turns to this rank's hosts. What was sent two turns ago has been received. */
-static zs_status tell_hosts(zs_hosts_comm *self)
+static zs_status send_to_hosts(zs_hosts_comm *self)
 {
     zs_hosts_turns *turns = self->turns;
     uint64_t number = turns->number;
     char *out = turns->out[number % 2];
     for (int lane = 0; lane < zs_hosts_per_host(self); lane++)
-        memcpy(out + (size_t)lane * sizeof(zs_c10d_turn), own_turn(self, lane, number), sizeof(zs_c10d_turn));
+        memcpy(out + (size_t)lane * sizeof(zs_turn), own_turn(self, lane, number), sizeof(zs_turn));
     for (int i = 0; i < turns->n_wires; i++) {
         zs_work **work = &turns->wires[i].sending[number % 2];
         zs_work_free(*work);
@@ -141,7 +142,7 @@ static zs_status tell_hosts(zs_hosts_comm *self)
 }
 
 /* Receives the turn of all this rank's hosts. */
-static bool hear(zs_hosts_comm *self)
+static bool receive_all(zs_hosts_comm *self)
 {
     zs_hosts_turns *turns = self->turns;
     for (int i = 0; i < turns->n_wires; i++) {
@@ -152,15 +153,15 @@ static bool hear(zs_hosts_comm *self)
         from->receiving = NULL;
         if (receive(self, from) != ZS_OK) return false;
     }
-    zs_hosts_mark(self, ZS_HOSTS_HEARD, turns->number);
+    zs_hosts_mark(self, ZS_HOSTS_RECEIVED, turns->number);
     return true;
 }
 
-static void read_turns(const zs_hosts_comm *self, zs_c10d_turn *out)
+static void read_turns(const zs_hosts_comm *self, zs_turn *out)
 {
     uint64_t number = self->turns->number;
     for (int host = 0; host < self->hosts; host++) {
-        zs_c10d_turn *theirs = out + zs_hosts_rank(self, host, 0);
+        zs_turn *theirs = out + zs_hosts_rank(self, host, 0);
         if (host != self->host) {
             memcpy(theirs, host_turns(self, host, number), self->turns->host_bytes);
             continue;
@@ -175,9 +176,9 @@ static bool take_turn(zs_hosts_comm *self, zs_hosts_ticket *ticket)
 {
     uint64_t number = ++self->turns->number;
     *own_turn(self, self->lane, number) = ticket->mine;
-    zs_hosts_mark(self, ZS_HOSTS_SAID, number);
-    bool good =
-        await_host(self, ZS_HOSTS_SAID) && tell_hosts(self) == ZS_OK && hear(self) && await_host(self, ZS_HOSTS_HEARD);
+    zs_hosts_mark(self, ZS_HOSTS_SENT, number);
+    bool good = await_host(self, ZS_HOSTS_SENT) && send_to_hosts(self) == ZS_OK && receive_all(self) &&
+                await_host(self, ZS_HOSTS_RECEIVED);
     if (good) read_turns(self, ticket->turns);
     return good;
 }
@@ -214,13 +215,14 @@ static void *run(void *arg)
     zs_hosts_ticket *ticket;
     zs_clear_error();
     while ((ticket = next_ticket(turns)) != NULL && take_turn(self, ticket)) {
-        bool same = zs_c10d_all_agree(&self->c10d, ticket->turns);
+        const zs_comparison all = zs_turns_compare(ticket->turns, self->c10d.base.world);
+        bool same = all.same && all.synced && all.unsynced < 0;
         hand_back(turns, ticket, same && ticket->begin != NULL && ticket->begin(self, ticket));
     }
     pthread_mutex_lock(&turns->lock);
     bool asked = turns->ends;
     if (!asked) snprintf(turns->why, sizeof turns->why, "%s", zs_last_message());
-    turns->deaf = true;
+    turns->closed = true;
     pthread_cond_broadcast(&turns->changed);
     pthread_mutex_unlock(&turns->lock);
     if (!asked) zs_hosts_mark_failed(self, turns->why);
@@ -290,9 +292,9 @@ static bool look(void *arg, double seconds)
     until.tv_nsec %= 1000000000;
     pthread_mutex_lock(&it->turns->lock);
     bool late = seconds <= 0;
-    while (it->ticket->state == ZS_HOSTS_QUEUED && !it->turns->deaf && !late)
+    while (it->ticket->state == ZS_HOSTS_QUEUED && !it->turns->closed && !late)
         late = pthread_cond_timedwait(&it->turns->changed, &it->turns->lock, &until) != 0;
-    bool over = it->ticket->state != ZS_HOSTS_QUEUED || it->turns->deaf;
+    bool over = it->ticket->state != ZS_HOSTS_QUEUED || it->turns->closed;
     pthread_mutex_unlock(&it->turns->lock);
     return over;
 }
@@ -323,8 +325,8 @@ zs_status zs_hosts_wait_ticket(zs_hosts_comm *self, zs_hosts_ticket *ticket)
     return zs_hosts_turns_fail(self, zs_c10d_fail(&self->c10d, &ticket->mine, status));
 }
 
-/* A zs_c10d_exchange_turns. */
-static zs_status say(zs_c10d_comm *comm, const zs_c10d_turn *mine, zs_c10d_turn *turns)
+/* The `exchange` of zs_turns_ops. */
+static zs_status exchange(zs_comm *comm, const zs_turn *mine, zs_turn *turns)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     zs_hosts_ticket ticket = {.mine = *mine, .turns = turns, .urgent = true};
@@ -377,7 +379,7 @@ static void init_lock(zs_hosts_turns *turns)
 zs_status zs_hosts_turns_new(zs_hosts_comm *self)
 {
     if (!zs_group_has_messages(self->c10d.group)) return ZS_OK;
-    size_t lanes = hosts_a_lane(self), bytes = (size_t)zs_hosts_per_host(self) * sizeof(zs_c10d_turn);
+    size_t lanes = hosts_a_lane(self), bytes = (size_t)zs_hosts_per_host(self) * sizeof(zs_turn);
     zs_hosts_turns *turns = calloc(1, sizeof *turns + lanes * sizeof(wire));
     char *memory = calloc(lanes + 2, bytes);
     if (turns == NULL || memory == NULL) {
@@ -392,10 +394,12 @@ zs_status zs_hosts_turns_new(zs_hosts_comm *self)
     turns->host_bytes = bytes;
     init_lock(turns);
     find_wires(self);
-    size_t part = 2 * sizeof(zs_c10d_turn) + 2 * lanes * bytes;
+    size_t part = 2 * sizeof(zs_turn) + 2 * lanes * bytes;
     ZS_TRY(zs_comm_flat_new(self->local, zs_file_bucket_room(part), &turns->board));
     ZS_TRY(start_thread(self));
-    self->c10d.say = say;
+    turns->ops = zs_c10d_turns_ops;
+    turns->ops.exchange = exchange;
+    self->c10d.turns.ops = &turns->ops;
     return ZS_OK;
 }
 

@@ -14,7 +14,7 @@ typedef struct hosts_unit hosts_unit;
 typedef struct hosts_post {
     zs_hosts_op op;
     hosts_unit *unit;
-    zs_c10d_turn turns[];
+    zs_turn turns[];
 } hosts_post;
 
 struct hosts_unit {

@@ -26,7 +26,7 @@ void zs_hosts_leave(zs_hosts_comm *self, zs_work **works, size_t n, zs_mem *memo
     }
 }
 
-zs_status zs_hosts_finish(zs_hosts_comm *self, const zs_c10d_turn *turn, zs_work **works, size_t n, zs_mem *memory)
+zs_status zs_hosts_finish(zs_hosts_comm *self, const zs_turn *turn, zs_work **works, size_t n, zs_mem *memory)
 {
     zs_status status = ZS_OK;
     for (size_t i = 0; i < n && status == ZS_OK; i++) {

@@ -217,7 +217,7 @@ static void finish(zs_nccl_comm *comm)
         comm->handle = NULL;
     }
     zs_nccl_poison(comm, ZS_ERR_STATE, "the NCCL communicator is closed");
-    comm->tell = false;
+    comm->reports = false;
     zs_nccl_leave(comm, ZS_OK);
 }
 

@@ -30,7 +30,7 @@ struct zs_nccl_comm {
     zs_status failure;     /* ZS_OK, or poisoned */
     zs_nccl_result result; /* NCCL's, if NCCL failed */
     char why[1024];        /* its message */
-    bool tell;             /* `lost` is still to be called */
+    bool reports;          /* `lost` is still to be called */
     bool ending;           /* it is being freed: nothing handles Ctrl-C */
     zs_nccl_watched watched;
     double gone_since; /* when a peer was first seen to have exited while work was outstanding, 0: never */

@@ -34,7 +34,7 @@ void zs_nccl_poison(zs_nccl_comm *comm, zs_status failure, const char *why)
 {
     if (comm->failure != ZS_OK) return;
     comm->failure = failure;
-    comm->tell = true;
+    comm->reports = true;
     snprintf(comm->why, sizeof comm->why, "%s", why);
     zs_nccl_handle handle = comm->handle;
     comm->handle = NULL;
@@ -149,10 +149,10 @@ zs_status zs_nccl_enter(zs_nccl_comm *comm)
 
 zs_status zs_nccl_leave(zs_nccl_comm *comm, zs_status status)
 {
-    bool tell = comm->tell;
-    comm->tell = false;
+    bool reports = comm->reports;
+    comm->reports = false;
     pthread_mutex_unlock(&comm->lock);
-    if (tell && comm->options.lost != NULL) comm->options.lost(comm->options.arg, comm->failure, comm->why);
+    if (reports && comm->options.lost != NULL) comm->options.lost(comm->options.arg, comm->failure, comm->why);
     return status;
 }
 
@@ -168,9 +168,9 @@ void zs_nccl_comm_follow(zs_nccl_comm *comm, zs_status failure, const char *why)
 {
     if (comm->lifetime != zs_lifetime()) return;
     pthread_mutex_lock(&comm->lock);
-    bool tell = comm->tell;
+    bool reports = comm->reports;
     zs_nccl_poison(comm, failure, why);
-    comm->tell = tell;
+    comm->reports = reports;
     pthread_mutex_unlock(&comm->lock);
 }
 

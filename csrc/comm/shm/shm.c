@@ -38,7 +38,7 @@ zs_status zs_shm_record(zs_shm *shm, size_t bytes, const char *name, uint32_t *r
     return ZS_OK;
 }
 
-/* --- telling ------------------------------------------------------------------------------------------------------ */
+/* --- publishing --------------------------------------------------------------------------------------------------- */
 
 void zs_shm_note(zs_shm *shm, zs_shm_act act)
 {
@@ -51,12 +51,12 @@ void zs_shm_note(zs_shm *shm, zs_shm_act act)
 void zs_shm_publish_text(zs_comm *comm, zs_topic topic, const char *text)
 {
     zs_shm *shm = (zs_shm *)comm;
-    if (zs_shm_live(shm)) zs_diagnostics_set(&shm->own->words, topic, text);
+    if (zs_shm_live(shm)) zs_diagnostics_set(&shm->own->texts, topic, text);
 }
 
 const char *zs_shm_published_text(const zs_comm *comm, int rank, zs_topic topic)
 {
-    return zs_diagnostics_on(&((const zs_shm *)comm)->peers[rank].control->words, topic);
+    return zs_diagnostics_on(&((const zs_shm *)comm)->peers[rank].control->texts, topic);
 }
 
 zs_status zs_shm_check_stop(const zs_shm *shm)

@@ -106,7 +106,7 @@ typedef struct zs_shm_control {
     zs_fingerprint fingerprint;
     _Atomic uint32_t stopped; /* the zs_status of an abort, 0: none */
     char stop_text[ZS_SHM_TEXT];
-    zs_diagnostics words; /* own */
+    zs_diagnostics texts; /* own */
 
     alignas(4096) zs_shm_mailbox mail[2]; /* by parity of the exchange's number */
     alignas(4096) char stage[2][ZS_SHM_STAGE];
@@ -230,7 +230,7 @@ void zs_shm_wake_all(zs_shm *shm);
 /* Reports to the peers that this rank cannot continue; their waits then fail with `status`. Idempotent. */
 void zs_shm_stop(zs_shm *shm, zs_status status, const char *reason);
 
-/* tell: publishes a text. */
+/* publish: publishes a text. */
 void zs_shm_publish_text(zs_comm *comm, zs_topic topic, const char *text);
 
 /* --- looking at them ---------------------------------------------------------------------------------------------- */
@@ -241,7 +241,7 @@ void zs_shm_look_at_lives(zs_shm *shm);
 /* Has a rank aborted? For calls that do not wait. */
 zs_status zs_shm_check_stop(const zs_shm *shm);
 
-/* said: a text that rank `rank` has published. */
+/* published: a text that rank `rank` has published. */
 const char *zs_shm_published_text(const zs_comm *comm, int rank, zs_topic topic);
 
 /* Where a rank was seen. */

@@ -174,7 +174,7 @@ static size_t take_descriptors(struct msghdr *header, zs_link_party *party)
 }
 
 /* What arrived on a line. */
-typedef enum heard { STRANGER, CUT_SHORT, GREETING, PARTY } heard;
+typedef enum received { STRANGER, CUT_SHORT, GREETING, PARTY } received;
 
 static bool is_ours(const zs_link *link, const hello *message)
 {
@@ -184,7 +184,7 @@ static bool is_ours(const zs_link *link, const hello *message)
 }
 
 /* Receives one hello. Only a PARTY leaves anything open. CUT_SHORT: this process cannot have that many descriptors. */
-static heard receive_hello(const zs_link *link, int fd, int *rank, zs_link_party *party)
+static received receive_hello(const zs_link *link, int fd, int *rank, zs_link_party *party)
 {
     hello message = {.rank = -1};
     struct iovec data = {&message, sizeof message};
@@ -259,7 +259,7 @@ static zs_status introduce(meeting *here, int line, int rank)
                        "ranks %d and %d cannot share memory: they run as different users; start them as one", rank,
                        link->rank);
     ZS_TRY(send_hello(here, false, line));
-    heard what = readable(line, here->deadline) ? receive_hello(link, line, &who, &party) : STRANGER;
+    received what = readable(line, here->deadline) ? receive_hello(link, line, &who, &party) : STRANGER;
     if (what == CUT_SHORT) return fail_short_of_descriptors(link, rank);
     if (what != PARTY || who != rank) {
         if (what == PARTY) close_party(&party);
@@ -283,7 +283,7 @@ static zs_status answer(meeting *here, int line, int *answered)
     zs_link_party party;
     int rank = -1, again = -1;
     if (!same_user(line) || !readable(line, patience)) return ZS_OK;
-    heard what = receive_hello(link, line, &rank, &party);
+    received what = receive_hello(link, line, &rank, &party);
     if (what == PARTY) close_party(&party);
     if (what != GREETING || rank <= link->rank || here->known[rank]) return ZS_OK;
     ZS_TRY(send_hello(here, true, line));

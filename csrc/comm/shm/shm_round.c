@@ -43,7 +43,7 @@ void zs_shm_renamed(zs_comm *comm, zs_cunit *cunit)
 }
 
 /* Publishes that this rank has done `what`, of which `word` counts the rounds. */
-static zs_status tell(zs_shm *shm, const zs_shm_unit *unit, zs_shm_what what, _Atomic uint64_t *word)
+static zs_status publish(zs_shm *shm, const zs_shm_unit *unit, zs_shm_what what, _Atomic uint64_t *word)
 {
     zs_shm_note(shm, act_of(unit, what));
     zs_shm_set(shm, word, unit->base.round);
@@ -64,7 +64,7 @@ zs_status zs_shm_send(zs_comm *comm, zs_cunit *cunit)
         *post = (zs_shm_post){region.index, region.offset, region.bytes};
     }
     memcpy(header_at(own, cunit), cunit->header, cunit->header_bytes);
-    return tell(shm, unit, ZS_SHM_POSTED, &own->posted);
+    return publish(shm, unit, ZS_SHM_POSTED, &own->posted);
 }
 
 /* --- collect ------------------------------------------------------------------------------------------------------ */
@@ -155,9 +155,9 @@ zs_status zs_shm_share(zs_comm *comm, zs_cunit *cunit)
     zs_shm *shm = (zs_shm *)comm;
     const zs_shm_unit *unit = (const zs_shm_unit *)cunit;
     zs_shm_unit_record *own = zs_shm_unit_at(shm, comm->rank, unit->record);
-    zs_round_header *told = header_at(own, cunit);
-    if (told->flags != cunit->header->flags) told->flags = cunit->header->flags; /* it has no sum */
-    return tell(shm, unit, ZS_SHM_SHARED, &own->shared);
+    zs_round_header *published = header_at(own, cunit);
+    if (published->flags != cunit->header->flags) published->flags = cunit->header->flags; /* it has no sum */
+    return publish(shm, unit, ZS_SHM_SHARED, &own->shared);
 }
 
 zs_status zs_shm_arrive_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
@@ -170,7 +170,7 @@ zs_status zs_shm_release(zs_comm *comm, zs_cunit *cunit)
 {
     zs_shm *shm = (zs_shm *)comm;
     const zs_shm_unit *unit = (const zs_shm_unit *)cunit;
-    return tell(shm, unit, ZS_SHM_RELEASED, &zs_shm_unit_at(shm, comm->rank, unit->record)->released);
+    return publish(shm, unit, ZS_SHM_RELEASED, &zs_shm_unit_at(shm, comm->rank, unit->record)->released);
 }
 
 zs_status zs_shm_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)

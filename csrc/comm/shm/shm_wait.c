@@ -33,7 +33,7 @@ typedef struct sleep_state {
     double start, checked; /* seconds on the monotonic clock */
     double died;           /* when a peer was seen dead that is not missed, 0: none */
     bool asked;            /* the peers, for that report */
-    bool told;             /* a stall was reported */
+    bool reported;         /* a stall was reported */
     bool placed;
     bool yielded;
 } sleep_state;
@@ -158,9 +158,9 @@ static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
         zs_shm_ask(shm);
         state->asked = true;
     }
-    if (waited >= zs_report_after() && !state->told) {
+    if (waited >= zs_report_after() && !state->reported) {
         zs_shm_print_stall(shm, act, waited);
-        state->told = true;
+        state->reported = true;
     }
     return ZS_OK;
 }

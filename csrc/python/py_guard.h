@@ -1,9 +1,24 @@
-/* py_writes.h - a script's in-place operations on shards, for the guard. */
-#ifndef ZS_PY_WRITES_H
-#define ZS_PY_WRITES_H
+/* py_guard.h - what the guard (py_guard.c) asks about reads and writes of shards. */
+#ifndef ZS_PY_GUARD_H
+#define ZS_PY_GUARD_H
 
 #include "python/py_slices.h"
 #include "unit/unit.h"
+
+/* --- py_reads.c --------------------------------------------------------------------------------------------------- */
+
+/* An operation computes with its arguments: within a forward of their model, unshards the units of those that are
+ * sharded parameters, also in lists. `kwargs` may be NULL. -1 with an exception. */
+int zs_py_read_operands(PyObject *args, PyObject *kwargs);
+
+/* An operation writes to `target` in place: within a forward, reshards a unit that was unsharded for reads. -1 with
+ * an exception. */
+int zs_py_before_write(PyObject *target);
+
+/* -1 with an exception. */
+int zs_py_reads_init(void);
+
+/* --- py_writes.c -------------------------------------------------------------------------------------------------- */
 
 /* Records that an operation writes to `object`, if that is a shard; NULL allowed. -1 with an exception. */
 int zs_py_note_written(PyObject *operation, PyObject *object);
