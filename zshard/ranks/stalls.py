@@ -27,13 +27,13 @@ _ASKED, _ANSWER = "zshard/asked", "zshard/at/{}/{}"  # must match torch_c10d.cpp
 
 
 class _Watched:
-    """A transport, the groups that it ends with, and the store over which its ranks ask each other;
-    None: shm."""
+    """A transport of this thread, the groups that it ends with, and the store over which its ranks
+    ask each other; None: shm."""
 
     def __init__(self, comm: _core.Comm, groups: list[dist.ProcessGroup], store: Any) -> None:
         self.comm, self._store = comm, store
         self._groups = [weakref.ref(group) for group in groups]
-        self._answered = 0
+        self._answered, self._thread = 0, threading.get_ident()
 
     def is_alive(self) -> bool:
         return all(group() in distributed_c10d._world.pg_map for group in self._groups)
@@ -42,11 +42,13 @@ class _Watched:
         """Answer if a rank has asked. Raises if the process with the store has exited."""
         if self._store is None:
             if self.comm.is_asked:
-                self.comm.answer(where.script())
+                self.comm.answer(where.script(self._thread))
         elif asks_store and (asked := self._store.add(_ASKED, 0)) != self._answered:
             self._answered = asked
             waits = "w" if self.comm.is_waiting else "-not in a zshard collective"
-            self._store.set(_ANSWER.format(asked, self.comm.rank), f"{waits}\n{where.script()}")
+            self._store.set(
+                _ANSWER.format(asked, self.comm.rank), f"{waits}\n{where.script(self._thread)}"
+            )
 
 
 class _Watch:
@@ -95,7 +97,6 @@ def answer_stalls(
     """Answer ranks of `comm`, the transport of `group`, when they ask why this rank is late, until
     the group is destroyed. inner: zshard's group, over which a c10d transport runs; None: shm."""
     store: Any = None
-    where.note_thread()
     if inner is not None:
         try:
             # A separate connection, as the script may also be waiting for the store.

@@ -14,27 +14,19 @@ from zshard import _core
 _NOT_THE_SCRIPT = frozenset(("torch", "zshard", *sys.stdlib_module_names))
 _FILE, _FUNCTION, _UNIT = 96, 48, 64  # bytes of each; the core has room for 320 (script.h)
 
-_thread = 0  # the thread that made the last transport; 0: none
-
-
-def note_thread() -> None:
-    """Make this thread the one that script() looks at, as long as it lives."""
-    global _thread
-    _thread = threading.get_ident()
-
 
 def here() -> str:
-    """Return the line of this thread's script; on a thread of torch's, that of script()."""
+    """Return the line of this thread's script; on a thread of torch's, of the main thread's."""
     return _line_of(sys._getframe()) or script()
 
 
-def script() -> str:
-    """Return the line of the script on the thread that made the last transport, or else on the main
-    thread, as "train.py:41 in train(), in backward, step 12; last unit 'blocks.3'"."""
+def script(thread: int = 0) -> str:
+    """Return the line of the script on that thread, or else on the main thread, as
+    "train.py:41 in train(), in backward, step 12; last unit 'blocks.3'"."""
     frames = sys._current_frames()
     try:
-        for thread in (_thread, threading.main_thread().ident or 0):
-            if line := _line_of(frames.get(thread)):
+        for each in (thread, threading.main_thread().ident or 0):
+            if line := _line_of(frames.get(each)):
                 return line
         return "outside of its script" + _progress()
     finally:
