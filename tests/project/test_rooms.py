@@ -41,7 +41,6 @@ FLOORS = ("integrations", "extras")
 # The public names of what is on them.
 NAMES = ("compat", "lightning", "accelerate", "transformers", "deepspeed", "planner")
 ACROSS = {  # what an integration or extra imports of others
-    "integrations/accelerate": "integrations/lightning",
     "integrations/compat": "model",  # whose torch_classes has the names of torch's classes
     "integrations/deepspeed": "extras/per_host",
     "integrations/peft": "integrations/transformers",
