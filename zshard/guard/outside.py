@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zshard import _core
 from zshard._errors import ShardError
 from zshard.guard.plain import slices_among
-from zshard.guard.words import refused_collective, written_to_file
+from zshard.guard.words import written_to_file
 from zshard.units.shards import known_parts
 
 # --- torch.distributed ----------------------------------------------------------------------------
@@ -43,7 +43,11 @@ def install_check() -> None:
     def checked(param: object, param_name: str) -> None:
         check(param, param_name)
         if parts := slices_among([param]):
-            raise ShardError(refused_collective(parts[0]))
+            raise ShardError(
+                f"a collective was called on a shard of '{parts[0].name}' ({parts[0].elements}), "
+                "which differs between ranks. Gradients are averaged already; for full tensors, "
+                "call zshard.full_tensor(t) on all ranks."
+            )
 
     distributed_c10d._check_single_tensor = checked
 
@@ -124,10 +128,8 @@ def refuse_ddp_around() -> None:
         _refuse_ddp()
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_zero_redundancy(optimizer: torch.optim.Optimizer) -> None:
     """Raise TypeError for a ZeroRedundancyOptimizer over sharded parameters."""
-    if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
-        return
     if any(_core.is_shard(param) for group in optimizer.param_groups for param in group["params"]):
         raise TypeError(
             "ZeroRedundancyOptimizer cannot step parameters that zshard has sharded: pass them to "

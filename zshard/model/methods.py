@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zshard import _core, upper
 from zshard.model.own_names import ModelNamesFirst, yields_to_the_model
-from zshard.optim.clip import clip_grad_norm, last_norm
+from zshard.optim.clip import clip_grad_norm
 from zshard.optim.in_backward import OptimizerInBackward
 from zshard.precision import cast_arguments
 from zshard.units.extensions import EXTENSIONS
@@ -32,11 +32,8 @@ class UnshardHandle:
         """Return immediately: nothing is pending."""
 
 
-class GradientReductionHandle:
+class GradientReductionHandle(UnshardHandle):
     """The handle that `finalize_backward(async_op=True)` returns. Gradients are already reduced."""
-
-    def wait(self) -> None:
-        """Return immediately: nothing is pending."""
 
 
 _moves_to: ContextVar[tuple[Any] | None] = ContextVar("zshard_to_empty", default=None)
@@ -204,10 +201,10 @@ class ModelMethods(ModelNamesFirst):
             "steps/skipped": how many optimizer steps FSDP(nonfinite="skip") has skipped.
             "memory/now/total", "memory/peak/total", ...: the parts of memory(), in bytes.
         """
-        numbers = _core.pace(state_of(self).unit.engine)
-        norm = last_norm(self.parameters())
-        if norm is not None:
-            numbers["grad_norm"] = float(norm)
+        state = state_of(self)
+        numbers = _core.pace(state.unit.engine)
+        if state.model.norm is not None:
+            numbers["grad_norm"] = float(state.model.norm)
         for each in EXTENSIONS:
             numbers.update(each.metrics(self))
         for what in ("now", "peak"):

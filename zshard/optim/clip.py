@@ -14,6 +14,7 @@ ranks and counted once.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,30 +23,20 @@ import torch
 from torch import Tensor
 from torch.nn import utils as nn_utils
 from torch.nn.utils import clip_grad
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zshard import _core
 from zshard._errors import ShardError
 from zshard.guard.slices import grads_of, plain
+from zshard.guard.whole_values import added, power_sum_of
 from zshard.optim.in_backward import refuse_clipping
 from zshard.ranks.agreement import PublicCall
 from zshard.ranks.transports import ranks_of
 from zshard.units.extensions import EXTENSIONS, Extension, announce
 from zshard.units.shards import Part, known_parts, part_of
 
-__all__ = ["clip_grad_norm", "install", "last_norm"]
-
 # torch's functions within the wrappers that turn gradients off.
-_wrappers: object = clip_grad
-_torchs_total_norm: Callable[..., Tensor] = getattr(
-    getattr(_wrappers, "_get_total_norm", None), "__wrapped__", nn_utils.get_total_norm
-)
-_torchs_scale: Callable[..., None] = getattr(
-    getattr(_wrappers, "_clip_grads_with_norm_", None),
-    "__wrapped__",
-    nn_utils.clip_grads_with_norm_,
-)
-
+_torchs_total_norm: Callable[..., Tensor] = inspect.unwrap(nn_utils.get_total_norm)
+_torchs_scale: Callable[..., None] = inspect.unwrap(nn_utils.clip_grads_with_norm_)
 
 _REPLACED = (
     "the .grad of sharded parameter '{}' was replaced by another tensor: modify it in place "
@@ -100,18 +91,11 @@ def clip_grad_norm(
     return total
 
 
-_norms = WeakTensorKeyDictionary()
-"""The last norm of each list of parameters that was clipped, by the first of them."""
-
-
-def _note_norm(params: Sequence[Tensor], total: Tensor) -> None:
-    if params:
-        _norms[params[0]] = total
-
-
-def last_norm(params: Iterable[Tensor]) -> Tensor | None:
-    """Return the norm of the last clipping of a list that began with one of these parameters."""
-    return next((_norms[param] for param in params if param in _norms), None)
+def _note_norm(params: Iterable[Tensor], total: Tensor) -> None:
+    """Note a norm, before clipping, for the metrics of the parameters' model."""
+    part = next(filter(None, map(part_of, params)), None)
+    if part is not None and part.state is not None:
+        part.state.model.norm = total
 
 
 def _refuse_other_shards(tensors: Iterable[Tensor]) -> None:
@@ -293,8 +277,7 @@ def _norm(
     total = power_sum(unsharded, norm_type)
     for engine, grads in sharded.items():  # in list order, the same on all ranks
         announce("norm", engine, grads, norm_type)
-        part = norm_over_ranks(engine, grads, norm_type)
-        total = larger(total, part) if math.isinf(norm_type) else total + part
+        total = added(norm_type, (total, norm_over_ranks(engine, grads, norm_type)))
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
@@ -334,14 +317,5 @@ def power_sum(tensors: Sequence[Tensor], norm_type: float) -> float:
     total = 0.0
     for tensor in tensors:
         _core.settle(tensor, False)
-        if math.isinf(norm_type):
-            largest = float(tensor.abs().max()) if tensor.numel() else 0.0
-            total = larger(total, largest)
-        else:
-            total += float(tensor.double().abs().pow(norm_type).sum())
+        total = added(norm_type, (total, power_sum_of(tensor, norm_type)))
     return total
-
-
-def larger(a: float, b: float) -> float:
-    """Return the larger of two numbers; NaN if either is NaN."""
-    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)

@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard.guard.outside import check_optimizer
+from zshard.guard.outside import check_zero_redundancy
 from zshard.guard.slices import guarded, plain
 from zshard.optim.sharded_state import SCALARS, entries_of, params_of, shard_state_of
 from zshard.optim.step_digest import note_step, note_values
@@ -41,12 +41,6 @@ from zshard.units.shards import (
     stepped_by,
     units_stepped_by,
 )
-
-__all__ = [
-    *("install", "install_steps", "is_older", "know", "know_again"),
-    *("post", "seen_optimizers"),
-]
-
 
 _ELEMENTWISE = (
     *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
@@ -273,7 +267,7 @@ def _refuse_by_class(optimizer: Optimizer) -> None:
     cls = type(optimizer)
     library, name = cls.__module__.partition(".")[0], cls.__name__.lower()
     if name == "zeroredundancyoptimizer":
-        check_optimizer(optimizer)
+        check_zero_redundancy(optimizer)
     takes_norms = library in _KERNELS and any(word in name for word in _NEED_NORMS)
     quantizes = library in _QUANTIZE and any(word in name for word in ("8bit", "4bit", "fp8"))
     if (takes_norms or quantizes) and any(map(_core.is_shard, params_of(optimizer))):

@@ -29,11 +29,6 @@ from zshard.units.moment import REPLACED, refuse
 from zshard.units.shards import context_of, ids_of
 from zshard.units.units import Hook, State, hook_forward, units_of
 
-__all__ = [
-    *("OptimizerInBackward", "is_stepped_in_backward", "refuse_clipping", "refuse_scaler"),
-    "watch_scaled",
-]
-
 _handles: weakref.WeakKeyDictionary[nn.Module, list[OptimizerInBackward]] = (
     weakref.WeakKeyDictionary()
 )

@@ -27,14 +27,6 @@ from zshard.guard.slices import guard_like, plain
 from zshard.ranks.agreement import Fact
 from zshard.units.shards import Entry, Part, part_of
 
-__all__ = [
-    *("OF_CODES", "SCALARS", "SCALES", "HeldState", "SizeOf", "bytes_declared", "class_of_state"),
-    *("copied", "declared", "entries_of", "facts_of_other", "full_state_of", "held_by"),
-    *("held_in", "move_together", "one_tensor", "other_state", "params_of", "part_of_state"),
-    *("scalar_keys", "shape_of_state", "shard_state_of", "takes_full_state", "without_parameters"),
-    "zeros_side_by_side",
-]
-
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
 """What torch's optimizers keep as one number per parameter. Used only if shapes do not tell: for
 parameters that have no dimensions themselves."""

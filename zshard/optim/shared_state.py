@@ -40,8 +40,6 @@ from zshard.ranks.agreement import first_difference
 from zshard.units.shards import context_of, ids_of, known_parts
 from zshard.units.units import State, session, units_of
 
-__all__ = ["FullState", "ModelRecord", "meet", "read_peers"]
-
 _TOKEN = 8  # bytes that identify a model
 _LATE = 5.0  # seconds that a rank may take to post what this one has posted
 _AGAIN = 0.05  # seconds between two looks

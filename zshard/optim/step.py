@@ -13,6 +13,7 @@ updated as one run.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,14 +117,15 @@ class InOneCall(torch.optim.Optimizer):
         foreign = None if plan is None else self._step_by(plan, group, state)
         if foreign is None:
             foreign = self._step_with_new_plan(key, group, state)
-        if foreign and self.prepared is not None:
+        if foreign and (self.prepared is not None or self.scale_group > 1):
+            what = "an 8-bit optimizer" if self.prepared is None else "a kept run"
             shape = tuple(group["params"][foreign[0]].shape)
             raise NotImplementedError(
-                f"a kept run steps contiguous parameters with dense gradients, unlike one of shape "
-                f"{shape}: leave it out of the optimizer, or do not keep this run"
+                f"{what} steps contiguous parameters with dense gradients, unlike one of shape "
+                f"{shape}: give it to another optimizer, which is not kept"
             )
         if foreign:
-            self._step_by_torch(group, [group["params"][i] for i in foreign])
+            self._step_by_torch({**group, "params": [group["params"][i] for i in foreign]})
 
     def _step_by(
         self, plan: _core.OptimPlan, group: dict[str, Any], state: dict[Any, Any]
@@ -293,9 +295,16 @@ class InOneCall(torch.optim.Optimizer):
         than the parameter. What makes, saves, loads and sizes state asks here."""
         return dict.fromkeys([*["step"] * self._counts_steps, *self._state_names(group)])
 
-    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Update parameters that the C loop does not support, with torch's own function."""
-        raise NotImplementedError
+    @torch.no_grad()
+    def _step_by_torch(self, group: dict[str, Any]) -> None:
+        """Update parameters that the C loop does not support, by the step of torch's class."""
+        torchs = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("torch."))
+        groups = self.param_groups
+        self.param_groups = [{**group, "foreach": False, "fused": False}]
+        try:
+            inspect.unwrap(torchs.step)(self)  # type: ignore[attr-defined] # without hooks
+        finally:
+            self.param_groups = groups
 
 
 # --- loading --------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ __all__ = ["state_dict_form"]
 @contextlib.contextmanager
 def state_dict_form(
     module: nn.Module,
-    *,
     rank0_only: bool = False,
     optim_rank0_only: bool = False,
     settings: object = None,

@@ -47,8 +47,6 @@ from zshard.units.returned import tensors_in
 from zshard.units.shards import part_of
 from zshard.units.units import State
 
-__all__ = ["gather_state", "install"]
-
 _torchs_save = Optimizer.state_dict
 
 

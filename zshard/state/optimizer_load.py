@@ -32,11 +32,6 @@ from zshard.units.extensions import refuse_writes
 from zshard.units.shards import Part, part_of, units_stepped_by
 from zshard.units.units import writing
 
-__all__ = [
-    *("ReadState", "entries_to_load", "has_parts", "load", "problems_with", "read_entries"),
-    *("run_post_hooks", "undo_of"),
-]
-
 _torchs_load = Optimizer.load_state_dict
 
 

@@ -38,17 +38,6 @@ from zshard.units.returned import note_used, tensors_in
 from zshard.units.shards import part_of
 from zshard.units.units import plain_name, units_of
 
-__all__ = [
-    "by_name",
-    "by_number",
-    "load_optim_state_dict",
-    "names_of",
-    "optim_state_dict",
-    "outermost_comm",
-    "refuse_clash",
-    "to_load",
-]
-
 _HOW = "zshard.optim_state_dict(model, optimizer)"
 
 

@@ -27,11 +27,6 @@ from zshard.state.stand_ins import Pending
 from zshard.units.shards import Part
 from zshard.units.units import writing
 
-__all__ = [
-    *("CHUNK", "ChunkMemory", "Copy", "FromRank0", "LoadPlan", "NotedLoad", "chunks", "filled"),
-    *("flat_of", "pending", "planned", "planned_state", "shard_of"),
-]
-
 CHUNK = 2**24  # bytes
 
 
