@@ -31,8 +31,6 @@ from zshard.guard.plain import slices_among
 from zshard.guard.words import written_to_file
 from zshard.units.shards import known_parts
 
-# --- torch.distributed ----------------------------------------------------------------------------
-
 
 def install_check() -> None:
     """Make torch's collectives refuse shards, in the function that they all use to check a
@@ -136,8 +134,6 @@ def check_zero_redundancy(optimizer: torch.optim.Optimizer) -> None:
             "the optimizer itself, such as torch.optim.AdamW, whose state is sharded then"
         )
 
-
-# --- safetensors ----------------------------------------------------------------------------------
 
 FLATTENING = ("_flatten_as_ptr", "_flatten")
 """Functions of safetensors.torch that save() and save_file() call; the second before 0.8."""

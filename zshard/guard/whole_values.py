@@ -58,8 +58,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def _refuse_in_forward(tensor: Tensor) -> None:
-    """Raise ShardError where a result without autograd history would silently drop out of a
-    loss."""
+    """Raise ShardError where a result without history would silently drop out of a loss."""
     part = part_of(tensor) if torch.is_grad_enabled() and tensor.requires_grad else None
     state = None if part is None else part.state
     if part is not None and state is not None and is_forward_open(state):

@@ -162,8 +162,7 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _copy_unit(source: _core.Unit, target: _core.Unit) -> None:
-    """Copy this rank's shard of a unit, and what the script has set for it. Raises RuntimeError if
-    the units' parameters or their shards differ."""
+    """Copy this rank's shard of a unit, and its settings. Raises RuntimeError if shards differ."""
 
     def parts(unit: _core.Unit) -> list[tuple[Any, ...]]:
         facts = [unit.param(index) for index in range(unit.n_params)]

@@ -20,13 +20,11 @@ from zshard._errors import check_choice, warn
 from zshard.model.own_names import ModelNamesFirst, yields_to_the_model
 from zshard.model.summon import summon_full_params
 from zshard.ranks.agreement import PublicCall
-from zshard.state import state_dict_form
+from zshard.state import optimizer_names, state_dict_form
 from zshard.units.units import StateDictForm, units_of
 
 if TYPE_CHECKING:  # takes as long to import as the rest of zshard
     from torch.distributed.fsdp import StateDictSettings
-
-# --- state dict types -----------------------------------------------------------------------------
 
 _KINDS = {"FULL_STATE_DICT": "Full", "SHARDED_STATE_DICT": "Sharded", "LOCAL_STATE_DICT": "Local"}
 """How the names of each type's configs begin: torch's FullStateDictConfig."""
@@ -85,7 +83,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 
     Raises RuntimeError if the units of `module` have different settings.
     """
-    default = _form("FULL_STATE_DICT", None, None).settings
+    default: StateDictSettings = _form("FULL_STATE_DICT", None, None).settings
     of_units = [(s.unit.name, s.form.settings or default) for _, s in units_of(module)]
     for name, settings in of_units:
         if repr(settings) != repr(of_units[0][1]):
@@ -101,6 +99,7 @@ def _form(asked: object, config: object, optim_config: object) -> StateDictForm:
 
     name: Any = asked.name if isinstance(asked, enum.Enum) else asked
     check_choice("state_dict_type", name, tuple(_KINDS))
+    configs: dict[str, Any]
     configs = {"state_dict_config": config, "optim_state_dict_config": optim_config}
     for (argument, passed), part in zip(configs.items(), ("", "Optim"), strict=True):
         kind = getattr(fsdp, f"{_KINDS[name]}{part}StateDictConfig")
@@ -111,11 +110,8 @@ def _form(asked: object, config: object, optim_config: object) -> StateDictForm:
     if name != "FULL_STATE_DICT":
         warn(f"{name} has full tensors here: for each rank's shards, use zshard.save()")
     of_model, of_optim = (bool(getattr(each, "rank0_only", False)) for each in configs.values())
-    settings: Any = fsdp.StateDictSettings(fsdp.StateDictType[name], *configs.values())
+    settings = fsdp.StateDictSettings(fsdp.StateDictType[name], **configs)
     return StateDictForm(of_model, of_optim, settings)
-
-
-# --- methods --------------------------------------------------------------------------------------
 
 
 @yields_to_the_model
@@ -143,8 +139,6 @@ class Fsdp1Methods(ModelNamesFirst):
             optim_state_dict: the result of optim.state_dict(), if you have it already.
             group: accepted for compatibility: a process group of the same size as the model's.
         """
-        from zshard.state import optimizer_names
-
         _check_group(model, group)
         rank0_only = _rank0_only(model)
         if optim_state_dict is None:
@@ -181,10 +175,8 @@ class Fsdp1Methods(ModelNamesFirst):
             raise NotImplementedError(
                 "is_named_optimizer=True is not supported: pass a plain optimizer"
             )
-        from zshard.state.optimizer_names import to_load
-
         _check_group(model, group)
-        converted = to_load(model, optim, optim_state_dict, _rank0_only(model))
+        converted = optimizer_names.to_load(model, optim, optim_state_dict, _rank0_only(model))
         if load_directly:
             optim.load_state_dict(converted)
         return converted
@@ -195,8 +187,6 @@ def _rank0_only(model: nn.Module) -> bool:
 
 
 def _check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    from zshard.state.optimizer_names import outermost_comm
-
-    world = outermost_comm(model).world
+    world = optimizer_names.outermost_comm(model).world
     if group is not None and (size := dist.get_world_size(group)) != world:
         raise ValueError(f"group has {size} ranks, but the model has {world}: omit group")

@@ -65,8 +65,7 @@ class ModelMethods(ModelNamesFirst):
             _moves_to.reset(token)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Call `fn` on each tensor, as nn.Module; within to_empty(), only on those without
-        memory."""
+        """Call `fn` on each tensor, as nn.Module; within to_empty(), on those without memory."""
         moves_to = _moves_to.get()
 
         def empty(tensor: Tensor) -> Tensor:

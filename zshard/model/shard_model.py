@@ -285,8 +285,7 @@ class ShardingPlan:
 
 
 def _timeout_of(inner: list[State], group: Group | None, asked: float | None) -> float | None:
-    """Return the timeout to ask for: a model has one, so units of earlier calls decide. Raises
-    ValueError for another one than theirs."""
+    """Return the timeout to ask for: that of units inside. Raises ValueError for another one."""
     comm = next((s.comms.all for s in inner if group_of(s.comms.all) is group), None)
     if comm is None or group is None:
         return asked

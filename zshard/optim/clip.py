@@ -51,8 +51,7 @@ def install() -> None:
 
 
 def _teach(wrapper: Any, torchs: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """Make torch's wrapper call the replacement: scripts that imported the name before zshard would
-    not see a new function."""
+    """Make torch's wrapper call the replacement: scripts may have imported the wrapper."""
     for cell in wrapper.__closure__:
         if cell.cell_contents is torchs:
             cell.cell_contents = replacement
@@ -99,7 +98,6 @@ def _note_norm(params: Iterable[Tensor], total: Tensor) -> None:
 
 
 def _refuse_other_shards(tensors: Iterable[Tensor]) -> None:
-    """Raise for shards that are not gradients in zshard's memory."""
     for tensor in tensors:
         part = _core.slice_part(tensor)
         if part is not None and isinstance(tensor, torch.nn.Parameter):
@@ -138,8 +136,7 @@ def _refuse_other_ranks(tensors: Iterable[Tensor]) -> None:
 
 @plain()
 def _parts_of_all(tensors: Iterable[Tensor]) -> list[Part]:
-    """Return the entries of those tensors that are parameters or gradients of parameters; [] if all
-    parameters of this process have the same ranks."""
+    """Return the Parts of parameters and gradients; [] if all have the same ranks."""
     pairs = known_parts()
     if len({id(part.comm) for _, part in pairs}) < 2:
         return []
@@ -234,8 +231,7 @@ def _norm_over_ranks(
 def _norm_on_gpu(
     sharded: dict[_core.Engine, list[Tensor]], unsharded: Sequence[Tensor], norm_type: float
 ) -> Tensor:
-    """As _norm(), without waiting for the GPU: returns a float64 number there, which may not be
-    computed yet."""
+    """As _norm(), without waiting for the GPU: returns a float64 number there."""
     exponent = norm_type if math.isinf(norm_type) else 2.0  # how ranks' shares are combined
     parts = [_power_sum_on_gpu(unsharded, norm_type, 0)[0]] if unsharded else []
     for engine, grads in sharded.items():  # in list order, the same on all ranks
@@ -267,8 +263,7 @@ def _power_sum_on_gpu(tensors: Sequence[Tensor], norm_type: float, more: int) ->
 def _norm(
     sharded: dict[_core.Engine, list[Tensor]], unsharded: Sequence[Tensor], norm_type: float
 ) -> float:
-    """Return the norm over all ranks' shares of the sharded gradients, plus the unsharded ones
-    once."""
+    """Return the norm over all ranks' shares of sharded gradients, and unsharded ones once."""
     owner = _owner_of_norms()
     if owner is not None:
         owner.check_norm(norm_type)

@@ -167,8 +167,7 @@ def _before_step(
 
 
 def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
-    """Refuse invalid gradients, and notify the models that their parameters are about to be
-    written."""
+    """Refuse invalid gradients, and notify the models that they are about to be written."""
     context = context_of(optimizer)
     if context.outer is not None and context.outer.has_begun and not in_closure:
         context.has_begun = True
@@ -351,8 +350,7 @@ def _n_entries(optimizer: Optimizer) -> int:
 
 @contextlib.contextmanager
 def _with_foreach(optimizer: Optimizer) -> Iterator[None]:
-    """Context manager in which an optimizer steps shards on GPUs with foreach operations, where it
-    would do so with torch's own classes."""
+    """Step shards on GPUs with foreach operations where torch's own classes would."""
     groups = [group for group in optimizer.param_groups if _takes_foreach(group)]
     for group in groups:
         group["foreach"] = True

@@ -304,8 +304,7 @@ def move_together(values: Sequence[Tensor], readers: _core.Comm | None) -> None:
 
 
 def _readers_of(param: Tensor) -> _core.Comm | None:
-    """Return the transport over which other ranks can read state of this parameter; None: the state
-    is private."""
+    """Return the transport over which ranks can read its state; None: it is private."""
     part = part_of(param)
     if part is None or part.peers is None or not part.is_cut:
         return None

@@ -84,7 +84,6 @@ class OptimizerRecord:
 
 
 def _entries_in(state: Mapping[Any, Any]) -> int:
-    """Return how many values parameters have there."""
     own = list(state.items())
     return sum(len(each) for key, each in own if isinstance(key, Tensor) and hasattr(each, "keys"))
 
@@ -268,9 +267,6 @@ def meet(module: nn.Module, shards: _core.Comm) -> None:
     record = ModelRecord(token, board, params)
     for state in states:
         state.meet(record)
-
-
-# --- reading --------------------------------------------------------------------------------------
 
 
 def read_peers(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldState]) -> FullState:

@@ -29,13 +29,9 @@ _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
 _MASK = (1 << 64) - 1
 
-_ROOM = 3072
-"""Bytes of text that peers are told (csrc/comm/fingerprint.h)."""
-
 
 class _Account:
-    """The known state of an optimizer that steps a model; its digest is recomputed only where it
-    changed."""
+    """The known state of an optimizer that steps a model, with its digest."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, label: str) -> None:
         self.label = label
@@ -103,7 +99,8 @@ def note_step(optimizer: torch.optim.Optimizer, engine_id: int | None = None) ->
         engine = state.unit.engine
         engine.note_step(account.digest, count & _MASK)
         if is_new:
-            engine.tell_settings(_all_texts(comm_id))
+            accounts = (each.accounts.get(comm_id) for each in contexts.values())
+            engine.tell_settings("".join(each.lines for each in accounts if each is not None))
         if state.model.spare is not None:
             state.model.spare.note_step()
 
@@ -119,18 +116,6 @@ def _account_of(optimizer: torch.optim.Optimizer, comm_id: int) -> _Account:
         label = name if others == 0 else f"{name} #{others + 1}"
         accounts[comm_id] = _Account(optimizer, label)
     return accounts[comm_id]
-
-
-def _all_texts(comm_id: int) -> str:
-    """Return all texts, up to the length that peers receive."""
-    texts, room = [], _ROOM
-    for context in contexts.values():
-        if comm_id in context.accounts and room > 0:
-            texts.append(context.accounts[comm_id].lines)
-            room -= len(texts[-1])
-        if room <= 0:
-            break
-    return "".join(texts)
 
 
 # --- parameters that every rank has in full -------------------------------------------------------
@@ -179,8 +164,7 @@ def _are_same(rows: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> boo
 
 
 def _value(value: object) -> object:
-    """Return a number, text or tuple; None for values that are not compared, such as tensors on
-    GPUs."""
+    """Return a number, text or tuple; None for what is not compared, such as tensors on GPUs."""
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
     if isinstance(value, list | tuple):

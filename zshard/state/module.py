@@ -99,7 +99,6 @@ def _copy_replicated(module: nn.Module, state: Any, prefix: str, _metadata: obje
 
 
 def _refuse_assignment(metadata: dict[str, Any]) -> None:
-    """Raise ValueError for load_state_dict(assign=True)."""
     if metadata.get("assign_to_params_buffers", False):
         raise ValueError(
             "load_state_dict(assign=True) is not supported: it would replace the parameters that "
@@ -168,7 +167,6 @@ def _settle_replicas(module: nn.Module) -> None:
 
 
 def _refuse_shards(state: object) -> None:
-    """Raise RuntimeError for an entry whose memory is a shard."""
     for key, value in state.items() if isinstance(state, Mapping) else ():
         if isinstance(value, torch.Tensor) and _core.is_shard(value):
             raise RuntimeError(
@@ -224,8 +222,6 @@ the model keeps the unit whose memory it uses, and no other modules."""
 
 
 class _OwnersMethod(_Override):
-    """A method of an owner."""
-
     def __init__(self, module: nn.Module, places: _Places) -> None:
         super().__init__(module)
         self.places = places

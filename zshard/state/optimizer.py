@@ -94,9 +94,6 @@ def _numbers(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[int, A
     return {id(p): number for p, number in zip(params_of(optimizer), listed, strict=True)}
 
 
-# --- saving ---------------------------------------------------------------------------------------
-
-
 def _with_full_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """Torch's post-hook of state_dict(). gather_state() documents which ranks call it."""
     numbers = _numbers(optimizer, packed)

@@ -106,9 +106,6 @@ def load_optim_state_dict(
         raise
 
 
-# --- the model ------------------------------------------------------------------------------------
-
-
 def outermost_comm(model: nn.Module) -> _core.Comm:
     """Return the ranks of the outermost unit; a single rank for a model without units."""
     state = next((state for _, state in units_of(model)), None)
@@ -183,9 +180,6 @@ def _copy(value: object, live: object) -> Any:
     return copy.deepcopy(value)
 
 
-# --- loading --------------------------------------------------------------------------------------
-
-
 def to_load(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | None, from_rank0: bool
 ) -> dict[str, Any]:
@@ -230,7 +224,6 @@ def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) ->
 
 
 def _raise_together(comm: _core.Comm, problems: Sequence[str]) -> None:
-    """Raise ValueError on all ranks if any rank has problems."""
     text = "\n".join(problems)
     everyone = gather(comm, text)
     for rank, each in enumerate(everyone):

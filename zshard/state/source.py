@@ -100,9 +100,6 @@ def shard_of(part: Part, value: Tensor) -> Tensor:
     return part.of(value)
 
 
-# --- rank 0 ---------------------------------------------------------------------------------------
-
-
 class FromRank0:
     """A source: rank 0 has all values and sends them in chunks; each rank keeps its elements."""
 
@@ -159,9 +156,6 @@ def pending(state: Mapping[Any, Any], source: FromRank0, dims: int = 0) -> dict[
         key: Pending.of(str(key), v, source) if isinstance(v, Tensor) and v.dim() >= dims else v
         for key, v in state.items()
     }
-
-
-# --- memory ---------------------------------------------------------------------------------------
 
 
 class ChunkMemory:

@@ -42,8 +42,6 @@ _ITSELF = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
 class _Valueless:
-    """Base of all placeholders."""
-
     label: str
 
     def complaint(self) -> str:
@@ -186,9 +184,6 @@ class StandIns:
         for name, param in self._params.items():
             if self._places.get(name) is param:
                 self._places[name] = self._own[name]
-
-
-# --- full copies ----------------------------------------------------------------------------------
 
 
 class FullCopies:

@@ -225,8 +225,8 @@ def has_mark(tensor: Tensor) -> bool:
 
 
 def _is_untouched(module: nn.Module, marked: dict[str, int]) -> bool:
-    """Return whether an initialization has left all these tensors unchanged, as one does that first
-    checks for the meta device. marked: where their memory is."""
+    """Return whether an initialization, as one that looks for the meta device, has changed none of
+    these tensors. marked: where their memory is."""
     tensors = {name: getattr(module, name) for name in marked}
     return bool(tensors) and all(
         each.data_ptr() == marked[name]
@@ -281,9 +281,6 @@ def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str
 
     handle = module.register_forward_pre_hook(check, prepend=True)
     state_of(module).note_hooks(module, [handle])
-
-
-# --- memory ---------------------------------------------------------------------------------------
 
 
 class MemoryCache:
