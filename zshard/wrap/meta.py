@@ -300,22 +300,12 @@ class MemoryCache:
         size = numel * tensor.element_size()
         if size < _LEAST:
             return torch.empty_like(tensor, device="cpu", requires_grad=False)
-        same = self._free.get(size)
-        if not same:
-            self._free.clear()  # another shape follows: what the last has left would only be held
+        same = self._free.setdefault(size, [])
+        for areas in () if same else self._free.values():
+            areas.clear()  # another shape follows: what the last has left would only be held
         area = same.pop() if same else mmap.mmap(-1, size, flags=_PRIVATE)
         # The storage holds `bytes_`; its end is the storage's.
         bytes_ = (ctypes.c_char * size).from_buffer(area)
-        weakref.finalize(bytes_, _give, weakref.ref(self), area).atexit = False
+        weakref.finalize(bytes_, same.append, area).atexit = False
         flat = torch.frombuffer(bytes_, dtype=tensor.dtype, count=numel)
         return flat.view(tensor.shape)
-
-    def give(self, area: mmap.mmap) -> None:
-        """Return memory to the cache."""
-        self._free.setdefault(len(area), []).append(area)
-
-
-def _give(owner: weakref.ref[MemoryCache], area: mmap.mmap) -> None:
-    areas = owner()
-    if areas is not None:
-        areas.give(area)
