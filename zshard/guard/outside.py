@@ -33,8 +33,7 @@ from zshard.units.shards import known_parts
 
 
 def install_check() -> None:
-    """Make torch's collectives refuse shards, in the function that they all use to check a
-    tensor."""
+    """Make torch's collectives, which all use one function to check a tensor, refuse shards."""
     check = distributed_c10d._check_single_tensor
 
     @functools.wraps(check)

@@ -132,8 +132,7 @@ class ShardTensor(_Guarded):
 
 
 class ShardParameter(_Guarded, nn.Parameter):
-    """A sharded parameter between steps: see ShardTensor. While its unit is unsharded it is a plain
-    nn.Parameter."""
+    """A sharded parameter between steps: see ShardTensor."""
 
     _zshard_part: object = None  # set on a copy; _parts has those of a model
 
@@ -185,8 +184,8 @@ class WholeParameter(nn.Parameter):
         parametrize sets a parameter to itself."""
         return self if has_memory_of(self, source) else super().set_(source, *args, **kwargs)
 
-    __deepcopy__ = _Guarded.__deepcopy__  # type: ignore[assignment]
-    __reduce_ex__ = _Guarded.__reduce_ex__  # type: ignore[assignment]
+    __deepcopy__ = _Guarded.__deepcopy__
+    __reduce_ex__ = _Guarded.__reduce_ex__
 
 
 _data: Any = Tensor.data

@@ -83,8 +83,7 @@ def _part_of(tensor: Tensor, param: Tensor | None = None) -> Part | None:
 
 
 def joined(tensor: Tensor, part: Part) -> Tensor:
-    """Return the full tensor of a shard, on its device. Collective, but over shm not for a
-    parameter."""
+    """Return the full tensor of a shard. Collective, but over shm not for a parameter."""
     local = to_local(tensor)
     unit = part.unit if part.root is part and _core.shares_state(part.shards) else None
     if unit is not None and not unit.is_slice(part.index, local):

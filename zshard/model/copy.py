@@ -98,8 +98,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_plain(root: nn.Module, memo: dict[int, Any]) -> Copied:
-    """Copy the modules of a sharded model; parameters of units get their full shape and no
-    values."""
+    """Copy the modules of a sharded model. Its parameters get their full shape and no values."""
     states = list(units_of(root))
     units, in_units = [(module, state.unit) for module, state in states], set()
     for _, unit in units:

@@ -330,8 +330,7 @@ class_for: Callable[[type, type], type[Any]] = functools.cache(_class_for)
 
 
 def introduce(module: nn.Module) -> None:
-    """Make a new model known to other ranks, which may evaluate with its shards after its next
-    write."""
+    """Make a new model known to other ranks, which may evaluate with its shards."""
     state = state_of(module)
     meet(module, state.comms.shards)
     know_again(state.unit)
@@ -363,8 +362,7 @@ def sync_buffers(module: nn.Module, when: BufferSync) -> None:
 
 
 def broadcast_buffers(module: nn.Module) -> None:
-    """Broadcast buffers as the next training forward would, for evaluations before it.
-    Collective."""
+    """Broadcast buffers as the next training forward would. Collective."""
     state = state_of(module)
     if state.sync_buffers and state.comms.all.world > 1:
         state.unit.engine.broadcast_buffers()

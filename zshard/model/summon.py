@@ -274,16 +274,12 @@ class _FullGrads:
         if self._shown:
             self._state.whole_grads = False
             for index, whole in self._whole.items():
-                self._return(index, whole, writeback)
-
-    def _return(self, index: int, whole: Tensor | None, writeback: bool) -> None:
-        param, own = self._params[index], self._own[index]
-        grad = None if writeback else own
-        part = part_of(param)
-        if writeback and whole is not None and part is not None:
-            grad = own if own is not None else torch.empty_like(param, requires_grad=False)
-            grad.copy_(part.of(whole.detach()))
-        param.grad = grad
+                param, own = self._params[index], self._own[index]
+                grad, part = None if writeback else own, part_of(param)
+                if writeback and whole is not None and part is not None:
+                    grad = own if own is not None else torch.empty_like(param, requires_grad=False)
+                    grad.copy_(part.of(whole.detach()))
+                param.grad = grad
 
     def _kind(self, grad: Tensor | None) -> int:
         if grad is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from zshard.optim.in_backward import refuse_clipping
 from zshard.ranks.agreement import PublicCall
 from zshard.ranks.transports import ranks_of
 from zshard.units.extensions import EXTENSIONS, Extension, announce
-from zshard.units.shards import Part, known_parts, part_of
+from zshard.units.shards import known_parts, part_of
 
 # torch's functions within the wrappers that turn gradients off.
 _torchs_total_norm: Callable[..., Tensor] = inspect.unwrap(nn_utils.get_total_norm)
@@ -118,32 +119,24 @@ def _refuse_foreign(params: Sequence[Tensor]) -> None:
             raise RuntimeError(_REPLACED.format(info["name"]))
 
 
+@plain()
 def _refuse_other_ranks(tensors: Iterable[Tensor]) -> None:
     """Raise if units over different ranks hold these parameters or gradients: each rank would
     compute another norm, and scale what they share by another factor."""
-    by_comm = {id(part.comm): part for part in _parts_of_all(tensors)}
-    if len(by_comm) < 2:
+    pairs = known_parts()
+    if len({id(part.comm) for _, part in pairs}) < 2:
         return
-    first, *others = by_comm.values()
-    for other in others:
+    grads = zip(grads_of(param for param, _ in pairs), pairs, strict=True)
+    by_memory = {_memory_of(grad): part for grad, (_, part) in grads if grad is not None}
+    parts = (part_of(each) or by_memory.get(_memory_of(each)) for each in tensors)
+    parts_by_comm = {id(part.comm): part for part in parts if part is not None}
+    for first, other in itertools.pairwise(parts_by_comm.values()):
         if ranks_of(first.comm) != ranks_of(other.comm):
             raise NotImplementedError(
                 f"'{first.name}' and '{other.name}' have no norm together, as their units are over "
                 "different ranks: call torch.nn.utils.clip_grad_norm_() or get_total_norm() once "
                 "for the parameters of each process group"
             )
-
-
-@plain()
-def _parts_of_all(tensors: Iterable[Tensor]) -> list[Part]:
-    """Return the Parts of parameters and gradients; [] if all have the same ranks."""
-    pairs = known_parts()
-    if len({id(part.comm) for _, part in pairs}) < 2:
-        return []
-    grads = zip(grads_of(param for param, _ in pairs), pairs, strict=True)
-    by_memory = {_memory_of(grad): part for grad, (_, part) in grads if grad is not None}
-    parts = (part_of(each) or by_memory.get(_memory_of(each)) for each in tensors)
-    return [part for part in parts if part is not None]
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -304,8 +297,7 @@ def norm_over_ranks(engine: _core.Engine, grads: Sequence[Tensor], norm_type: fl
 
 
 def power_sum(tensors: Sequence[Tensor], norm_type: float) -> float:
-    """Return the sum of |x|**norm_type in double precision; for inf the largest |x|. NaN and inf
-    propagate."""
+    """Return the sum of |x|**norm_type in double precision; for inf the largest |x|, or NaN."""
     plain = [t for t in tensors if t.layout == torch.strided and t.device.type in ("cpu", "cuda")]
     if len(plain) == len(tensors) and norm_type in (1.0, 2.0, math.inf):
         return float(_core.power_sum([t.contiguous() for t in tensors], norm_type))

@@ -59,9 +59,8 @@ _QUANTIZE = frozenset(("bitsandbytes", "torchao"))
 """Packages with optimizers that quantize their state."""
 
 
-@functools.cache
 def install() -> None:
-    """Start watching the steps of all optimizers. Idempotent."""
+    """Start watching the steps of all optimizers."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
@@ -119,8 +118,7 @@ def know_again(unit: _core.Unit) -> None:
 
 
 def seen_optimizers() -> list[Optimizer]:
-    """Return all living optimizers that have stepped, that step in backward, or whose state has
-    been saved or loaded, in order of first use."""
+    """Return all living optimizers that have stepped, saved or loaded, in order of first use."""
     return [each for each, context in contexts.items() if context.seen is not None]
 
 
@@ -215,7 +213,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             )
         _end_of_step(optimizer)
         if is_outermost:
-            _note_step(optimizer)
+            note_step(optimizer)
         know(optimizer, in_step=True)  # its state exists now
     finally:
         _end_writes(optimizer)
@@ -253,10 +251,6 @@ def _after_failed_step(optimizer: Optimizer) -> None:
             _end_of_step(optimizer)
         finally:
             _end_writes(optimizer)
-
-
-# The compiler would trace code that it does not support.
-_note_step = torch._disable_dynamo(note_step)  # type: ignore[attr-defined]
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zshard import _core
-from zshard.guard.slices import guard_like, plain
+from zshard.guard.slices import guard_like, plain, slices_among
 from zshard.ranks.agreement import Fact
 from zshard.units.shards import Entry, Part, part_of
 
@@ -102,8 +102,7 @@ class HeldState(NamedTuple):
 
     @property
     def nested(self) -> str | None:
-        """Return the first entry with sharded tensors inside a list or dict; None if there is
-        none."""
+        """Return the first entry with sharded tensors inside a list or dict, or None."""
         for key, value in self.state.items():
             leaves = [] if isinstance(value, Tensor) else tree_leaves(value)
             if self.part.shape != () and any(part_of_state(self.part, "", e) for e in leaves):
@@ -128,14 +127,11 @@ class HeldState(NamedTuple):
         return about, ", ".join(words) or "none"
 
 
-def held_by(optimizer: Optimizer) -> list[HeldState]:
-    """Return all sharded parameters of the optimizer in its order, also those without state."""
-    return held_in(params_of(optimizer), optimizer)
-
-
 @plain()
-def held_in(params: Iterable[Tensor], optimizer: Optimizer) -> list[HeldState]:
-    """As held_by(), of these parameters of the optimizer."""
+def held_by(optimizer: Optimizer, params: Iterable[Tensor] | None = None) -> list[HeldState]:
+    """Return the sharded parameters of the optimizer, or those of `params`, in their order, also
+    those without state."""
+    params = params_of(optimizer) if params is None else params
     state = optimizer.state
     cut = [(param, part) for param in params if (part := part_of(param)) and part.is_cut]
     states = [(param, part, entries_of(state, param)) for param, part in cut]
@@ -191,7 +187,8 @@ def other_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
     for key, value in list(state.items()):
         if isinstance(key, Tensor) and isinstance(value, Mapping):
             continue
-        if any(isinstance(leaf, Tensor) and _is_shard(leaf) for leaf in tree_leaves(value)):
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        if slices_among(tensors) or any(map(_core.is_shard, tensors)):
             where = "in the place of a dict" if isinstance(key, Tensor) else f"under {key!r}"
             raise RuntimeError(
                 f"the optimizer's state has sharded tensors {where}, which cannot be gathered: "
@@ -218,10 +215,6 @@ def without_parameters(rest: Mapping[Any, Any], known: Iterable[object]) -> dict
         for key, value in rest.items()
         if type(key) is not int and not is_of_a_parameter(value)
     }
-
-
-def _is_shard(value: Tensor) -> bool:
-    return _core.is_shard(value) or _core.slice_part(value) is not None
 
 
 def copied(value: object) -> Any:
@@ -291,8 +284,7 @@ def zeros_side_by_side(
 @torch.no_grad()
 @plain()
 def move_together(values: Sequence[Tensor], readers: _core.Comm | None) -> None:
-    """Move tensors on the CPU into one new block of memory; they stay the same objects. readers: as
-    in _core.shared_zeros()."""
+    """Move CPU tensors, which stay the same objects, into one new block that `readers` can read."""
     starts, end = [], 0
     for value in values:
         starts.append(end)

@@ -83,6 +83,7 @@ class _Account:
         return int(step) if isinstance(step, int | float) and math.isfinite(step) else 0
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined] # the compiler does not support all of it
 def note_step(optimizer: torch.optim.Optimizer, engine_id: int | None = None) -> None:
     """Notify the models (or one of them) that the optimizer has stepped, and with what."""
     for model in stepped_by(optimizer):
@@ -137,8 +138,7 @@ def note_values(models: list[Stepped]) -> None:
 
 
 def sum_of_bits(param: Tensor) -> int:
-    """Return the sum of the elements' bits as integers: a fast digest. 0 for elements that are not
-    contiguous."""
+    """Return the sum of contiguous elements' bits as integers, a fast digest; 0 for others."""
     if param.is_complex():
         param = torch.view_as_real(param)
     kind = _INTEGERS.get(param.element_size())

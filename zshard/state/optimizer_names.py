@@ -145,8 +145,7 @@ def refuse_clash(other: Iterable[Any], names: Mapping[int, str]) -> None:
 def by_name(
     names: Mapping[int, str], optimizer: Optimizer, numbered: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a state dict of torch's format with names instead of numbers, without the optimizer's
-    own tensors."""
+    """Return a copy of a state dict of torch's format with names instead of numbers."""
     note_used(tensors_in(numbered["state"]))  # these are no aliases under DDP either
     numbers = {number for group in numbered["param_groups"] for number in group["params"]}
     state: dict[Any, Any] = {
@@ -183,8 +182,7 @@ def _copy(value: object, live: object) -> Any:
 def to_load(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | None, from_rank0: bool
 ) -> dict[str, Any]:
-    """Return the argument of optimizer.load_state_dict(), with numbers instead of names. Raises
-    ValueError, the same on all ranks."""
+    """Return optimizer.load_state_dict()'s argument. Raises ValueError, the same on all ranks."""
     names_of(model, optimizer)
     comm = outermost_comm(model)
     problems: list[str] = []

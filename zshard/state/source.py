@@ -44,8 +44,7 @@ class Copy(NamedTuple):
 
 
 def filled(value: object) -> Any:
-    """Return a value of a state dict in new memory, for a Pending one on the CPU; anything but a
-    tensor unchanged."""
+    """Return a copy of a tensor, a Pending one on the CPU; anything else unchanged."""
     if isinstance(value, Pending):
         memory = torch.empty(tuple(value.shape), dtype=value.dtype)
         Copy(memory, value).carry_out()

@@ -81,10 +81,8 @@ class Materializer:
         self._given: set[int] = set()  # parameters that were materialized here
 
     def up_to(self, module: nn.Module) -> None:
-        """Materialize `module`, all modules below it, and all that were constructed before it.
-
-        Raises ValueError, naming the tensor, if a module's initialization omits one.
-        """
+        """Materialize `module`, the modules below it, and those constructed before it. Raises
+        ValueError, which names the tensor, if an initialization omits one."""
         last = self._place[id(module)]
         before = torch.get_rng_state()
         while self._done <= last:
@@ -246,9 +244,7 @@ def _is_mark(tensor: Tensor) -> bool:
 
 def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str]]) -> None:
     """Make the first forward of a unit's module raise RuntimeError for a tensor without values.
-
-    left_out: as (module, attribute, dotted name).
-    """
+    left_out: as Materializer has it."""
     if not left_out:
         return
     rest = [(weakref.ref(owner), attribute, name) for owner, attribute, name in left_out]
@@ -284,12 +280,8 @@ def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str
 
 
 class MemoryCache:
-    """A cache of memory for short-lived tensors of the same sizes.
-
-    Full parameters are allocated and freed unit after unit. Memory that one has freed, once its
-    storage has no references, goes to the next as it is: the kernel need not zero its pages again,
-    and malloc, which would fragment it, never sees it. Memory that no tensor reuses is unmapped.
-    """
+    """Memory of short-lived tensors. What one has freed goes to the next of its size as it is: the
+    kernel need not zero its pages again, and malloc, which would fragment it, never sees it."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[mmap.mmap]] = {}
