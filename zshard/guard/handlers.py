@@ -59,7 +59,7 @@ def _get_data(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     return guard_like(run_plain(func, args, kwargs), param)
 
 
-def _alike(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+def _as_first(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     """`p.new_zeros(p.shape)` and `p.type(dtype)` are sharded like p, but not a tensor of another
     shape. `p.type()` is a name."""
     result = run_plain(func, args, kwargs)
@@ -114,12 +114,9 @@ def _size(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     if part.is_in_forward():
         with plain():
             return func(torch.empty(part.shape, device="meta"), *args[1:], **kwargs)
-    if func not in _COUNTS and part.state is not None:
+    if func not in (Tensor.numel, Tensor.nelement) and part.state is not None:
         part.state.sizes_read.add(part.index)
     return run_plain(func, args, kwargs)
-
-
-_COUNTS = (Tensor.numel, Tensor.nelement)
 
 
 # --- views ----------------------------------------------------------------------------------------
@@ -139,10 +136,7 @@ def _view(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     if views is None or _is_recorded(target):
         return refuse(func, args, kwargs)
     shares = [_share_of(target, part, *each) for each in views]
-    return shares[0] if func in _SINGLE else tuple(shares)
-
-
-_SINGLE = {getattr(Tensor, name) for name in ("__getitem__", "narrow", "select")}
+    return tuple(shares) if func in (Tensor.chunk, Tensor.split) else shares[0]
 
 
 def _views_of(
@@ -202,13 +196,11 @@ def _write_to(part: Part, target: Tensor, func: Operation, args: Args) -> None:
         run_plain(func, args, {})
 
 
-_Handler = Callable[[Operation, Args, Kwargs], Any]
-
-_HANDLERS: dict[Any, _Handler] = {
+_HANDLERS: dict[Any, Callable[[Operation, Args, Kwargs], Any]] = {
     **dict.fromkeys(LIKE_AT_RANDOM, _full_draw),
-    Tensor.type: _alike,
+    Tensor.type: _as_first,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
-    **{getattr(Tensor, name): _alike for name in NEW},
+    **{getattr(Tensor, name): _as_first for name in NEW},
     **{getattr(Tensor, name): _size for name in SIZES},
     Tensor.shape.__get__: _size,  # type: ignore[attr-defined]
     **dict.fromkeys((torch.autograd.grad, torch.autograd.backward), _gradients),

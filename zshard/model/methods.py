@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zshard import _core, upper
+from zshard.memory.report import memory_of, summary_of
 from zshard.model.own_names import ModelNamesFirst, yields_to_the_model
 from zshard.optim.clip import clip_grad_norm
 from zshard.optim.in_backward import OptimizerInBackward
@@ -141,8 +142,6 @@ class ModelMethods(ModelNamesFirst):
     def summary(self) -> str:
         """Return two tables as text: the units (name, parameters, full and per-rank bytes,
         strategy, transport), and the model's memory by part in MiB (predicted, now and peak)."""
-        from zshard.memory.report import summary_of
-
         return summary_of(self)
 
     def memory(self, what: str = "now") -> dict[str, int]:
@@ -173,8 +172,6 @@ class ModelMethods(ModelNamesFirst):
 
         Raises ValueError if `what` is something else.
         """
-        from zshard.memory.report import memory_of
-
         return memory_of(self, what)
 
     def metrics(self) -> dict[str, float]:

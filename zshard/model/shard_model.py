@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
 from zshard.guard.outside import refuse_wrappers_around
+from zshard.memory.fits import check_fits
+from zshard.memory.spare import Spare, watch_first_steps
 from zshard.model.own_names import properties_in_place
 from zshard.optim.hooks import know_again
 from zshard.optim.shared_state import meet
@@ -107,8 +109,6 @@ def shard_model(
         for each in EXTENSIONS:
             each.settle(ref)
     if limit is not None:
-        from zshard.memory.fits import check_fits
-
         sharing = check_fits(module, specs, model.comms, model.joined, settings.device)
     model.build(settings)
     if model.comms.all.world > 1:
@@ -120,8 +120,6 @@ def shard_model(
     for each in EXTENSIONS:
         each.finish(module)
     if limit is not None:
-        from zshard.memory.spare import Spare, watch_first_steps
-
         if settings.device == CPU:
             watch_first_steps(module, limit, sharing)
         if model.options.keep is None:

@@ -126,8 +126,8 @@ def _note_values(state: State) -> None:
 
 
 def _undo_of(states: list[State]) -> Callable[[], None]:
-    """Return a function that gives back their current values to parameters that stay unsharded, and
-    to all parameters autograd's counters of writes: one that is undone does not count."""
+    """Return a function that restores the current values of parameters that stay unsharded, and
+    autograd's counters of writes of all: a write that is undone does not count."""
     params = [param for state in states for param in state.unit.params]
     versions = [(param, param._version) for param in params if not param.is_inference()]
     open_units = [state.unit for state in states if _is_open(state)]

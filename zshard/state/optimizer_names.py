@@ -38,8 +38,6 @@ from zshard.units.returned import note_used, tensors_in
 from zshard.units.shards import part_of
 from zshard.units.units import plain_name, units_of
 
-_HOW = "zshard.optim_state_dict(model, optimizer)"
-
 
 @PublicCall("optim_state_dict()")
 def optim_state_dict(
@@ -235,7 +233,8 @@ def by_number(
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the problems with a dict by name, and the same dict by number if there are none."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
-        return [f"it lacks 'state' or 'param_groups': pass the result of {_HOW}"], {}
+        how = "pass the result of zshard.optim_state_dict(model, optimizer)"
+        return [f"it lacks 'state' or 'param_groups': {how}"], {}
     ours, theirs = optimizer.param_groups, given["param_groups"]
     listed = [[_plain(name) for name in group.get("params", ())] for group in theirs]
     if len(ours) != len(theirs):
