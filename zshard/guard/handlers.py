@@ -51,11 +51,6 @@ def _full_draw(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     return _core.mark_slice(drawn, part)
 
 
-def _new(func: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """`p.new_zeros(p.shape)` is sharded like p; a tensor of another shape is not."""
-    return guard_like(run_plain(func, args, kwargs), args[0])
-
-
 def _get_data(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     """`p.data`, also of a parameter that is unsharded right now, as in hooks of a backward."""
     param = args[0]
@@ -64,8 +59,9 @@ def _get_data(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     return guard_like(run_plain(func, args, kwargs), param)
 
 
-def _type(func: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """`t.type()` returns a name; `t.type(dtype)` is a cast."""
+def _as_first(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    """`p.new_zeros(p.shape)` and `p.type(dtype)` are sharded like p, but not a tensor of another
+    shape. `p.type()` is a name."""
     result = run_plain(func, args, kwargs)
     return result if isinstance(result, str) else guard_like(result, args[0])
 
@@ -94,8 +90,7 @@ def _gradients(func: Operation, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _update(func: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """A library's kernel that updates one parameter element by element, which is correct on shards
-    of the same elements."""
+    """A library's elementwise update of a parameter, correct on shards of the same elements."""
     slices = [each for each in (*args, *kwargs.values()) if slices_among([each])]
     parts = slices_among(slices)
     if len({id(part.geometry) for part in parts}) > 1:
@@ -119,12 +114,9 @@ def _size(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     if part.is_in_forward():
         with plain():
             return func(torch.empty(part.shape, device="meta"), *args[1:], **kwargs)
-    if func not in _COUNTS and part.state is not None:
+    if func not in (Tensor.numel, Tensor.nelement) and part.state is not None:
         part.state.sizes_read.add(part.index)
     return run_plain(func, args, kwargs)
-
-
-_COUNTS = (Tensor.numel, Tensor.nelement)
 
 
 # --- views ----------------------------------------------------------------------------------------
@@ -144,10 +136,7 @@ def _view(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     if views is None or _is_recorded(target):
         return refuse(func, args, kwargs)
     shares = [_share_of(target, part, *each) for each in views]
-    return shares[0] if func in _SINGLE else tuple(shares)
-
-
-_SINGLE = {getattr(Tensor, name) for name in ("__getitem__", "narrow", "select")}
+    return tuple(shares) if func in (Tensor.chunk, Tensor.split) else shares[0]
 
 
 def _views_of(
@@ -168,13 +157,11 @@ def _views_of(
 
 
 def _is_recorded(target: Tensor) -> bool:
-    """Return whether autograd records operations on it. Then it is used in a loss, which needs all
-    elements."""
+    """Return whether autograd records it, for a loss, which needs all elements."""
     return torch.is_grad_enabled() and target.requires_grad
 
 
 def _share_of(target: Tensor, part: Part, shape: tuple[int, ...], offset: int) -> Tensor:
-    """Return this rank's share of a view."""
     share = part.of_view(shape, offset)
     with plain():
         first = share.begin + offset - part.begin if share.numel else 0
@@ -209,15 +196,11 @@ def _write_to(part: Part, target: Tensor, func: Operation, args: Args) -> None:
         run_plain(func, args, {})
 
 
-# --- the handlers ---------------------------------------------------------------------------------
-
-_Handler = Callable[[Operation, Args, Kwargs], Any]
-
-_HANDLERS: dict[Any, _Handler] = {
+_HANDLERS: dict[Any, Callable[[Operation, Args, Kwargs], Any]] = {
     **dict.fromkeys(LIKE_AT_RANDOM, _full_draw),
-    Tensor.type: _type,
+    Tensor.type: _as_first,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
-    **{getattr(Tensor, name): _new for name in NEW},
+    **{getattr(Tensor, name): _as_first for name in NEW},
     **{getattr(Tensor, name): _size for name in SIZES},
     Tensor.shape.__get__: _size,  # type: ignore[attr-defined]
     **dict.fromkeys((torch.autograd.grad, torch.autograd.backward), _gradients),
@@ -232,8 +215,7 @@ _HANDLERS: dict[Any, _Handler] = {
 
 
 def _handle(func: Operation, types: object, args: Args, kwargs: Kwargs) -> Any:
-    """Handle what py_guard.c does not: an operation that is not on the list, or shards that do not
-    match."""
+    """Handle what py_guard.c does not: what is not on the list, and shards that do not match."""
     handler = _HANDLERS.get(func) or _HANDLERS.get(getattr(func, "_qualified_op_name", None))
     return (handler or refuse)(func, args, kwargs)
 

@@ -28,22 +28,23 @@ from torch.nn.parallel import DistributedDataParallel
 from zshard import _core
 from zshard._errors import ShardError
 from zshard.guard.plain import slices_among
-from zshard.guard.words import refused_collective, written_to_file
+from zshard.guard.words import written_to_file
 from zshard.units.shards import known_parts
-
-# --- torch.distributed ----------------------------------------------------------------------------
 
 
 def install_check() -> None:
-    """Make torch's collectives refuse shards, in the function that they all use to check a
-    tensor."""
+    """Make torch's collectives, which all use one function to check a tensor, refuse shards."""
     check = distributed_c10d._check_single_tensor
 
     @functools.wraps(check)
     def checked(param: object, param_name: str) -> None:
         check(param, param_name)
         if parts := slices_among([param]):
-            raise ShardError(refused_collective(parts[0]))
+            raise ShardError(
+                f"a collective was called on a shard of '{parts[0].name}' ({parts[0].elements}), "
+                "which differs between ranks. Gradients are averaged already; for full tensors, "
+                "call zshard.full_tensor(t) on all ranks."
+            )
 
     distributed_c10d._check_single_tensor = checked
 
@@ -124,18 +125,14 @@ def refuse_ddp_around() -> None:
         _refuse_ddp()
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_zero_redundancy(optimizer: torch.optim.Optimizer) -> None:
     """Raise TypeError for a ZeroRedundancyOptimizer over sharded parameters."""
-    if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
-        return
     if any(_core.is_shard(param) for group in optimizer.param_groups for param in group["params"]):
         raise TypeError(
             "ZeroRedundancyOptimizer cannot step parameters that zshard has sharded: pass them to "
             "the optimizer itself, such as torch.optim.AdamW, whose state is sharded then"
         )
 
-
-# --- safetensors ----------------------------------------------------------------------------------
 
 FLATTENING = ("_flatten_as_ptr", "_flatten")
 """Functions of safetensors.torch that save() and save_file() call; the second before 0.8."""

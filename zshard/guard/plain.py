@@ -25,8 +25,7 @@ class GuardedTensor(Tensor):
 
 
 class plain(contextlib.ContextDecorator):
-    """Context manager or decorator that turns the guard off: no operation on a shard is refused,
-    and no result is guarded."""
+    """Context manager or decorator that refuses no operation on shards, and guards no result."""
 
     def __enter__(self) -> None:
         self._switch = torch._C.DisableTorchFunctionSubclass()
@@ -40,8 +39,7 @@ class plain(contextlib.ContextDecorator):
 
 
 def is_tracing() -> bool:
-    """Return whether torch is tracing for the compiler on this thread. The public is_compiling() is
-    True on all threads."""
+    """Return whether torch traces for the compiler on this thread, not as is_compiling() on any."""
     return _guards.TracingContext.try_get() is not None
 
 

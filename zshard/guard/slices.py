@@ -132,8 +132,7 @@ class ShardTensor(_Guarded):
 
 
 class ShardParameter(_Guarded, nn.Parameter):
-    """A sharded parameter between steps: see ShardTensor. While its unit is unsharded it is a plain
-    nn.Parameter."""
+    """A sharded parameter between steps: see ShardTensor."""
 
     _zshard_part: object = None  # set on a copy; _parts has those of a model
 
@@ -185,13 +184,8 @@ class WholeParameter(nn.Parameter):
         parametrize sets a parameter to itself."""
         return self if has_memory_of(self, source) else super().set_(source, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            memo[id(self)] = _own_copy(self)
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+    __deepcopy__ = _Guarded.__deepcopy__
+    __reduce_ex__ = _Guarded.__reduce_ex__
 
 
 _data: Any = Tensor.data
@@ -207,7 +201,6 @@ def _own_copy(tensor: Tensor) -> Tensor:
 
 
 def _guard_copy(copied: Tensor, part: object) -> Tensor:
-    """Guard a copy."""
     copied._zshard_part = part  # type: ignore[attr-defined]
     copied.__class__ = ShardParameter if isinstance(copied, nn.Parameter) else ShardTensor
     return copied
@@ -267,8 +260,7 @@ def _fitting(func: Operation, part: Part, args: tuple[Any, ...]) -> list[Any] | 
 
 
 def _param_at(value: Any) -> Tensor | None:
-    """Return the parameter whose own memory this is, as from `.data` and detach(); None if there is
-    none."""
+    """Return the parameter whose own memory this is, as from `.data` and detach(), or None."""
     part: Part | None = _core.slice_part(value) if type(value) is ShardTensor else None
     if part is None or part.root is not part:
         return None

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from zshard import _core
 from zshard._errors import ShardError
 from zshard.guard.plain import plain, to_local
-from zshard.guard.words import no_history
 from zshard.ranks.agreement import PublicCall, check_agreement, gather, gather_bytes
 from zshard.units.extensions import EXTENSIONS
 from zshard.units.moment import ELSEWHERE, refuse
@@ -59,12 +58,15 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def _refuse_in_forward(tensor: Tensor) -> None:
-    """Raise ShardError where a result without autograd history would silently drop out of a
-    loss."""
+    """Raise ShardError where a result without history would silently drop out of a loss."""
     part = part_of(tensor) if torch.is_grad_enabled() and tensor.requires_grad else None
     state = None if part is None else part.state
     if part is not None and state is not None and is_forward_open(state):
-        raise ShardError(no_history(part.name))
+        raise ShardError(
+            f"the full tensor of '{part.name}' in a forward has no autograd history, so the "
+            "parameter would get no gradient of it: use the parameter itself, or for values, "
+            "full_tensor(p.detach())."
+        )
 
 
 def _part_of(tensor: Tensor, param: Tensor | None = None) -> Part | None:
@@ -81,8 +83,7 @@ def _part_of(tensor: Tensor, param: Tensor | None = None) -> Part | None:
 
 
 def joined(tensor: Tensor, part: Part) -> Tensor:
-    """Return the full tensor of a shard, on its device. Collective, but over shm not for a
-    parameter."""
+    """Return the full tensor of a shard. Collective, but over shm not for a parameter."""
     local = to_local(tensor)
     unit = part.unit if part.root is part and _core.shares_state(part.shards) else None
     if unit is not None and not unit.is_slice(part.index, local):
@@ -263,7 +264,7 @@ def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -
     if once:  # as numbers that are exact
         sums = {name: _core.squares([value.contiguous()]) for name, value in own.items()}
     else:
-        sums = {name: [_power_sum(value, norm_type)] for name, value in own.items()}
+        sums = {name: [power_sum_of(value, norm_type)] for name, value in own.items()}
     cut: dict[_core.Comm, list[str]] = {}
     for name, param in model.named_parameters():
         part = _part_of(held[name], param) if name in held else None
@@ -272,8 +273,7 @@ def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -
     for comm, names in cut.items():
         mine = array("d", (number for name in names for number in sums[name])).tobytes()
         everyone = [array("d", data) for data in gather_bytes(comm, mine)]
-        add = _largest if math.isinf(norm_type) else sum
-        numbers = iter([add(each) for each in zip(*everyone, strict=True)])
+        numbers = iter([added(norm_type, each) for each in zip(*everyone, strict=True)])
         for name in names:
             sums[name] = list(itertools.islice(numbers, len(sums[name])))
     if once:
@@ -282,12 +282,15 @@ def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -
     return {name: total ** (1 / order) for name, (total,) in sums.items()}
 
 
-def _largest(numbers: Sequence[float]) -> float:
-    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
+def added(norm_type: float, sums: Sequence[float]) -> float:
+    """Return the sum of what power_sum_of() has returned; for inf the largest, NaN if one is."""
+    if not math.isinf(norm_type):
+        return sum(sums)
+    return math.nan if any(map(math.isnan, sums)) else max(sums)
 
 
-def _power_sum(values: Tensor, norm_type: float) -> float:
-    """Return the sum of |x|**norm_type, or the largest |x|."""
+def power_sum_of(values: Tensor, norm_type: float) -> float:
+    """Return the sum of |x|**norm_type in double precision, or the largest |x|."""
     if math.isinf(norm_type):
         return float(values.abs().max()) if values.numel() else 0.0
     return float(values.double().abs().pow(norm_type).sum())

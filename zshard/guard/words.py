@@ -162,24 +162,6 @@ def after_size(what: str, part: Part) -> str:
     )
 
 
-def refused_collective(part: Part) -> str:
-    """Return the message for a shard in a collective of torch.distributed."""
-    return (
-        f"a collective was called on a shard of '{part.name}' ({part.elements}), which differs "
-        "between ranks. Gradients are averaged already; for full tensors, call "
-        "zshard.full_tensor(t) on all ranks."
-    )
-
-
-def no_history(name: str) -> str:
-    """Return the message for a full tensor in a forward, which autograd would treat as a
-    constant."""
-    return (
-        f"the full tensor of '{name}' in a forward has no autograd history, so the parameter would "
-        "get no gradient of it: use the parameter itself, or for values, full_tensor(p.detach())."
-    )
-
-
 def refused_grad_dtype(name: str, dtype: object) -> str:
     """Return the message for `p.grad_dtype = dtype`."""
     return (

@@ -7,9 +7,7 @@ wrapped with the same units over the same ranks; then each rank copies its own s
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,7 +22,6 @@ from zshard.units.extensions import EXTENSIONS
 from zshard.units.moment import PASS, UNSHARDED, refuse
 from zshard.units.units import (
     ATTRIBUTE,
-    Hook,
     class_of,
     state_of,
     units_of,
@@ -100,28 +97,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copied
 
 
-@contextlib.contextmanager
-def _without(hooks: list[Hook]) -> Iterator[None]:
-    """Context manager that removes hooks from their modules and restores them in their order."""
-    before = []
-    for reference, number in hooks:
-        module = reference()
-        for name in _HOOK_TABLES if module is not None else ():
-            table = getattr(module, name)
-            if number in table:
-                before.append((table, list(table.items())))
-                del table[number]
-    try:
-        yield
-    finally:
-        for table, items in reversed(before):
-            table.clear()
-            table.update(items)
-
-
 def copy_plain(root: nn.Module, memo: dict[int, Any]) -> Copied:
-    """Copy the modules of a sharded model; parameters of units get their full shape and no
-    values."""
+    """Copy the modules of a sharded model. Its parameters get their full shape and no values."""
     states = list(units_of(root))
     units, in_units = [(module, state.unit) for module, state in states], set()
     for _, unit in units:
@@ -134,10 +111,12 @@ def copy_plain(root: nn.Module, memo: dict[int, Any]) -> Copied:
             memo[id(param)] = full.requires_grad_(trainable)
     token = _within.set(True)
     try:
-        with _without([hook for _, state in states for hook in state.hooks]):
-            copied = _copy_module(root, memo)
+        copied = _copy_module(root, memo)
     finally:
         _within.reset(token)
+    for reference, number in (hook for _, state in states for hook in state.hooks):
+        for name in _HOOK_TABLES:
+            getattr(memo.get(id(reference())), name, {}).pop(number, None)
     for unit in (unit for _, unit in units):
         for param in unit.params:  # their attributes may refer to modules: copy last
             if type(memo[id(param)]) is not nn.Parameter:
@@ -148,8 +127,7 @@ def copy_plain(root: nn.Module, memo: dict[int, Any]) -> Copied:
 
 
 def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy one unit's module, as its original class and without zshard's attributes. Hooks are
-    copied: see _without()."""
+    """Copy one unit's module, as its original class and without zshard's attributes."""
     original = class_of(module)
     copied = memo[id(module)] = original.__new__(original)
     attributes = {
@@ -162,8 +140,7 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _copy_unit(source: _core.Unit, target: _core.Unit) -> None:
-    """Copy this rank's shard of a unit, and what the script has set for it. Raises RuntimeError if
-    the units' parameters or their shards differ."""
+    """Copy this rank's shard of a unit, and its settings. Raises RuntimeError if shards differ."""
 
     def parts(unit: _core.Unit) -> list[tuple[Any, ...]]:
         facts = [unit.param(index) for index in range(unit.n_params)]

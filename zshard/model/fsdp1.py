@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -19,29 +19,15 @@ from torch.optim import Optimizer
 from zshard._errors import check_choice, warn
 from zshard.model.own_names import ModelNamesFirst, yields_to_the_model
 from zshard.model.summon import summon_full_params
-from zshard.model.torch_classes import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
 from zshard.ranks.agreement import PublicCall
-from zshard.state import state_dict_form
+from zshard.state import optimizer_names, state_dict_form
 from zshard.units.units import StateDictForm, units_of
 
-# --- state dict types -----------------------------------------------------------------------------
+if TYPE_CHECKING:  # takes as long to import as the rest of zshard
+    from torch.distributed.fsdp import StateDictSettings
 
-
-_CONFIGS: dict[str, tuple[type, type]] = {
-    "FULL_STATE_DICT": (FullStateDictConfig, FullOptimStateDictConfig),
-    "SHARDED_STATE_DICT": (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-    "LOCAL_STATE_DICT": (LocalStateDictConfig, LocalOptimStateDictConfig),
-}
-"""Of each type, those of the model and the optimizer; torch's of the same names count, too."""
+_KINDS = {"FULL_STATE_DICT": "Full", "SHARDED_STATE_DICT": "Sharded", "LOCAL_STATE_DICT": "Local"}
+"""How the names of each type's configs begin: torch's FullStateDictConfig."""
 
 
 @contextlib.contextmanager
@@ -55,11 +41,11 @@ def state_dict_type(
 
     Args:
         module: a module with sharded modules.
-        state_dict_type: a StateDictType, zshard's or torch's, or its name.
-            All mean full tensors. For SHARDED_STATE_DICT and LOCAL_STATE_DICT that is a warning:
-            zshard.save() writes each rank's shards and gathers nothing.
-        state_dict_config: the type's config: FullStateDictConfig, ShardedStateDictConfig or
-            LocalStateDictConfig, zshard's or torch's. With `rank0_only`, other ranks get an empty
+        state_dict_type: torch's StateDictType, or its name. All mean full tensors. For
+            SHARDED_STATE_DICT and LOCAL_STATE_DICT that is a warning: zshard.save() writes each
+            rank's shards and gathers nothing.
+        state_dict_config: the type's config: torch's FullStateDictConfig, ShardedStateDictConfig
+            or LocalStateDictConfig. With `rank0_only`, other ranks get an empty
             dict and unshard one unit at a time. `offload_to_cpu` is ignored.
         optim_state_dict_config: the same for FSDP.optim_state_dict(). With `rank0_only`, only rank
             0 passes a dict to FSDP.optim_state_dict_to_load().
@@ -67,7 +53,7 @@ def state_dict_type(
     Raises ValueError for an unknown type, TypeError for the config of another type.
     """
     form = _form(state_dict_type, state_dict_config, optim_state_dict_config)
-    with state_dict_form(module, **form._asdict()):
+    with state_dict_form(module, *form):
         yield
 
 
@@ -97,8 +83,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 
     Raises RuntimeError if the units of `module` have different settings.
     """
-    full = StateDictType.FULL_STATE_DICT
-    default = StateDictSettings(full, *(kind() for kind in _CONFIGS[full.name]))
+    default: StateDictSettings = _form("FULL_STATE_DICT", None, None).settings
     of_units = [(s.unit.name, s.form.settings or default) for _, s in units_of(module)]
     for name, settings in of_units:
         if repr(settings) != repr(of_units[0][1]):
@@ -110,23 +95,23 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 
 
 def _form(asked: object, config: object, optim_config: object) -> StateDictForm:
+    from torch.distributed import fsdp
+
     name: Any = asked.name if isinstance(asked, enum.Enum) else asked
-    check_choice("state_dict_type", name, tuple(_CONFIGS))
+    check_choice("state_dict_type", name, tuple(_KINDS))
+    configs: dict[str, Any]
     configs = {"state_dict_config": config, "optim_state_dict_config": optim_config}
-    for (argument, passed), kind in zip(configs.items(), _CONFIGS[name], strict=True):
-        kinds = {each.__name__ for each in type(passed).__mro__}
+    for (argument, passed), part in zip(configs.items(), ("", "Optim"), strict=True):
+        kind = getattr(fsdp, f"{_KINDS[name]}{part}StateDictConfig")
         if passed is None:
             configs[argument] = kind()
-        elif kind.__name__ not in kinds:
+        elif not isinstance(passed, kind):
             raise TypeError(f"{argument} for {name} must be a {kind.__name__}, got {passed!r}")
     if name != "FULL_STATE_DICT":
         warn(f"{name} has full tensors here: for each rank's shards, use zshard.save()")
     of_model, of_optim = (bool(getattr(each, "rank0_only", False)) for each in configs.values())
-    chosen = StateDictType[name] if isinstance(asked, str) else asked
-    return StateDictForm(of_model, of_optim, StateDictSettings(chosen, *configs.values()))
-
-
-# --- methods --------------------------------------------------------------------------------------
+    settings = fsdp.StateDictSettings(fsdp.StateDictType[name], **configs)
+    return StateDictForm(of_model, of_optim, settings)
 
 
 @yields_to_the_model
@@ -154,8 +139,6 @@ class Fsdp1Methods(ModelNamesFirst):
             optim_state_dict: the result of optim.state_dict(), if you have it already.
             group: accepted for compatibility: a process group of the same size as the model's.
         """
-        from zshard.state import optimizer_names
-
         _check_group(model, group)
         rank0_only = _rank0_only(model)
         if optim_state_dict is None:
@@ -192,10 +175,8 @@ class Fsdp1Methods(ModelNamesFirst):
             raise NotImplementedError(
                 "is_named_optimizer=True is not supported: pass a plain optimizer"
             )
-        from zshard.state.optimizer_names import to_load
-
         _check_group(model, group)
-        converted = to_load(model, optim, optim_state_dict, _rank0_only(model))
+        converted = optimizer_names.to_load(model, optim, optim_state_dict, _rank0_only(model))
         if load_directly:
             optim.load_state_dict(converted)
         return converted
@@ -206,8 +187,6 @@ def _rank0_only(model: nn.Module) -> bool:
 
 
 def _check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    from zshard.state.optimizer_names import outermost_comm
-
-    world = outermost_comm(model).world
+    world = optimizer_names.outermost_comm(model).world
     if group is not None and (size := dist.get_world_size(group)) != world:
         raise ValueError(f"group has {size} ranks, but the model has {world}: omit group")

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from zshard import _core, upper
+from zshard.memory.report import memory_of, summary_of
 from zshard.model.own_names import ModelNamesFirst, yields_to_the_model
-from zshard.optim.clip import clip_grad_norm, last_norm
+from zshard.optim.clip import clip_grad_norm
 from zshard.optim.in_backward import OptimizerInBackward
 from zshard.precision import cast_arguments
 from zshard.units.extensions import EXTENSIONS
@@ -34,11 +35,8 @@ class UnshardHandle:
         """Return immediately: nothing is pending."""
 
 
-class GradientReductionHandle:
+class GradientReductionHandle(UnshardHandle):
     """The handle that `finalize_backward(async_op=True)` returns. Gradients are already reduced."""
-
-    def wait(self) -> None:
-        """Return immediately: nothing is pending."""
 
 
 _moves_to: ContextVar[tuple[Any] | None] = ContextVar("zshard_to_empty", default=None)
@@ -70,8 +68,7 @@ class ModelMethods(ModelNamesFirst):
             _moves_to.reset(token)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Call `fn` on each tensor, as nn.Module; within to_empty(), only on those without
-        memory."""
+        """Call `fn` on each tensor, as nn.Module; within to_empty(), on those without memory."""
         moves_to = _moves_to.get()
 
         def empty(tensor: Tensor) -> Tensor:
@@ -147,8 +144,6 @@ class ModelMethods(ModelNamesFirst):
     def summary(self) -> str:
         """Return two tables as text: the units (name, parameters, full and per-rank bytes,
         strategy, transport), and the model's memory by part in MiB (predicted, now and peak)."""
-        from zshard.memory.report import summary_of
-
         return summary_of(self)
 
     def memory(self, what: str = "now") -> dict[str, int]:
@@ -179,8 +174,6 @@ class ModelMethods(ModelNamesFirst):
 
         Raises ValueError if `what` is something else.
         """
-        from zshard.memory.report import memory_of
-
         return memory_of(self, what)
 
     def metrics(self) -> dict[str, float]:
@@ -206,10 +199,10 @@ class ModelMethods(ModelNamesFirst):
             "steps/skipped": how many optimizer steps FSDP(nonfinite="skip") has skipped.
             "memory/now/total", "memory/peak/total", ...: the parts of memory(), in bytes.
         """
-        numbers = _core.pace(state_of(self).unit.engine)
-        norm = last_norm(self.parameters())
-        if norm is not None:
-            numbers["grad_norm"] = float(norm)
+        state = state_of(self)
+        numbers = _core.pace(state.unit.engine)
+        if state.model.norm is not None:
+            numbers["grad_norm"] = float(state.model.norm)
         for each in EXTENSIONS:
             numbers.update(each.metrics(self))
         for what in ("now", "peak"):

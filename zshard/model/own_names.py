@@ -137,9 +137,6 @@ def _has(module: nn.Module, name: str) -> bool:
     return hasattr(of_class, name) or any(name in each for each in tables)
 
 
-# --- at FSDP() ------------------------------------------------------------------------------------
-
-
 def refuse_names(model: nn.Module) -> None:
     """Raise ValueError for attributes of the model's modules that would take the place of zshard's
     own, and for children that checkpoints would take for those of torch's wrappers."""

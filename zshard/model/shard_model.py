@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
 from zshard.guard.outside import refuse_wrappers_around
+from zshard.memory.fits import check_fits
+from zshard.memory.spare import Spare, watch_first_steps
 from zshard.model.own_names import properties_in_place
 from zshard.optim.hooks import know_again
 from zshard.optim.shared_state import meet
@@ -107,8 +109,6 @@ def shard_model(
         for each in EXTENSIONS:
             each.settle(ref)
     if limit is not None:
-        from zshard.memory.fits import check_fits
-
         sharing = check_fits(module, specs, model.comms, model.joined, settings.device)
     model.build(settings)
     if model.comms.all.world > 1:
@@ -120,8 +120,6 @@ def shard_model(
     for each in EXTENSIONS:
         each.finish(module)
     if limit is not None:
-        from zshard.memory.spare import Spare, watch_first_steps
-
         if settings.device == CPU:
             watch_first_steps(module, limit, sharing)
         if model.options.keep is None:
@@ -285,8 +283,7 @@ class ShardingPlan:
 
 
 def _timeout_of(inner: list[State], group: Group | None, asked: float | None) -> float | None:
-    """Return the timeout to ask for: a model has one, so units of earlier calls decide. Raises
-    ValueError for another one than theirs."""
+    """Return the timeout to ask for: that of units inside. Raises ValueError for another one."""
     comm = next((s.comms.all for s in inner if group_of(s.comms.all) is group), None)
     if comm is None or group is None:
         return asked
@@ -331,8 +328,7 @@ class_for: Callable[[type, type], type[Any]] = functools.cache(_class_for)
 
 
 def introduce(module: nn.Module) -> None:
-    """Make a new model known to other ranks, which may evaluate with its shards after its next
-    write."""
+    """Make a new model known to other ranks, which may evaluate with its shards."""
     state = state_of(module)
     meet(module, state.comms.shards)
     know_again(state.unit)
@@ -364,8 +360,7 @@ def sync_buffers(module: nn.Module, when: BufferSync) -> None:
 
 
 def broadcast_buffers(module: nn.Module) -> None:
-    """Broadcast buffers as the next training forward would, for evaluations before it.
-    Collective."""
+    """Broadcast buffers as the next training forward would. Collective."""
     state = state_of(module)
     if state.sync_buffers and state.comms.all.world > 1:
         state.unit.engine.broadcast_buffers()

@@ -12,7 +12,7 @@ modified full gradient.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +62,7 @@ def full_params(
         refuse(states, "write to full parameters", BACKWARD)
         units = (state.unit for state in states)
         refuse_writes(units, "unsharding parameters without writeback=False")
-    before = [] if writeback else _values(states)
-    versions = [] if writeback else _versions(states)
+    undo = None if writeback else _undo_of(states)
     held: list[State] = []
     grads: list[_FullGrads] = []
     entered = False
@@ -89,8 +88,8 @@ def full_params(
         with contextlib.ExitStack() as ends:  # all of them, also if one fails
             for state in states:
                 ends.callback(state.summons.pop)
-            ends.callback(_set_versions, versions)
-            ends.callback(_restore, before)
+            if undo is not None:
+                ends.callback(undo)
             for each in grads:
                 ends.callback(each.restore_own, writeback)
             for state in reversed(held):
@@ -99,12 +98,6 @@ def full_params(
                 each.take(writeback)
             if entered:  # else the full parameters may be those of unshard(), rounded on their way
                 _write_back(states, held)
-
-
-@torch.no_grad()
-def _restore(before: list[tuple[Tensor, Tensor]]) -> None:
-    for param, value in before:
-        param.copy_(value)
 
 
 def _write_back(states: list[State], held: list[State]) -> None:
@@ -120,41 +113,34 @@ def _write_back(states: list[State], held: list[State]) -> None:
 
 
 def _is_open(state: State) -> bool:
-    """Return whether a script can write to the unit's parameters now: it is never sharded, or
-    unshard() or a context has gathered it."""
+    """Return whether a script can write to the unit's parameters now."""
     return state.unit.is_full and (state.unit.replicated or state.unit.is_pinned)
 
 
 def _note_values(state: State) -> None:
-    """Note a digest of the unit's full parameters; ranks compare it in their next collective. Each
-    rank keeps its shard of what it wrote itself, so different values on one rank would leave a
-    mixture, and replicas that differ. Call it within a write, which a rank that reads alone waits
-    for."""
+    """Note a digest of the unit's full parameters, which ranks compare in their next collective:
+    different values would leave a mixture. Call it within a write."""
     if state.comms.all.world > 1:
         for index, param in enumerate(state.unit.params):
             state.unit.note_draw(index, sum_of_bits(param))
 
 
-def _values(states: list[State]) -> list[tuple[Tensor, Tensor]]:
-    """Return the current values of parameters that stay unsharded."""
-    return [
-        (param, param.detach().clone())
-        for state in states
-        if _is_open(state)
-        for param in state.unit.params
-    ]
-
-
-def _versions(states: list[State]) -> list[tuple[Tensor, int]]:
-    """Return the parameters with autograd's counters of in-place writes. A write that is undone
-    before a backward does not count."""
+def _undo_of(states: list[State]) -> Callable[[], None]:
+    """Return a function that restores the current values of parameters that stay unsharded, and
+    autograd's counters of writes of all: a write that is undone does not count."""
     params = [param for state in states for param in state.unit.params]
-    return [(param, param._version) for param in params if not param.is_inference()]
+    versions = [(param, param._version) for param in params if not param.is_inference()]
+    open_units = [state.unit for state in states if _is_open(state)]
+    values = [(param, param.detach().clone()) for unit in open_units for param in unit.params]
 
+    @torch.no_grad()
+    def undo() -> None:
+        for param, value in values:
+            param.copy_(value)
+        for param, version in versions:
+            torch._C._autograd._unsafe_set_version_counter((param,), (version,))
 
-def _set_versions(versions: list[tuple[Tensor, int]]) -> None:
-    for param, version in versions:
-        torch._C._autograd._unsafe_set_version_counter((param,), (version,))
+    return undo
 
 
 @contextlib.contextmanager
@@ -206,9 +192,6 @@ def summon_full_params(
     states = [state for each, state in units_of(module) if recurse or each is module]
     with full_params(states, writeback, rank0_only, with_grads):
         yield
-
-
-# --- gradients ------------------------------------------------------------------------------------
 
 
 class _FullGrads:
@@ -291,16 +274,12 @@ class _FullGrads:
         if self._shown:
             self._state.whole_grads = False
             for index, whole in self._whole.items():
-                self._return(index, whole, writeback)
-
-    def _return(self, index: int, whole: Tensor | None, writeback: bool) -> None:
-        param, own = self._params[index], self._own[index]
-        grad = None if writeback else own
-        part = part_of(param)
-        if writeback and whole is not None and part is not None:
-            grad = own if own is not None else torch.empty_like(param, requires_grad=False)
-            grad.copy_(part.of(whole.detach()))
-        param.grad = grad
+                param, own = self._params[index], self._own[index]
+                grad, part = None if writeback else own, part_of(param)
+                if writeback and whole is not None and part is not None:
+                    grad = own if own is not None else torch.empty_like(param, requires_grad=False)
+                    grad.copy_(part.of(whole.detach()))
+                param.grad = grad
 
     def _kind(self, grad: Tensor | None) -> int:
         if grad is None:

@@ -21,8 +21,6 @@ from zshard.ranks.transports import group_of
 from zshard.strategy import ShardingStrategy
 from zshard.units.units import State, state_of, units_of
 
-# --- values ---------------------------------------------------------------------------------------
-
 
 def _sharding_strategy(state: State) -> ShardingStrategy:
     usual = state.options.strategy
@@ -124,8 +122,6 @@ for _name, _value in _OF_STATE.items():
     _property = property(lambda model, value=_value: value(state_of(model)))  # type: ignore[misc]
     setattr(TorchNames, _name, YieldingName(_name, _property, is_common=True))
 
-
-# --- state dicts ----------------------------------------------------------------------------------
 
 _PREFIX = "module."
 

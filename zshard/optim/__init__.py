@@ -23,13 +23,11 @@ with the bits that an uninterrupted one would use.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
-from torch.optim.sgd import sgd
 
 from zshard.optim.step import InOneCall
 
@@ -42,35 +40,6 @@ class _AdamInOneCall(InOneCall):
     _rule = "adam"
     _state: ClassVar = {"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
     _counts_steps = True
-
-    @torch.no_grad()
-    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        grads = [p.grad for p in params if p.grad is not None]
-        if any(grad.is_sparse for grad in grads):
-            raise RuntimeError(
-                f"zshard.{type(self).__name__} does not support sparse gradients: create the layer "
-                "with sparse=False, or use torch.optim.SparseAdam"
-            )
-        states = [self.state[p] for p in params]
-        adam(
-            params,
-            grads,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
-            [state["step"] for state in states],
-            foreach=False,
-            fused=False,
-            has_complex=any(torch.is_complex(p) for p in params),
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            amsgrad=group["amsgrad"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-        )
 
 
 class Adam(_AdamInOneCall, torch.optim.Adam):
@@ -166,18 +135,9 @@ class SGD(InOneCall, torch.optim.SGD):
     """torch.optim.SGD with its step in C: same arguments, defaults and state, bit-identical.
 
     Args:
-        params: parameters or param groups, sharded or not.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
-        foreach, fused: accepted for compatibility; no effect, the step is always fused.
-        differentiable: must be False.
-        capturable: as in AdamW: for parameters on a GPU, a CUDA graph can replay the step with a
-            different `lr` (a tensor on that GPU), and a GradScaler can skip it.
-        stochastic_rounding: round bfloat16 parameters and their state stochastically (unbiased), to
-            train without a float32 copy. Other dtypes are not affected, except that float16 is not
-            supported.
-        rounding_seed: seed of the random bits, an int; pass the same on all ranks.
 
-    Raises ValueError for hyperparameters out of range, NotImplementedError for unsupported options.
+    Everything else is as in zshard.AdamW.
     """
 
     _rule = "sgd"
@@ -213,25 +173,3 @@ class SGD(InOneCall, torch.optim.SGD):
             for group in self.param_groups:
                 self._take_group(group)
         self._set_rounding(stochastic_rounding, rounding_seed)
-
-    @torch.no_grad()
-    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        grads = [p.grad for p in params if p.grad is not None]
-        buffers = [self.state[p].get("momentum_buffer") for p in params]
-        sgd(
-            params,
-            grads,
-            buffers,
-            has_sparse_grad=any(grad.is_sparse for grad in grads),
-            foreach=False,
-            fused=False,
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-        )
-        if group["momentum"] != 0:
-            for param, buffer in zip(params, buffers, strict=True):
-                self.state[param]["momentum_buffer"] = buffer

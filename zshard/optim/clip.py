@@ -14,6 +14,8 @@ ranks and counted once.
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,30 +24,20 @@ import torch
 from torch import Tensor
 from torch.nn import utils as nn_utils
 from torch.nn.utils import clip_grad
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zshard import _core
 from zshard._errors import ShardError
 from zshard.guard.slices import grads_of, plain
+from zshard.guard.whole_values import added, power_sum_of
 from zshard.optim.in_backward import refuse_clipping
 from zshard.ranks.agreement import PublicCall
 from zshard.ranks.transports import ranks_of
 from zshard.units.extensions import EXTENSIONS, Extension
-from zshard.units.shards import Part, known_parts, part_of
-
-__all__ = ["clip_grad_norm", "install", "last_norm"]
+from zshard.units.shards import known_parts, part_of
 
 # torch's functions within the wrappers that turn gradients off.
-_wrappers: object = clip_grad
-_torchs_total_norm: Callable[..., Tensor] = getattr(
-    getattr(_wrappers, "_get_total_norm", None), "__wrapped__", nn_utils.get_total_norm
-)
-_torchs_scale: Callable[..., None] = getattr(
-    getattr(_wrappers, "_clip_grads_with_norm_", None),
-    "__wrapped__",
-    nn_utils.clip_grads_with_norm_,
-)
-
+_torchs_total_norm: Callable[..., Tensor] = inspect.unwrap(nn_utils.get_total_norm)
+_torchs_scale: Callable[..., None] = inspect.unwrap(nn_utils.clip_grads_with_norm_)
 
 _REPLACED = (
     "the .grad of sharded parameter '{}' was replaced by another tensor: modify it in place "
@@ -60,8 +52,7 @@ def install() -> None:
 
 
 def _teach(wrapper: Any, torchs: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """Make torch's wrapper call the replacement: scripts that imported the name before zshard would
-    not see a new function."""
+    """Make torch's wrapper call the replacement: scripts may have imported the wrapper."""
     for cell in wrapper.__closure__:
         if cell.cell_contents is torchs:
             cell.cell_contents = replacement
@@ -100,22 +91,14 @@ def clip_grad_norm(
     return total
 
 
-_norms = WeakTensorKeyDictionary()
-"""The last norm of each list of parameters that was clipped, by the first of them."""
-
-
-def _note_norm(params: Sequence[Tensor], total: Tensor) -> None:
-    if params:
-        _norms[params[0]] = total
-
-
-def last_norm(params: Iterable[Tensor]) -> Tensor | None:
-    """Return the norm of the last clipping of a list that began with one of these parameters."""
-    return next((_norms[param] for param in params if param in _norms), None)
+def _note_norm(params: Iterable[Tensor], total: Tensor) -> None:
+    """Note a norm, before clipping, for the metrics of the parameters' model."""
+    part = next(filter(None, map(part_of, params)), None)
+    if part is not None and part.state is not None:
+        part.state.model.norm = total
 
 
 def _refuse_other_shards(tensors: Iterable[Tensor]) -> None:
-    """Raise for shards that are not gradients in zshard's memory."""
     for tensor in tensors:
         part = _core.slice_part(tensor)
         if part is not None and isinstance(tensor, torch.nn.Parameter):
@@ -136,33 +119,24 @@ def _refuse_foreign(params: Sequence[Tensor]) -> None:
             raise RuntimeError(_REPLACED.format(info["name"]))
 
 
+@plain()
 def _refuse_other_ranks(tensors: Iterable[Tensor]) -> None:
     """Raise if units over different ranks hold these parameters or gradients: each rank would
     compute another norm, and scale what they share by another factor."""
-    by_comm = {id(part.comm): part for part in _parts_of_all(tensors)}
-    if len(by_comm) < 2:
+    pairs = known_parts()
+    if len({id(part.comm) for _, part in pairs}) < 2:
         return
-    first, *others = by_comm.values()
-    for other in others:
+    grads = zip(grads_of(param for param, _ in pairs), pairs, strict=True)
+    by_memory = {_memory_of(grad): part for grad, (_, part) in grads if grad is not None}
+    parts = (part_of(each) or by_memory.get(_memory_of(each)) for each in tensors)
+    parts_by_comm = {id(part.comm): part for part in parts if part is not None}
+    for first, other in itertools.pairwise(parts_by_comm.values()):
         if ranks_of(first.comm) != ranks_of(other.comm):
             raise NotImplementedError(
                 f"'{first.name}' and '{other.name}' have no norm together, as their units are over "
                 "different ranks: call torch.nn.utils.clip_grad_norm_() or get_total_norm() once "
                 "for the parameters of each process group"
             )
-
-
-@plain()
-def _parts_of_all(tensors: Iterable[Tensor]) -> list[Part]:
-    """Return the entries of those tensors that are parameters or gradients of parameters; [] if all
-    parameters of this process have the same ranks."""
-    pairs = known_parts()
-    if len({id(part.comm) for _, part in pairs}) < 2:
-        return []
-    grads = zip(grads_of(param for param, _ in pairs), pairs, strict=True)
-    by_memory = {_memory_of(grad): part for grad, (_, part) in grads if grad is not None}
-    parts = (part_of(each) or by_memory.get(_memory_of(each)) for each in tensors)
-    return [part for part in parts if part is not None]
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -249,8 +223,7 @@ def _norm_over_ranks(
 def _norm_on_gpu(
     sharded: dict[_core.Engine, list[Tensor]], unsharded: Sequence[Tensor], norm_type: float
 ) -> Tensor:
-    """As _norm(), without waiting for the GPU: returns a float64 number there, which may not be
-    computed yet."""
+    """As _norm(), without waiting for the GPU: returns a float64 number there."""
     exponent = norm_type if math.isinf(norm_type) else 2.0  # how ranks' shares are combined
     parts = [_power_sum_on_gpu(unsharded, norm_type, 0)[0]] if unsharded else []
     for engine, grads in sharded.items():  # in list order, the same on all ranks
@@ -281,8 +254,7 @@ def _power_sum_on_gpu(tensors: Sequence[Tensor], norm_type: float, more: int) ->
 def _norm(
     sharded: dict[_core.Engine, list[Tensor]], unsharded: Sequence[Tensor], norm_type: float
 ) -> float:
-    """Return the norm over all ranks' shares of the sharded gradients, plus the unsharded ones
-    once."""
+    """Return the norm over all ranks' shares of sharded gradients, and unsharded ones once."""
     owner = _owner_of_norms()
     if owner is not None:
         owner.check_norm(norm_type)
@@ -290,8 +262,7 @@ def _norm(
             return _exact_norm(sharded, unsharded)
     total = power_sum(unsharded, norm_type)
     for engine, grads in sharded.items():  # in list order, the same on all ranks
-        part = norm_over_ranks(engine, grads, norm_type)
-        total = larger(total, part) if math.isinf(norm_type) else total + part
+        total = added(norm_type, (total, norm_over_ranks(engine, grads, norm_type)))
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
@@ -323,22 +294,12 @@ def norm_over_ranks(engine: _core.Engine, grads: Sequence[Tensor], norm_type: fl
 
 
 def power_sum(tensors: Sequence[Tensor], norm_type: float) -> float:
-    """Return the sum of |x|**norm_type in double precision; for inf the largest |x|. NaN and inf
-    propagate."""
+    """Return the sum of |x|**norm_type in double precision; for inf the largest |x|, or NaN."""
     plain = [t for t in tensors if t.layout == torch.strided and t.device.type in ("cpu", "cuda")]
     if len(plain) == len(tensors) and norm_type in (1.0, 2.0, math.inf):
         return float(_core.power_sum([t.contiguous() for t in tensors], norm_type))
     total = 0.0
     for tensor in tensors:
         _core.settle(tensor, False)
-        if math.isinf(norm_type):
-            largest = float(tensor.abs().max()) if tensor.numel() else 0.0
-            total = larger(total, largest)
-        else:
-            total += float(tensor.double().abs().pow(norm_type).sum())
+        total = added(norm_type, (total, power_sum_of(tensor, norm_type)))
     return total
-
-
-def larger(a: float, b: float) -> float:
-    """Return the larger of two numbers; NaN if either is NaN."""
-    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)

@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard.guard.outside import check_optimizer
+from zshard.guard.outside import check_zero_redundancy
 from zshard.guard.slices import guarded, plain
 from zshard.optim.sharded_state import SCALARS, entries_of, params_of, shard_state_of
 from zshard.optim.step_digest import note_step, note_values
@@ -41,12 +41,6 @@ from zshard.units.shards import (
     stepped_by,
     units_stepped_by,
 )
-
-__all__ = [
-    *("install", "install_steps", "is_older", "know", "know_again"),
-    *("post", "seen_optimizers"),
-]
-
 
 _ELEMENTWISE = (
     *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
@@ -65,9 +59,8 @@ _QUANTIZE = frozenset(("bitsandbytes", "torchao"))
 """Packages with optimizers that quantize their state."""
 
 
-@functools.cache
 def install() -> None:
-    """Start watching the steps of all optimizers. Idempotent."""
+    """Start watching the steps of all optimizers."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
@@ -125,8 +118,7 @@ def know_again(unit: _core.Unit) -> None:
 
 
 def seen_optimizers() -> list[Optimizer]:
-    """Return all living optimizers that have stepped, that step in backward, or whose state has
-    been saved or loaded, in order of first use."""
+    """Return all living optimizers that have stepped, saved or loaded, in order of first use."""
     return [each for each, context in contexts.items() if context.seen is not None]
 
 
@@ -173,8 +165,7 @@ def _before_step(
 
 
 def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
-    """Refuse invalid gradients, and notify the models that their parameters are about to be
-    written."""
+    """Refuse invalid gradients, and notify the models that they are about to be written."""
     context = context_of(optimizer)
     if context.outer is not None and context.outer.has_begun and not in_closure:
         context.has_begun = True
@@ -221,7 +212,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             )
         _end_of_step(optimizer)
         if is_outermost:
-            _note_step(optimizer)
+            note_step(optimizer)
         know(optimizer, in_step=True)  # its state exists now
     finally:
         _end_writes(optimizer)
@@ -261,10 +252,6 @@ def _after_failed_step(optimizer: Optimizer) -> None:
             _end_writes(optimizer)
 
 
-# The compiler would trace code that it does not support.
-_note_step = torch._disable_dynamo(note_step)  # type: ignore[attr-defined]
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -272,7 +259,7 @@ def _refuse_by_class(optimizer: Optimizer) -> None:
     cls = type(optimizer)
     library, name = cls.__module__.partition(".")[0], cls.__name__.lower()
     if name == "zeroredundancyoptimizer":
-        check_optimizer(optimizer)
+        check_zero_redundancy(optimizer)
     takes_norms = library in _KERNELS and any(word in name for word in _NEED_NORMS)
     quantizes = library in _QUANTIZE and any(word in name for word in ("8bit", "4bit", "fp8"))
     if (takes_norms or quantizes) and any(map(_core.is_shard, params_of(optimizer))):
@@ -356,8 +343,7 @@ def _n_entries(optimizer: Optimizer) -> int:
 
 @contextlib.contextmanager
 def _with_foreach(optimizer: Optimizer) -> Iterator[None]:
-    """Context manager in which an optimizer steps shards on GPUs with foreach operations, where it
-    would do so with torch's own classes."""
+    """Step shards on GPUs with foreach operations where torch's own classes would."""
     groups = [group for group in optimizer.param_groups if _takes_foreach(group)]
     for group in groups:
         group["foreach"] = True

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
 from zshard.optim.hooks import know
+from zshard.optim.sharded_state import params_of
 from zshard.optim.step import InOneCall
 from zshard.optim.step_digest import note_step
 from zshard.units.extensions import EXTENSIONS, refuse_writes
@@ -29,14 +30,8 @@ from zshard.units.moment import REPLACED, refuse
 from zshard.units.shards import context_of, ids_of
 from zshard.units.units import Hook, State, hook_forward, units_of
 
-__all__ = [
-    *("OptimizerInBackward", "is_stepped_in_backward", "refuse_clipping", "refuse_scaler"),
-    "watch_scaled",
-]
-
-_handles: weakref.WeakKeyDictionary[nn.Module, list[OptimizerInBackward]] = (
-    weakref.WeakKeyDictionary()
-)
+_handles: weakref.WeakKeyDictionary[nn.Module, list[OptimizerInBackward]]
+_handles = weakref.WeakKeyDictionary()
 """The active handles, by the module that optimizer_in_backward was called on."""
 
 _OVER, _BEGIN = -1, -2  # must match csrc/python/py_in_backward.c
@@ -98,11 +93,8 @@ class OptimizerInBackward:
             state.hooks.remove(hook)
         self._units, self._hooks = [], []
         module = self._module()
-        active = _handles.get(module, []) if module is not None else []
-        if module is not None and self in active:
-            active.remove(self)
-            if not active:
-                del _handles[module]
+        if module is not None and self in _handles.get(module, ()):
+            _handles[module].remove(self)
 
     def _attach(self, module: nn.Module, state: State, groups: dict[int, tuple[Any, int]]) -> None:
         unit = state.unit
@@ -187,7 +179,7 @@ def _note_scaled(_grad: Tensor) -> None:
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
     """Raise RuntimeError if a scaler is to unscale gradients with which a backward has stepped."""
-    if _handles and _any_steps(param for g in optimizer.param_groups for param in g["params"]):
+    if _any_steps(params_of(optimizer)):
         raise _no_scaler()
 
 

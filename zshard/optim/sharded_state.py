@@ -23,17 +23,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zshard import _core
-from zshard.guard.slices import guard_like, plain
+from zshard.guard.slices import guard_like, plain, slices_among
 from zshard.ranks.agreement import Fact
 from zshard.units.shards import Entry, Part, part_of
-
-__all__ = [
-    *("OF_CODES", "SCALARS", "SCALES", "HeldState", "SizeOf", "bytes_declared", "class_of_state"),
-    *("copied", "declared", "entries_of", "facts_of_other", "full_state_of", "held_by"),
-    *("held_in", "move_together", "one_tensor", "other_state", "params_of", "part_of_state"),
-    *("scalar_keys", "shape_of_state", "shard_state_of", "takes_full_state", "without_parameters"),
-    "zeros_side_by_side",
-]
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
 """What torch's optimizers keep as one number per parameter. Used only if shapes do not tell: for
@@ -110,8 +102,7 @@ class HeldState(NamedTuple):
 
     @property
     def nested(self) -> str | None:
-        """Return the first entry with sharded tensors inside a list or dict; None if there is
-        none."""
+        """Return the first entry with sharded tensors inside a list or dict, or None."""
         for key, value in self.state.items():
             leaves = [] if isinstance(value, Tensor) else tree_leaves(value)
             if self.part.shape != () and any(part_of_state(self.part, "", e) for e in leaves):
@@ -136,14 +127,11 @@ class HeldState(NamedTuple):
         return about, ", ".join(words) or "none"
 
 
-def held_by(optimizer: Optimizer) -> list[HeldState]:
-    """Return all sharded parameters of the optimizer in its order, also those without state."""
-    return held_in(params_of(optimizer), optimizer)
-
-
 @plain()
-def held_in(params: Iterable[Tensor], optimizer: Optimizer) -> list[HeldState]:
-    """As held_by(), of these parameters of the optimizer."""
+def held_by(optimizer: Optimizer, params: Iterable[Tensor] | None = None) -> list[HeldState]:
+    """Return the sharded parameters of the optimizer, or those of `params`, in their order, also
+    those without state."""
+    params = params_of(optimizer) if params is None else params
     state = optimizer.state
     cut = [(param, part) for param in params if (part := part_of(param)) and part.is_cut]
     states = [(param, part, entries_of(state, param)) for param, part in cut]
@@ -199,7 +187,8 @@ def other_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
     for key, value in list(state.items()):
         if isinstance(key, Tensor) and isinstance(value, Mapping):
             continue
-        if any(isinstance(leaf, Tensor) and _is_shard(leaf) for leaf in tree_leaves(value)):
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        if slices_among(tensors) or any(map(_core.is_shard, tensors)):
             where = "in the place of a dict" if isinstance(key, Tensor) else f"under {key!r}"
             raise RuntimeError(
                 f"the optimizer's state has sharded tensors {where}, which cannot be gathered: "
@@ -226,10 +215,6 @@ def without_parameters(rest: Mapping[Any, Any], known: Iterable[object]) -> dict
         for key, value in rest.items()
         if type(key) is not int and not is_of_a_parameter(value)
     }
-
-
-def _is_shard(value: Tensor) -> bool:
-    return _core.is_shard(value) or _core.slice_part(value) is not None
 
 
 def copied(value: object) -> Any:
@@ -299,8 +284,7 @@ def zeros_side_by_side(
 @torch.no_grad()
 @plain()
 def move_together(values: Sequence[Tensor], readers: _core.Comm | None) -> None:
-    """Move tensors on the CPU into one new block of memory; they stay the same objects. readers: as
-    in _core.shared_zeros()."""
+    """Move CPU tensors, which stay the same objects, into one new block that `readers` can read."""
     starts, end = [], 0
     for value in values:
         starts.append(end)
@@ -312,8 +296,7 @@ def move_together(values: Sequence[Tensor], readers: _core.Comm | None) -> None:
 
 
 def _readers_of(param: Tensor) -> _core.Comm | None:
-    """Return the transport over which other ranks can read state of this parameter; None: the state
-    is private."""
+    """Return the transport over which ranks can read its state; None: it is private."""
     part = part_of(param)
     if part is None or part.peers is None or not part.is_cut:
         return None

@@ -25,7 +25,7 @@ import time
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,12 +35,10 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard.guard.slices import plain
 from zshard.guard.whole_values import new_full, read_full
-from zshard.optim.sharded_state import HeldState, held_in, move_together, params_of
+from zshard.optim.sharded_state import HeldState, held_by, move_together, params_of
 from zshard.ranks.agreement import first_difference
 from zshard.units.shards import context_of, ids_of, known_parts
 from zshard.units.units import State, session, units_of
-
-__all__ = ["FullState", "ModelRecord", "meet", "read_peers"]
 
 _TOKEN = 8  # bytes that identify a model
 _LATE = 5.0  # seconds that a rank may take to post what this one has posted
@@ -86,7 +84,6 @@ class OptimizerRecord:
 
 
 def _entries_in(state: Mapping[Any, Any]) -> int:
-    """Return how many values parameters have there."""
     own = list(state.items())
     return sum(len(each) for key, each in own if isinstance(key, Tensor) and hasattr(each, "keys"))
 
@@ -142,7 +139,7 @@ class ModelRecord:
     def _record(self, optimizer: Optimizer, record: OptimizerRecord, is_settled: bool) -> None:
         ids = {id(ref()) for ref in self._params}
         params = [param for param in params_of(optimizer) if id(param) in ids]
-        held = held_in(params, optimizer)
+        held = held_by(optimizer, params)
         cut = [(i, key, entry) for i, each in enumerate(held) for key, entry in each.shards.items()]
         places = self.board.places([entry.value for _, _, entry in cut])
         rows = [
@@ -216,38 +213,31 @@ class Board:
         return found
 
     def drop(self) -> None:
-        """Post which optimizers have died, and free the state of those that all ranks have
-        dropped."""
+        """Post which optimizers have died, and free the state of those that all ranks dropped."""
         try:
-            dead = set(self._dead())
+            dead = {
+                f"{token} {key}"
+                for token, model in list(self.models.items())
+                for key, record in list(model.optimizers.items())
+                if record.is_dropped
+            }
             if dead - self._dropped:
                 self._dropped |= dead
                 self.publish()
-            self.sweep()
+            for rank in range(self.comm.world) if dead else ():
+                if rank != self.comm.rank and not _core.has_left(self.comm, rank):
+                    dead &= set(self.read(rank)["dropped"])
+            for name in dead:
+                token, _, key = name.partition(" ")
+                self.models[token].optimizers.pop(key, None)
+                if not self.models[token].optimizers:
+                    del self.models[token]
+            if dead:
+                self.publish()
+            if not self.models:
+                _kept.discard(self)
         except Exception:  # the process exits: the transport is closed, or modules are empty
             return
-
-    def _dead(self) -> Iterator[str]:
-        for token, model in list(self.models.items()):
-            for key, record in list(model.optimizers.items()):
-                if record.is_dropped:
-                    yield f"{token} {key}"
-
-    def sweep(self) -> None:
-        """Free the state of optimizers that all ranks have dropped."""
-        dead = set(self._dead())
-        for rank in range(self.comm.world) if dead else ():
-            if rank != self.comm.rank and not _core.has_left(self.comm, rank):
-                dead &= set(self.read(rank)["dropped"])
-        for name in dead:
-            token, _, key = name.partition(" ")
-            self.models[token].optimizers.pop(key, None)
-            if not self.models[token].optimizers:
-                del self.models[token]
-        if dead:
-            self.publish()
-        if not self.models:
-            _kept.discard(self)
 
 
 _kept: set[Board] = set()
@@ -270,9 +260,6 @@ def meet(module: nn.Module, shards: _core.Comm) -> None:
     record = ModelRecord(token, board, params)
     for state in states:
         state.meet(record)
-
-
-# --- reading --------------------------------------------------------------------------------------
 
 
 def read_peers(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldState]) -> FullState:

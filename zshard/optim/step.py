@@ -13,6 +13,7 @@ updated as one run.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,10 +87,8 @@ class InOneCall(torch.optim.Optimizer):
                 group["rounding_step"] += 1
 
     def _step_part(self, index: int, unit: int, params: list[Tensor]) -> None:
-        """Step some parameters of group `index`, those of one unit; for optimizer_in_backward.
-
-        Does not count as a step of stochastic rounding: `_end_parts` does, once for all parts.
-        """
+        """Step one unit's parameters of group `index`, for optimizer_in_backward. Stochastic
+        rounding counts the step in `_end_parts`, once for all parts."""
         group = {**self.param_groups[index], "params": params}
         state = {param: self.state[param] for param in params if param in self.state}
         self._step_params((index, unit), group, state)
@@ -102,8 +101,7 @@ class InOneCall(torch.optim.Optimizer):
                 self.param_groups[index]["rounding_step"] += 1
 
     def _step_params(self, key: object, group: dict[str, Any], state: dict[Any, Any]) -> None:
-        """Step a group by its plan, which is cached under `key`. state: at least that of its
-        parameters."""
+        """Step a group by its plan, cached under `key`. state: at least that of its parameters."""
         if not group["params"]:
             return
         rounds = group.get("stochastic_rounding")
@@ -116,14 +114,15 @@ class InOneCall(torch.optim.Optimizer):
         foreign = None if plan is None else self._step_by(plan, group, state)
         if foreign is None:
             foreign = self._step_with_new_plan(key, group, state)
-        if foreign and self.prepared is not None:
+        if foreign and (self.prepared is not None or self.scale_group > 1):
+            what = "an 8-bit optimizer" if self.prepared is None else "a kept run"
             shape = tuple(group["params"][foreign[0]].shape)
             raise NotImplementedError(
-                f"a kept run steps contiguous parameters with dense gradients, unlike one of shape "
-                f"{shape}: leave it out of the optimizer, or do not keep this run"
+                f"{what} steps contiguous parameters with dense gradients, unlike one of shape "
+                f"{shape}: give it to another optimizer, which is not kept"
             )
         if foreign:
-            self._step_by_torch(group, [group["params"][i] for i in foreign])
+            self._step_by_torch({**group, "params": [group["params"][i] for i in foreign]})
 
     def _step_by(
         self, plan: _core.OptimPlan, group: dict[str, Any], state: dict[Any, Any]
@@ -168,15 +167,11 @@ class InOneCall(torch.optim.Optimizer):
         self._set_scaler_flag()
 
     def _set_scaler_flag(self) -> None:
-        """Whether torch's GradScaler may leave checking `found_inf` to the step, on the GPU.
-
-        It then sets `grad_scale` and `found_inf` while it calls step().
-        """
+        """Note whether a GradScaler may leave checking `found_inf` to the step, on the GPU."""
         self._step_supports_amp_scaling = all(g.get("capturable") for g in self.param_groups)
 
     def _live(self, group: dict[str, Any]) -> tuple[Tensor | None, ...] | None:
-        """(Capturable) Return what a step reads on the GPU: new tensors, so that each graph has its
-        own."""
+        """(Capturable) Return what a step reads on the GPU: new tensors for each graph."""
         if not group.get("capturable"):
             return None
         device = group["params"][0].device
@@ -200,10 +195,8 @@ class InOneCall(torch.optim.Optimizer):
         self._set_scaler_flag()  # with fused, torch has set it already
 
     def _take_group(self, group: dict[str, Any]) -> None:
-        """Check a group's options, and complete those of stochastic rounding if it is enabled.
-
-        Otherwise a group has no such options: its state dict is torch's.
-        """
+        """Check a group's options, and complete those of stochastic rounding if it is enabled: else
+        a group has none, and its state dict is torch's."""
         for option in ("capturable", "stochastic_rounding"):
             if option in self.defaults:
                 group.setdefault(option, self.defaults[option])
@@ -228,8 +221,7 @@ class InOneCall(torch.optim.Optimizer):
     def _step_with_new_plan(
         self, key: object, group: dict[str, Any], state: dict[Any, Any]
     ) -> tuple[int, ...]:
-        """Give state to the parameters that lack it, and step; return the indices that C did not
-        take."""
+        """Make missing state, and step; return the indices that C did not take."""
         params: list[Tensor] = group["params"]
         if _core.capturing(params):
             raise RuntimeError(
@@ -282,7 +274,6 @@ class InOneCall(torch.optim.Optimizer):
         return fresh
 
     def _state_names(self, group: Mapping[str, Any]) -> list[str]:
-        """Return the names of the tensors that the group's rule keeps for each parameter."""
         return [name for name, option in self._state.items() if option is None or group[option]]
 
     def state_layout(
@@ -293,12 +284,16 @@ class InOneCall(torch.optim.Optimizer):
         than the parameter. What makes, saves, loads and sizes state asks here."""
         return dict.fromkeys([*["step"] * self._counts_steps, *self._state_names(group)])
 
-    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Update parameters that the C loop does not support, with torch's own function."""
-        raise NotImplementedError
-
-
-# --- loading --------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _step_by_torch(self, group: dict[str, Any]) -> None:
+        """Update parameters that the C loop does not support, by the step of torch's class."""
+        torchs = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("torch."))
+        groups = self.param_groups
+        self.param_groups = [{**group, "foreach": False, "fused": False}]
+        try:
+            inspect.unwrap(torchs.step)(self)  # type: ignore[attr-defined] # without hooks
+        finally:
+            self.param_groups = groups
 
 
 def keep_options(group: dict[str, Any], before: Mapping[str, Any]) -> None:
@@ -306,9 +301,6 @@ def keep_options(group: dict[str, Any], before: Mapping[str, Any]) -> None:
     zshard's in torch's: those of the optimizer's own group. Random bits begin anew."""
     for option in before.keys() - group.keys() - {"rounding_step"}:
         group[option] = before[option]
-
-
-# --- options --------------------------------------------------------------------------------------
 
 
 def _unsupported(name: str, group: dict[str, Any]) -> str:

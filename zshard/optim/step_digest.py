@@ -14,31 +14,24 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zshard.guard.slices import plain
-from zshard.units.shards import Stepped, context_of, contexts, replicas_of, stepped_by
-
-__all__ = ["note_step", "note_values", "sum_of_bits"]
+from zshard.units.shards import Stepped, context_of, contexts, known_parts, stepped_by
 
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Options that change speed, not results; ranks may differ in them."""
 
 _MASK = (1 << 64) - 1
 
-_ROOM = 3072
-"""Bytes of text that peers are told (csrc/comm/fingerprint.h)."""
-
 
 class _Account:
-    """The known state of an optimizer that steps a model; its digest is recomputed only where it
-    changed."""
+    """The known state of an optimizer that steps a model, with its digest."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, label: str) -> None:
         self.label = label
@@ -46,9 +39,6 @@ class _Account:
         self.keys = [key for key in options if key not in _HOW]
         self.digest = 0
         self.lines = ""
-        # "params" twice, since itemgetter returns no tuple for a single key.
-        self._get: Callable[[Any], tuple[Any, ...]]
-        self._get = operator.itemgetter("params", "params", *self.keys)
         self._groups: tuple[tuple[int, int, int], ...] = ()  # the model's, see Stepped
         self._options: list[tuple[Any, ...]] = []  # each group's options at the last digest
         self._counted: tuple[int, int] | None = None
@@ -58,7 +48,7 @@ class _Account:
     def take(self, optimizer: torch.optim.Optimizer, model: Stepped) -> bool:
         """Check what the optimizer has stepped with; return whether it is new."""
         groups = optimizer.param_groups
-        options = [self._options_of(groups[number]) for number, _, _ in model.groups]
+        options = [tuple(map(groups[number].get, self.keys)) for number, _, _ in model.groups]
         if model.groups is self._groups and _are_same(options, self._options):
             return False
         self._groups, self._options = model.groups, options
@@ -92,29 +82,26 @@ class _Account:
         step = _value(state.get("step")) if isinstance(state, dict) else None
         return int(step) if isinstance(step, int | float) and math.isfinite(step) else 0
 
-    def _options_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        try:
-            return self._get(group)[2:]
-        except KeyError:  # a group of an old state dict
-            return tuple(group.get(key) for key in self.keys)
 
-
+@torch._disable_dynamo  # type: ignore[attr-defined] # the compiler does not support all of it
 def note_step(optimizer: torch.optim.Optimizer, engine_id: int | None = None) -> None:
     """Notify the models (or one of them) that the optimizer has stepped, and with what."""
     for model in stepped_by(optimizer):
         state = model.state
-        if state is None or model.is_alone or engine_id not in (None, state.unit.engine_id):
+        if state is None or engine_id not in (None, state.unit.engine_id):
             continue
-        account = model.account
-        if account is None:
-            account = model.account = _account_of(optimizer, model.comm_id)
+        if state.comms.all.world == 1:
+            continue
+        comm_id = id(state.comms.all)
+        account = _account_of(optimizer, comm_id)
         with plain():
             is_new = account.take(optimizer, model)
             count = account.count(optimizer)
         engine = state.unit.engine
         engine.note_step(account.digest, count & _MASK)
         if is_new:
-            engine.tell_settings(_all_texts(model.comm_id))
+            accounts = (each.accounts.get(comm_id) for each in contexts.values())
+            engine.tell_settings("".join(each.lines for each in accounts if each is not None))
         if state.model.spare is not None:
             state.model.spare.note_step()
 
@@ -132,18 +119,6 @@ def _account_of(optimizer: torch.optim.Optimizer, comm_id: int) -> _Account:
     return accounts[comm_id]
 
 
-def _all_texts(comm_id: int) -> str:
-    """Return all texts, up to the length that peers receive."""
-    texts, room = [], _ROOM
-    for context in contexts.values():
-        if comm_id in context.accounts and room > 0:
-            texts.append(context.accounts[comm_id].lines)
-            room -= len(texts[-1])
-        if room <= 0:
-            break
-    return "".join(texts)
-
-
 # --- parameters that every rank has in full -------------------------------------------------------
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -154,16 +129,16 @@ def note_values(models: list[Stepped]) -> None:
     """Note the values of models that an optimizer is about to step for the first time."""
     for each in models:
         state = each.state
-        if state is None or not each.replicated or each.is_alone or state.model.is_compared:
+        if state is None or not each.replicated or state.model.is_compared:
             continue
         state.model.is_compared = True
-        for param, part in replicas_of(each):
-            part.note_draw(param, sum_of_bits(param))
+        for param, part in known_parts() if state.comms.all.world > 1 else ():
+            if part.unit is not None and part.unit.engine_id == state.unit.engine_id:
+                part.note_draw(param, sum_of_bits(param))
 
 
 def sum_of_bits(param: Tensor) -> int:
-    """Return the sum of the elements' bits as integers: a fast digest. 0 for elements that are not
-    contiguous."""
+    """Return the sum of contiguous elements' bits as integers, a fast digest; 0 for others."""
     if param.is_complex():
         param = torch.view_as_real(param)
     kind = _INTEGERS.get(param.element_size())
@@ -181,19 +156,15 @@ def sum_of_bits(param: Tensor) -> int:
 
 def _are_same(rows: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> bool:
     """Return whether these are the same immutable objects. (Tensors and lists can change.)"""
-    if len(rows) != len(before):
-        return False
-    for row, earlier in zip(rows, before, strict=True):
-        if len(row) != len(earlier) or not all(map(operator.is_, row, earlier)):
-            return False
-        if any(isinstance(each, Tensor | list) for each in row):
-            return False
-    return True
+    return all(
+        value is earlier and not isinstance(value, Tensor | list)
+        for row, row_before in zip(rows, before, strict=True)
+        for value, earlier in zip(row, row_before, strict=True)
+    )
 
 
 def _value(value: object) -> object:
-    """Return a number, text or tuple; None for values that are not compared, such as tensors on
-    GPUs."""
+    """Return a number, text or tuple; None for what is not compared, such as tensors on GPUs."""
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
     if isinstance(value, list | tuple):
@@ -201,16 +172,9 @@ def _value(value: object) -> object:
     return value if isinstance(value, bool | int | float | str) else None
 
 
-# --- digests --------------------------------------------------------------------------------------
-
-
 @functools.lru_cache(maxsize=4096, typed=True)
 def _number(value: object) -> int:
-    """Return a number that represents a value."""
     return zlib.crc32(repr(value).encode())
-
-
-# --- text -----------------------------------------------------------------------------------------
 
 
 def _listed(values: Sequence[Any]) -> str:

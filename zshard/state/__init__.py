@@ -19,15 +19,12 @@ __all__ = ["state_dict_form"]
 @contextlib.contextmanager
 def state_dict_form(
     module: nn.Module,
-    *,
     rank0_only: bool = False,
     optim_rank0_only: bool = False,
     settings: object = None,
 ) -> Iterator[None]:
-    """Context manager that sets what state_dict() of `module` and of its units returns.
-
-    The arguments are the fields of StateDictForm.
-    """
+    """Context manager that sets what state_dict() of `module` and of its units returns: the fields
+    of a StateDictForm."""
     states = [state for _, state in units_of(module)]
     before = [state.form for state in states]
     for state in states:

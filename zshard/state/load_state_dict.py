@@ -150,8 +150,7 @@ def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> tuple[Load
 
 
 class _Recorder(TorchFunctionMode):
-    """Context manager that records copies to the tensors of a model instead of executing them, and
-    copies that would change the kind of dtype."""
+    """Records copies to a model's tensors, instead of executing them, and dtypes that misfit."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -185,8 +184,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 class _Later(contextlib.AbstractContextManager["_Later"]):
-    """Context manager that delays set_extra_state() and load post hooks of the modules of
-    `model`."""
+    """Delays set_extra_state() and load post hooks of the modules of `model`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
@@ -220,9 +218,6 @@ class _Later(contextlib.AbstractContextManager["_Later"]):
             for module, own in modules
             for hook in own[_HOOKS].values()
         ]
-
-
-# --- report loads to the models -------------------------------------------------------------------
 
 
 def note_loads(loads: Iterable[NotedLoad]) -> None:

@@ -52,8 +52,7 @@ from zshard.wrap.tree import UnitSpec
 
 
 def attach(state: State, spec: UnitSpec) -> None:
-    """Make a sharded unit save and load full parameters, whichever module at or below the unit's
-    the call starts at."""
+    """Make a unit save and load full parameters, whichever module of it the call starts at."""
     # The unit's module too, even if it owns none: it runs first, so it refuses before a change.
     _places_of(spec.module)
     for ref in spec.params:
@@ -67,7 +66,7 @@ def attach(state: State, spec: UnitSpec) -> None:
             or is_leaf
             or isinstance(module.__dict__.get(_StateDictMethod.name), _StateDictMethod)
         ):
-            module.__dict__[_StateDictMethod.name] = _StateDictMethod(module)
+            module.__dict__[_StateDictMethod.name] = _StateDictMethod(module, {})
 
 
 def attach_replicated(spec: UnitSpec) -> None:
@@ -99,7 +98,6 @@ def _copy_replicated(module: nn.Module, state: Any, prefix: str, _metadata: obje
 
 
 def _refuse_assignment(metadata: dict[str, Any]) -> None:
-    """Raise ValueError for load_state_dict(assign=True)."""
     if metadata.get("assign_to_params_buffers", False):
         raise ValueError(
             "load_state_dict(assign=True) is not supported: it would replace the parameters that "
@@ -168,7 +166,6 @@ def _settle_replicas(module: nn.Module) -> None:
 
 
 def _refuse_shards(state: object) -> None:
-    """Raise RuntimeError for an entry whose memory is a shard."""
     for key, value in state.items() if isinstance(state, Mapping) else ():
         if isinstance(value, torch.Tensor) and _core.is_shard(value):
             raise RuntimeError(
@@ -181,12 +178,18 @@ def _refuse_shards(state: object) -> None:
 # --- the methods on instances ---------------------------------------------------------------------
 
 
+_Places = dict[str, tuple[nn.Parameter, _core.Unit]]
+"""An owner's attributes that are parameters of units. No module is held: a submodule that outlives
+the model keeps the unit whose memory it uses, and no other modules."""
+
+
 class _Override:
     """A method of one module, in that module's __dict__."""
 
     name: str
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, places: _Places) -> None:
+        self.places = places
         self._module = weakref.ref(module)  # the module holds this: avoid a cycle
         self._patch = module.__dict__.get(self.name)  # an earlier replacement by other code
 
@@ -203,9 +206,17 @@ class _Override:
             return self._patch  # type: ignore[no-any-return]
         return types.MethodType(getattr(type(self.module), self.name), self.module)
 
+    def in_use(self) -> dict[str, Entry]:
+        """Return the parameters that are still in place, without those that users replaced."""
+        there = self.module._parameters
+        return {
+            name: entry_of(param, unit)
+            for name, (param, unit) in self.places.items()
+            if there.get(name) is param
+        }
+
     def __reduce__(self) -> Any:
-        """Restore the original method in a copy or pickle of the module, which belongs to no
-        unit."""
+        """Restore the original method in a copy or pickle, which belongs to no unit."""
         return operator.getitem, ((self.original(),), 0)
 
 
@@ -218,29 +229,7 @@ class _StateDictMethod(_Override):
         return whole_state_dict(self.module, self.original(), args, kwargs)
 
 
-_Places = dict[str, tuple[nn.Parameter, _core.Unit]]
-"""An owner's attributes that are parameters of units. No module is held: a submodule that outlives
-the model keeps the unit whose memory it uses, and no other modules."""
-
-
-class _OwnersMethod(_Override):
-    """A method of an owner."""
-
-    def __init__(self, module: nn.Module, places: _Places) -> None:
-        super().__init__(module)
-        self.places = places
-
-    def in_use(self) -> dict[str, Entry]:
-        """Return the parameters that are still in place, without those that users replaced."""
-        there = self.module._parameters
-        return {
-            name: entry_of(param, unit)
-            for name, (param, unit) in self.places.items()
-            if there.get(name) is param
-        }
-
-
-class _SaveMethod(_OwnersMethod):
+class _SaveMethod(_Override):
     """nn.Module's `_save_to_state_dict`, with full copies in the places. Collective."""
 
     name = "_save_to_state_dict"
@@ -256,7 +245,7 @@ class _SaveMethod(_OwnersMethod):
             note_returned(copies.owners, destination)
 
 
-class _LoadMethod(_OwnersMethod):
+class _LoadMethod(_Override):
     """nn.Module's `_load_from_state_dict` for full tensors. Raises ValueError for assign=True;
     wrong shapes are nn.Module's errors, with full shapes."""
 

@@ -47,8 +47,6 @@ from zshard.units.returned import tensors_in
 from zshard.units.shards import part_of
 from zshard.units.units import State
 
-__all__ = ["gather_state", "install"]
-
 _torchs_save = Optimizer.state_dict
 
 
@@ -90,18 +88,10 @@ def _note_returned(
         returned.note(state, tensors, said)
 
 
-def _numbers(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[int, Any]:
-    """Return what a state dict's groups call each parameter, by the parameter's id."""
-    listed = (number for group in state_dict["param_groups"] for number in group["params"])
-    return {id(p): number for p, number in zip(params_of(optimizer), listed, strict=True)}
-
-
-# --- saving ---------------------------------------------------------------------------------------
-
-
 def _with_full_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """Torch's post-hook of state_dict(). gather_state() documents which ranks call it."""
-    numbers = _numbers(optimizer, packed)
+    listed = (number for group in packed["param_groups"] for number in group["params"])
+    numbers = {id(p): number for p, number in zip(params_of(optimizer), listed, strict=True)}
     whole = {numbers[id(param)]: entries for param, entries in gather_state(optimizer)}
     state = packed["state"]
     if whole:  # copy the rest, too: otherwise it could be one step newer

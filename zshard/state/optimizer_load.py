@@ -32,11 +32,6 @@ from zshard.units.extensions import refuse_writes
 from zshard.units.shards import Part, part_of, units_stepped_by
 from zshard.units.units import writing
 
-__all__ = [
-    *("ReadState", "entries_to_load", "has_parts", "load", "problems_with", "read_entries"),
-    *("run_post_hooks", "undo_of"),
-]
-
 _torchs_load = Optimizer.load_state_dict
 
 
@@ -206,13 +201,8 @@ def entries_to_load(optimizer: Optimizer, given: Mapping[str, Any]) -> list[Load
     A full tensor is loaded as its parameter is sharded; a WholeMatrix takes full tensors. The
     parameters are resharded, as between steps; Part.settle() documents what it raises.
     """
-    return _entries_in(optimizer, _states_in(optimizer, given))
-
-
-def _entries_in(
-    optimizer: Optimizer, states: Sequence[tuple[_Param, Mapping[Any, Any]]]
-) -> list[LoadEntry]:
     entries = []
+    states = _states_in(optimizer, given)
     scalars = sharded_state.scalar_keys((param.shape, own) for param, own in states)
     for param, own in states:
         if param.part is not None:
@@ -273,9 +263,8 @@ def read_entries(
 def _state_to_load(
     optimizer: Optimizer, given: Mapping[str, Any], todo: LoadPlan | None
 ) -> dict[Any, Any]:
-    """Return the state by parameter."""
-    states = _states_in(optimizer, given)
-    entries, params = _entries_in(optimizer, states), {param.number: param for param, _ in states}
+    entries = entries_to_load(optimizer, given)
+    params = {param.number: param for param, _ in _states_in(optimizer, given)}
     state: dict[Any, Any] = defaultdict(dict)
     for number, own in given["state"].items():
         if number not in params:

@@ -38,19 +38,6 @@ from zshard.units.returned import note_used, tensors_in
 from zshard.units.shards import part_of
 from zshard.units.units import plain_name, units_of
 
-__all__ = [
-    "by_name",
-    "by_number",
-    "load_optim_state_dict",
-    "names_of",
-    "optim_state_dict",
-    "outermost_comm",
-    "refuse_clash",
-    "to_load",
-]
-
-_HOW = "zshard.optim_state_dict(model, optimizer)"
-
 
 @PublicCall("optim_state_dict()")
 def optim_state_dict(
@@ -117,9 +104,6 @@ def load_optim_state_dict(
         raise
 
 
-# --- the model ------------------------------------------------------------------------------------
-
-
 def outermost_comm(model: nn.Module) -> _core.Comm:
     """Return the ranks of the outermost unit; a single rank for a model without units."""
     state = next((state for _, state in units_of(model)), None)
@@ -159,8 +143,7 @@ def refuse_clash(other: Iterable[Any], names: Mapping[int, str]) -> None:
 def by_name(
     names: Mapping[int, str], optimizer: Optimizer, numbered: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a state dict of torch's format with names instead of numbers, without the optimizer's
-    own tensors."""
+    """Return a copy of a state dict of torch's format with names instead of numbers."""
     note_used(tensors_in(numbered["state"]))  # these are no aliases under DDP either
     numbers = {number for group in numbered["param_groups"] for number in group["params"]}
     state: dict[Any, Any] = {
@@ -194,14 +177,10 @@ def _copy(value: object, live: object) -> Any:
     return copy.deepcopy(value)
 
 
-# --- loading --------------------------------------------------------------------------------------
-
-
 def to_load(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | None, from_rank0: bool
 ) -> dict[str, Any]:
-    """Return the argument of optimizer.load_state_dict(), with numbers instead of names. Raises
-    ValueError, the same on all ranks."""
+    """Return optimizer.load_state_dict()'s argument. Raises ValueError, the same on all ranks."""
     names_of(model, optimizer)
     comm = outermost_comm(model)
     problems: list[str] = []
@@ -241,7 +220,6 @@ def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) ->
 
 
 def _raise_together(comm: _core.Comm, problems: Sequence[str]) -> None:
-    """Raise ValueError on all ranks if any rank has problems."""
     text = "\n".join(problems)
     everyone = gather(comm, text)
     for rank, each in enumerate(everyone):
@@ -255,7 +233,8 @@ def by_number(
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the problems with a dict by name, and the same dict by number if there are none."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
-        return [f"it lacks 'state' or 'param_groups': pass the result of {_HOW}"], {}
+        how = "pass the result of zshard.optim_state_dict(model, optimizer)"
+        return [f"it lacks 'state' or 'param_groups': {how}"], {}
     ours, theirs = optimizer.param_groups, given["param_groups"]
     listed = [[_plain(name) for name in group.get("params", ())] for group in theirs]
     if len(ours) != len(theirs):

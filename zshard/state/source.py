@@ -27,11 +27,6 @@ from zshard.state.stand_ins import Pending
 from zshard.units.shards import Part
 from zshard.units.units import writing
 
-__all__ = [
-    *("CHUNK", "ChunkMemory", "Copy", "FromRank0", "LoadPlan", "NotedLoad", "chunks", "filled"),
-    *("flat_of", "pending", "planned", "planned_state", "shard_of"),
-]
-
 CHUNK = 2**24  # bytes
 
 
@@ -49,8 +44,7 @@ class Copy(NamedTuple):
 
 
 def filled(value: object) -> Any:
-    """Return a value of a state dict in new memory, for a Pending one on the CPU; anything but a
-    tensor unchanged."""
+    """Return a copy of a tensor, a Pending one on the CPU; anything else unchanged."""
     if isinstance(value, Pending):
         memory = torch.empty(tuple(value.shape), dtype=value.dtype)
         Copy(memory, value).carry_out()
@@ -103,9 +97,6 @@ def shard_of(part: Part, value: Tensor) -> Tensor:
     if isinstance(value, Pending) and part.is_cut:
         return value.part(part.begin, part.local_shape)
     return part.of(value)
-
-
-# --- rank 0 ---------------------------------------------------------------------------------------
 
 
 class FromRank0:
@@ -164,9 +155,6 @@ def pending(state: Mapping[Any, Any], source: FromRank0, dims: int = 0) -> dict[
         key: Pending.of(str(key), v, source) if isinstance(v, Tensor) and v.dim() >= dims else v
         for key, v in state.items()
     }
-
-
-# --- memory ---------------------------------------------------------------------------------------
 
 
 class ChunkMemory:

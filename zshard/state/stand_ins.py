@@ -42,8 +42,6 @@ _ITSELF = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
 class _Valueless:
-    """Base of all placeholders."""
-
     label: str
 
     def complaint(self) -> str:
@@ -58,7 +56,7 @@ class _Valueless:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _ITSELF:
+        if func in _ITSELF or (func in _COPIES and isinstance(args[0], Saved)):
             return args[0]
         if func in _FACTS or (func in _LIKENESSES and not isinstance(args[0], _Valueless)):
             with torch._C.DisableTorchFunctionSubclass():
@@ -95,18 +93,6 @@ class StandIn(_Valueless, nn.Parameter):
 class Saved(StandIn):
     """The same for code that builds a state dict to save. Its values go to the file unchanged, so a
     copy of it is itself."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func in _COPIES and isinstance(args[0], Saved):
-            return args[0]
-        return super().__torch_function__(func, types, args, kwargs)
 
     def complaint(self) -> str:
         return (
@@ -186,9 +172,6 @@ class StandIns:
         for name, param in self._params.items():
             if self._places.get(name) is param:
                 self._places[name] = self._own[name]
-
-
-# --- full copies ----------------------------------------------------------------------------------
 
 
 class FullCopies:

@@ -25,7 +25,7 @@ from zshard.units.units import State, units_of
 
 __all__ = [
     *("Entry", "OptimizerContext", "Part", "Stepped", "context_of", "contexts", "entry_of"),
-    *("known_parts", "part_of", "remember_parts", "replicas_of", "sizes_for_torch"),
+    *("known_parts", "part_of", "remember_parts", "sizes_for_torch"),
     *("states_stepped_by", "stepped_by", "units_stepped_by"),
 ]
 
@@ -37,11 +37,6 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int]
 @functools.cache
 def _geometry(*geometry: Any) -> Geometry:
     return geometry
-
-
-def _unit_of(reference: weakref.ref[State]) -> _core.Unit | None:
-    state = reference()
-    return None if state is None else state.unit
 
 
 @dataclass(eq=False, frozen=True)
@@ -110,7 +105,8 @@ class Part:
     @property
     def unit(self) -> _core.Unit | None:
         """Return the parameter's unit; None if it was freed."""
-        return _unit_of(self._state)
+        state = self._state()
+        return None if state is None else state.unit
 
     @property
     def state(self) -> State | None:
@@ -267,16 +263,6 @@ _parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
 own dictionary with weak keys takes eight times as long: it makes a reference for each look-up."""
 
 
-def replicas_of(stepped: Stepped) -> Iterator[tuple[Tensor, Part]]:
-    """Yield the parameters of a model that every rank has in full, with their Parts."""
-    unit = stepped.unit
-    model = None if unit is None else unit.engine_id
-    for param, part in known_parts():
-        own = part.unit
-        if own is not None and own.engine_id == model:
-            yield param, part
-
-
 def known_parts() -> list[tuple[Tensor, Part]]:
     """Return all parameters of this process that FSDP has wrapped, with their Parts."""
     known = [(reference(), part) for reference, part in list(_parts.values())]
@@ -338,8 +324,6 @@ class Stepped:
     """(index of the param group, index in it of the model's first parameter, number of those).
     Groups without any are left out, but for replicated models: their optimizers may share out the
     parameters among ranks, as ZeroRedundancyOptimizer does."""
-    account: Any = None
-    """optim/step_digest.py's"""
 
     @property
     def facts(self) -> tuple[object, ...]:
@@ -352,27 +336,10 @@ class Stepped:
         return self._state()
 
     @property
-    def unit(self) -> _core.Unit | None:
-        """Return one unit of the model; None if it was freed."""
-        return _unit_of(self._state)
-
-    @property
     def peers(self) -> Any:
         """As Part.peers."""
         state = self._state()
         return None if state is None else state.peers
-
-    @property
-    def comm_id(self) -> int:
-        """Return a number for the model's ranks, while the model lives."""
-        state = self._state()
-        return 0 if state is None else id(state.comms.all)
-
-    @property
-    def is_alone(self) -> bool:
-        """Return whether there are no other ranks."""
-        state = self._state()
-        return state is None or state.comms.all.world == 1
 
 
 @dataclass(eq=False)

@@ -266,8 +266,7 @@ def _choose(tree: ModuleTree, policy: object, ignored: Collection[nn.Module]) ->
 
 
 def _overridden(usual: Options, overrides: Mapping[str, Any], node: Node) -> Options:
-    """Return a unit's options. Raises ValueError for an override that only applies to an entire
-    model."""
+    """Return a unit's options. Raises ValueError for an override of an entire model's option."""
     strategy, precision = usual.strategy, usual.precision
     asked = overrides.get("sharding_strategy", overrides.get("strategy"))
     if asked is not None:

@@ -117,8 +117,7 @@ class _AutoWrap:
         return repeated
 
     def _worthwhile(self, group: list[Node]) -> list[Node]:
-        """Return those modules of one class that are big enough to be blocks, in number or in
-        size."""
+        """Return those modules of one class that are big enough, in number or in size."""
         together = sum(node.numel for node in group)
         if len(group) < 2 or together < _WORTHWHILE * self._total:
             return []

@@ -34,8 +34,7 @@ _MOST_VISITS = 2  # further visits of a shared module add no information
 
 
 def dtypes_of(spec: UnitSpec) -> tuple[str | None, str | None, set[int]]:
-    """Return the last arguments of _core.Unit: compute dtype, reduce dtype, and the indices of
-    parameters that keep their dtype."""
+    """Return compute dtype, reduce dtype, and the indices of parameters that keep theirs."""
     precision = spec.options.precision
     if precision == Precision():
         return None, None, set()
@@ -102,8 +101,7 @@ def check_unit(spec: UnitSpec) -> None:
 class InitialValues:
     """The source of a model's values: present, or initialized here; with `from_rank_0`, rank 0's.
 
-    comm: of all ranks. device: where they go. ignored: modules whose values stay as they are.
-    Collective.
+    comm: of all ranks. device: where they go. Collective.
     """
 
     def __init__(self, root: nn.Module, comm: _core.Comm, device: str, from_rank_0: bool) -> None:
@@ -166,8 +164,7 @@ def make_engine(
 def make_unit(
     engine: _core.Engine, spec: UnitSpec, dry: Sequence[nn.Parameter] | None = None
 ) -> _core.Unit:
-    """Make a unit; its module does not refer to it yet. dry: parameters of full shapes, for a unit
-    without memory."""
+    """Make a unit, which no module refers to yet. dry: full parameters for one without memory."""
     params, places = dry, []
     if params is None:
         params = [ref.param for ref in spec.params]

@@ -7,7 +7,6 @@ sharded afterwards, so the model's next forward checks it.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Collection
 
@@ -32,9 +31,8 @@ def watch(root: nn.Module, ignored: Collection[nn.Module]) -> None:
             _roots[module] = weakref.ref(root)
 
 
-@functools.cache
 def install() -> None:
-    """Register the global hooks. Idempotent."""
+    """Register the global hooks."""
     register_module_parameter_registration_hook(_refuse_parameter)
     register_module_module_registration_hook(_refuse_module)
 

@@ -81,10 +81,8 @@ class Materializer:
         self._given: set[int] = set()  # parameters that were materialized here
 
     def up_to(self, module: nn.Module) -> None:
-        """Materialize `module`, all modules below it, and all that were constructed before it.
-
-        Raises ValueError, naming the tensor, if a module's initialization omits one.
-        """
+        """Materialize `module`, the modules below it, and those constructed before it. Raises
+        ValueError, which names the tensor, if an initialization omits one."""
         last = self._place[id(module)]
         before = torch.get_rng_state()
         while self._done <= last:
@@ -225,8 +223,8 @@ def has_mark(tensor: Tensor) -> bool:
 
 
 def _is_untouched(module: nn.Module, marked: dict[str, int]) -> bool:
-    """Return whether an initialization has left all these tensors unchanged, as one does that first
-    checks for the meta device. marked: where their memory is."""
+    """Return whether an initialization, as one that looks for the meta device, has changed none of
+    these tensors. marked: where their memory is."""
     tensors = {name: getattr(module, name) for name in marked}
     return bool(tensors) and all(
         each.data_ptr() == marked[name]
@@ -246,9 +244,7 @@ def _is_mark(tensor: Tensor) -> bool:
 
 def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str]]) -> None:
     """Make the first forward of a unit's module raise RuntimeError for a tensor without values.
-
-    left_out: as (module, attribute, dotted name).
-    """
+    left_out: as Materializer has it."""
     if not left_out:
         return
     rest = [(weakref.ref(owner), attribute, name) for owner, attribute, name in left_out]
@@ -283,16 +279,9 @@ def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str
     state_of(module).note_hooks(module, [handle])
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
-
 class MemoryCache:
-    """A cache of memory for short-lived tensors of the same sizes.
-
-    Full parameters are allocated and freed unit after unit. Memory that one has freed, once its
-    storage has no references, goes to the next as it is: the kernel need not zero its pages again,
-    and malloc, which would fragment it, never sees it. Memory that no tensor reuses is unmapped.
-    """
+    """Memory of short-lived tensors. What one has freed goes to the next of its size as it is: the
+    kernel need not zero its pages again, and malloc, which would fragment it, never sees it."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[mmap.mmap]] = {}
@@ -303,22 +292,12 @@ class MemoryCache:
         size = numel * tensor.element_size()
         if size < _LEAST:
             return torch.empty_like(tensor, device="cpu", requires_grad=False)
-        same = self._free.get(size)
-        if not same:
-            self._free.clear()  # another shape follows: what the last has left would only be held
+        same = self._free.setdefault(size, [])
+        for areas in () if same else self._free.values():
+            areas.clear()  # another shape follows: what the last has left would only be held
         area = same.pop() if same else mmap.mmap(-1, size, flags=_PRIVATE)
         # The storage holds `bytes_`; its end is the storage's.
         bytes_ = (ctypes.c_char * size).from_buffer(area)
-        weakref.finalize(bytes_, _give, weakref.ref(self), area).atexit = False
+        weakref.finalize(bytes_, same.append, area).atexit = False
         flat = torch.frombuffer(bytes_, dtype=tensor.dtype, count=numel)
         return flat.view(tensor.shape)
-
-    def give(self, area: mmap.mmap) -> None:
-        """Return memory to the cache."""
-        self._free.setdefault(len(area), []).append(area)
-
-
-def _give(owner: weakref.ref[MemoryCache], area: mmap.mmap) -> None:
-    areas = owner()
-    if areas is not None:
-        areas.give(area)
