@@ -186,7 +186,7 @@ def plan(
         batch: samples of a step on all GPUs. Default: what fits into one micro-batch on each.
         strategies: as for FSDP. Default: all that make sense here.
         precision: "bf16" (with state in float32), "fp32" or "fp8".
-        optimizer: as for predict_memory().
+        optimizer: as for predict_memory(), but not "muon".
         compiled: the model runs under torch.compile.
         offload: as for FSDP. None: tried if nothing fits without; False: never.
         wire: as for FSDP.
@@ -204,6 +204,9 @@ def plan(
         raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
     if batch is not None and (batch < 1 or batch % gpus):
         raise ValueError(f"batch={batch} is not a multiple of gpus={gpus}: choose a multiple")
+    if str(optimizer).lower() == "muon":
+        words = 'pass optimizer="adamw" here, and "muon" to predict_memory() for its state'
+        raise ValueError(f"plan() does not predict Muon's step: {words}")
     offloaded = Offload.of(offload)
     usual = Way(
         precision=precision,
