@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,7 +32,6 @@ from keeping import (
 )
 
 from zshard import KeeperError
-from zshard.extras.keeping import client
 from zshard.extras.keeping import keeper as process
 from zshard.extras.keeping.client import Keeper, KeeperStatus, keepers, start
 
@@ -208,31 +206,6 @@ def test_end_frees_and_its_token_is_refused(keeper: Keeper) -> None:
     ):
         keeper.hold("a", b"", [])
     wait_until(lambda: has_ended(keeper))
-
-
-def test_of_many_starters_with_one_token_one_wins() -> None:
-    token = f"together {os.getpid()}"
-
-    def begin() -> None:
-        assert start(token=token, watch_pid=os.getppid()) == token
-        Keeper(token).hold(f"{os.getpid()}", b"", [])
-
-    children = [fork(begin) for _ in range(8)]
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 8
-    keeper = Keeper(token)
-    try:
-        assert {*keeper.list()} == {f"{child}" for child in children}
-    finally:
-        keeper.end()
-
-
-def test_a_start_waits_for_the_keeper_that_has_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "TIMEOUT", 0.5)
-    token = f"early {os.getpid()}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as early:
-        early.bind("\0" + client._address_of(token))  # it does not listen yet
-        with pytest.raises(KeeperError):
-            start(token=token)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])

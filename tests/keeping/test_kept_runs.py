@@ -1,5 +1,4 @@
-"""`python -m zshard run --keep`, and zshard.keep() under plain torchrun: a restarted rank finds what
-the killed one had held."""
+"""`python -m zshard run --keep`: a restarted rank finds what the killed one had held."""
 
 from __future__ import annotations
 
@@ -18,9 +17,8 @@ import pytest
 from keeping import WITHOUT_TORCH
 from tasks import python_path
 
-import zshard
 from zshard import KeeperError
-from zshard.extras.keeping import agent, client
+from zshard.extras.keeping import client
 from zshard.extras.keeping.client import Keeper, start
 from zshard.extras.run import launch
 
@@ -135,50 +133,14 @@ def test_a_run_that_is_not_over_cannot_be_resumed(
     Keeper(token).end()
 
 
-# --- keep() --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def unkept(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (client.VARIABLE, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"):
-        monkeypatch.setenv(name, "1")
-        monkeypatch.delenv(name)
-    return monkeypatch
-
-
-def test_keep_needs_torchrun(unkept: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match=r"needs torchrun.* zshard run --keep"):
-        zshard.keep()
-    with pytest.raises(ValueError, match="0 or more seconds"):
-        zshard.keep(-1)
-
-
-def test_keep_does_nothing_with_a_keeper(unkept: pytest.MonkeyPatch) -> None:
-    unkept.setenv(client.VARIABLE, "some token")
-    zshard.keep()
-    assert os.environ[client.VARIABLE] == "some token"
-
-
-def test_keep_warns_of_a_run_that_is_not_restarted(unkept: pytest.MonkeyPatch) -> None:
-    unkept.setenv("TORCHELASTIC_RUN_ID", "x")
-    unkept.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    with pytest.warns(UserWarning, match="pass --max-restarts 3"):
-        zshard.keep()
-    keeper = client.keeper_of_run()
-    assert keeper is not None and keeper.status().launcher == agent._agent()
-    keeper.end()
-
-
 # --- runs ----------------------------------------------------------------------------------------------
 
 SCRIPT = (
     f"""{WITHOUT_TORCH}
 import json, os, signal, time
-from zshard.extras.keeping.agent import keep
 from zshard.extras.keeping.client import keeper_of_run
 """
     """
-keep(seconds=60)
 rank, keeper = os.environ["RANK"], keeper_of_run()
 found = keeper.get(rank)
 if found is None:  # the first start
@@ -249,24 +211,6 @@ def test_a_killed_rank_is_restarted_with_what_it_held(tmp_path: Path) -> None:
         expected = [f"shards of {rank}", str(rank), token, token, 0, "1", "3", job.pid]
         assert report == expected
     assert has_ended(token)
-
-
-@pytest.mark.slow
-def test_under_plain_torchrun_the_ranks_of_a_host_find_one_keeper(tmp_path: Path) -> None:
-    """A shell stands between each rank and the agent. The rank's last act is to leave it."""
-    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--no-python"]
-    line = f"{sys.executable} script.py kill; status=$?; exit $status"
-    with launcher(tmp_path, "torch.distributed.run", *words, "sh", "-c", line) as job:
-        assert job.stderr is not None
-        said = job.stderr.read()
-    assert job.returncode == 0, said
-    first, second = reports(tmp_path, 2)
-    assert first[2] == second[2] == first[3] == second[3]
-    assert first[0] == "shards of 0" and second[0] == "shards of 1"
-    assert [first[-3:], second[-3:]] == [["1", "1", pid_in(tmp_path, "launcher.pid")]] * 2
-    keeper = Keeper(first[2])
-    assert keeper.status().left is not None and len(keeper.list()) == 2
-    keeper.end()
 
 
 @pytest.mark.slow

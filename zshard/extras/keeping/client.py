@@ -179,13 +179,12 @@ def checked_seconds(seconds: float) -> float:
     return float(seconds)
 
 
-def start(seconds: float = SECONDS, watch_pid: int | None = None, token: str = "") -> str:
+def start(seconds: float = SECONDS, watch_pid: int | None = None) -> str:
     """Start a keeper, in a session of its own, and return its token once it listens.
 
     seconds: how long it stays after its launcher ended and a rank last spoke to it. With nothing
     held, it ends with the launcher.
     watch_pid: the launcher; by default this process.
-    token: for those who start it together, the same: one keeper listens, for all of them.
 
     Raises:
         ValueError: seconds is no number of seconds.
@@ -193,7 +192,7 @@ def start(seconds: float = SECONDS, watch_pid: int | None = None, token: str = "
         ProcessLookupError: there is no process watch_pid.
     """
     words = [str(checked_seconds(seconds)), str(watch_pid or os.getpid())]
-    token = token or secrets.token_hex(16)
+    token = secrets.token_hex(16)
     pidfd = os.pidfd_open(watch_pid or os.getpid())
     try:
         command = [sys.executable, "-I", "-S", _keeper.__file__, _address_of(token), *words]
@@ -214,17 +213,7 @@ def start(seconds: float = SECONDS, watch_pid: int | None = None, token: str = "
         process.kill()
         process.communicate()
         raise KeeperError(f"the keeper did not start within {TIMEOUT:g} s: run again") from None
-    deadline = time.monotonic() + TIMEOUT
-    while process.returncode == _keeper.ADDRESS_TAKEN:  # until that one listens
-        try:
-            Keeper(token).list()
-            break
-        except KeeperError as error:
-            is_early = isinstance(error.__cause__, ConnectionRefusedError)
-            if not is_early or time.monotonic() > deadline:
-                raise
-        time.sleep(0.01)
-    if process.returncode not in (0, _keeper.ADDRESS_TAKEN):
+    if process.returncode != 0:
         last = stderr.strip().rpartition("\n")[2] or f"exit status {process.returncode}"
         raise KeeperError(f"the keeper did not start: {last}: see python -m zshard doctor")
     return token

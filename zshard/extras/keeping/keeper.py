@@ -34,7 +34,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 PREFIX = "zshard-keeper-"
-ADDRESS_TAKEN = 3  # exit status: another keeper listens there
 PIECE, FDS = 1 << 15, 100  # of a packet: bytes and descriptors at most
 MOST_BYTES, MOST_FDS, MOST_NAME = 1 << 24, 4096, 512  # of a message
 MOST_LINES = 200  # open connections; more wait to be accepted
@@ -405,12 +404,7 @@ def main(address: str, seconds: str, launcher: str, pidfd: str) -> None:
     """Listen on an address; the token comes from stdin, as arguments can be read by all users."""
     token = sys.stdin.read()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        listener.bind(f"\0{address}")
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            sys.exit(ADDRESS_TAKEN)
-        raise
+    listener.bind(f"\0{address}")
     listener.setblocking(False)
     listener.listen(socket.SOMAXCONN)
     _detach()
