@@ -172,13 +172,9 @@ def bf16(cpuinfo: str) -> str:
 
 
 def of_keeper(keeper: KeeperStatus | int) -> str:
-    """Describe what a keeper holds, and how long it will. keeper: its pid, if it does not
-    answer."""
+    """Describe what a keeper holds. keeper: its pid, if it does not answer."""
     if isinstance(keeper, int):
         return f"process {keeper} does not answer: end it (kill -9 {keeper})"
-    ends = f"ends with process {keeper.launcher}, which started it"
-    if keeper.left is not None:
-        ends = f"ends in {keeper.left:.0f} s unless its run is resumed (zshard run --keep=TOKEN)"
-    files = f"{sum(held.fds for held in keeper.held.values())} memory file(s)"
-    size = f"{keeper.bytes / 2**20:.1f} MiB in {files}"
-    return f"process {keeper.pid}, {keeper.age:.0f} s old, holds {size}, and {ends}"
+    size = f"{keeper.bytes / 2**20:.1f} MiB in {keeper.fds} memory file(s)"
+    text = f"process {keeper.pid}, {keeper.age:.0f} s old, holds {size}"
+    return f"{text}, and ends with process {keeper.launcher}, which started it"

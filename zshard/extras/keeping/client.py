@@ -1,9 +1,9 @@
 """How ranks, launchers and `doctor` speak to the keeper of a run (keeper.py), and start it.
 
-    token = start(seconds=600.0, watch_pid=os.getpid())
+    token = start()
     keeper = Keeper(token)
     keeper.hold("rank0", b'{"step": 7}', [fd])  # fd may be closed now
-    files = keeper.get("rank0")  # in another process: files.meta, files.fds, files.holder
+    files = keeper.get("rank0")  # in another process: files.meta, files.fds
 
 Ranks get the token in the environment variable ZSHARD_KEEPER. Each call is a connection of its own,
 so forks and threads share nothing.
@@ -15,7 +15,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import math
 import os
 import secrets
 import socket
@@ -30,7 +29,6 @@ from zshard.extras.keeping import KeeperError
 from zshard.extras.keeping import keeper as _keeper
 
 VARIABLE = "ZSHARD_KEEPER"  # the token, in the environment of ranks
-SECONDS = 600.0  # how long a keeper outlives its launcher and the last call of a rank
 TIMEOUT = 30.0
 
 
@@ -38,35 +36,22 @@ class HeldFiles(NamedTuple):
     """What a keeper holds under a name.
 
     meta: the bytes that came with it. fds: descriptors, now the caller's to close; exec closes
-    them. holder: the process that had it held, while that lives; 0 once it has ended.
+    them.
     """
 
     meta: bytes
     fds: list[int]
-    holder: int
-
-
-class HeldSize(NamedTuple):
-    """The size of what is held under a name: bytes of memory, descriptors; its holder as in
-    HeldFiles."""
-
-    bytes: int
-    fds: int
-    holder: int
 
 
 class KeeperStatus(NamedTuple):
-    """A keeper: pid; age, in seconds; launcher, the pid whose end it watches for; seconds, how long
-    it outlives that; left, of these, None while the launcher lives; bytes of memory that it holds;
-    held, by name."""
+    """A keeper: pid; age, in seconds; launcher, the pid with which it ends; bytes of memory that it
+    holds, in so many descriptors."""
 
     pid: int
     age: float
     launcher: int
-    seconds: float
-    left: float | None
     bytes: int
-    held: dict[str, HeldSize]
+    fds: int
 
 
 class Keeper:
@@ -103,7 +88,7 @@ class Keeper:
             return None
         fds = list(reply.fds)
         reply.fds.clear()
-        return HeldFiles(bytes(reply.body), fds, reply.head["holder"])
+        return HeldFiles(bytes(reply.body), fds)
 
     def list(self) -> dict[str, bytes]:
         """Return each name under which something is held, with its meta."""
@@ -119,18 +104,8 @@ class Keeper:
         """Free what is held under a name; return whether there was anything."""
         return bool(self._ask("drop", name=name).head["found"])
 
-    def watch(self, pid: int, seconds: float | None = None) -> None:
-        """Make a process the launcher: the keeper stays while it lives, and `seconds` more; None:
-        as before. Refused while the former launcher lives, or a process that had something
-        held."""
-        pidfd = os.pidfd_open(pid)
-        try:
-            self._ask("watch", fds=[pidfd], pid=pid, seconds=seconds)
-        finally:
-            os.close(pidfd)
-
     def status(self) -> KeeperStatus:
-        """Return the keeper's state. Does not count as a call for which it stays."""
+        """Return the keeper's state."""
         return _status(self._address, self._timeout)
 
     def end(self) -> None:
@@ -172,30 +147,19 @@ def keepers() -> list[KeeperStatus | int]:
 # --- starting ------------------------------------------------------------------------------------
 
 
-def checked_seconds(seconds: float) -> float:
-    """Return how long a keeper stays. Raises ValueError unless that is a number of seconds."""
-    if not 0.0 <= seconds < math.inf:
-        raise ValueError(f"a keeper stays for 0 or more seconds, got {seconds}: pass a number")
-    return float(seconds)
-
-
-def start(seconds: float = SECONDS, watch_pid: int | None = None) -> str:
+def start(watch_pid: int | None = None) -> str:
     """Start a keeper, in a session of its own, and return its token once it listens.
 
-    seconds: how long it stays after its launcher ended and a rank last spoke to it. With nothing
-    held, it ends with the launcher.
-    watch_pid: the launcher; by default this process.
+    watch_pid: the launcher, with which it ends; by default this process.
 
     Raises:
-        ValueError: seconds is no number of seconds.
         KeeperError: the keeper did not start.
         ProcessLookupError: there is no process watch_pid.
     """
-    words = [str(checked_seconds(seconds)), str(watch_pid or os.getpid())]
-    token = secrets.token_hex(16)
-    pidfd = os.pidfd_open(watch_pid or os.getpid())
+    pid, token = watch_pid or os.getpid(), secrets.token_hex(16)
+    pidfd = os.pidfd_open(pid)
     try:
-        command = [sys.executable, "-I", "-S", _keeper.__file__, _address_of(token), *words]
+        command = [sys.executable, "-I", "-S", _keeper.__file__, _address_of(token), str(pid)]
         process = subprocess.Popen(
             [*command, str(pidfd)],
             stdin=subprocess.PIPE,
@@ -228,9 +192,8 @@ def _address_of(token: str) -> str:
 
 
 def _status(address: str, timeout: float) -> KeeperStatus:
-    facts = json.loads(_ask(address, _keeper.packets({"op": "status"}), timeout).body)
-    held = {name: HeldSize(*sizes) for name, sizes in facts.pop("held").items()}
-    return KeeperStatus(**facts, held=held)
+    reply = _ask(address, _keeper.packets({"op": "status"}), timeout)
+    return KeeperStatus(**json.loads(reply.body))
 
 
 def _ask(

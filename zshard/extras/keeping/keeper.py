@@ -131,36 +131,15 @@ def peer_of(line: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-def has_ended(pidfd: Sequence[int]) -> bool:
-    """Return whether the process of a pidfd, [] for none, has ended."""
-    poll = select.poll()
-    for fd in pidfd:
-        poll.register(fd, select.POLLIN)
-    return not pidfd or bool(poll.poll(0))
-
-
 class _Refused(Exception):
     """Why a request is not served, for the client's error."""
-
-
-class _NamedFiles:
-    """What is held under a name, and the process that asked for it."""
-
-    def __init__(self, meta: bytes, fds: Descriptors, pid: int) -> None:
-        self.meta, self.fds, self._pid = meta, fds, pid
-        self._pidfd = Descriptors()
-        with contextlib.suppress(OSError):  # of another PID namespace
-            self._pidfd.append(os.pidfd_open(pid))
-
-    def holder(self) -> int:
-        return 0 if has_ended(self._pidfd) else self._pid
 
 
 class _Line:
     """A connection. packets: what is to be sent of the reply; owner: who owns its descriptors."""
 
-    def __init__(self, line: socket.socket, pid: int) -> None:
-        self.socket, self.pid = line, pid
+    def __init__(self, line: socket.socket) -> None:
+        self.socket = line
         self.request = Message()
         self.packets: collections.deque[tuple[bytes, Sequence[int]]] = collections.deque()
         self.owner: Sequence[int] = ()
@@ -177,16 +156,13 @@ class _Line:
 
 
 class _Keeping:
-    """The keeper's state and its loop.
+    """The keeper's state and its loop. launcher: the process whose run this is; it ends with it."""
 
-    launcher: the process whose run this is. spoken: when it ended or a client last spoke.
-    """
-
-    def __init__(self, token: str, seconds: float, launcher: int, pidfd: Descriptors) -> None:
-        self.token, self.seconds, self.launcher, self.pidfd = token, seconds, launcher, pidfd
-        self.born = self.spoken = time.monotonic()
-        self.launcher_ended = False
-        self.held: dict[str, _NamedFiles] = {}
+    def __init__(self, token: str, launcher: int, pidfd: int) -> None:
+        self.token, self.launcher, self.pidfd = token, launcher, pidfd
+        self.born = time.monotonic()
+        self.is_over = False
+        self.held: dict[str, tuple[bytes, Descriptors]] = {}  # meta and files, by name
         self.lines: dict[int, _Line] = {}
         self.last: _Line | None = None  # whose reply is the last, after `end`
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -194,30 +170,17 @@ class _Keeping:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE
 
-    # --- when it ends -----------------------------------------------------------------------------
-
-    def left(self) -> float | None:
-        """Return the seconds until the end; None while the launcher lives. Without a launcher and
-        with nothing held, nothing can be resumed."""
-        if not self.launcher_ended:
-            return None
-        return max(0.0, self.spoken + self.seconds - time.monotonic()) if self.held else 0.0
-
-    def is_over(self) -> bool:
-        return self.left() == 0.0 if self.last is None else not self.last.packets
-
     # --- the loop ---------------------------------------------------------------------------------
 
     def run(self, listener: socket.socket) -> None:
-        while not self.is_over():
+        while not self.is_over and (self.last is None or self.last.packets):
             self.turn(listener)
 
     def turn(self, listener: socket.socket) -> None:
         poll = select.poll()
         if len(self.lines) < MOST_LINES and self.last is None:
             poll.register(listener, select.POLLIN)
-        if not self.launcher_ended:
-            poll.register(self.pidfd[0], select.POLLIN)
+        poll.register(self.pidfd, select.POLLIN)
         for fd, line in self.lines.items():
             poll.register(fd, select.POLLIN | (select.POLLOUT if line.packets else 0))
         for fd, events in poll.poll(self.patience()):
@@ -225,17 +188,15 @@ class _Keeping:
                 self.accept(listener)
             elif fd in self.lines:
                 self.serve(self.lines[fd], events)
+            elif fd == self.pidfd:
+                self.is_over = True
         now = time.monotonic()
-        if not self.launcher_ended and has_ended(self.pidfd):
-            self.launcher_ended, self.spoken = True, now
         for line in [line for line in self.lines.values() if line.deadline < now]:
             self.close(line)
 
     def patience(self) -> int | None:
         """Return the milliseconds until something is due without an event."""
         ends = [line.deadline - time.monotonic() for line in self.lines.values()]
-        left = self.left()
-        ends += [] if left is None else [left]
         return max(0, int(min(min(ends), 3600.0) * 1e3) + 1) if ends else None
 
     def accept(self, listener: socket.socket) -> None:
@@ -245,12 +206,11 @@ class _Keeping:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                 time.sleep(0.01)  # it stays readable
             return
-        pid, user = peer_of(sock)
-        if user != os.geteuid():
+        if peer_of(sock)[1] != os.geteuid():
             sock.close()
             return
         sock.setblocking(False)
-        self.lines[sock.fileno()] = _Line(sock, pid)
+        self.lines[sock.fileno()] = _Line(sock)
 
     def close(self, line: _Line) -> None:
         self.lines.pop(line.socket.fileno(), None)
@@ -309,17 +269,16 @@ class _Keeping:
             token = str(request.head.get("token")).encode(errors="replace")
             if not _compare_digest(token, self.token.encode()):
                 raise _Refused("the token is wrong")
-            self.spoken = time.monotonic()
         serve(line, request)
 
     def op_hold(self, line: _Line, request: Message) -> None:
         name = self.name_in(request)
-        others = sum(len(entry.fds) + 1 for key, entry in self.held.items() if key != name)
+        others = sum(len(fds) for key, (_, fds) in self.held.items() if key != name)
         if others + len(request.fds) > self.room:
             raise _Refused(
                 f"it may hold {max(0, self.room)} descriptors: raise that (ulimit -n -H)"
             )
-        self.held[name] = _NamedFiles(bytes(request.body), request.fds, line.pid)
+        self.held[name] = bytes(request.body), request.fds
         line.reply({})
 
     def op_get(self, line: _Line, request: Message) -> None:
@@ -327,43 +286,22 @@ class _Keeping:
         if entry is None:
             line.reply({"found": False})
         else:
-            line.reply({"found": True, "holder": entry.holder()}, entry.meta, entry.fds)
+            line.reply({"found": True}, *entry)
 
     def op_list(self, line: _Line, _: Message) -> None:
-        sizes = [[name, len(entry.meta)] for name, entry in self.held.items()]
-        metas = b"".join(entry.meta for entry in self.held.values())
+        sizes = [[name, len(meta)] for name, (meta, _) in self.held.items()]
+        metas = b"".join(meta for meta, _ in self.held.values())
         line.reply({}, json.dumps(sizes).encode() + b"\n" + metas)
 
     def op_drop(self, line: _Line, request: Message) -> None:
         line.reply({"found": self.held.pop(self.name_in(request), None) is not None})
 
-    def op_watch(self, line: _Line, request: Message) -> None:
-        """Take another launcher, whose pidfd comes along, for one that has ended."""
-        holders = sorted({entry.holder() for entry in self.held.values()} - {0})
-        if not has_ended(self.pidfd):
-            raise _Refused(f"its run is not over: wait for process {self.launcher}, or end it")
-        if holders:
-            pids = " ".join(map(str, holders))
-            raise _Refused(f"ranks of its run still live: end them (kill {pids})")
-        if len(request.fds) != 1:
-            raise _Refused("a launcher comes with its pidfd")
-        pid, seconds = int(request.head["pid"]), request.head.get("seconds")
-        self.seconds = self.seconds if seconds is None else float(seconds)
-        self.launcher, self.pidfd, self.launcher_ended = pid, request.fds, False
-        line.reply({})
-
     def op_status(self, line: _Line, _: Message) -> None:
-        held: dict[str, list[int]] = {}
-        files: dict[tuple[int, int], int] = {}
-        for name, entry in self.held.items():
-            sizes = {}
-            for stat in map(os.fstat, entry.fds):
-                sizes[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
-            held[name] = [sum(sizes.values()), len(entry.fds), entry.holder()]
-            files.update(sizes)
-        facts = {"pid": os.getpid(), "age": time.monotonic() - self.born, "left": self.left()}
-        facts |= {"launcher": self.launcher, "bytes": sum(files.values()), "seconds": self.seconds}
-        line.reply({}, json.dumps({**facts, "held": held}).encode())
+        stats = [os.fstat(fd) for _, fds in self.held.values() for fd in fds]
+        files = {(stat.st_dev, stat.st_ino): stat.st_blocks * 512 for stat in stats}
+        facts = {"pid": os.getpid(), "age": time.monotonic() - self.born, "launcher": self.launcher}
+        facts |= {"bytes": sum(files.values()), "fds": len(stats)}
+        line.reply({}, json.dumps(facts).encode())
 
     def op_end(self, line: _Line, _: Message) -> None:
         self.held.clear()
@@ -400,7 +338,7 @@ def _detach() -> None:
             break
 
 
-def main(address: str, seconds: str, launcher: str, pidfd: str) -> None:
+def main(address: str, launcher: str, pidfd: str) -> None:
     """Listen on an address; the token comes from stdin, as arguments can be read by all users."""
     token = sys.stdin.read()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -409,7 +347,7 @@ def main(address: str, seconds: str, launcher: str, pidfd: str) -> None:
     listener.listen(socket.SOMAXCONN)
     _detach()
     listener.listen(socket.SOMAXCONN)  # again: the kernel names who did so last
-    _Keeping(token, float(seconds), int(launcher), Descriptors([int(pidfd)])).run(listener)
+    _Keeping(token, int(launcher), int(pidfd)).run(listener)
     os._exit(0)
 
 
