@@ -1,4 +1,4 @@
-"""How ranks, launchers and `doctor` speak to the keeper of a run (keeper.py), and start it.
+"""How ranks and launchers speak to the keeper of a run (keeper.py), and start it.
 
     token = start()
     keeper = Keeper(token)
@@ -11,7 +11,6 @@ so forks and threads share nothing.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -22,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from zshard.extras.keeping import KeeperError
@@ -43,17 +41,6 @@ class HeldFiles(NamedTuple):
     fds: list[int]
 
 
-class KeeperStatus(NamedTuple):
-    """A keeper: pid; age, in seconds; launcher, the pid with which it ends; bytes of memory that it
-    holds, in so many descriptors."""
-
-    pid: int
-    age: float
-    launcher: int
-    bytes: int
-    fds: int
-
-
 class Keeper:
     """A keeper, by its token.
 
@@ -68,17 +55,7 @@ class Keeper:
     def hold(self, name: str, meta: bytes, fds: Sequence[int]) -> None:
         """Have descriptors held under a name, for all that was held there before. The caller may
         close its own. name: 1 to 512 characters. meta: at most 16 MiB. fds: at most 4096.
-
-        Raises:
-            ValueError: one of these is too long.
         """
-        for what, size, most in (
-            ("name", len(name), _keeper.MOST_NAME),
-            ("meta", len(meta), _keeper.MOST_BYTES),
-            ("fds", len(fds), _keeper.MOST_FDS),
-        ):
-            if size > most:
-                raise ValueError(f"{what} must have a length of at most {most}, got {size}")
         self._ask("hold", meta, fds, name=name)
 
     def get(self, name: str) -> HeldFiles | None:
@@ -104,9 +81,10 @@ class Keeper:
         """Free what is held under a name; return whether there was anything."""
         return bool(self._ask("drop", name=name).head["found"])
 
-    def status(self) -> KeeperStatus:
-        """Return the keeper's state."""
-        return _status(self._address, self._timeout)
+    def pid(self) -> int:
+        """Return the keeper's process."""
+        with _connect(self._address, time.monotonic() + self._timeout) as line:
+            return _keeper.peer_of(line)[0]
 
     def end(self) -> None:
         """End the keeper: it frees all that it holds before this returns."""
@@ -125,25 +103,6 @@ def keeper_of_run() -> Keeper | None:
     return Keeper(token) if token else None
 
 
-def keepers() -> list[KeeperStatus | int]:
-    """Return this user's keepers in this network namespace: their status, or the pid of one that
-    does not answer."""
-    try:
-        words = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
-    except OSError:
-        return []
-    statuses: list[KeeperStatus | int] = []
-    for address in sorted({word[1:] for word in words if word.startswith(f"@{_keeper.PREFIX}")}):
-        with contextlib.suppress(OSError):  # it ended, or is another user's
-            with _connect(address, time.monotonic() + 2.0) as line:
-                pid, _ = _keeper.peer_of(line)
-            try:
-                statuses.append(_status(address, 2.0))
-            except KeeperError:
-                statuses.append(pid)
-    return statuses
-
-
 # --- starting ------------------------------------------------------------------------------------
 
 
@@ -156,12 +115,11 @@ def start(watch_pid: int | None = None) -> str:
         KeeperError: the keeper did not start.
         ProcessLookupError: there is no process watch_pid.
     """
-    pid, token = watch_pid or os.getpid(), secrets.token_hex(16)
-    pidfd = os.pidfd_open(pid)
+    token = secrets.token_hex(16)
+    pidfd = os.pidfd_open(watch_pid or os.getpid())
     try:
-        command = [sys.executable, "-I", "-S", _keeper.__file__, _address_of(token), str(pid)]
         process = subprocess.Popen(
-            [*command, str(pidfd)],
+            [sys.executable, "-I", "-S", _keeper.__file__, _address_of(token), str(pidfd)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -189,11 +147,6 @@ def _address_of(token: str) -> str:
 
 
 # --- one request ---------------------------------------------------------------------------------
-
-
-def _status(address: str, timeout: float) -> KeeperStatus:
-    reply = _ask(address, _keeper.packets({"op": "status"}), timeout)
-    return KeeperStatus(**json.loads(reply.body))
 
 
 def _ask(

@@ -156,12 +156,10 @@ class _Line:
 
 
 class _Keeping:
-    """The keeper's state and its loop. launcher: the process whose run this is; it ends with it."""
+    """The keeper's state and its loop. pidfd: of the launcher, with which it ends."""
 
-    def __init__(self, token: str, launcher: int, pidfd: int) -> None:
-        self.token, self.launcher, self.pidfd = token, launcher, pidfd
-        self.born = time.monotonic()
-        self.is_over = False
+    def __init__(self, token: str, pidfd: int) -> None:
+        self.token, self.pidfd, self.is_over = token, pidfd, False
         self.held: dict[str, tuple[bytes, Descriptors]] = {}  # meta and files, by name
         self.lines: dict[int, _Line] = {}
         self.last: _Line | None = None  # whose reply is the last, after `end`
@@ -265,10 +263,9 @@ class _Keeping:
         serve = getattr(self, f"op_{request.head.get('op')}", None)
         if serve is None:
             raise _Refused("it has no such operation")
-        if serve != self.op_status:
-            token = str(request.head.get("token")).encode(errors="replace")
-            if not _compare_digest(token, self.token.encode()):
-                raise _Refused("the token is wrong")
+        token = str(request.head.get("token")).encode(errors="replace")
+        if not _compare_digest(token, self.token.encode()):
+            raise _Refused("the token is wrong")
         serve(line, request)
 
     def op_hold(self, line: _Line, request: Message) -> None:
@@ -295,13 +292,6 @@ class _Keeping:
 
     def op_drop(self, line: _Line, request: Message) -> None:
         line.reply({"found": self.held.pop(self.name_in(request), None) is not None})
-
-    def op_status(self, line: _Line, _: Message) -> None:
-        stats = [os.fstat(fd) for _, fds in self.held.values() for fd in fds]
-        files = {(stat.st_dev, stat.st_ino): stat.st_blocks * 512 for stat in stats}
-        facts = {"pid": os.getpid(), "age": time.monotonic() - self.born, "launcher": self.launcher}
-        facts |= {"bytes": sum(files.values()), "fds": len(stats)}
-        line.reply({}, json.dumps(facts).encode())
 
     def op_end(self, line: _Line, _: Message) -> None:
         self.held.clear()
@@ -338,7 +328,7 @@ def _detach() -> None:
             break
 
 
-def main(address: str, launcher: str, pidfd: str) -> None:
+def main(address: str, pidfd: str) -> None:
     """Listen on an address; the token comes from stdin, as arguments can be read by all users."""
     token = sys.stdin.read()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -347,7 +337,7 @@ def main(address: str, launcher: str, pidfd: str) -> None:
     listener.listen(socket.SOMAXCONN)
     _detach()
     listener.listen(socket.SOMAXCONN)  # again: the kernel names who did so last
-    _Keeping(token, int(launcher), int(pidfd)).run(listener)
+    _Keeping(token, int(pidfd)).run(listener)
     os._exit(0)
 
 

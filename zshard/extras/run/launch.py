@@ -99,7 +99,7 @@ def kept(args: argparse.Namespace) -> Iterator[None]:
         yield
         return
     token = os.environ[client.VARIABLE] = client.start()
-    pid = client.Keeper(token).status().pid
+    pid = client.Keeper(token).pid()
     text = f"process {pid} keeps the run's state for its restarts, and ends with this one"
     print(f"{NAME}: {text}", file=sys.stderr, flush=True)
     # Each attempt gets a store of its own: in one that attempts share, a restarted rank may read
