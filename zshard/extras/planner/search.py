@@ -61,7 +61,7 @@ class Plan:
 
     def fits(self, prediction: Prediction) -> bool:
         """Return whether a rank has memory for it."""
-        return _fits(prediction, self.limit)
+        return GAP * prediction.memory["total"] <= self.limit
 
     def line(self) -> str:
         """Return the FSDP(...) line of the recommended way, with a comment where the model must
@@ -152,10 +152,6 @@ def name_of(way: Way) -> str:
     return way.strategy + (", offload" if way.offload is not None else "")
 
 
-def _fits(prediction: Prediction, limit: float) -> bool:
-    return GAP * prediction.memory["total"] <= limit
-
-
 def plan(
     model: Any,
     gpus: int | None = None,
@@ -237,7 +233,7 @@ class _Search:
         self.limit = (cluster.device.memory - cluster.device.reserved) * GIB
 
     def _fit(self, prediction: Prediction) -> bool:
-        return _fits(prediction, self.limit)
+        return GAP * prediction.memory["total"] <= self.limit
 
     def run(
         self, way: Way, strategies: Sequence[str] | None, may_offload: bool
