@@ -28,8 +28,6 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.soak_rank import vitals
-from zshard import KeeperError
-from zshard.extras.keeping.client import Keeper
 
 STILL = 120.0
 """Seconds without the end of a round after which the run counts as hung."""
@@ -101,13 +99,11 @@ class Soak:
                 self.others.setdefault(name, []).append(look)
 
     def _keeper(self) -> dict[str, int]:
-        """Return the keeper's process, by the token that the launcher prints."""
+        """Return the keeper's process, which the launcher prints."""
         if "keeper" in self.others:
             return {"keeper": self.others["keeper"][-1]["pid"]}
-        found = re.search(r"--keep=(\w+) resumes", self.last_words())
-        with contextlib.suppress(KeeperError):
-            return {"keeper": Keeper(found[1]).status().pid} if found else {}
-        return {}
+        found = re.search(r"process (\d+) keeps", self.last_words())
+        return {"keeper": int(found[1])} if found else {}
 
     def last_words(self) -> str:
         self.said.flush()

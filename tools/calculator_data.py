@@ -19,12 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from svg import MEMORY
 
 from zshard.extras.optimizers.codes import GROUP, MIN_8BIT_SIZE
 from zshard.extras.planner.decoder import Dims, decoder_of
 from zshard.extras.planner.gpus import DEVICES
 from zshard.extras.planner.kernels import FORWARD, _Meter, _Tracing
-from zshard.extras.planner.picture import PARTS
 from zshard.extras.planner.search import COMMENTS, GAP
 
 Sum = dict[str, float]  # name of a product -> its factor; see products()
@@ -169,7 +169,7 @@ def _lines(variants: Sequence[Variant]) -> Iterator[str]:
         "gap": GAP,
         "group8bit": GROUP,
         "smallest8bit": MIN_8BIT_SIZE,
-        "parts": PARTS,
+        "parts": MEMORY,
         "comments": COMMENTS,
     }
     for name, value in facts.items():

@@ -20,12 +20,11 @@ from typing import Any
 import step_pictures
 import torch
 import torch.distributed as dist
-from svg import EMPTY, FAINT, INK, RANKS, WIDTH, Svg
+from svg import EMPTY, FAINT, INK, MEMORY, RANKS, WIDTH, Svg
 from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.extras.planner.picture import PARTS as MEMORY
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "images"
 PARTS = {name: part for name, part in MEMORY.items() if name != "activations"}

@@ -7,6 +7,16 @@ from pathlib import Path
 WIDTH = 760
 INK, FAINT, EMPTY = "#1f2328", "#59636e", "#eaeef2"
 RANKS = ("#0969da", "#bf8700", "#1a7f37", "#8250df")
+MEMORY = {  # parts of a rank's: label, colour
+    "shards": ("parameters: this rank's shards", "#0969da"),
+    "kept": ("a full copy that stays", "#54aeff"),
+    "grads": ("gradients", "#bf8700"),
+    "optimizer": ("optimizer state", "#8250df"),
+    "slots": ("gathered parameters", "#1a7f37"),
+    "buckets": ("gradients on their way", "#e16f24"),
+    "transport": ("the transport's buffers", "#afb8c1"),
+    "activations": ("activations", "#d1242f"),
+}
 LINES = {  # kind of an arrow: colour, how it is drawn
     "copied": (FAINT, 'stroke-width="1.5"'),
     "sent": ("#cf222e", 'stroke-width="2"'),

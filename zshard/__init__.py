@@ -68,7 +68,6 @@ __all__ = [
     "available_features",
     "export",
     "full_tensor",
-    "keep",
     "latest_checkpoint",
     "load",
     "load_optim_state_dict",
@@ -129,7 +128,6 @@ _LATER = {
     "NonFiniteError": "extras.checks",
     "WholeMatrix": "extras.optimizers.whole_matrix",
     "available_features": "extras.doctor",
-    "keep": "extras.keeping.agent",
     "profile": "extras.trace",
     "receive_export": "extras.weights.send",
 }
@@ -147,7 +145,6 @@ if _TYPE_CHECKING:
     from zshard.extras.data_position import DataPosition
     from zshard.extras.doctor import available_features
     from zshard.extras.keeping import KeeperError
-    from zshard.extras.keeping.agent import keep
     from zshard.extras.optimizers.eight_bit import Adam8bit, AdamW8bit, SGD8bit
     from zshard.extras.optimizers.muon import Muon
     from zshard.extras.optimizers.whole_matrix import WholeMatrix

@@ -8,6 +8,7 @@ from __future__ import annotations
 REMOVED = {
     "SharedWeights": 'zshard.export(model).save("/dev/shm/<folder>"), and read that folder',
     "Export.share": '.save("/dev/shm/<folder>"), and read that folder in the other processes',
+    "keep": "python -m zshard run --keep train.py, which takes torchrun's options, in its place",
     "Plan.beside": "zshard.profile(), whose report has each unit's times",
     "share_comm_ctx": "models over the same ranks, which share a transport without it",
 }

@@ -17,8 +17,8 @@ def started() -> Iterator[Callable[..., Keeper]]:
     """Start keepers that end with the test."""
     made: list[Keeper] = []
 
-    def begin(*args: float, **options: float) -> Keeper:
-        made.append(Keeper(start(*args, **options)))
+    def begin(*args: int) -> Keeper:
+        made.append(Keeper(start(*args)))
         return made[-1]
 
     yield begin
@@ -29,7 +29,7 @@ def started() -> Iterator[Callable[..., Keeper]]:
 
 @pytest.fixture
 def keeper(started: Callable[..., Keeper]) -> Keeper:
-    return started(600.0)
+    return started()
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 def has_ended(keeper: Keeper) -> bool:
     try:
-        keeper.status()
+        keeper.list()
     except KeeperError:
         return True
     return False
@@ -80,7 +80,7 @@ def in_child(call: Callable[[], object]) -> None:
 
 
 def pid_of(keeper: Keeper) -> int:
-    return keeper.status().pid
+    return keeper.pid()
 
 
 def opened_by(pid: int) -> list[str]:

@@ -80,7 +80,7 @@ def without_keeper(when: str) -> str:
 def test_a_run_without_a_keeper(when: str) -> None:
     for result in fork_ranks(without_keeper, 2, when, check=True):
         assert result.value.startswith("RuntimeError: this run has no keeper")
-        assert "--keep" in result.value and "before FSDP(...)" in result.value
+        assert "--keep" in result.value
 
 
 def alone(token: str) -> str:

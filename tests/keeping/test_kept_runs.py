@@ -1,27 +1,20 @@
-"""`python -m zshard run --keep`, and zshard.keep() under plain torchrun: a restarted rank finds what
-the killed one had held."""
+"""`python -m zshard run --keep`: a restarted rank finds what the killed one had held."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import nursery
 import pytest
 from keeping import WITHOUT_TORCH
 from tasks import python_path
 
-import zshard
 from zshard import KeeperError
-from zshard.extras.keeping import agent, client
-from zshard.extras.keeping.client import Keeper, start
+from zshard.extras.keeping import client
+from zshard.extras.keeping.client import Keeper
 from zshard.extras.run import launch
 
 # --- options ------------------------------------------------------------------------------------------
@@ -37,7 +30,7 @@ def given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
     def run(args: object) -> None:
         token = os.environ.get(client.VARIABLE)
-        runs[:] = [args, token, token and Keeper(token).status()]
+        runs[:] = [args, token, token and Keeper(token).pid()]
 
     for name in ("OMP_NUM_THREADS", client.VARIABLE, "PET_MAX_RESTARTS"):
         monkeypatch.setenv(name, "1")  # so that it is set anew after the test
@@ -54,14 +47,13 @@ def given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_keep_starts_a_keeper_and_ends_it(given: Given) -> None:
-    args, token, status, said = given("--keep", "train.py", "--keep", "x", "--keep=")
+    args, token, pid, said = given("--keep", "train.py", "--keep", "x", "--keep=")
     assert (args.training_script, args.training_script_args) == (
         "train.py",
         ["--keep", "x", "--keep="],
     )
     assert args.max_restarts == 3
-    assert (status.launcher, status.seconds) == (os.getpid(), 600.0)
-    assert f"--keep={token} resumes the run within 600 s" in said
+    assert f"process {pid} keeps the run's state" in said
     with pytest.raises(KeeperError, match="no keeper answers"):
         Keeper(token).list()
 
@@ -70,12 +62,11 @@ def test_a_run_without_keep_has_none(given: Given, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(client.VARIABLE, "of an outer run")
     args, token, _, said = given("train.py", "--keep")
     assert (args.max_restarts, token, args.training_script_args) == (0, None, ["--keep"])
-    assert "keeping" not in said
+    assert "keeps" not in said
 
 
 def test_restarts_that_are_given_are_kept(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
-    args, _, status, _ = given("--keep", "--max-restarts", "0", "--keep-seconds", "5", "train.py")
-    assert (args.max_restarts, status.seconds) == (0, 5.0)
+    assert given("--keep", "--max-restarts", "0", "train.py")[0].max_restarts == 0
     monkeypatch.setenv("PET_MAX_RESTARTS", "7")
     assert given("--keep", "train.py")[0].max_restarts == 7
     assert given("train.py")[0].max_restarts == 7
@@ -104,69 +95,7 @@ def test_a_run_whose_keeper_was_ended_ends_as_usual(
     monkeypatch.setattr(
         launch.torchrun, "run", lambda args: Keeper(os.environ[client.VARIABLE]).end()
     )
-    assert "keeping" in given("--keep", "train.py")[-1]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--keep=cafe train.py", "--keep: no keeper answers under this token"),
-        ("--keep= train.py", "--keep: no keeper answers under this token"),
-        ("--keep-seconds 5 train.py", "--keep-seconds has no effect without --keep"),
-        ("--keep --keep-seconds -1 train.py", "0 or more seconds, got -1.0"),
-        ("--keep --keep-seconds soon train.py", "could not convert string to float"),
-    ],
-)
-def test_invalid_options_of_keep_are_refused(
-    given: Given, words: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        given(*words.split())
-    assert end.value.code == 2 and said in capsys.readouterr().err
-
-
-def test_a_run_that_is_not_over_cannot_be_resumed(
-    given: Given, capsys: pytest.CaptureFixture[str]
-) -> None:
-    token = start(600.0)
-    with pytest.raises(SystemExit):
-        given(f"--keep={token}", "train.py")
-    assert f"its run is not over: wait for process {os.getpid()}" in capsys.readouterr().err
-    Keeper(token).end()
-
-
-# --- keep() --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def unkept(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (client.VARIABLE, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"):
-        monkeypatch.setenv(name, "1")
-        monkeypatch.delenv(name)
-    return monkeypatch
-
-
-def test_keep_needs_torchrun(unkept: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match=r"needs torchrun.* zshard run --keep"):
-        zshard.keep()
-    with pytest.raises(ValueError, match="0 or more seconds"):
-        zshard.keep(-1)
-
-
-def test_keep_does_nothing_with_a_keeper(unkept: pytest.MonkeyPatch) -> None:
-    unkept.setenv(client.VARIABLE, "some token")
-    zshard.keep()
-    assert os.environ[client.VARIABLE] == "some token"
-
-
-def test_keep_warns_of_a_run_that_is_not_restarted(unkept: pytest.MonkeyPatch) -> None:
-    unkept.setenv("TORCHELASTIC_RUN_ID", "x")
-    unkept.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    with pytest.warns(UserWarning, match="pass --max-restarts 3"):
-        zshard.keep()
-    keeper = client.keeper_of_run()
-    assert keeper is not None and keeper.status().launcher == agent._agent()
-    keeper.end()
+    assert "keeps the run's state" in given("--keep", "train.py")[-1]
 
 
 # --- runs ----------------------------------------------------------------------------------------------
@@ -174,11 +103,9 @@ def test_keep_warns_of_a_run_that_is_not_restarted(unkept: pytest.MonkeyPatch) -
 SCRIPT = (
     f"""{WITHOUT_TORCH}
 import json, os, signal, time
-from zshard.extras.keeping.agent import keep
 from zshard.extras.keeping.client import keeper_of_run
 """
     """
-keep(seconds=60)
 rank, keeper = os.environ["RANK"], keeper_of_run()
 found = keeper.get(rank)
 if found is None:  # the first start
@@ -187,15 +114,11 @@ if found is None:  # the first start
     keeper.hold(rank, json.dumps([rank, keeper.token]).encode(), [fd])
     while len(keeper.list()) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)
-    if sys.argv[1] == "sleep":
-        open(f"pid{rank}", "w").write(str(os.getpid()))
-        time.sleep(300)
     if rank == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(300)
 words = [os.pread(found.fds[0], 100, 0).decode(), *json.loads(found.meta), keeper.token]
-words += [found.holder, os.environ["TORCHELASTIC_RESTART_COUNT"]]
-words += [os.environ["TORCHELASTIC_MAX_RESTARTS"], keeper.status().launcher]
+words += [os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]]
 open(f"rank{rank}.json", "w").write(json.dumps(words))
 """
 )
@@ -210,19 +133,6 @@ def command(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(words, cwd=folder, env=env, stderr=subprocess.PIPE, text=True)
 
 
-def launcher(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """Start `python -m ...` by a fork, which writes its pid to launcher.pid."""
-    code = (
-        "import os, runpy, sys; open('launcher.pid', 'w').write(str(os.getpid()))\n"
-        "del sys.argv[0]; runpy._run_module_as_main(sys.argv[0])"
-    )
-    return command(folder, nursery.python(), "-c", code, *words)
-
-
-def pid_in(folder: Path, name: str) -> int:
-    return int((folder / name).read_text())
-
-
 def reports(folder: Path, world: int) -> list[list]:
     import json
 
@@ -231,7 +141,7 @@ def reports(folder: Path, world: int) -> list[list]:
 
 def has_ended(token: str) -> bool:
     try:
-        Keeper(token).status()
+        Keeper(token).list()
     except KeeperError:
         return True
     return False
@@ -239,63 +149,14 @@ def has_ended(token: str) -> bool:
 
 @pytest.mark.slow
 def test_a_killed_rank_is_restarted_with_what_it_held(tmp_path: Path) -> None:
-    words = ["zshard", "run", "-n2", "--keep", "script.py", "kill"]
+    words = ["zshard", "run", "-n2", "--keep", "script.py"]
     with command(tmp_path, sys.executable, "-m", *words) as job:
         assert job.stderr is not None
         said = job.stderr.read()
     assert job.returncode == 0, said
-    token = re.findall("--keep=([0-9a-f]+) resumes the run within 600 s", said)[0]
-    for rank, report in enumerate(reports(tmp_path, 2)):
-        expected = [f"shards of {rank}", str(rank), token, token, 0, "1", "3", job.pid]
-        assert report == expected
-    assert has_ended(token)
-
-
-@pytest.mark.slow
-def test_under_plain_torchrun_the_ranks_of_a_host_find_one_keeper(tmp_path: Path) -> None:
-    """A shell stands between each rank and the agent. The rank's last act is to leave it."""
-    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--no-python"]
-    line = f"{sys.executable} script.py kill; status=$?; exit $status"
-    with launcher(tmp_path, "torch.distributed.run", *words, "sh", "-c", line) as job:
-        assert job.stderr is not None
-        said = job.stderr.read()
-    assert job.returncode == 0, said
-    first, second = reports(tmp_path, 2)
-    assert first[2] == second[2] == first[3] == second[3]
-    assert first[0] == "shards of 0" and second[0] == "shards of 1"
-    assert [first[-3:], second[-3:]] == [["1", "1", pid_in(tmp_path, "launcher.pid")]] * 2
-    keeper = Keeper(first[2])
-    assert keeper.status().left is not None and len(keeper.list()) == 2
-    keeper.end()
-
-
-@pytest.mark.slow
-def test_a_run_whose_launcher_was_killed_is_resumed(tmp_path: Path) -> None:
-    with launcher(tmp_path, "zshard", "run", "-n1", "--keep", "script.py", "sleep") as job:
-        assert job.stderr is not None
-        token = ""
-        while not token:
-            line = job.stderr.readline()
-            assert line, "it ended"
-            token = "".join(re.findall("--keep=([0-9a-f]+) resumes", line))
-        deadline = time.monotonic() + 100
-        while not (tmp_path / "pid0").exists() or not (tmp_path / "pid0").read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        job.kill()
-        job.wait()
-        worker = pid_in(tmp_path, "pid0")
-        words = ["zshard", "run", "-n1", f"--keep={token}", "script.py", "kill"]
-        with launcher(tmp_path, *words) as again:  # torchrun's ranks outlive it
-            assert again.stderr is not None
-            assert f"end them (kill {worker})" in again.stderr.read()
-        assert again.returncode == 2
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL)
-    with launcher(tmp_path, *words) as again:
-        assert again.stderr is not None
-        said = again.stderr.read()
-    assert again.returncode == 0, said
-    pid = pid_in(tmp_path, "launcher.pid")
-    assert reports(tmp_path, 1) == [["shards of 0", "0", token, token, 0, "0", "3", pid]]
+    assert "keeps the run's state" in said
+    found = reports(tmp_path, 2)
+    token = found[0][2]
+    for rank, report in enumerate(found):
+        assert report == [f"shards of {rank}", str(rank), token, token, "1", "3"]
     assert has_ended(token)

@@ -207,14 +207,6 @@ def test_the_command_refuses(monkeypatch, capsys, words, says):
     assert status == 2 and out == "" and says in err
 
 
-def test_the_command_draws(monkeypatch, capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "plan.svg"
-    words = (*DECODER, "--gpus", "16", "--gpu", "h100", "--batch", "16", "--picture", str(file))
-    assert command(monkeypatch, capsys, *words)[0] == 0
-    assert "hybrid_shard" in file.read_text()
-
-
 class Reads(nn.Module):
     def __init__(self):
         super().__init__()

@@ -28,7 +28,7 @@ PUBLIC = {
     *("ShardingStrategy", "MixedPrecision", "Offload", "Wire", "NcclOptions"),
     "NonFiniteError",
     *("CheckpointError", "CudaError", "DivergenceError", "NcclError", "PeerError"),
-    *("PeerTimeoutError", "ShardError", "KeeperError", "keep"),
+    *("PeerTimeoutError", "ShardError", "KeeperError"),
     *("export", "Exported", "receive_export"),
     *("save", "load", "latest_checkpoint", "rng_state", "set_rng_state"),
     *("load_state_dict", "optim_state_dict", "load_optim_state_dict"),

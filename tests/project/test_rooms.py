@@ -47,8 +47,7 @@ ACROSS = {  # what an integration or extra imports of others
     "integrations/transformers": "integrations/accelerate",
     "extras/any_world": "extras/data_position",
     "extras/checkpoint_cli": "extras/averages extras/per_host",
-    "extras/doctor": "extras/keeping extras/run",
-    "extras/planner": "extras/optimizers",
+    "extras/doctor": "extras/run",
     "extras/recovery": "extras/keeping",
     "extras/run": "extras/keeping",
 }

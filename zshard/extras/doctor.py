@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from zshard import api
 from zshard.api import __version__
-from zshard.extras.keeping.client import KeeperStatus, keepers
 from zshard.extras.run.cores import Host, as_list, read_host
 
 OLDEST_GPU = (8, 0)  # compute capability of the PTX
@@ -142,7 +141,6 @@ def report() -> tuple[str, int]:
     for name, fact in facts:
         problem = f"MISSING: {missing[name]}" if name in missing else None
         lines.append(f"{name:<11} {'. '.join(filter(None, (fact, problem)))}")
-    lines += [f"{'keeper':<11} {of_keeper(keeper)}" for keeper in keepers()]
     host = "shm on one host, hosts (shm and c10d) on several" if features["shm"] else "c10d"
     cpu = f"CPU training is available; ranks communicate over {host}."
     if not features["c10d"]:
@@ -169,16 +167,3 @@ def bf16(cpuinfo: str) -> str:
     """Return which of the CPU's instructions for bfloat16 is best."""
     best = next((name for name in _BF16 if name in cpuinfo.split()), None)
     return best or "none: the CPU has no bfloat16 instructions, so bf16 saves memory, not time"
-
-
-def of_keeper(keeper: KeeperStatus | int) -> str:
-    """Describe what a keeper holds, and how long it will. keeper: its pid, if it does not
-    answer."""
-    if isinstance(keeper, int):
-        return f"process {keeper} does not answer: end it (kill -9 {keeper})"
-    ends = f"ends with process {keeper.launcher}, which started it"
-    if keeper.left is not None:
-        ends = f"ends in {keeper.left:.0f} s unless its run is resumed (zshard run --keep=TOKEN)"
-    files = f"{sum(held.fds for held in keeper.held.values())} memory file(s)"
-    size = f"{keeper.bytes / 2**20:.1f} MiB in {files}"
-    return f"process {keeper.pid}, {keeper.age:.0f} s old, holds {size}, and {ends}"

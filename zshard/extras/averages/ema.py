@@ -62,7 +62,7 @@ class EMA:
             sooner: the formula of TensorFlow's tf.train.ExponentialMovingAverage(num_updates=n).
 
     Raises TypeError if `model` is not a module; ValueError for numbers out of range, for a model
-    without FSDP modules or trainable parameters; NotImplementedError in a kept run (zshard.keep),
+    without FSDP modules or trainable parameters; NotImplementedError in a kept run (zshard.Keep),
     whose recovery does not know averages.
     """
 

@@ -1,9 +1,9 @@
-"""How ranks, launchers and `doctor` speak to the keeper of a run (keeper.py), and start it.
+"""How ranks and launchers speak to the keeper of a run (keeper.py), and start it.
 
-    token = start(seconds=600.0, watch_pid=os.getpid())
+    token = start()
     keeper = Keeper(token)
     keeper.hold("rank0", b'{"step": 7}', [fd])  # fd may be closed now
-    files = keeper.get("rank0")  # in another process: files.meta, files.fds, files.holder
+    files = keeper.get("rank0")  # in another process: files.meta, files.fds
 
 Ranks get the token in the environment variable ZSHARD_KEEPER. Each call is a connection of its own,
 so forks and threads share nothing.
@@ -11,26 +11,22 @@ so forks and threads share nothing.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
-import math
 import os
 import secrets
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from zshard.extras.keeping import KeeperError
 from zshard.extras.keeping import keeper as _keeper
 
 VARIABLE = "ZSHARD_KEEPER"  # the token, in the environment of ranks
-SECONDS = 600.0  # how long a keeper outlives its launcher and the last call of a rank
 TIMEOUT = 30.0
 
 
@@ -38,35 +34,11 @@ class HeldFiles(NamedTuple):
     """What a keeper holds under a name.
 
     meta: the bytes that came with it. fds: descriptors, now the caller's to close; exec closes
-    them. holder: the process that had it held, while that lives; 0 once it has ended.
+    them.
     """
 
     meta: bytes
     fds: list[int]
-    holder: int
-
-
-class HeldSize(NamedTuple):
-    """The size of what is held under a name: bytes of memory, descriptors; its holder as in
-    HeldFiles."""
-
-    bytes: int
-    fds: int
-    holder: int
-
-
-class KeeperStatus(NamedTuple):
-    """A keeper: pid; age, in seconds; launcher, the pid whose end it watches for; seconds, how long
-    it outlives that; left, of these, None while the launcher lives; bytes of memory that it holds;
-    held, by name."""
-
-    pid: int
-    age: float
-    launcher: int
-    seconds: float
-    left: float | None
-    bytes: int
-    held: dict[str, HeldSize]
 
 
 class Keeper:
@@ -83,17 +55,7 @@ class Keeper:
     def hold(self, name: str, meta: bytes, fds: Sequence[int]) -> None:
         """Have descriptors held under a name, for all that was held there before. The caller may
         close its own. name: 1 to 512 characters. meta: at most 16 MiB. fds: at most 4096.
-
-        Raises:
-            ValueError: one of these is too long.
         """
-        for what, size, most in (
-            ("name", len(name), _keeper.MOST_NAME),
-            ("meta", len(meta), _keeper.MOST_BYTES),
-            ("fds", len(fds), _keeper.MOST_FDS),
-        ):
-            if size > most:
-                raise ValueError(f"{what} must have a length of at most {most}, got {size}")
         self._ask("hold", meta, fds, name=name)
 
     def get(self, name: str) -> HeldFiles | None:
@@ -103,7 +65,7 @@ class Keeper:
             return None
         fds = list(reply.fds)
         reply.fds.clear()
-        return HeldFiles(bytes(reply.body), fds, reply.head["holder"])
+        return HeldFiles(bytes(reply.body), fds)
 
     def list(self) -> dict[str, bytes]:
         """Return each name under which something is held, with its meta."""
@@ -119,29 +81,44 @@ class Keeper:
         """Free what is held under a name; return whether there was anything."""
         return bool(self._ask("drop", name=name).head["found"])
 
-    def watch(self, pid: int, seconds: float | None = None) -> None:
-        """Make a process the launcher: the keeper stays while it lives, and `seconds` more; None:
-        as before. Refused while the former launcher lives, or a process that had something
-        held."""
-        pidfd = os.pidfd_open(pid)
-        try:
-            self._ask("watch", fds=[pidfd], pid=pid, seconds=seconds)
-        finally:
-            os.close(pidfd)
-
-    def status(self) -> KeeperStatus:
-        """Return the keeper's state. Does not count as a call for which it stays."""
-        return _status(self._address, self._timeout)
+    def pid(self) -> int:
+        """Return the keeper's process."""
+        self.list()  # it answers once the process that stays has called listen()
+        with _connect(self._address, time.monotonic() + self._timeout) as line:
+            return _keeper.peer_of(line)[0]
 
     def end(self) -> None:
         """End the keeper: it frees all that it holds before this returns."""
         self._ask("end")
 
     def _ask(
-        self, op: str, body: bytes = b"", fds: Sequence[int] = (), **words: str | float | None
+        self, op: str, body: bytes = b"", fds: Sequence[int] = (), **words: str
     ) -> _keeper.Message:
         head = {"op": op, "token": self.token, **words}
-        return _ask(self._address, _keeper.packets(head, body, fds), self._timeout)
+        deadline = time.monotonic() + self._timeout
+        try:
+            with _connect(self._address, deadline) as line:
+                for packet, some in _keeper.packets(head, body, fds):
+                    line.settimeout(_left(deadline))
+                    _keeper.send(line, packet, some, deadline)
+                reply = _receive(line, deadline)
+        except TimeoutError:
+            text = f"the keeper did not answer within {self._timeout:g} s: end the run"
+            raise KeeperError(text) from None
+        except KeeperError:
+            raise
+        except OSError as error:
+            if error.errno == errno.EBADF:  # the caller's
+                raise
+            text = f"the keeper cannot be reached: {error.strerror}"
+            if error.errno in (errno.EMFILE, errno.ETOOMANYREFS):
+                text = "too many descriptors are open or in flight: raise it (ulimit -n)"
+            if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE):
+                text = "no keeper answers under this token: start the run without it"
+            raise KeeperError(text) from error
+        if "refused" in reply.head:
+            raise KeeperError(f"the keeper refuses: {reply.head['refused']}")
+        return reply
 
 
 def keeper_of_run() -> Keeper | None:
@@ -150,55 +127,23 @@ def keeper_of_run() -> Keeper | None:
     return Keeper(token) if token else None
 
 
-def keepers() -> list[KeeperStatus | int]:
-    """Return this user's keepers in this network namespace: their status, or the pid of one that
-    does not answer."""
-    try:
-        words = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
-    except OSError:
-        return []
-    statuses: list[KeeperStatus | int] = []
-    for address in sorted({word[1:] for word in words if word.startswith(f"@{_keeper.PREFIX}")}):
-        with contextlib.suppress(OSError):  # it ended, or is another user's
-            with _connect(address, time.monotonic() + 2.0) as line:
-                pid, _ = _keeper.peer_of(line)
-            try:
-                statuses.append(_status(address, 2.0))
-            except KeeperError:
-                statuses.append(pid)
-    return statuses
-
-
 # --- starting ------------------------------------------------------------------------------------
 
 
-def checked_seconds(seconds: float) -> float:
-    """Return how long a keeper stays. Raises ValueError unless that is a number of seconds."""
-    if not 0.0 <= seconds < math.inf:
-        raise ValueError(f"a keeper stays for 0 or more seconds, got {seconds}: pass a number")
-    return float(seconds)
-
-
-def start(seconds: float = SECONDS, watch_pid: int | None = None, token: str = "") -> str:
+def start(watch_pid: int | None = None) -> str:
     """Start a keeper, in a session of its own, and return its token once it listens.
 
-    seconds: how long it stays after its launcher ended and a rank last spoke to it. With nothing
-    held, it ends with the launcher.
-    watch_pid: the launcher; by default this process.
-    token: for those who start it together, the same: one keeper listens, for all of them.
+    watch_pid: the launcher, with which it ends; by default this process.
 
     Raises:
-        ValueError: seconds is no number of seconds.
         KeeperError: the keeper did not start.
         ProcessLookupError: there is no process watch_pid.
     """
-    words = [str(checked_seconds(seconds)), str(watch_pid or os.getpid())]
-    token = token or secrets.token_hex(16)
+    token = secrets.token_hex(16)
     pidfd = os.pidfd_open(watch_pid or os.getpid())
     try:
-        command = [sys.executable, "-I", "-S", _keeper.__file__, _address_of(token), *words]
         process = subprocess.Popen(
-            [*command, str(pidfd)],
+            [sys.executable, "-I", "-S", _keeper.__file__, _address_of(token), str(pidfd)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -214,19 +159,9 @@ def start(seconds: float = SECONDS, watch_pid: int | None = None, token: str = "
         process.kill()
         process.communicate()
         raise KeeperError(f"the keeper did not start within {TIMEOUT:g} s: run again") from None
-    deadline = time.monotonic() + TIMEOUT
-    while process.returncode == _keeper.ADDRESS_TAKEN:  # until that one listens
-        try:
-            Keeper(token).list()
-            break
-        except KeeperError as error:
-            is_early = isinstance(error.__cause__, ConnectionRefusedError)
-            if not is_early or time.monotonic() > deadline:
-                raise
-        time.sleep(0.01)
-    if process.returncode not in (0, _keeper.ADDRESS_TAKEN):
+    if process.returncode != 0:
         last = stderr.strip().rpartition("\n")[2] or f"exit status {process.returncode}"
-        raise KeeperError(f"the keeper did not start: {last}: see python -m zshard doctor")
+        raise KeeperError(f"the keeper did not start: {last}: run without --keep")
     return token
 
 
@@ -236,39 +171,6 @@ def _address_of(token: str) -> str:
 
 
 # --- one request ---------------------------------------------------------------------------------
-
-
-def _status(address: str, timeout: float) -> KeeperStatus:
-    facts = json.loads(_ask(address, _keeper.packets({"op": "status"}), timeout).body)
-    held = {name: HeldSize(*sizes) for name, sizes in facts.pop("held").items()}
-    return KeeperStatus(**facts, held=held)
-
-
-def _ask(
-    address: str, packets: Iterator[tuple[bytes, Sequence[int]]], timeout: float
-) -> _keeper.Message:
-    deadline = time.monotonic() + timeout
-    try:
-        with _connect(address, deadline) as line:
-            for packet, fds in packets:
-                _send(line, packet, fds, deadline)
-            reply = _receive(line, deadline)
-    except TimeoutError:
-        raise KeeperError(f"the keeper did not answer within {timeout:g} s: run doctor") from None
-    except KeeperError:
-        raise
-    except OSError as error:
-        if error.errno == errno.EBADF:  # the caller's
-            raise
-        text = f"the keeper cannot be reached: {error.strerror}"
-        if error.errno in (errno.EMFILE, errno.ETOOMANYREFS):
-            text = "too many descriptors are open or in flight: raise it (ulimit -n)"
-        if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE):
-            text = "no keeper answers under this token: start the run without it"
-        raise KeeperError(text) from error
-    if "refused" in reply.head:
-        raise KeeperError(f"the keeper refuses: {reply.head['refused']}")
-    return reply
 
 
 def _left(deadline: float) -> float:
@@ -297,18 +199,6 @@ def _connect(address: str, deadline: float) -> socket.socket:
         line.close()
         raise
     return line
-
-
-def _send(line: socket.socket, packet: bytes, fds: Sequence[int], deadline: float) -> None:
-    """Send a packet; wait while the user has too many descriptors in flight."""
-    while True:
-        line.settimeout(_left(deadline))
-        try:
-            return _keeper.send(line, packet, fds)
-        except OSError as error:
-            if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline - 0.01:
-                raise
-        time.sleep(0.005)
 
 
 def _receive(line: socket.socket, deadline: float) -> _keeper.Message:

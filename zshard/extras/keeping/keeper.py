@@ -12,13 +12,12 @@ half-read.
 The address is an abstract socket, which lies in no directory and ends with the process. Only
 processes of the keeper's own user are answered; the kernel names the user. Requests also need the
 token, since containers that share a network have the same users. A request that cannot be served
-is refused in the reply; only the loop below waits, so no client can block another.
+is refused in the reply.
 """
 
 from __future__ import annotations
 
 import array
-import collections
 import contextlib
 import errno
 import json
@@ -28,13 +27,13 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from _operator import _compare_digest  # hmac's, without the 4 MiB of OpenSSL
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 PREFIX = "zshard-keeper-"
-ADDRESS_TAKEN = 3  # exit status: another keeper listens there
 PIECE, FDS = 1 << 15, 100  # of a packet: bytes and descriptors at most
 MOST_BYTES, MOST_FDS, MOST_NAME = 1 << 24, 4096, 512  # of a message
 MOST_LINES = 200  # open connections; more wait to be accepted
@@ -104,10 +103,17 @@ def packets(
         yield b"+" + body[i * PIECE :][:PIECE], fds[i * FDS :][:FDS]
 
 
-def send(line: socket.socket, packet: bytes, fds: Sequence[int]) -> None:
-    """Send a packet; raises what sendmsg raises; ETOOMANYREFS passes."""
+def send(line: socket.socket, packet: bytes, fds: Sequence[int], deadline: float) -> None:
+    """Send a packet; wait while the user has too many descriptors in flight."""
     control = [(*_RIGHTS, array.array("i", fds))] if fds else []
-    line.sendmsg([packet], control, socket.MSG_NOSIGNAL)
+    while True:
+        try:
+            line.sendmsg([packet], control, socket.MSG_NOSIGNAL)
+            return
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
+                raise
+        time.sleep(0.005)
 
 
 def receive(line: socket.socket) -> tuple[bytes, Descriptors]:
@@ -132,244 +138,106 @@ def peer_of(line: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-def has_ended(pidfd: Sequence[int]) -> bool:
-    """Return whether the process of a pidfd, [] for none, has ended."""
-    poll = select.poll()
-    for fd in pidfd:
-        poll.register(fd, select.POLLIN)
-    return not pidfd or bool(poll.poll(0))
-
-
 class _Refused(Exception):
     """Why a request is not served, for the client's error."""
 
 
-class _NamedFiles:
-    """What is held under a name, and the process that asked for it."""
-
-    def __init__(self, meta: bytes, fds: Descriptors, pid: int) -> None:
-        self.meta, self.fds, self._pid = meta, fds, pid
-        self._pidfd = Descriptors()
-        with contextlib.suppress(OSError):  # of another PID namespace
-            self._pidfd.append(os.pidfd_open(pid))
-
-    def holder(self) -> int:
-        return 0 if has_ended(self._pidfd) else self._pid
-
-
-class _Line:
-    """A connection. packets: what is to be sent of the reply; owner: who owns its descriptors."""
-
-    def __init__(self, line: socket.socket, pid: int) -> None:
-        self.socket, self.pid = line, pid
-        self.request = Message()
-        self.packets: collections.deque[tuple[bytes, Sequence[int]]] = collections.deque()
-        self.owner: Sequence[int] = ()
-        self.is_answered = False
-        self.moved()
-
-    def moved(self) -> None:
-        self.deadline = time.monotonic() + PATIENCE
-
-    def reply(self, head: Head, body: bytes = b"", fds: Sequence[int] = ()) -> None:
-        self.is_answered, self.owner = True, fds
-        self.packets.extend(packets(head, body, fds))
-        self.request = Message()
+Reply = tuple[Head, bytes, Sequence[int]]
 
 
 class _Keeping:
-    """The keeper's state and its loop.
+    """What the keeper holds. A thread serves each connection, so no client can block another."""
 
-    launcher: the process whose run this is. spoken: when it ended or a client last spoke.
-    """
-
-    def __init__(self, token: str, seconds: float, launcher: int, pidfd: Descriptors) -> None:
-        self.token, self.seconds, self.launcher, self.pidfd = token, seconds, launcher, pidfd
-        self.born = self.spoken = time.monotonic()
-        self.launcher_ended = False
-        self.held: dict[str, _NamedFiles] = {}
-        self.lines: dict[int, _Line] = {}
-        self.last: _Line | None = None  # whose reply is the last, after `end`
+    def __init__(self, token: str) -> None:
+        self.token, self.lock, self.is_over = token, threading.Lock(), False
+        self.held: dict[str, tuple[bytes, Descriptors]] = {}  # meta and files, by name
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE
 
-    # --- when it ends -----------------------------------------------------------------------------
-
-    def left(self) -> float | None:
-        """Return the seconds until the end; None while the launcher lives. Without a launcher and
-        with nothing held, nothing can be resumed."""
-        if not self.launcher_ended:
-            return None
-        return max(0.0, self.spoken + self.seconds - time.monotonic()) if self.held else 0.0
-
-    def is_over(self) -> bool:
-        return self.left() == 0.0 if self.last is None else not self.last.packets
-
-    # --- the loop ---------------------------------------------------------------------------------
-
-    def run(self, listener: socket.socket) -> None:
-        while not self.is_over():
-            self.turn(listener)
-
-    def turn(self, listener: socket.socket) -> None:
+    def run(self, listener: socket.socket, pidfd: int) -> None:
+        """Serve until the launcher, whose pidfd this is, has ended."""
         poll = select.poll()
-        if len(self.lines) < MOST_LINES and self.last is None:
-            poll.register(listener, select.POLLIN)
-        if not self.launcher_ended:
-            poll.register(self.pidfd[0], select.POLLIN)
-        for fd, line in self.lines.items():
-            poll.register(fd, select.POLLIN | (select.POLLOUT if line.packets else 0))
-        for fd, events in poll.poll(self.patience()):
-            if fd == listener.fileno():
-                self.accept(listener)
-            elif fd in self.lines:
-                self.serve(self.lines[fd], events)
-        now = time.monotonic()
-        if not self.launcher_ended and has_ended(self.pidfd):
-            self.launcher_ended, self.spoken = True, now
-        for line in [line for line in self.lines.values() if line.deadline < now]:
-            self.close(line)
+        poll.register(pidfd, select.POLLIN)
+        poll.register(listener, select.POLLIN)
+        while all(fd != pidfd for fd, _ in poll.poll()):
+            try:
+                if threading.active_count() > MOST_LINES:
+                    raise BlockingIOError
+                line = listener.accept()[0]
+            except OSError:  # too many connections or descriptors, or the client ended
+                time.sleep(0.01)
+                continue
+            threading.Thread(target=self.serve, args=(line,), daemon=True).start()
 
-    def patience(self) -> int | None:
-        """Return the milliseconds until something is due without an event."""
-        ends = [line.deadline - time.monotonic() for line in self.lines.values()]
-        left = self.left()
-        ends += [] if left is None else [left]
-        return max(0, int(min(min(ends), 3600.0) * 1e3) + 1) if ends else None
-
-    def accept(self, listener: socket.socket) -> None:
-        try:
-            sock = listener.accept()[0]
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-                time.sleep(0.01)  # it stays readable
-            return
-        pid, user = peer_of(sock)
-        if user != os.geteuid():
-            sock.close()
-            return
-        sock.setblocking(False)
-        self.lines[sock.fileno()] = _Line(sock, pid)
-
-    def close(self, line: _Line) -> None:
-        self.lines.pop(line.socket.fileno(), None)
-        line.packets.clear()
-        line.socket.close()
-
-    def serve(self, line: _Line, events: int) -> None:
-        try:
-            if events & select.POLLIN:
-                self.read(line)
-            elif events & (select.POLLHUP | select.POLLERR):
-                self.close(line)
-            elif events & select.POLLOUT:
-                send(line.socket, *line.packets[0])
-                line.packets.popleft()
-                line.moved()
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError as error:
-            if error.errno == errno.ETOOMANYREFS:  # until others receive theirs
-                time.sleep(0.005)
-            else:
-                self.close(line)
-        except Exception:  # whatever is wrong with one request, the rest stays held
-            self.close(line)
-
-    def read(self, line: _Line) -> None:
-        """Take a packet; answer a complete request. What comes after an answer is dropped: the
-        client closes the line when it has read."""
-        try:
-            packet, fds = receive(line.socket)
-            if not packet:
-                self.close(line)
-            elif not line.is_answered:
-                line.moved()
-                if line.request.add(packet, fds):
-                    self.answer(line, line.request)
-        except (ValueError, _Refused) as error:
-            self.refuse(line, str(error))
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-            self.refuse(line, "it has as many descriptors open as the limit allows (ulimit -n)")
-
-    def refuse(self, line: _Line, why: str) -> None:
-        if not line.is_answered:
-            line.reply({"refused": why})
+    def serve(self, line: socket.socket) -> None:
+        """Answer the request of a connection. What comes after an answer is dropped: the client
+        closes the line when it has read."""
+        request: Message | None = Message()
+        with line, contextlib.suppress(OSError):
+            line.settimeout(PATIENCE)
+            while peer_of(line)[1] == os.geteuid():
+                reply: Reply | None = None
+                try:
+                    packet, fds = receive(line)
+                    if not packet:
+                        return
+                    if request is not None and request.add(packet, fds):
+                        with self.lock:
+                            reply = self.answer(request)
+                except (ValueError, _Refused) as error:
+                    reply = {"refused": str(error)}, b"", ()
+                except OSError as error:
+                    if error.errno != errno.EMFILE:
+                        raise
+                    why = "it has as many descriptors open as the limit allows (ulimit -n)"
+                    reply = {"refused": why}, b"", ()
+                if request is not None and reply is not None:
+                    request = None
+                    for packet, some in packets(*reply):
+                        send(line, packet, some, time.monotonic() + PATIENCE)
+                    if self.is_over:
+                        os._exit(0)
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def answer(self, line: _Line, request: Message) -> None:
+    def answer(self, request: Message) -> Reply:
         serve = getattr(self, f"op_{request.head.get('op')}", None)
         if serve is None:
             raise _Refused("it has no such operation")
-        if serve != self.op_status:
-            token = str(request.head.get("token")).encode(errors="replace")
-            if not _compare_digest(token, self.token.encode()):
-                raise _Refused("the token is wrong")
-            self.spoken = time.monotonic()
-        serve(line, request)
+        token = str(request.head.get("token")).encode(errors="replace")
+        if not _compare_digest(token, self.token.encode()):
+            raise _Refused("the token is wrong")
+        reply: Reply = serve(request)
+        return reply
 
-    def op_hold(self, line: _Line, request: Message) -> None:
+    def op_hold(self, request: Message) -> Reply:
         name = self.name_in(request)
-        others = sum(len(entry.fds) + 1 for key, entry in self.held.items() if key != name)
+        others = sum(len(fds) for key, (_, fds) in self.held.items() if key != name)
         if others + len(request.fds) > self.room:
             raise _Refused(
                 f"it may hold {max(0, self.room)} descriptors: raise that (ulimit -n -H)"
             )
-        self.held[name] = _NamedFiles(bytes(request.body), request.fds, line.pid)
-        line.reply({})
+        self.held[name] = bytes(request.body), request.fds
+        return {}, b"", ()
 
-    def op_get(self, line: _Line, request: Message) -> None:
+    def op_get(self, request: Message) -> Reply:
         entry = self.held.get(self.name_in(request))
-        if entry is None:
-            line.reply({"found": False})
-        else:
-            line.reply({"found": True, "holder": entry.holder()}, entry.meta, entry.fds)
+        return ({"found": False}, b"", ()) if entry is None else ({"found": True}, *entry)
 
-    def op_list(self, line: _Line, _: Message) -> None:
-        sizes = [[name, len(entry.meta)] for name, entry in self.held.items()]
-        metas = b"".join(entry.meta for entry in self.held.values())
-        line.reply({}, json.dumps(sizes).encode() + b"\n" + metas)
+    def op_list(self, _: Message) -> Reply:
+        sizes = [[name, len(meta)] for name, (meta, _) in self.held.items()]
+        metas = b"".join(meta for meta, _ in self.held.values())
+        return {}, json.dumps(sizes).encode() + b"\n" + metas, ()
 
-    def op_drop(self, line: _Line, request: Message) -> None:
-        line.reply({"found": self.held.pop(self.name_in(request), None) is not None})
+    def op_drop(self, request: Message) -> Reply:
+        return {"found": self.held.pop(self.name_in(request), None) is not None}, b"", ()
 
-    def op_watch(self, line: _Line, request: Message) -> None:
-        """Take another launcher, whose pidfd comes along, for one that has ended."""
-        holders = sorted({entry.holder() for entry in self.held.values()} - {0})
-        if not has_ended(self.pidfd):
-            raise _Refused(f"its run is not over: wait for process {self.launcher}, or end it")
-        if holders:
-            pids = " ".join(map(str, holders))
-            raise _Refused(f"ranks of its run still live: end them (kill {pids})")
-        if len(request.fds) != 1:
-            raise _Refused("a launcher comes with its pidfd")
-        pid, seconds = int(request.head["pid"]), request.head.get("seconds")
-        self.seconds = self.seconds if seconds is None else float(seconds)
-        self.launcher, self.pidfd, self.launcher_ended = pid, request.fds, False
-        line.reply({})
-
-    def op_status(self, line: _Line, _: Message) -> None:
-        held: dict[str, list[int]] = {}
-        files: dict[tuple[int, int], int] = {}
-        for name, entry in self.held.items():
-            sizes = {}
-            for stat in map(os.fstat, entry.fds):
-                sizes[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
-            held[name] = [sum(sizes.values()), len(entry.fds), entry.holder()]
-            files.update(sizes)
-        facts = {"pid": os.getpid(), "age": time.monotonic() - self.born, "left": self.left()}
-        facts |= {"launcher": self.launcher, "bytes": sum(files.values()), "seconds": self.seconds}
-        line.reply({}, json.dumps({**facts, "held": held}).encode())
-
-    def op_end(self, line: _Line, _: Message) -> None:
+    def op_end(self, _: Message) -> Reply:
         self.held.clear()
-        self.last = line
-        line.reply({})
+        self.is_over = True
+        return {}, b"", ()
 
     @staticmethod
     def name_in(request: Message) -> str:
@@ -401,21 +269,16 @@ def _detach() -> None:
             break
 
 
-def main(address: str, seconds: str, launcher: str, pidfd: str) -> None:
+def main(address: str, pidfd: str) -> None:
     """Listen on an address; the token comes from stdin, as arguments can be read by all users."""
     token = sys.stdin.read()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        listener.bind(f"\0{address}")
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            sys.exit(ADDRESS_TAKEN)
-        raise
+    listener.bind(f"\0{address}")
     listener.setblocking(False)
     listener.listen(socket.SOMAXCONN)
     _detach()
     listener.listen(socket.SOMAXCONN)  # again: the kernel names who did so last
-    _Keeping(token, float(seconds), int(launcher), Descriptors([int(pidfd)])).run(listener)
+    _Keeping(token).run(listener, int(pidfd))
     os._exit(0)
 
 

@@ -39,8 +39,15 @@ class EightBit(InOneCall):
     scale_group = codes.GROUP
     _forms: dict[object, tuple[object, ...]]  # by the keys of _plans: _FORM's options in its state
 
-    def _set_eight_bit(self, master: str | None, min_8bit_size: int) -> None:
-        """Finish the constructor: set defaults for its groups and for later ones."""
+    def __init__(
+        self,
+        params: ParamsT,
+        *args: Any,
+        master: str | None = None,
+        min_8bit_size: int = codes.MIN_8BIT_SIZE,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, *args, **options)
         self._forms = {}
         self.defaults.update(master=master, min_8bit_size=min_8bit_size, bits=8)
         for group in self.param_groups:
@@ -48,11 +55,12 @@ class EightBit(InOneCall):
         self._set_scaler_flag()
 
     def _take_group(self, group: dict[str, Any]) -> None:
-        if "bits" in self.defaults:  # otherwise torch's constructor is calling
-            for option in _FORM:
-                group.setdefault(option, self.defaults[option])
-            _check_options(type(self).__name__, group)
-            group.setdefault("rounding_step", 0)
+        if "bits" not in self.defaults:
+            return  # torch's constructor is calling; the one above comes back with the groups
+        for option in _FORM:
+            group.setdefault(option, self.defaults[option])
+        _check_options(type(self).__name__, group)
+        group.setdefault("rounding_step", 0)
         super()._take_group(group)
 
     # --- state ------------------------------------------------------------------------------------
@@ -137,7 +145,7 @@ class EightBit(InOneCall):
 _FORM = ("master", "min_8bit_size", "bits")
 """The options of a group that the form of its state follows."""
 _OPTIONS = frozenset((*_FORM, "rounding_step"))
-_REFUSED = ("amsgrad", "capturable", "stochastic_rounding")
+_REFUSED = ("amsgrad", "capturable", "differentiable", "stochastic_rounding")
 
 
 def _is_coded(group: Mapping[str, Any], param: Tensor) -> bool:
@@ -189,8 +197,8 @@ class AdamW8bit(_TwoMoments, torch.optim.AdamW):
 
     Args:
         params: parameters or param groups, sharded or not, of float32 or bfloat16.
-        lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW.
-        amsgrad: must be False.
+        args, options: as in torch.optim.AdamW. foreach and fused have no effect; amsgrad,
+            capturable and differentiable must be False.
         master: "int8" keeps 8 more bits of each bfloat16 parameter, so that small updates are not
             lost: 5.06 bytes per element with parameter and state. None: bfloat16 parameters are
             rounded stochastically. No effect on float32 parameters.
@@ -203,68 +211,15 @@ class AdamW8bit(_TwoMoments, torch.optim.AdamW):
     of 32 elements NaN.
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        master: str | None = None,
-        min_8bit_size: int = codes.MIN_8BIT_SIZE,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
-        self._set_eight_bit(master, min_8bit_size)
-
 
 class Adam8bit(_TwoMoments, torch.optim.Adam):
     """Adam with both moments in 8 bits. Everything else is as in zshard.AdamW8bit."""
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        master: str | None = None,
-        min_8bit_size: int = codes.MIN_8BIT_SIZE,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
-        self._set_eight_bit(master, min_8bit_size)
-
 
 class SGD8bit(EightBit, torch.optim.SGD):
-    """SGD with its momentum in 8 bits: 1.03 bytes of state per element instead of 4.
-
-    Args:
-        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
-
-    Everything else is as in zshard.AdamW8bit.
-    """
+    """SGD with its momentum in 8 bits: 1.03 bytes of state per element instead of 4. Arguments are
+    torch.optim.SGD's; everything else is as in zshard.AdamW8bit."""
 
     _rule = "sgd8bit"
     _state: ClassVar = {"momentum_buffer": "momentum"}
     _begins_as_grad = "momentum_buffer"
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float | Tensor = 0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        master: str | None = None,
-        min_8bit_size: int = codes.MIN_8BIT_SIZE,
-    ) -> None:
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
-        self._set_eight_bit(master, min_8bit_size)

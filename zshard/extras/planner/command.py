@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from zshard.api import Offload
@@ -51,7 +50,6 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--per-host", type=int, help="GPUs of a host (default: 8, or all)")
     parser.add_argument("--nic", type=float, help="Gbit/s of a host (default: the GPU's usual)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--picture", type=Path, help="draw memory and the step (needs matplotlib)")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -61,10 +59,6 @@ def _run(args: argparse.Namespace) -> int:
         options |= {"compiled": args.compile, "offload": _offload(args.offload)}
         result = plan(_model(args), args.gpus, args.gpu, **options)
         print(result.to_json() if args.json else result)
-        if args.picture is not None:
-            from zshard.extras.planner.picture import draw
-
-            draw(result, args.picture)
     except (ValueError, TypeError, OSError) as error:
         print(f"python -m zshard plan: {error}", file=sys.stderr)
         return 2

@@ -8,11 +8,7 @@ from zshard.extras.planner.durations import Compute, all_reduce, exchange, gathe
 from zshard.extras.planner.kernels import Traced
 from zshard.extras.planner.timeline import Durations
 from zshard.extras.planner.traffic import CODE_BYTES, Traffic, ring, swap, swap_by_host
-from zshard.extras.planner.update import (
-    orthogonalize_seconds,
-    orthogonalize_traffic,
-    update_seconds,
-)
+from zshard.extras.planner.update import update_seconds
 from zshard.extras.planner.wrapped import Wrapped
 
 Acts = Mapping[tuple[str, int], int]
@@ -33,7 +29,6 @@ class Costs:
         return Durations(
             compute.of_segments(traced.forward),
             compute.of_segments(traced.backward),
-            traced.owners,
             [self._gather(i) for i in places],
             [self._reduce(i) for i in places],
         )
@@ -78,10 +73,6 @@ class Costs:
         if self._way.optimizer is not None:
             held = wrapped.state + wrapped.offloaded_state, wrapped.offloaded_state
             seconds = update_seconds(wrapped.parts, *held, device)
-        if wrapped.matrices:
-            compute = Compute(device, compiled=self._way.compiled)
-            seconds += orthogonalize_seconds(wrapped.matrices, self._ranks, compute)
-            seconds += exchange(self._network, self._orthogonalized(), self._ranks)
         if not self._over.refreshes:
             return seconds
         return seconds + sum(gather(self._network, each.grads, self._ranks) for each in self._sizes)
@@ -91,8 +82,7 @@ class Costs:
     def traffic(self, times: int) -> Traffic:
         """Return the bytes that a rank receives in a step of so many micro-batches, whose timeline
         was made."""
-        total = self._orthogonalized() if self._wrapped.matrices else Traffic()
-        ranks, over = self._ranks, self._over
+        total, ranks, over = Traffic(), self._ranks, self._over
         for (act, i), n in self._acts.items():
             if act == "gather":
                 gathered = ring(self._sizes[i].full, over.gather, self._per_host)
@@ -122,7 +112,3 @@ class Costs:
             coded = size.trained / shards * CODE_BYTES
             return swap_by_host(size.grads / shards, coded, ranks, self._per_host)
         return swap(size.grads / shards, ranks, self._per_host)
-
-    def _orthogonalized(self) -> Traffic:
-        over, ranks = self._over, self._ranks
-        return orthogonalize_traffic(self._wrapped.matrices, ranks, over.steps, self._per_host)

@@ -76,23 +76,6 @@ class Traced(NamedTuple):
     kept: int
 
     @property
-    def owners(self) -> list[int]:
-        """For each segment, the index of the innermost module that runs it; -1: none."""
-        open_, owners = [-1], [-1]
-        for i, begins in self.marks:
-            if begins:
-                open_.append(i)
-            else:
-                open_.pop()
-            owners.append(open_[-1])
-        return owners
-
-    @property
-    def peak(self) -> int:
-        """The most bytes of activations in the step."""
-        return max(segment.peak for segment in (*self.forward, *self.backward))
-
-    @property
     def flops(self) -> float:
         """What the model needs, without recomputation: by convention the backward twice as many as
         the forward, and less where parameters are frozen."""

@@ -21,7 +21,7 @@ class Prediction(NamedTuple):
     seconds: of the step. memory: bytes at the peak by part, with "activations" and "total". flops:
     that the model needs, without recomputation; causal attention counts half. tokens: of the rank.
     traffic: bytes that the rank receives in the step. timeline: of one micro-batch. units: the
-    names of those that its spans number.
+    names of those that it numbers.
     """
 
     way: Way

@@ -61,7 +61,7 @@ class Plan:
 
     def fits(self, prediction: Prediction) -> bool:
         """Return whether a rank has memory for it."""
-        return _fits(prediction, self.limit)
+        return GAP * prediction.memory["total"] <= self.limit
 
     def line(self) -> str:
         """Return the FSDP(...) line of the recommended way, with a comment where the model must
@@ -152,10 +152,6 @@ def name_of(way: Way) -> str:
     return way.strategy + (", offload" if way.offload is not None else "")
 
 
-def _fits(prediction: Prediction, limit: float) -> bool:
-    return GAP * prediction.memory["total"] <= limit
-
-
 def plan(
     model: Any,
     gpus: int | None = None,
@@ -186,7 +182,7 @@ def plan(
         batch: samples of a step on all GPUs. Default: what fits into one micro-batch on each.
         strategies: as for FSDP. Default: all that make sense here.
         precision: "bf16" (with state in float32), "fp32" or "fp8".
-        optimizer: as for predict_memory().
+        optimizer: as for predict_memory(), but not "muon".
         compiled: the model runs under torch.compile.
         offload: as for FSDP. None: tried if nothing fits without; False: never.
         wire: as for FSDP.
@@ -204,6 +200,9 @@ def plan(
         raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
     if batch is not None and (batch < 1 or batch % gpus):
         raise ValueError(f"batch={batch} is not a multiple of gpus={gpus}: choose a multiple")
+    if str(optimizer).lower() == "muon":
+        words = 'pass optimizer="adamw" here, and "muon" to predict_memory() for its state'
+        raise ValueError(f"plan() does not predict Muon's step: {words}")
     offloaded = Offload.of(offload)
     usual = Way(
         precision=precision,
@@ -234,7 +233,7 @@ class _Search:
         self.limit = (cluster.device.memory - cluster.device.reserved) * GIB
 
     def _fit(self, prediction: Prediction) -> bool:
-        return _fits(prediction, self.limit)
+        return GAP * prediction.memory["total"] <= self.limit
 
     def run(
         self, way: Way, strategies: Sequence[str] | None, may_offload: bool

@@ -12,7 +12,7 @@ from zshard import api
 from zshard.api import ShardingStrategy, dry_run_of
 from zshard.extras.planner.kernels import Traced
 from zshard.extras.planner.traffic import CODE_BYTES
-from zshard.extras.planner.update import Held, matrices_of
+from zshard.extras.planner.update import Held
 from zshard.extras.planner.ways import Cluster, Way, arguments_of
 from zshard.extras.planner.workloads import Workload
 
@@ -21,30 +21,29 @@ COMPILED = 0.8
 
 
 class Over(NamedTuple):
-    """How many ranks a strategy's collectives and steps are over.
+    """How many ranks a strategy's collectives are over.
 
     gather, reduce: of a unit's parameters and gradients; sums then cross the replicas.
-    reduce_passes: 1 to reduce-scatter, 2 to all-reduce. steps: ranks that share the optimizer's
-    step. refreshes: copies are gathered anew after it.
+    reduce_passes: 1 to reduce-scatter, 2 to all-reduce. refreshes: copies are
+    gathered anew after the optimizer's step.
     """
 
     gather: int
     reduce: int
-    steps: int
     reduce_passes: int = 1
     refreshes: bool = False
 
 
 def _over(strategy: ShardingStrategy, group: int, ranks: int) -> Over:
     if strategy is ShardingStrategy.NO_SHARD:
-        return Over(1, ranks, 1, reduce_passes=2)
+        return Over(1, ranks, reduce_passes=2)
     if strategy is ShardingStrategy.ZERO1:
-        return Over(1, ranks, ranks, refreshes=True)
+        return Over(1, ranks, refreshes=True)
     if strategy is ShardingStrategy.HYBRID_FULL:
-        return Over(group, ranks, ranks, refreshes=True)
+        return Over(group, ranks, refreshes=True)
     if strategy.is_hybrid:
-        return Over(group, group, group)
-    return Over(ranks, ranks, ranks)
+        return Over(group, group)
+    return Over(ranks, ranks)
 
 
 class Size(NamedTuple):
@@ -67,7 +66,6 @@ class Wrapped:
         self.over = _over(ShardingStrategy(way.strategy), group, cluster.ranks)
         self.run = dry_run_of(model, "auto", arguments_of(way), cluster.world(group))
         self.state, self.offloaded_state = self.run.state_bytes(way.optimizer)
-        self.matrices = matrices_of(model) if way.optimizer == "muon" else []
         self.units = [unit for unit, _ in self.run.in_order]
         self.names = [unit.name or "root" for unit in self.units]
         self.modules = [spec.module for _, spec in self.run.in_order]

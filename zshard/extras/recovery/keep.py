@@ -120,9 +120,9 @@ class Keep:
         name: of this run, for a script that keeps several, one after the other, and after a restart
             does not begin with the first of them. By default a run's name is its number among them.
 
-    Raises RuntimeError if this run has no keeper (start it with `python -m zshard run --keep`, or
-    call zshard.keep() before FSDP), and if there is another Keep; TypeError, NotImplementedError
-    and ValueError for what cannot be kept, such as a single rank, or a second optimizer.
+    Raises RuntimeError if this run has no keeper (start it with `python -m zshard run --keep`), and
+    if there is another Keep; TypeError, NotImplementedError and ValueError for what cannot be kept,
+    such as a single rank, or a second optimizer.
     """
 
     _made: ClassVar[int] = 0  # by this process, and so by those before it
@@ -138,8 +138,7 @@ class Keep:
     ) -> None:
         keeper = keeper_of_run()
         if keeper is None or not api.keeps_memory():
-            text = "this run has no keeper: start it with `python -m zshard run --keep`"
-            raise RuntimeError(f"{text}, or call zshard.keep() before FSDP(...)")
+            raise RuntimeError("this run has no keeper: start it by `python -m zshard run --keep`")
         check(model, optimizer)
         check_others(others)
         if Keep._open is not None:
@@ -280,8 +279,7 @@ class Keep:
 
     def close(self) -> None:
         """End the kept run, which needs no recovery any more: free this rank's memory at the
-        keeper. Call it at the end of a script under plain torchrun, where the keeper stays for a
-        while, and before another Keep(); `python -m zshard run --keep` ends it itself.
+        keeper. Call it before another Keep(); at its end, `python -m zshard run --keep` does.
 
         Raises RuntimeError within a commit() block, and if the last commit() was called without
         `with`."""

@@ -95,7 +95,7 @@ def _places(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[KeptPlace]:
             yield name, *place
         elif tensor.numel() > 0:
             raise ValueError(
-                f"'{name}' is not in kept memory, or was replaced: call zshard.keep() before FSDP()"
+                f"'{name}' was replaced, so it is not in kept memory: write into it instead"
             )
 
 

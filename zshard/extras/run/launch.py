@@ -23,7 +23,6 @@ from zshard.extras.run import rank
 from zshard.extras.run.cores import BINDINGS, Share, as_list, read_host, shares_of
 
 NAME = "python -m zshard run"
-ANEW = "\0"  # of --keep without a token: no argument can contain it
 RESTARTS = 3  # --max-restarts with --keep, unless it is given
 HELP = "run a script on several ranks: torchrun, with cores, threads and memory set for each rank"
 
@@ -31,10 +30,7 @@ HELP = "run a script on several ranks: torchrun, with cores, threads and memory 
 def main(words: list[str]) -> int:
     """Run the command line's program. Returns, or raises what torchrun raises."""
     parser = _parser()
-    args = parser.parse_args([f"--keep={ANEW}" if word == "--keep" else word for word in words])
-    args.training_script_args = [
-        "--keep" if word == f"--keep={ANEW}" else word for word in args.training_script_args
-    ]
+    args = parser.parse_args(words)
     if args.numa_binding and args.bind not in (None, "none"):
         parser.error("--numa-binding and --bind exclude each other: pass one of them")
     if args.no_python and args.module:
@@ -56,7 +52,7 @@ def main(words: list[str]) -> int:
         print(f"{NAME}: {text}", file=sys.stderr, flush=True)
     if shares[0].cpus:
         bind(args, shares)
-    with kept(args, parser):
+    with kept(args):
         record(torchrun.run)(args)
     return 0
 
@@ -80,18 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     options.add_argument(
         "--keep",
-        nargs="?",  # for --help: main() gives it an argument, or it would take the script's name
-        metavar="TOKEN",
-        help="keep what ranks hold in memory for their restarts, in a process that outlives them. "
-        f"Sets --max-restarts to {RESTARTS} unless you pass it. --keep=TOKEN resumes a run whose "
-        "launcher was killed, with the token that it printed",
-    )
-    options.add_argument(
-        "--keep-seconds",
-        type=_seconds,
-        metavar="S",
-        help="how long the state is kept after the launcher was killed, "
-        f"{client.SECONDS:g} by default. When torchrun ends, it is freed at once",
+        action="store_true",
+        help="keep what ranks hold in memory for their restarts, in a process that outlives them "
+        f"and ends with this one. Sets --max-restarts to {RESTARTS} unless you pass it",
     )
     parents = [options, torchrun.get_args_parser()]
     usage = f"{NAME} [-n N] [--bind B] [--keep] [options of torchrun] script.py [its arguments]"
@@ -101,42 +88,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _seconds(text: str) -> float:
-    try:
-        return client.checked_seconds(float(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 @contextlib.contextmanager
-def kept(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[None]:
+def kept(args: argparse.Namespace) -> Iterator[None]:
     """Give the ranks a keeper, if --keep asks for one, and end it when torchrun ends: nothing is
-    restarted then."""
+    restarted then. Raises KeeperError if it cannot be started."""
     if args.max_restarts is None:
         args.max_restarts = RESTARTS if args.keep else 0
     os.environ.pop(client.VARIABLE, None)  # of a kept run that started this one
-    if args.keep is None:
-        if args.keep_seconds is not None:
-            parser.error("--keep-seconds has no effect without --keep: pass --keep as well")
+    if not args.keep:
         yield
         return
-    try:
-        if args.keep == ANEW:
-            seconds = client.SECONDS if args.keep_seconds is None else args.keep_seconds
-            token = client.start(seconds)
-        else:
-            token, keeper = args.keep, client.Keeper(args.keep)
-            keeper.watch(os.getpid(), args.keep_seconds)
-            seconds = keeper.status().seconds
-    except KeeperError as error:
-        parser.error(f"--keep: {error}")
-    print(
-        f"{NAME}: keeping the run's state. If this process is killed, --keep={token} resumes the "
-        f"run within {seconds:g} s",
-        file=sys.stderr,
-        flush=True,
-    )
-    os.environ[client.VARIABLE] = token
+    token = os.environ[client.VARIABLE] = client.start()
+    pid = client.Keeper(token).pid()
+    text = f"process {pid} keeps the run's state for its restarts, and ends with this one"
+    print(f"{NAME}: {text}", file=sys.stderr, flush=True)
     # Each attempt gets a store of its own: in one that attempts share, a restarted rank may read
     # the addresses of the processes before.
     is_one_host = args.nnodes in ("1", "1:1")

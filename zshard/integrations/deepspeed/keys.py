@@ -211,20 +211,16 @@ class ConfigValues:
         return None if value is None else _dtype_of(value)
 
 
-def check_params(path: str, kind: type, params: Mapping[str, Any]) -> None:
-    """Check the values in `path`, the arguments of the class `kind`: numbers must be finite, and an
-    argument whose default is a number must be a number, or several.
+def check_params(path: str, kind: Callable[..., Any], params: Mapping[str, Any]) -> None:
+    """Check the values in `path`, the arguments of a class or function: numbers must be finite, and
+    an argument whose default is a number must be a number, or several.
 
     Raises TypeError or ValueError, which names the key.
     """
-    defaults: dict[str, Any] = {}
-    for cls in kind.__mro__[:-1]:
-        init = vars(cls).get("__init__")
-        for name, parameter in inspect.signature(init).parameters.items() if init else ():
-            defaults.setdefault(name, parameter.default)
+    parameters = inspect.signature(kind).parameters
     for key, value in params.items():
         numbers = value if isinstance(value, list | tuple) else [value]
-        default = defaults.get(key)
+        default = parameters[key].default if key in parameters else None
         first = default[0] if isinstance(default, tuple) and default else default
         if _is_number(first) and any(n is None or isinstance(n, str | bool) for n in numbers):
             raise TypeError(must_be(f"{path}.{key}", "a number", value))

@@ -1,14 +1,14 @@
 """DeepSpeed's learning rate schedules.
 
-A schedule is a function from the step number to the learning rate (for OneCycle, also the momentum)
-of each param group; stepping counts and writes. Before the first step the number is -1, for which
-each schedule has its own value.
+A schedule is a function from the step number to the learning rate of each param group (for
+OneCycle, another one to the betas); stepping counts and writes. Before the first step the number is
+-1, for which each schedule has its own value.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,22 +18,23 @@ from zshard.integrations.deepspeed.keys import at_least, check_params
 
 _SECOND_BETA = 0.99  # OneCycle gives this to Adam
 
+Values = float | Sequence[float]
+Rates = Callable[[int], list[float]]
+"""The step number -> a value for each param group."""
+
 
 class Schedule:
-    """Base of the schedules: counts steps and writes to the optimizer's param groups.
+    """Counts steps, and writes learning rates, and first betas if they move, to the optimizer's
+    param groups."""
 
-    last_batch_iteration: the number of the last step, to continue a schedule; -1: none.
-    """
-
-    def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
-        self.optimizer = optimizer
-        self.last_batch_iteration = last_batch_iteration
-        if last_batch_iteration == -1:
-            self._write()
+    def __init__(self, optimizer: Optimizer, rates: Rates, betas: Rates | None = None) -> None:
+        self.optimizer, self._rates, self._betas = optimizer, rates, betas
+        self.last_batch_iteration = -1
+        self._write()
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each param group for the current step."""
-        raise NotImplementedError
+        return self._rates(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[Any]:
         """Return the learning rates that the optimizer has."""
@@ -52,6 +53,10 @@ class Schedule:
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
+        if self._betas is not None:
+            betas = self._betas(self.last_batch_iteration)
+            for group, beta in zip(self.optimizer.param_groups, betas, strict=True):
+                group["betas"] = beta, _SECOND_BETA
 
     def state_dict(self) -> dict[str, int]:
         return {"last_batch_iteration": self.last_batch_iteration}
@@ -60,89 +65,88 @@ class Schedule:
         self.last_batch_iteration = state["last_batch_iteration"]
 
 
-class WarmupLR(Schedule):
+def WarmupLR(
+    optimizer: Optimizer,
+    warmup_min_lr: Values = 0.0,
+    warmup_max_lr: Values | None = None,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> Schedule:
     """A learning rate that grows from warmup_min_lr to warmup_max_lr over warmup_num_steps steps
     (0 and 1 mean 2), logarithmically or with warmup_type="linear", and then stays.
 
     warmup_max_lr: None: the optimizer's learning rates.
     """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self._low = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
-        self._high = _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
-        self._ramp = _Ramp(warmup_num_steps, warmup_type)
-        super().__init__(optimizer, last_batch_iteration)
-
-    def get_lr(self) -> list[float]:
-        step = self.last_batch_iteration
-        return self._low if step < 0 else _between(self._low, self._high, self._part(step))
-
-    def _part(self, step: int) -> float:
-        """Return the position between the lowest and the highest learning rate, from 0 to 1."""
-        return self._ramp.at(step)
+    low = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
+    high = _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
+    _, ramp = _ramp(warmup_num_steps, warmup_type)
+    return Schedule(optimizer, lambda i: low if i < 0 else _between(low, high, ramp(i)))
 
 
-class WarmupDecayLR(WarmupLR):
+def WarmupDecayLR(
+    optimizer: Optimizer,
+    total_num_steps: int,
+    warmup_min_lr: Values = 0.0,
+    warmup_max_lr: Values | None = 0.001,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> Schedule:
     """WarmupLR that then decays linearly to warmup_min_lr at step total_num_steps."""
+    total = _steps("total_num_steps", total_num_steps, 1)
+    low = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
+    high = _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
+    warmup, ramp = _ramp(warmup_num_steps, warmup_type)
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_num_steps: int,
-        warmup_max_lr: float | Sequence[float] | None = 0.001,
-        **arguments: Any,
-    ) -> None:
-        self._total = _steps("total_num_steps", total_num_steps, 1)
-        super().__init__(optimizer, warmup_max_lr=warmup_max_lr, **arguments)
+    def rates(step: int) -> list[float]:
+        if step < warmup:
+            return low if step < 0 else _between(low, high, ramp(step))
+        return _between(low, high, max(0.0, (total - step) / max(1.0, total - warmup)))
 
-    def _part(self, step: int) -> float:
-        if step < self._ramp.steps:
-            return self._ramp.at(step)
-        return max(0.0, (self._total - step) / max(1.0, self._total - self._ramp.steps))
+    return Schedule(optimizer, rates)
 
 
-class WarmupCosineLR(Schedule):
+def WarmupCosineLR(
+    optimizer: Optimizer,
+    total_num_steps: int,
+    warmup_min_ratio: float = 0.0,
+    warmup_num_steps: int = 1000,
+    cos_min_ratio: float = 0.0001,
+    warmup_type: str = "log",
+) -> Schedule:
     """The optimizer's learning rates times a ratio: from warmup_min_ratio to 1 over
     warmup_num_steps steps, then along a cosine to cos_min_ratio at step total_num_steps."""
+    total = _steps("total_num_steps", total_num_steps, 1)
+    warmup, ramp = _ramp(warmup_num_steps, warmup_type)
+    bases = _per_group(optimizer, "lr", None)
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self._total = _steps("total_num_steps", total_num_steps, 1)
-        self._ramp = _Ramp(warmup_num_steps, warmup_type)
-        self._first, self._last = warmup_min_ratio, cos_min_ratio
-        self._bases = _per_group(optimizer, "lr", None)
-        super().__init__(optimizer, last_batch_iteration)
-
-    def get_lr(self) -> list[float]:
-        step, warmup = self.last_batch_iteration, self._ramp.steps
-        if step < 0:
-            ratio = 0.0
-        elif step < warmup:
-            ratio = self._first + self._ramp.at(step) * (1.0 - self._first)
-        else:
-            progress = min(1.0, (step - warmup + 1) / max(1, self._total - warmup))
+    def rates(step: int) -> list[float]:
+        ratio = 0.0
+        if step >= warmup:
+            progress = min(1.0, (step - warmup + 1) / max(1, total - warmup))
             wave = (1 + math.cos(math.pi * progress)) / 2
-            ratio = max(0.0, self._last + (1.0 - self._last) * wave)
-        return [lr * ratio for lr in self._bases]
+            ratio = max(0.0, cos_min_ratio + (1.0 - cos_min_ratio) * wave)
+        elif step >= 0:
+            ratio = warmup_min_ratio + ramp(step) * (1.0 - warmup_min_ratio)
+        return [lr * ratio for lr in bases]
+
+    return Schedule(optimizer, rates)
 
 
-class OneCycle(Schedule):
+def OneCycle(
+    optimizer: Optimizer,
+    cycle_min_lr: Values,
+    cycle_max_lr: Values,
+    decay_lr_rate: float = 0.0,
+    cycle_first_step_size: int = 2000,
+    cycle_second_step_size: int | None = None,
+    cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None,
+    decay_step_size: int = 0,
+    cycle_momentum: bool = True,
+    cycle_min_mom: float = 0.8,
+    cycle_max_mom: float = 0.9,
+    decay_mom_rate: float = 0.0,
+) -> Schedule:
     """A learning rate that rises from cycle_min_lr to cycle_max_lr and falls again, then decays;
     Adam's first beta moves the other way, between cycle_max_mom and cycle_min_mom.
 
@@ -152,102 +156,60 @@ class OneCycle(Schedule):
         cycle_first_stair_count, cycle_second_stair_count: the stairs of each; 0: a line.
         decay_step_size: 0: no decay.
     """
+    up, down = cycle_first_step_size, cycle_second_step_size
+    down = up if down is None else down
+    if up <= 0 or down < 0:
+        name, size = ("first", up) if up <= 0 else ("second", down)
+        raise ValueError(f"'cycle_{name}_step_size' is too small: {size}")
+    total = up + down
+    rises, falls = cycle_first_stair_count, cycle_second_stair_count
+    falls = rises if falls is None else falls
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        cycle_min_lr: float | Sequence[float],
-        cycle_max_lr: float | Sequence[float],
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: int = 2000,
-        cycle_second_step_size: int | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: int = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
-        decay_mom_rate: float = 0.0,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        first, second = cycle_first_step_size, cycle_second_step_size
-        second = first if second is None else second
-        if first <= 0 or second < 0:
-            name, size = ("first", first) if first <= 0 else ("second", second)
-            raise ValueError(f"'cycle_{name}_step_size' is too small: {size}")
-        stairs, others = cycle_first_stair_count, cycle_second_stair_count
-        self._up, self._down = float(first), float(second)
-        self._stairs = stairs, stairs if others is None else others
-        self._low = _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
-        self._high = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
-        self._low_mom = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
-        self._high_mom = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
-        self._moves = bool(cycle_momentum) and "betas" in optimizer.defaults
-        self._decay_size = float(decay_step_size)
-        self._decay_rate, self._mom_rate = float(decay_lr_rate), float(decay_mom_rate)
-        super().__init__(optimizer, last_batch_iteration)
+    low = _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
+    high = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
 
-    def get_lr(self) -> list[float]:
-        if self.last_batch_iteration < 0:
-            return self._low
-        if self.last_batch_iteration < self._up + self._down:
-            return _between(self._low, self._high, self._height())
-        return [lr / self._decay(self._decay_rate) for lr in self._low]
+    def moved(step: int, outer: list[float], inner: list[float]) -> list[float]:
+        """Return what moves from the outer values to the inner ones and back, and then stays."""
+        if step < 0 or step >= total:
+            return outer
+        place = (step + 1) % total
+        part, stairs = (place / up, rises) if place <= up else ((total - place) / down, falls)
+        return _between(outer, inner, math.floor(part * stairs) / stairs if stairs > 0 else part)
 
-    def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the betas of each param group; None if they do not move."""
-        if not self._moves:
-            return None
-        betas = self._low_mom
-        if self.last_batch_iteration >= self._up + self._down:
-            betas = [mom * self._decay(self._mom_rate) for mom in self._high_mom]
-        elif self.last_batch_iteration >= 0:
-            betas = _between(self._high_mom, self._low_mom, self._height())
-        return [(beta, _SECOND_BETA) for beta in betas]
+    def decay(step: int, rate: float) -> float:
+        return 1 + rate * max(0, step - total + 1) / decay_step_size if decay_step_size else 1.0
 
-    def _write(self) -> None:
-        super()._write()
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
-            group["betas"] = betas
+    def rates(step: int) -> list[float]:
+        return [lr / decay(step, decay_lr_rate) for lr in moved(step, low, high)]
 
-    def _height(self) -> float:
-        """Return the height of the cycle at the current step, from 0 to 1."""
-        total = self._up + self._down
-        place = (self.last_batch_iteration + 1) % total
-        rises = place <= self._up
-        way = place / self._up if rises else (total - place) / self._down
-        stairs = self._stairs[0 if rises else 1]
-        return math.floor(way * stairs) / stairs if stairs > 0 else way
+    def betas(step: int) -> list[float]:
+        least, most = [cycle_min_mom] * len(low), [cycle_max_mom] * len(low)
+        first = least if step < 0 else moved(step, most, least)
+        return [beta * decay(step, decay_mom_rate) for beta in first]
 
-    def _decay(self, rate: float) -> float:
-        if math.isclose(self._decay_size, 0):
+    moves = cycle_momentum and "betas" in optimizer.defaults
+    return Schedule(optimizer, rates, betas if moves else None)
+
+
+def _ramp(steps: int, kind: str) -> tuple[int, Callable[[int], float]]:
+    """Return the steps of a warmup, and its height at a step, from 0 to 1."""
+    steps = max(2, _steps("warmup_num_steps", steps, 0))
+    if kind not in ("log", "linear"):
+        raise ValueError(f"'warmup_type' must be 'log' or 'linear', got {kind!r}")
+
+    def height(step: int) -> float:
+        if step >= steps:
             return 1.0
-        past: float = self.last_batch_iteration - (self._up + self._down) + 1
-        return 1 + rate * past / self._decay_size
+        return step / steps if kind == "linear" else 1.0 / math.log(steps) * math.log(step + 1)
 
-
-class _Ramp:
-    def __init__(self, steps: int, kind: str) -> None:
-        self.steps = max(2, _steps("warmup_num_steps", steps, 0))
-        if kind not in ("log", "linear"):
-            raise ValueError(f"'warmup_type' must be 'log' or 'linear', got {kind!r}")
-        self._is_linear = kind == "linear"
-
-    def at(self, step: int) -> float:
-        if step >= self.steps:
-            return 1.0
-        if self._is_linear:
-            return step / self.steps
-        return 1.0 / math.log(self.steps) * math.log(step + 1)
+    return steps, height
 
 
 def _between(low: list[float], high: list[float], part: float) -> list[float]:
     return [a + (b - a) * part for a, b in zip(low, high, strict=True)]
 
 
-def _per_group(
-    optimizer: Optimizer, name: str, value: float | Sequence[float] | None
-) -> list[float]:
+def _per_group(optimizer: Optimizer, name: str, value: Values | None) -> list[float]:
     """Return a value per param group; None: the optimizer's learning rates."""
     if value is None:
         return [float(group["lr"]) for group in optimizer.param_groups]
@@ -264,7 +226,7 @@ def _steps(name: str, value: Any, least: int) -> int:
     return int(value)
 
 
-_SCHEDULES: dict[str, type[Schedule]] = {
+_SCHEDULES: dict[str, Callable[..., Schedule]] = {
     each.__name__: each for each in (OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 
@@ -280,9 +242,8 @@ def schedule_of(section: dict[str, Any], optimizer: Optimizer) -> Schedule:
             f"'scheduler.type' {name!r} in the DeepSpeed config is not one of "
             f"{', '.join(_SCHEDULES)}: pass another one as lr_scheduler="
         )
-    kind = _SCHEDULES[name]
-    check_params("scheduler.params", kind, params)
+    check_params("scheduler.params", _SCHEDULES[name], params)
     try:
-        return kind(optimizer, **params)
+        return _SCHEDULES[name](optimizer, **params)
     except TypeError as error:
         raise TypeError(f"'scheduler.params' in the DeepSpeed config: {error}") from None
