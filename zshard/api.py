@@ -61,7 +61,7 @@ from zshard.state.optimizer_load import load as load_state_of_optimizer
 from zshard.state.source import Copy, LoadPlan, chunks, shard_of
 from zshard.strategy import ShardingStrategy
 from zshard.units.extensions import EXTENSIONS, Extension
-from zshard.units.moment import PASS, REPLACED, UNSHARDED, refuse, settle
+from zshard.units.moment import PASS, REPLACED, UNSHARDED, refuse, reshard_all
 from zshard.units.shards import Entry, Part, ids_of, part_of, units_stepped_by
 from zshard.units.units import (
     State, bare, class_of, is_unit, plain_name, session, state_of, units_of, writing,

@@ -99,13 +99,13 @@ def _unscale_here(
     for grad in grads:
         (unsharded if _core.grad_owner(grad) is None else sharded).append(grad)
     if not sharded or not all(map(_is_simple, [*grads, found_inf, inv_scale])):
-        _settle(grads)
+        _apply_pending(grads)
         return _torchs_unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
     if not math.isfinite(_core.squares_value(_core.squares(sharded))):
         found_inf.fill_(1)
     factor = float(inv_scale)
     left = [*unsharded, *(_core.scale_later(sharded, factor) if factor != 1 else [])]
-    _settle(left)
+    _apply_pending(left)
     torch._amp_foreach_non_finite_check_and_unscale_(left, found_inf, inv_scale)
     return {found_inf.device: found_inf}
 
@@ -115,11 +115,11 @@ def _is_simple(tensor: torch.Tensor) -> bool:
     return simple and tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
-def _settle(grads: Iterable[torch.Tensor]) -> None:
+def _apply_pending(grads: Iterable[torch.Tensor]) -> None:
     """Torch's kernel is about to read them, and to write without a new version."""
     for grad in grads:
         if grad.layout == torch.strided:
-            _core.settle(grad, True)
+            _core.apply_pending(grad, True)
 
 
 def _share_on_gpu(engines: list[_core.Engine], flag: torch.Tensor) -> None:

@@ -242,7 +242,7 @@ def _limit(arguments: _Passed) -> MemoryLimit:
     return parse_size("memory_limit", limit, ', "auto" or None')
 
 
-def _keep(arguments: _Passed) -> int | None:
+def _gathered(arguments: _Passed) -> int | None:
     keep = arguments.get("keep_gathered", "auto")
     if isinstance(keep, bool):
         return _ALL if keep else 0
@@ -260,7 +260,7 @@ OPTIONS = (
     Option("memory_limit", _limit, lambda limit: "None" if limit is None else "given"),
     Option(
         "keep_gathered",
-        _keep,
+        _gathered,
         lambda keep: {None: "'auto'", 0: "False", _ALL: "True"}.get(keep, f"{keep} bytes"),
     ),
     Option("wire", lambda arguments: Wire.of(arguments.get("wire"))),

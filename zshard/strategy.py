@@ -58,7 +58,7 @@ class ShardingStrategy(str, enum.Enum):
         return self in _HYBRIDS
 
     @property
-    def keeps(self) -> bool:
+    def has_secondary(self) -> bool:
         """Return whether secondary shards of the parameters stay between steps."""
         return self in (ShardingStrategy.ZERO1, ShardingStrategy.HYBRID_FULL)
 

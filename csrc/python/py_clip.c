@@ -215,12 +215,12 @@ static PyObject *scale_later(PyObject *module, PyObject *args)
     return left;
 }
 
-static PyObject *settle(PyObject *module, PyObject *args)
+static PyObject *apply_pending(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *object;
     int writes;
-    if (!PyArg_ParseTuple(args, "Op:settle", &object, &writes)) return NULL;
+    if (!PyArg_ParseTuple(args, "Op:apply_pending", &object, &writes)) return NULL;
     zs_mem *mem = zs_py_mem(object);
     zs_pending_settle(mem);
     if (writes) zs_squares_spoil(mem);
@@ -263,8 +263,8 @@ static PyMethodDef functions[] = {
     {"scale_later", scale_later, METH_VARARGS,
      "scale_later($module, gradients, factor, /)\n--\n\nHave gradients multiplied by a factor when they are next read: "
      "by the step of an optimizer of zshard, else before the read."},
-    {"settle", settle, METH_VARARGS,
-     "settle($module, tensor, writes, /)\n--\n\nMultiply gradients by the factors that are pending for them, as other "
+    {"apply_pending", apply_pending, METH_VARARGS,
+     "apply_pending($module, tensor, writes, /)\n--\n\nMultiply gradients by the factors that are pending for them, as other "
      "code is to read this tensor, or (writes) may write to it unseen."},
     {0},
 };

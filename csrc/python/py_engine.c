@@ -168,7 +168,7 @@ static PyObject *engine_end_write(engine_object *self, PyObject *unused)
     return without_gil(self, zs_engine_write_end);
 }
 
-static PyObject *engine_meet(engine_object *self, PyObject *unused)
+static PyObject *engine_note_barrier(engine_object *self, PyObject *unused)
 {
     (void)unused;
     return without_gil(self, zs_writing_barrier);
@@ -304,8 +304,8 @@ static PyMethodDef engine_methods[] = {
      "writes. Collective."},
     {"begin_write", (PyCFunction)engine_begin_write, METH_NOARGS,
      "begin_write($self, /)\n--\n\nTo be called before shards are written between passes."},
-    {"meet", (PyCFunction)engine_meet, METH_NOARGS,
-     "meet($self, /)\n--\n\nNote a barrier of all ranks: the script's writes to shards are complete, and earlier "
+    {"note_barrier", (PyCFunction)engine_note_barrier, METH_NOARGS,
+     "note_barrier($self, /)\n--\n\nNote a barrier of all ranks: the script's writes to shards are complete, and earlier "
      "evaluations by lone ranks no longer count."},
     {"end_write", (PyCFunction)engine_end_write, METH_NOARGS, "end_write($self, /)\n--\n\nThe write is complete."},
     {"close", (PyCFunction)engine_close, METH_NOARGS, "close($self, /)\n--\n\nClose the session that open() opened."},
@@ -323,7 +323,7 @@ static PyMethodDef engine_methods[] = {
     {"set_calls", (PyCFunction)zs_py_set_calls, METH_O, zs_py_set_calls_doc},
     {"reserve", (PyCFunction)zs_py_reserve, METH_NOARGS, zs_py_reserve_doc},
     {"keep_gathered", (PyCFunction)zs_py_keep_gathered, METH_O, zs_py_keep_gathered_doc},
-    {"kept", (PyCFunction)zs_py_kept, METH_NOARGS, zs_py_kept_doc},
+    {"gathered", (PyCFunction)zs_py_kept, METH_NOARGS, zs_py_kept_doc},
     {0},
 };
 

@@ -163,7 +163,7 @@ PyObject *zs_py_keep_gathered(engine_object *self, PyObject *bytes)
 }
 
 const char zs_py_kept_doc[] =
-    "kept($self, /)\n--\n\nReturn a tuple: bytes of full parameters that stay gathered from the next forward on; "
+    "gathered($self, /)\n--\n\nReturn a tuple: bytes of full parameters that stay gathered from the next forward on; "
     "those that memory is reserved for by now; does a gather cost.";
 
 PyObject *zs_py_kept(engine_object *self, PyObject *unused)

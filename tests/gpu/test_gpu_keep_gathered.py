@@ -36,7 +36,7 @@ def trained(backend: str | None, **options: Any) -> Kept:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))
-        stays.append(unit_of(model.module.blocks[0]).engine.kept()[0])
+        stays.append(unit_of(model.module.blocks[0]).engine.gathered()[0])
     peak = int(model.memory("peak")["total"])
     return stays, losses, {name: v.cpu() for name, v in model.state_dict().items()}, peak
 
@@ -67,7 +67,7 @@ def on_one_host(backend: str) -> int:
     for step in range(4):
         loss_of(model(DEEP.batch(step, 0).to(there))).backward()
         optimizer.step()
-    return int(unit_of(model.module.blocks[0]).engine.kept()[0])
+    return int(unit_of(model.module.blocks[0]).engine.gathered()[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

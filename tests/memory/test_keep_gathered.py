@@ -247,7 +247,7 @@ def decided_after(name: str) -> Any:
         model = stack(keep_gathered=keep)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         BEFORE[name](model, optimizer)
-        assert unit_of(model[0]).engine.kept()[0] == 0
+        assert unit_of(model[0]).engine.gathered()[0] == 0
         results.append(go(model, optimizer))
     return results
 
@@ -299,7 +299,7 @@ def measured() -> Any:
         with host([100 * UNIT - 1000], [used * UNIT]):
             model = stack()
             found.append(go(model, torch.optim.SGD(model.parameters(), 0.1), range(5))[0])
-    kept = unit_of(model[0]).engine.kept()
+    kept = unit_of(model[0]).engine.gathered()
     return found, kept, model.memory()["slots"] == model.memory("predicted")["slots"]
 
 
@@ -332,7 +332,7 @@ def two_models() -> Any:
             for model, optimizer in zip(models, steppers, strict=True):
                 loss_of(model(batch(step))).backward()
                 optimizer.step()
-        return [unit_of(model[0]).engine.kept()[0] for model in models]
+        return [unit_of(model[0]).engine.gathered()[0] for model in models]
 
 
 def test_two_models_share_the_memory(pool2: Any) -> None:

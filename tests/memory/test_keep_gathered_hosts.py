@@ -40,7 +40,7 @@ def stack(group: Any, **options: Any) -> Any:
 
 
 def kept(model: Any) -> int:
-    return int(unit_of(model).engine.kept()[0])
+    return int(unit_of(model).engine.gathered()[0])
 
 
 def numbers_of(model: Any) -> torch.Tensor:

@@ -142,7 +142,7 @@ def without_room() -> str:
         model(torch.ones(1, big)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert unit_of(model[0]).engine.kept()[0] == 11 * (4 << 20)
+    assert unit_of(model[0]).engine.gathered()[0] == 11 * (4 << 20)
     if dist.get_rank() == 1:
         size = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
         resource.setrlimit(resource.RLIMIT_AS, ((size << 10) + (36 << 20), resource.RLIM_INFINITY))

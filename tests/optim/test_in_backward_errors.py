@@ -205,10 +205,10 @@ class Refusing(zshard.SGD):
 
     raises = False
 
-    def _step_part(self, *args):
+    def _step_unit(self, *args):
         if self.raises:
             raise ArithmeticError("in the step")
-        super()._step_part(*args)
+        super()._step_unit(*args)
 
 
 class Slow(nn.Module):

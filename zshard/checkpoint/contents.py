@@ -121,7 +121,7 @@ def facts_of(contents: Contents, what: str) -> list[Fact]:
 
 
 def of_model(model: nn.Module, dtype: torch.dtype | None) -> Contents:
-    """Return what the model's state_dict() would contain. Call settle() first.
+    """Return what the model's state_dict() would contain. Call reshard_all() first.
 
     dtype: the dtype of floating-point tensors in the file; None keeps their dtypes.
 

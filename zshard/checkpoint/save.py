@@ -42,7 +42,7 @@ from zshard.ranks.agreement import (
     on_any_rank,
 )
 from zshard.ranks.transports import comm_beside
-from zshard.units.moment import REPLACED, refuse, settle
+from zshard.units.moment import REPLACED, refuse, reshard_all
 from zshard.units.returned import look
 from zshard.units.units import ModelContext, bare, units_of
 from zshard.upper import module_for
@@ -135,7 +135,7 @@ def save(
         if replicas:
             raise ValueError("replicas= was removed: copy each host's folder to another host")
         target = Target.of(path, kept.step)
-        settle(model, "save")
+        reshard_all(model, "save")
         if optimizer is not None or ema is not None:
             states = (state for _, state in units_of(model))
             refuse(states, "save an optimizer or an EMA", REPLACED)

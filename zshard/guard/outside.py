@@ -70,7 +70,7 @@ def _note_barrier() -> None:
     states = [state for part in parts if (state := part.state) is not None]
     thread = threading.get_ident()
     for engine in dict.fromkeys(s.unit.engine for s in states if s.model.thread == thread):
-        engine.meet()
+        engine.note_barrier()
     for record in dict.fromkeys(part.peers for part in parts if part.peers is not None):
         record.note_all()  # what scripts have put into the state of known optimizers
 

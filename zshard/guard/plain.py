@@ -65,7 +65,7 @@ def to_local(tensor: Tensor) -> Tensor:
     it and is not guarded; any other tensor as it is. Does not communicate."""
     if not isinstance(tensor, GuardedTensor):
         return tensor
-    _core.settle(tensor, True)
+    _core.apply_pending(tensor, True)
     with plain():
         return tensor.detach()
 

@@ -166,7 +166,7 @@ class WholeParameter(nn.Parameter):
         part = part_of(self)
         state = None if part is None else part.state
         if grad is not None:
-            _core.settle(grad, False)
+            _core.apply_pending(grad, False)
         if grad is None or part is None or (state is not None and state.whole_grads):
             return grad
         return _core.mark_slice(grad, part)

@@ -45,7 +45,7 @@ class _Quantized(Extension):
         for part, tensor in _tensors_of(state):
             yield from tensor_facts("the quantization state of", f"{name}.{part}", tensor, values)
 
-    def settle(self, ref: Any) -> None:
+    def prepare(self, ref: Any) -> None:
         """Convert a frozen bias to the dtype that its layer computes in, keep layers from repacking
         weights in an evaluation (no gradients would flow afterwards), and refuse to load bits."""
         dtype = _bias_dtype(ref)

@@ -60,7 +60,7 @@ def dry_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Comms:
     shard_group = world.shard_group if strategy.is_hybrid else world.size
     if strategy is ShardingStrategy.ZERO1:
         shard_group = 1
-    if strategy.keeps:
+    if strategy.has_secondary:
         if world.transport == "shm" or shard_group == world.size:
             return Comms(everyone, everyone, everyone, None)
         replica_group = everyone if shard_group == 1 else comm("c10d", world.size // shard_group)

@@ -253,7 +253,7 @@ def _head_of(root: State, units: list[_core.Unit]) -> str:
     if replica_group is not None:
         ranks = f"secondary shards over {shard_group.world} rank(s)"
         parts.append(f"{ranks}, transport {shard_group.transport}")
-    kept, _, costs = root.unit.engine.kept()
+    kept, _, costs = root.unit.engine.gathered()
     if costs and root.model.spare is not None and root.model.spare.is_open:
         parts.append('keep_gathered="auto" decides after the second step')
     elif kept:

@@ -57,7 +57,7 @@ class Spare:
         if _core.capturing([next(module.parameters())]):
             return  # later: CUDA cannot be asked for free memory
         self.is_open = False
-        if not engine.kept()[2]:  # a gather costs nothing
+        if not engine.gathered()[2]:  # a gather costs nothing
             return
         with PublicCall("optimizer.step()"):
             least = -engine.max_over_ranks([-float(self._left(module))])[0]
@@ -86,7 +86,7 @@ class Spare:
         module = self._module()
         if module is None or isinstance(self._limit, int):
             return 0
-        kept, reserved, _ = state_of(module).unit.engine.kept()
+        kept, reserved, _ = state_of(module).unit.engine.gathered()
         return max(kept - reserved, 0)
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from zshard._errors import warn
-from zshard.units.units import ATTRIBUTE, State, stray_part
+from zshard.units.units import ATTRIBUTE, State, stray_component
 from zshard.wrap.tree import UnitSpec
 
 _Class = TypeVar("_Class", bound=type)
@@ -146,7 +146,7 @@ def refuse_names(model: nn.Module) -> None:
         state = vars(module).get(ATTRIBUTE, getattr(kind, ATTRIBUTE, None))
         if not isinstance(state, State | None):
             taken.append(ATTRIBUTE)
-        if taken or (stray := stray_part(module)) is not None:
+        if taken or (stray := stray_component(module)) is not None:
             name, whose = (taken[0], "zshard's") if taken else (stray, "torch's wrappers")
             raise ValueError(
                 f"a {kind.__name__} has an attribute {name!r}, a name of {whose}: rename it"

@@ -25,7 +25,7 @@ from zshard.memory.fits import check_fits
 from zshard.memory.spare import Spare, watch_first_steps
 from zshard.model.own_names import properties_in_place
 from zshard.optim.hooks import know_again
-from zshard.optim.shared_state import meet
+from zshard.optim.shared_state import share_state
 from zshard.options import option_facts
 from zshard.precision import Precision, cast_buffers, drop_root_casts, install_casts, install_kept
 from zshard.ranks.agreement import (
@@ -107,7 +107,7 @@ def shard_model(
     limit = model.options.limit
     for ref in (ref for spec in specs for ref in spec.params):
         for each in EXTENSIONS:
-            each.settle(ref)
+            each.prepare(ref)
     if limit is not None:
         sharing = check_fits(module, specs, model.comms, model.joined, settings.device)
     model.build(settings)
@@ -122,7 +122,7 @@ def shard_model(
     if limit is not None:
         if settings.device == CPU:
             watch_first_steps(module, limit, sharing)
-        if model.options.keep is None:
+        if model.options.gathered is None:
             model.context.spare = Spare(module, limit, sharing)
     introduce(module)
     engine = state_of(module).unit.engine
@@ -195,9 +195,9 @@ class ShardingPlan:
             for spec in self.specs:  # these have their own error
                 check_unit(spec)
                 class_for(self.base, type(spec.module))
-        if options.keep is None and not crosses_hosts(self.comms.shard_group):
+        if options.gathered is None and not crosses_hosts(self.comms.shard_group):
             for spec in self.specs:  # "auto": within one host a gather is cheap
-                spec.options = spec.options._replace(keep=0)
+                spec.options = spec.options._replace(gathered=0)
             self.options = self.specs[-1].options
         self.is_alone = pair is None and mesh is None and not dist.is_initialized()
         self.group_given = pair[0] if isinstance(pair, tuple) else pair
@@ -330,7 +330,7 @@ class_for: Callable[[type, type], type[Any]] = functools.cache(_class_for)
 def introduce(module: nn.Module) -> None:
     """Make a new model known to other ranks, which may evaluate with its shards."""
     state = state_of(module)
-    meet(module, state.comms.shards)
+    share_state(module, state.comms.shards)
     know_again(state.unit)
     if state.comms.shard_group.transport == "shm":
         state.model.thread = threading.get_ident()

@@ -205,7 +205,7 @@ class _FullGrads:
         self._own = [param.grad for param in self._params]
         for grad in self._own:
             if grad is not None:
-                _core.settle(grad, True)
+                _core.apply_pending(grad, True)
         self._before: dict[int, Tensor | None] = {}  # to restore, of gradients that are full anyway
         self._whole: dict[int, Tensor | None] = {}
         self._shown = False

@@ -300,6 +300,6 @@ def power_sum(tensors: Sequence[Tensor], norm_type: float) -> float:
         return float(_core.power_sum([t.contiguous() for t in tensors], norm_type))
     total = 0.0
     for tensor in tensors:
-        _core.settle(tensor, False)
+        _core.apply_pending(tensor, False)
         total = added(norm_type, (total, power_sum_of(tensor, norm_type)))
     return total

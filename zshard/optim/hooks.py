@@ -186,7 +186,7 @@ def _begin_to_write(optimizer: Optimizer, in_closure: bool = False) -> None:
     if _core.has_pending() and not getattr(optimizer, "multiplies_gradients", False):
         for param in params_of(optimizer):
             if param.grad is not None:
-                _core.settle(param.grad, False)
+                _core.apply_pending(param.grad, False)
     note_values(stepped_by(optimizer))
     if hasattr(optimizer, "wait_for_ranks"):  # as its step does, and till then one may read alone
         optimizer.wait_for_ranks()

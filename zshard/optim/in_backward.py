@@ -138,14 +138,14 @@ class OptimizerInBackward:
                 _, handles, groups = context_of(optimizer).in_backward
                 handles.discard(id(self))
                 if groups and not handles:
-                    optimizer._end_parts(groups)
+                    optimizer._end_units(groups)
             for optimizer in self._stepped:
                 note_step(optimizer, self._units[0].engine_id)
                 know(optimizer, in_step=True)
             self._stepped.clear()
         else:
             for optimizer, group, params in self._parts[index]:
-                optimizer._step_part(group, index, params)
+                optimizer._step_unit(group, index, params)
                 context_of(optimizer).in_backward[2].add(group)
                 self._stepped.add(optimizer)
 

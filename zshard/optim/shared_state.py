@@ -64,7 +64,9 @@ class OptimizerRecord:
     entries: int = -1  # in the optimizer's state when it was posted
     stamp: int | None = None  # the optimizer's state_changes then
     ids: list[list[int]] | None = None  # of its parameters then
-    settled: list[weakref.ref[Tensor]] = field(default_factory=list)  # values after the last step
+    after_step: list[weakref.ref[Tensor]] = field(
+        default_factory=list
+    )  # values after the last step
     reference: weakref.ref[Optimizer] | None = None
 
     @property
@@ -108,10 +110,10 @@ class ModelRecord:
         record = self.optimizers.get(key)
         if record is None:
             return key
-        is_settled = in_step or is_new or not record.posted
+        is_of_step = in_step or is_new or not record.posted
         is_changed = not record.is_current(optimizer, in_step)
         if is_new or is_changed or (in_step and record.posted["by_hand"]):
-            self._record(optimizer, record, is_settled)
+            self._record(optimizer, record, is_of_step)
             self.board.show(self)
         return key
 
@@ -136,7 +138,7 @@ class ModelRecord:
                 self.note(optimizer)
 
     @plain()
-    def _record(self, optimizer: Optimizer, record: OptimizerRecord, is_settled: bool) -> None:
+    def _record(self, optimizer: Optimizer, record: OptimizerRecord, is_of_step: bool) -> None:
         ids = {id(ref()) for ref in self._params}
         params = [param for param in params_of(optimizer) if id(param) in ids]
         held = held_by(optimizer, params)
@@ -149,10 +151,10 @@ class ModelRecord:
         ]
         record.tensors = [(weakref.ref(held[i].param), key, e.value) for i, key, e in cut]
         values = [value for *_, value in record.tensors]
-        if is_settled:
-            record.settled = [weakref.ref(value) for value in values]
-        by_hand = len(values) != len(record.settled) or any(
-            ref() is not value for ref, value in zip(record.settled, values, strict=True)
+        if is_of_step:
+            record.after_step = [weakref.ref(value) for value in values]
+        by_hand = len(values) != len(record.after_step) or any(
+            ref() is not value for ref, value in zip(record.after_step, values, strict=True)
         )
         facts, nested = [each.fact for each in held], [each.nested is not None for each in held]
         record.posted = {"facts": facts, "nested": nested, "rows": rows, "by_hand": by_hand}
@@ -244,7 +246,7 @@ _kept: set[Board] = set()
 """Those with optimizers that others may read, also of freed models. Others are kept by models."""
 
 
-def meet(module: nn.Module, shards: _core.Comm) -> None:
+def share_state(module: nn.Module, shards: _core.Comm) -> None:
     """Let the ranks that hold a new model's shards read each other's optimizer state. Collective
     where they share memory, unless the state is offloaded; else a no-op."""
     states: list[State] = [state for _, state in units_of(module)]
@@ -259,7 +261,7 @@ def meet(module: nn.Module, shards: _core.Comm) -> None:
     params: list[Tensor] = [param for state in states for param in state.unit.params]
     record = ModelRecord(token, board, params)
     for state in states:
-        state.meet(record)
+        state.set_peers(record)
 
 
 def read_peers(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldState]) -> FullState:

@@ -86,14 +86,14 @@ class InOneCall(torch.optim.Optimizer):
             if "rounding_step" in group and any(p.grad is not None for p in group["params"]):
                 group["rounding_step"] += 1
 
-    def _step_part(self, index: int, unit: int, params: list[Tensor]) -> None:
+    def _step_unit(self, index: int, unit: int, params: list[Tensor]) -> None:
         """Step one unit's parameters of group `index`, for optimizer_in_backward. Stochastic
-        rounding counts the step in `_end_parts`, once for all parts."""
+        rounding counts the step in `_end_units`, once for all parts."""
         group = {**self.param_groups[index], "params": params}
         state = {param: self.state[param] for param in params if param in self.state}
         self._step_params((index, unit), group, state)
 
-    def _end_parts(self, groups: Iterable[int]) -> None:
+    def _end_units(self, groups: Iterable[int]) -> None:
         """Note that all parts of these groups have been stepped."""
         self._opt_called = True  # torch's schedulers check it, to warn of a missing step()
         for index in groups:

@@ -83,7 +83,7 @@ def resolve_groups(
     if world is None:
         return Groups(None, None, None)
     if hybrid:
-        return _split_by_host(world, strategy.keeps)
+        return _split_by_host(world, strategy.has_secondary)
     shard_group = None if strategy is ShardingStrategy.ZERO1 else world
     return Groups(world, shard_group, world)
 
@@ -100,30 +100,30 @@ def _resolve_pair(pair: tuple[Group, ...]) -> Groups:
             f"the process groups do not form a mesh: the shard groups are {rows}, but they must be "
             "of equal size and disjoint; pass device_mesh= instead"
         )
-    world = dist.group.WORLD if len(ranks) == dist.get_world_size() else _part(ranks)
+    world = dist.group.WORLD if len(ranks) == dist.get_world_size() else _subgroup(ranks)
     if dist.get_world_size(replicate) == 1:
         alone = _resolve_one(shard)
         return Groups(alone, alone, None)
     return Groups(world, _resolve_one(shard), replicate)
 
 
-_parts: dict[tuple[int, ...], Group] = {}  # groups of some of a group's ranks, by these ranks
+_subgroups: dict[tuple[int, ...], Group] = {}  # groups of some of a group's ranks, by these ranks
 
 
 def _block(group: Group | None, size: int) -> Group:
     ranks = dist.get_process_group_ranks(group)
     first = dist.get_rank(group) // size * size
-    return _part(ranks[first : first + size])
+    return _subgroup(ranks[first : first + size])
 
 
 def _column(group: Group | None, size: int) -> Group:
-    return _part(dist.get_process_group_ranks(group)[dist.get_rank(group) % size :: size])
+    return _subgroup(dist.get_process_group_ranks(group)[dist.get_rank(group) % size :: size])
 
 
-def _part(ranks: list[int]) -> Group:
-    group = _parts.get(tuple(ranks))
+def _subgroup(ranks: list[int]) -> Group:
+    group = _subgroups.get(tuple(ranks))
     if group is None or group not in distributed_c10d._world.pg_map:
-        group = _parts[tuple(ranks)] = new_subgroup(ranks)
+        group = _subgroups[tuple(ranks)] = new_subgroup(ranks)
     return group
 
 

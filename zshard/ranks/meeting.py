@@ -38,7 +38,7 @@ class Refusal(NamedTuple):
 _Problem = tuple[str, bool]  # (text, is a consequence: of a peer that did not answer)
 
 
-def meet(group: Group, timeout: float) -> _core.Comm | Refusal:
+def connect_shm(group: Group, timeout: float) -> _core.Comm | Refusal:
     """Return the shm transport of `group` if all ranks can connect to each other. Collective."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     comm, problem = None, None
@@ -139,7 +139,7 @@ def connect_hosts(
     met: _core.Comm | Refusal = _core.Comm.alone("cpu")
     if size > 1:
         first = rank // size * size
-        met = meet(new_subgroup(ranks[first : first + size], "gloo"), timeout)
+        met = connect_shm(new_subgroup(ranks[first : first + size], "gloo"), timeout)
     reasons = gather_objects(met.reason if isinstance(met, Refusal) else "", group)
     if any(reasons) or isinstance(met, Refusal):
         return f"the ranks of a host cannot connect over shm: {next(filter(None, reasons))}"

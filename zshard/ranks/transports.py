@@ -25,7 +25,7 @@ from zshard.ranks import ends, meeting
 from zshard.ranks.agreement import gather_objects, on_all_ranks, warn_together
 from zshard.ranks.devices import CPU, is_stand_in, torch_device
 from zshard.ranks.groups import Group, Groups, new_subgroup
-from zshard.ranks.meeting import connect_hosts, meet, ranks_per_host
+from zshard.ranks.meeting import connect_hosts, connect_shm, ranks_per_host
 from zshard.ranks.nccl import NcclOptions, library, sharing_a_gpu
 from zshard.ranks.stalls import answer_stalls, forget_dead
 from zshard.strategy import ShardingStrategy
@@ -79,7 +79,7 @@ def comms_for(
     settings: comm_for's transport, timeout and device. Over shm there are no secondary shards: see
         ShardingStrategy.
     """
-    if strategy.keeps:
+    if strategy.has_secondary:
         if comm.transport == "shm" or groups.shard_group is groups.world:
             return Comms(comm, comm, comm, None)
         replica_group = comm
@@ -283,7 +283,7 @@ def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) 
     if wanted in ("c10d", "hosts"):
         hosts = gather_objects(meeting.host_id(), group)
     else:
-        met = meet(group, timeout)
+        met = connect_shm(group, timeout)
         if isinstance(met, _core.Comm):
             if not beside:  # the other one's waits are on another thread
                 answer_stalls(met, group)

@@ -140,7 +140,7 @@ def whole_state_dict(
     """
     if current_copies.get() is not None:
         return state_dict(*args, **kwargs)
-    _settle_replicas(module)
+    _reshard_replicas(module)
     cut = [s.unit for _, s in units_of(module) if not s.unit.replicated]
     with contextlib.ExitStack() as opened:
         begin = functools.partial(opened.enter_context, session(cut))
@@ -155,7 +155,7 @@ def whole_state_dict(
     return state
 
 
-def _settle_replicas(module: nn.Module) -> None:
+def _reshard_replicas(module: nn.Module) -> None:
     """Restore the between-steps dtype of unsharded parameters where a forward has left a cast copy
     for its backward, which then makes another one. Raises RuntimeError within that forward."""
     for _, state in units_of(module):

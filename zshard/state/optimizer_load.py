@@ -199,14 +199,14 @@ def entries_to_load(optimizer: Optimizer, given: Mapping[str, Any]) -> list[Load
     """Return the tensors in a state dict's state of parameters, from shapes alone.
 
     A full tensor is loaded as its parameter is sharded; a WholeMatrix takes full tensors. The
-    parameters are resharded, as between steps; Part.settle() documents what it raises.
+    parameters are resharded, as between steps; Part.reshard() documents what it raises.
     """
     entries = []
     states = _states_in(optimizer, given)
     scalars = sharded_state.scalar_keys((param.shape, own) for param, own in states)
     for param, own in states:
         if param.part is not None:
-            param.part.settle()
+            param.part.reshard()
         whole = None if sharded_state.takes_full_state(optimizer) else param.part
         for key, value in own.items():
             if isinstance(value, Tensor):

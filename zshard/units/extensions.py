@@ -58,7 +58,7 @@ class Extension:
         """Return what ranks must agree on about a parameter; with `values`, also its values."""
         return ()
 
-    def settle(self, ref: ParamRef) -> None:
+    def prepare(self, ref: ParamRef) -> None:
         """Do to a parameter and its modules now what they would do in a forward."""
 
     def restore(self, model: nn.Module) -> None:

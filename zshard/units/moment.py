@@ -63,7 +63,7 @@ def is_for_now(state: State) -> bool:
     return is_now(state, REPLACED) or any(not each.writeback for each in state.summons)
 
 
-def settle(model: nn.Module, to: str) -> None:
+def reshard_all(model: nn.Module, to: str) -> None:
     """Bring all parameters to their state between steps. Raise RuntimeError, "cannot {to} ...",
     during forward or backward, and while they are unsharded by hand."""
     states = [state for _, state in units_of(model)]

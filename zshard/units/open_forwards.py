@@ -73,7 +73,7 @@ def call_guarded(
         check_still_alone(class_of(module).__name__)
     if state.summons and not _core.shares_state(state.comms.shards):
         refuse([state], "run a forward", ELSEWHERE)  # it would wait for rank 0
-        if state.options.strategy.keeps and any(each.rank0_only for each in state.summons):
+        if state.options.strategy.has_secondary and any(each.rank0_only for each in state.summons):
             raise RuntimeError(
                 f"cannot run a forward of strategy='{state.options.strategy.value}', which needs "
                 "all ranks, within summon_full_params(rank0_only=True): omit rank0_only"

@@ -219,7 +219,7 @@ class Part:
         own = unit.params[self.index].untyped_storage()
         return bool(own._cdata == tensor.untyped_storage()._cdata)
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """Reshard a parameter that a forward has kept, so that it has its between-steps shape and
         dtype. Raises RuntimeError while it is unsharded by hand, and during a forward or backward.
         """

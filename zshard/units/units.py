@@ -61,7 +61,7 @@ class Options(NamedTuple):
     limit: MemoryLimit = "auto"
     # Bytes of full parameters that stay gathered from forward to backward; None: decided after the
     # second step. The root's applies to the model.
-    keep: int | None = 0
+    gathered: int | None = 0
     wire: Wire = Wire()
     extras: tuple[tuple[str, Any], ...] = ()  # what extras have made of their arguments, by name
 
@@ -150,7 +150,7 @@ class State:
     def __post_init__(self) -> None:
         self.names = [str(self.unit.param(i)["name"]) for i in range(self.unit.n_params)]
 
-    def meet(self, peers: object) -> None:
+    def set_peers(self, peers: object) -> None:
         """Let the ranks of the unit's model read each other's optimizer state."""
         self.peers, self.peers_seen[:] = peers, [weakref.ref(peers)]
 
@@ -288,27 +288,29 @@ def modules_of(kind: type[_M], module: nn.Module, root_only: bool) -> list[_M]:
 
 _COMPILED = "_orig_mod"  # in torch.compile(module)
 _CHECKPOINTED = "_checkpoint_wrapped_module"  # load_state_dict() inserts this one itself
-_PARTS = {_COMPILED: "OptimizedModule", _CHECKPOINTED: "ActivationWrapper"}
+_COMPONENTS = {_COMPILED: "OptimizedModule", _CHECKPOINTED: "ActivationWrapper"}
 """The components, with the classes of their wrappers."""
 
 
 def plain_name(name: str) -> str:
     """Return a name without the components that wrappers add."""
-    if not any(part in name for part in _PARTS):
+    if not any(part in name for part in _COMPONENTS):
         return name
-    return ".".join(part for part in name.split(".") if part not in _PARTS)
+    return ".".join(part for part in name.split(".") if part not in _COMPONENTS)
 
 
 def wrapped_child(module: nn.Module) -> str | None:
     """Return the name of the child that torch.compile() or activation checkpointing has put the
     module around; None for any other module."""
     kinds = {kind.__name__ for kind in type(module).__mro__}  # their modules may not be imported
-    return next((part for part, kind in _PARTS.items() if kind in kinds), None)
+    return next((part for part, kind in _COMPONENTS.items() if kind in kinds), None)
 
 
-def stray_part(module: nn.Module) -> str | None:
+def stray_component(module: nn.Module) -> str | None:
     """Return the name of a child that checkpoints would take for a wrapper's; None without one."""
-    return next((p for p in _PARTS if p in module._modules and p != wrapped_child(module)), None)
+    return next(
+        (p for p in _COMPONENTS if p in module._modules and p != wrapped_child(module)), None
+    )
 
 
 def bare(model: nn.Module) -> nn.Module:

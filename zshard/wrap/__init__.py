@@ -271,7 +271,7 @@ def _overridden(usual: Options, overrides: Mapping[str, Any], node: Node) -> Opt
     asked = overrides.get("sharding_strategy", overrides.get("strategy"))
     if asked is not None:
         strategy = strategy_of(asked)
-    if strategy is not usual.strategy and (strategy.is_hybrid or strategy.keeps):
+    if strategy is not usual.strategy and (strategy.is_hybrid or strategy.has_secondary):
         raise ValueError(
             f"unit '{node.name}' requests strategy {strategy.value!r}, which applies to entire "
             "models: pass it to the outermost FSDP(...)"

@@ -148,7 +148,7 @@ def make_engine(
     raises OSError on all ranks if a file cannot be created."""
     engine = _core.Engine(type(module).__name__, *comms)
     engine.set_prefetch(*options.prefetch)
-    engine.keep_gathered(options.keep or 0)
+    engine.keep_gathered(options.gathered or 0)
     engine.set_codes(*options.wire.codes)
     if options.micro_batches:
         engine.add_leaves(options.micro_batches)

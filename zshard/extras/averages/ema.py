@@ -32,8 +32,8 @@ from zshard.api import (
     on_all_ranks,
     plain,
     refuse,
+    reshard_all,
     session,
-    settle,
     units_of,
     zeros_side_by_side,
 )
@@ -133,7 +133,7 @@ class EMA:
     @torch.no_grad()
     @plain()
     def _copy(self) -> None:
-        settle(self.model, "update the averages")
+        reshard_all(self.model, "update the averages")
         for averages in self.averages:
             torch._foreach_copy_(averages, list(self.params.values()))
 
@@ -141,7 +141,7 @@ class EMA:
     @plain()
     def _move(self, weights: list[float]) -> None:
         """Move the averages on GPUs, or where a forward has left parameters unsharded."""
-        settle(self.model, "update the averages")
+        reshard_all(self.model, "update the averages")
         params: list[Tensor] = list(self.params.values())
         if not self._in_c:
             for averages, weight in zip(self.averages, weights, strict=True):
@@ -182,7 +182,7 @@ class EMA:
                 live = _Live(self.model, list(self.params.values()), averages)
             try:
                 live.swap()
-                self._meet(live)
+                self._barrier(live)
             except BaseException:
                 live.restore()
                 raise
@@ -199,11 +199,11 @@ class EMA:
             with PublicCall("ema.swapped()"), contextlib.suppress(*(of_ranks if body else ())):
                 try:
                     if meets:
-                        self._meet(live)
+                        self._barrier(live)
                 finally:
                     live.restore()
                 if meets:
-                    self._meet(live)  # a backward may read peers' shards at once
+                    self._barrier(live)  # a backward may read peers' shards at once
                     self._gather_kept()
 
     def state_dict(self, decay: float | None = None) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class EMA:
     def prepare(self, to: str) -> None:
         """Bring the model and the averages to their state between steps, to swap or to save them.
         Raises RuntimeError where swapped() does."""
-        settle(self.model, to)
+        reshard_all(self.model, to)
         ids, now = set(map(id, self.params.values())), dict(self.model.named_parameters())
         changed = [name for name, param in self.params.items() if now.get(name) is not param]
         changed += [n for n, param in now.items() if param.requires_grad and id(param) not in ids]
@@ -238,15 +238,15 @@ class EMA:
         facts.append(("the number of updates", str(self.updates)))
         check_agreement(self._comm, facts, "EMAs")
 
-    def _meet(self, live: _Live) -> None:
+    def _barrier(self, live: _Live) -> None:
         """Wait for all ranks: none of them writes or reads before the others have come here."""
         for engine in live.engines:
-            engine.meet()
+            engine.note_barrier()
         self._comm.exchange(b"\0")
 
     def _gather_kept(self) -> None:
         """Bring what a forward has kept for its backward to the restored values. Collective."""
-        kept = [s.unit for _, s in units_of(self.model) if s.options.strategy.keeps]
+        kept = [s.unit for _, s in units_of(self.model) if s.options.strategy.has_secondary]
         with session(kept):
             for unit in kept:
                 unit.unshard()

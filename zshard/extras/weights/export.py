@@ -35,8 +35,8 @@ from zshard.api import (
     parse_size,
     read_full,
     removal,
+    reshard_all,
     session,
-    settle,
     units_of,
 )
 from zshard.extras.weights.delta import Exported
@@ -214,7 +214,7 @@ class Export:
 
     def _plan(self, rounds: Rounds) -> None:
         """Find the entries. Communicates nothing."""
-        settle(self._model, "export")
+        reshard_all(self._model, "export")
         all_tensors = inventory(self._model)
         names: dict[str, str] = {}
         for entry in all_tensors.entries:
