@@ -114,12 +114,11 @@ class InOneCall(torch.optim.Optimizer):
         foreign = None if plan is None else self._step_by(plan, group, state)
         if foreign is None:
             foreign = self._step_with_new_plan(key, group, state)
-        if foreign and (self.prepared is not None or self.scale_group > 1):
-            what = "an 8-bit optimizer" if self.prepared is None else "a kept run"
+        if foreign and self.prepared is not None:
             shape = tuple(group["params"][foreign[0]].shape)
             raise NotImplementedError(
-                f"{what} steps contiguous parameters with dense gradients, unlike one of shape "
-                f"{shape}: give it to another optimizer, which is not kept"
+                f"a kept run steps contiguous parameters with dense gradients, unlike one of shape "
+                f"{shape}: leave it out of the optimizer, or do not keep this run"
             )
         if foreign:
             self._step_by_torch({**group, "params": [group["params"][i] for i in foreign]})
