@@ -231,7 +231,7 @@ def recover() -> None:
 @sampled
 @on_all
 def test_kept_run_begins_with_its_checkpoint(world: int) -> None:
-    keeper = Keeper(start(60.0))
+    keeper = Keeper(start())
     try:
         on_ranks(recover, world, **{VARIABLE: keeper.token})
     finally:

@@ -174,7 +174,7 @@ def main(*kinds: str) -> None:
     words = ["git", "describe", "--always", "--dirty", "--abbrev=8"]
     commit = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
     print(f"commit {commit}, zshard {zshard.__version__}, torch {torch.__version__}")
-    keeper = Keeper(start(60.0))  # for the kept run
+    keeper = Keeper(start())  # for the kept run
     for kind in kinds or fixed.KINDS:
         folder = fixed.FOLDER / kind
         folder.mkdir(parents=True)

@@ -24,7 +24,7 @@ WORDS = [
     ("(?:goes|go|going|went) on", 27, "continue"),
     ("(?:gives?|gave|given) (?:it )?back", 18, "free, return, drop"),
     ("hears?|heard", 8, "receive, learn"),
-    ("tells?|told", 64, "report, publish, show"),
+    ("tells?|told", 59, "report, publish, show"),
     ("mishaps?|kin|deaf|soil|last words?", 8, "failure, process, failed, mark dirty, message"),
     ("alike", 12, "the same, equal"),
     ("lets? go|letting go", 0, "release, unpin"),
