@@ -64,9 +64,8 @@ class OptimizerRecord:
     entries: int = -1  # in the optimizer's state when it was posted
     stamp: int | None = None  # the optimizer's state_changes then
     ids: list[list[int]] | None = None  # of its parameters then
-    after_step: list[weakref.ref[Tensor]] = field(
-        default_factory=list
-    )  # values after the last step
+    # The values after the last step.
+    after_step: list[weakref.ref[Tensor]] = field(default_factory=list)
     reference: weakref.ref[Optimizer] | None = None
 
     @property
