@@ -325,3 +325,45 @@ def test_parameters_of_another_model_in_place_of_as_many_are_checked():
             optimizer.step()
     with pytest.raises(zshard.NonFiniteError, match="'weight' is not finite"):
         optimizer.step()
+
+
+class Composite(torch.optim.Optimizer):
+    """Its step() calls two other optimizers', each over a part of its parameters."""
+
+    def __init__(self, *inner):
+        super().__init__([p for each in inner for p in each.param_groups[0]["params"]], {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        for each in self.inner:
+            each.step()
+
+
+@pytest.mark.filterwarnings("ignore:all ranks skip this step")
+@pytest.mark.parametrize("kind", [zshard.SGD, torch.optim.AdamW])
+def test_a_skipped_step_of_several_optimizers_leaves_no_trace(kind):
+    (model, _) = single("skip")
+    optimizer = Composite(*(kind([param], lr=0.1) for param in model.parameters()))
+    before = []
+    for bad in (1.0, math.nan, 1.0):
+        optimizer.zero_grad()
+        (model(torch.ones(1, 3)).square().sum() * bad).backward()
+        before.append([param.detach().clone() for param in model.parameters()])
+        optimizer.step()
+    assert all(map(torch.equal, before[1], before[2]))
+    assert not any(map(torch.equal, before[2], model.parameters()))
+
+
+def test_a_model_whose_group_was_dropped_in_its_step_is_still_checked():
+    (first, _), (second, _) = single("raise"), single("raise")
+    groups = [{"params": list(model.parameters())} for model in (first, second)]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.param_groups.pop())
+    for model in (first, second):
+        model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    other = torch.optim.SGD(second.parameters(), lr=0.1)
+    other.zero_grad()
+    (second(torch.ones(1, 3)).sum() * math.nan).backward()
+    with pytest.raises(zshard.NonFiniteError, match="not finite"):
+        other.step()

@@ -15,6 +15,7 @@ from scenarios import Stack, floats
 from torch.optim import Optimizer
 
 import zshard
+from zshard.units.units import units_of
 
 SHM, C10D, REPLICATED = ("full_shard", "shm"), ("full_shard", "c10d"), ("no_shard", "shm")
 
@@ -392,3 +393,54 @@ def compiled_as_usual(combination):
 @pytest.mark.parametrize("combination", [SHM, C10D])
 def test_a_compiled_step(pool2, combination):
     assert pool2.run(compiled_as_usual, combination) == [[], []]
+
+
+class Partly(WithoutOptions):
+    """Its step() changes its parameters, and then calls another optimizer's step()."""
+
+    def __init__(self, params, inner=None):
+        super().__init__(params)
+        self.inner = inner
+
+    def step(self, closure=None):
+        if self.inner is not None:
+            self.inner.step()
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.sub_(param.grad * 0.01)
+
+
+def steps_within_steps(transport):
+    """The outer optimizer has one model, the inner ones two."""
+    first, second = (wrapped(Stack, ("full_shard", transport)) for _ in range(2))
+    both = [*first.parameters(), *second.parameters()]
+    outer = Partly(first.parameters(), Partly(both, Partly(both)))
+    for step in range(2):
+        for model in (first, second):
+            model(floats(dist.get_rank(), step)).square().mean().backward()
+        outer.step()
+        outer.zero_grad()
+        second.zero_grad()
+    return [bool(value.isfinite().all()) for value in second.state_dict().values()]
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_steps_within_steps_of_other_models(pool2, transport):
+    first, second = pool2.run(steps_within_steps, transport)
+    assert first == second and all(first)
+
+
+def of_an_inner_model_over_other_ranks(transport):
+    """What one context holds of the inner model, whose ranks are not the outer one's."""
+    inner = zshard.FSDP(make(Stack), transport=transport, auto_wrap_policy={torch.nn.Linear})
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    outer = zshard.FSDP(torch.nn.Sequential(inner), process_group=alone)
+    outer(floats(dist.get_rank(), 0)).square().mean().backward()
+    norm = inner.clip_grad_norm_(1.0)
+    contexts = {id(state.model) for _, state in units_of(inner)}
+    return len(contexts), inner.metrics()["grad_norm"] == float(norm)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_an_inner_model_over_other_ranks_keeps_its_context(pool2, transport):
+    assert pool2.run(of_an_inner_model_over_other_ranks, transport) == [(1, True)] * 2

@@ -269,8 +269,10 @@ class ShardingPlan:
         for _, state in self.joined:
             engine.adopt(state.unit)
         for module, state in self.inner:
-            is_joined = any(state is each for _, each in self.joined)
-            state.model = self.context if is_joined else ModelContext()
+            state.model.spare = None
+            state.model.attached.clear()
+            if any(state is each for _, each in self.joined):
+                state.model = self.context
             dropped = drop_root_casts(module, state.options.precision)
             state.hooks = [hook for hook in state.hooks if hook[1] not in dropped]
             state.rename(self.names[module])

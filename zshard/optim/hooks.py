@@ -34,6 +34,7 @@ from zshard.units import returned
 from zshard.units.extensions import EXTENSIONS, refuse_writes
 from zshard.units.moment import REPLACED, UNSHARDED, refuse
 from zshard.units.shards import (
+    OptimizerContext,
     context_of,
     contexts,
     part_of,
@@ -125,6 +126,16 @@ def seen_optimizers() -> list[Optimizer]:
 # --- hooks around a step --------------------------------------------------------------------------
 
 
+def _step_around(optimizer: Optimizer) -> OptimizerContext | None:
+    """Return the optimizer whose step() calls this one's, of the same models."""
+    around = [(each, context) for each, context in contexts.items() if context.is_open]
+    engines = {unit.engine for unit in units_stepped_by(optimizer)} if around else set()
+    for each, context in around:
+        if engines and engines <= {unit.engine for unit in units_stepped_by(each)}:
+            return context
+    return None
+
+
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -134,12 +145,8 @@ def _before_step(
     context = context_of(optimizer)
     context.depth += 1
     if context.depth == 1:
-        models = {state.model for state in states_stepped_by(optimizer)}
-        around = {model.stepper for model in models}
+        context.outer = _step_around(optimizer)
         context.is_open, context.has_begun = True, False
-        context.outer = around.pop() if len(around) == 1 else None
-        for model in models:
-            model.stepper = model.stepper or context
         refuse_writes(units_stepped_by(optimizer), "a step", optimizer)
         if returned.known:
             returned.look()
@@ -227,9 +234,6 @@ def _end_writes(optimizer: Optimizer) -> None:
     """End the step's writes, unless a step around it continues."""
     context = context_of(optimizer)
     is_outermost, context.outer, context.is_open = context.outer is None, None, False
-    for state in states_stepped_by(optimizer):
-        if state.model.stepper is context:
-            state.model.stepper = None
     if not is_outermost:
         return
     prepared = getattr(optimizer, "prepared", None)

@@ -287,12 +287,15 @@ class InOneCall(torch.optim.Optimizer):
     def _step_by_torch(self, group: dict[str, Any]) -> None:
         """Update parameters that the C loop does not support, by the step of torch's class."""
         torchs = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("torch."))
-        groups = self.param_groups
+        names = ("param_groups", "grad_scale", "found_inf")  # the latter a GradScaler's
+        before = {name: vars(self)[name] for name in names if name in vars(self)}
         self.param_groups = [{**group, "foreach": False, "fused": False}]
+        self.grad_scale = self.found_inf = None  # the plan has read them
         try:
             inspect.unwrap(torchs.step)(self)  # type: ignore[attr-defined] # without hooks
         finally:
-            self.param_groups = groups
+            del self.grad_scale, self.found_inf
+            vars(self).update(before)
 
 
 def keep_options(group: dict[str, Any], before: Mapping[str, Any]) -> None:

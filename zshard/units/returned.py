@@ -101,7 +101,9 @@ def note(state: State, tensors: Mapping[str, Tensor], calls: tuple[str, str]) ->
 
 def is_plain(value: object) -> bool:
     """Return whether a value is a tensor of torch's own classes, with a version counter."""
-    return type(value) in (Tensor, nn.Parameter) and not value.is_inference()  # type: ignore[attr-defined]
+    if type(value) not in (Tensor, nn.Parameter):
+        return False
+    return value.layout == torch.strided and not value.is_inference()  # type: ignore[attr-defined]
 
 
 def tensors_in(state: object) -> Iterator[Tensor]:

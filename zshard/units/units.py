@@ -115,7 +115,6 @@ class ModelContext:
     thread: int = 0  # that has made it, if ranks read each other's shards: its barriers count
     first_step: Callable[[torch.optim.Optimizer], None] | None = None  # checks memory before it
     spare: Measurement | None = None  # None: not measured
-    stepper: Any = None  # the OptimizerContext of the outermost step() that runs
     norm: torch.Tensor | None = None  # before the last clipping
     buffer: torch.Tensor | None = None  # for copies of its values that a thread writes to files
     attached: dict[str, Any] = field(default_factory=dict)  # what extensions keep, by their names

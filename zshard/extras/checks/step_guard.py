@@ -80,7 +80,9 @@ class StepGuard:
     def __init__(self, module: nn.Module, checks: StepChecks) -> None:
         self.checks = checks
         self.skipped = 0  # steps
-        self.withheld: _Withheld | None = None  # from the optimizer that is skipping a step
+        self.withheld: dict[
+            int, _Withheld
+        ] = {}  # from optimizers that are skipping a step, by id()
         self._module = weakref.ref(module)
         self._units = [state.unit for _, state in units_of(module)]
         api.expect_norms(self._units)  # so that the first backward takes them, too
@@ -179,13 +181,14 @@ class _Checks(Extension):
         guards = [guard for guard in map(_guard_of, models) if guard is not None]
         if not guards:
             return
-        _take_withheld(guards)  # its closure ran again
+        _take_withheld(optimizer, guards)  # its closure ran again
         _refuse_mixtures(optimizer, len(models), guards)
         if any([guard.skips(optimizer, in_closure) for guard in guards]):
-            guards[0].withheld = _Withheld(optimizer)
+            modules = [module for guard in guards if (module := guard._module()) is not None]
+            guards[0].withheld[id(optimizer)] = _Withheld(optimizer, modules)
 
     def after_step(self, optimizer: torch.optim.Optimizer, models: list[State]) -> None:
-        withheld = _take_withheld(filter(None, map(_guard_of, models)))
+        withheld = _take_withheld(optimizer, filter(None, map(_guard_of, models)))
         if withheld is not None:
             withheld.restore(optimizer)
 
@@ -193,27 +196,31 @@ class _Checks(Extension):
 EXTENSIONS.append(_Checks())
 
 
-def _take_withheld(guards: Iterable[StepGuard]) -> _Withheld | None:
-    """Return what the models' optimizer, which skips a step, lacks during that; None without."""
-    withheld = None
+def _take_withheld(
+    optimizer: torch.optim.Optimizer, guards: Iterable[StepGuard]
+) -> _Withheld | None:
+    """Return what an optimizer that skips a step lacks during that; None if it skips none."""
     for guard in guards:
-        withheld, guard.withheld = withheld or guard.withheld, None
-    if withheld is not None:
-        withheld.hook.remove()
-    return withheld
+        withheld = guard.withheld.pop(id(optimizer), None)
+        if withheld is not None:
+            withheld.hook.remove()
+            return withheld
+    return None
 
 
 class _Withheld:
-    """The gradients and options of an optimizer, as they were before a step that is skipped."""
+    """The gradients of the models, and the options of an optimizer, as they were before a step that
+    is skipped."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._is_over = False
+    def __init__(self, optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> None:
+        self._is_over, self._optimizer = False, optimizer  # which keeps its id()
         self._options = [dict(group) for group in optimizer.param_groups]
         # Before users' hooks, which may set the gradients to None.
         self.hook = optimizer.register_step_post_hook(lambda optimizer, *_: self.restore(optimizer))
         hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
         hooks.move_to_end(self.hook.id, last=False)
-        params = list(params_of(optimizer))
+        # Also of what other optimizers step, which this step's hooks may call.
+        params = list({*params_of(optimizer), *(p for m in modules for p in m.parameters())})
         self._grads = list(zip(params, grads_of(params), strict=True))
         with plain():
             for param in params:

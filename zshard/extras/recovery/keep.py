@@ -141,7 +141,7 @@ class Keep:
             raise RuntimeError("this run has no keeper: start it by `python -m zshard run --keep`")
         check(model, optimizer)
         check_others(others)
-        if Keep._open is not None:
+        if Keep._open is not None and Keep._open() is not None:
             text = "this process has a Keep() already: close() it"
             raise RuntimeError(f"{text}, or keep one module that contains all models")
         self._keeper: Keeper = keeper
