@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zshard.extras.keeping import KeeperError
@@ -92,33 +92,10 @@ class Keeper:
         self._ask("end")
 
     def _ask(
-        self, op: str, body: bytes = b"", fds: Sequence[int] = (), **words: str
+        self, op: str, body: bytes = b"", fds: Sequence[int] = (), **words: str | float | None
     ) -> _keeper.Message:
         head = {"op": op, "token": self.token, **words}
-        deadline = time.monotonic() + self._timeout
-        try:
-            with _connect(self._address, deadline) as line:
-                for packet, some in _keeper.packets(head, body, fds):
-                    line.settimeout(_left(deadline))
-                    _keeper.send(line, packet, some, deadline)
-                reply = _receive(line, deadline)
-        except TimeoutError:
-            text = f"the keeper did not answer within {self._timeout:g} s: end the run"
-            raise KeeperError(text) from None
-        except KeeperError:
-            raise
-        except OSError as error:
-            if error.errno == errno.EBADF:  # the caller's
-                raise
-            text = f"the keeper cannot be reached: {error.strerror}"
-            if error.errno in (errno.EMFILE, errno.ETOOMANYREFS):
-                text = "too many descriptors are open or in flight: raise it (ulimit -n)"
-            if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE):
-                text = "no keeper answers under this token: start the run without it"
-            raise KeeperError(text) from error
-        if "refused" in reply.head:
-            raise KeeperError(f"the keeper refuses: {reply.head['refused']}")
-        return reply
+        return _ask(self._address, _keeper.packets(head, body, fds), self._timeout)
 
 
 def keeper_of_run() -> Keeper | None:
@@ -161,7 +138,7 @@ def start(watch_pid: int | None = None) -> str:
         raise KeeperError(f"the keeper did not start within {TIMEOUT:g} s: run again") from None
     if process.returncode != 0:
         last = stderr.strip().rpartition("\n")[2] or f"exit status {process.returncode}"
-        raise KeeperError(f"the keeper did not start: {last}: run without --keep")
+        raise KeeperError(f"the keeper did not start: {last}: see python -m zshard doctor")
     return token
 
 
@@ -171,6 +148,34 @@ def _address_of(token: str) -> str:
 
 
 # --- one request ---------------------------------------------------------------------------------
+
+
+def _ask(
+    address: str, packets: Iterator[tuple[bytes, Sequence[int]]], timeout: float
+) -> _keeper.Message:
+    deadline = time.monotonic() + timeout
+    try:
+        with _connect(address, deadline) as line:
+            for packet, fds in packets:
+                line.settimeout(_left(deadline))
+                _keeper.send(line, packet, fds, deadline)
+            reply = _receive(line, deadline)
+    except TimeoutError:
+        raise KeeperError(f"the keeper did not answer within {timeout:g} s: run doctor") from None
+    except KeeperError:
+        raise
+    except OSError as error:
+        if error.errno == errno.EBADF:  # the caller's
+            raise
+        text = f"the keeper cannot be reached: {error.strerror}"
+        if error.errno in (errno.EMFILE, errno.ETOOMANYREFS):
+            text = "too many descriptors are open or in flight: raise it (ulimit -n)"
+        if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE):
+            text = "no keeper answers under this token: start the run without it"
+        raise KeeperError(text) from error
+    if "refused" in reply.head:
+        raise KeeperError(f"the keeper refuses: {reply.head['refused']}")
+    return reply
 
 
 def _left(deadline: float) -> float:

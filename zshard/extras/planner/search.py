@@ -61,7 +61,7 @@ class Plan:
 
     def fits(self, prediction: Prediction) -> bool:
         """Return whether a rank has memory for it."""
-        return GAP * prediction.memory["total"] <= self.limit
+        return _fits(prediction, self.limit)
 
     def line(self) -> str:
         """Return the FSDP(...) line of the recommended way, with a comment where the model must
@@ -152,6 +152,10 @@ def name_of(way: Way) -> str:
     return way.strategy + (", offload" if way.offload is not None else "")
 
 
+def _fits(prediction: Prediction, limit: float) -> bool:
+    return GAP * prediction.memory["total"] <= limit
+
+
 def plan(
     model: Any,
     gpus: int | None = None,
@@ -233,7 +237,7 @@ class _Search:
         self.limit = (cluster.device.memory - cluster.device.reserved) * GIB
 
     def _fit(self, prediction: Prediction) -> bool:
-        return GAP * prediction.memory["total"] <= self.limit
+        return _fits(prediction, self.limit)
 
     def run(
         self, way: Way, strategies: Sequence[str] | None, may_offload: bool
