@@ -83,7 +83,6 @@ class Keeper:
 
     def pid(self) -> int:
         """Return the keeper's process."""
-        self.list()  # it answers once the process that stays has called listen()
         with _connect(self._address, time.monotonic() + self._timeout) as line:
             return _keeper.peer_of(line)[0]
 
@@ -157,8 +156,7 @@ def _ask(
     try:
         with _connect(address, deadline) as line:
             for packet, fds in packets:
-                line.settimeout(_left(deadline))
-                _keeper.send(line, packet, fds, deadline)
+                _send(line, packet, fds, deadline)
             reply = _receive(line, deadline)
     except TimeoutError:
         raise KeeperError(f"the keeper did not answer within {timeout:g} s: run doctor") from None
@@ -204,6 +202,18 @@ def _connect(address: str, deadline: float) -> socket.socket:
         line.close()
         raise
     return line
+
+
+def _send(line: socket.socket, packet: bytes, fds: Sequence[int], deadline: float) -> None:
+    """Send a packet; wait while the user has too many descriptors in flight."""
+    while True:
+        line.settimeout(_left(deadline))
+        try:
+            return _keeper.send(line, packet, fds)
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline - 0.01:
+                raise
+        time.sleep(0.005)
 
 
 def _receive(line: socket.socket, deadline: float) -> _keeper.Message:

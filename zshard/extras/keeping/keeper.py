@@ -12,12 +12,13 @@ half-read.
 The address is an abstract socket, which lies in no directory and ends with the process. Only
 processes of the keeper's own user are answered; the kernel names the user. Requests also need the
 token, since containers that share a network have the same users. A request that cannot be served
-is refused in the reply.
+is refused in the reply; only the loop below waits, so no client can block another.
 """
 
 from __future__ import annotations
 
 import array
+import collections
 import contextlib
 import errno
 import json
@@ -27,7 +28,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from _operator import _compare_digest  # hmac's, without the 4 MiB of OpenSSL
 from collections.abc import Callable, Iterator, Sequence
@@ -103,17 +103,10 @@ def packets(
         yield b"+" + body[i * PIECE :][:PIECE], fds[i * FDS :][:FDS]
 
 
-def send(line: socket.socket, packet: bytes, fds: Sequence[int], deadline: float) -> None:
-    """Send a packet; wait while the user has too many descriptors in flight."""
+def send(line: socket.socket, packet: bytes, fds: Sequence[int]) -> None:
+    """Send a packet; raises what sendmsg raises; ETOOMANYREFS passes."""
     control = [(*_RIGHTS, array.array("i", fds))] if fds else []
-    while True:
-        try:
-            line.sendmsg([packet], control, socket.MSG_NOSIGNAL)
-            return
-        except OSError as error:
-            if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
-                raise
-        time.sleep(0.005)
+    line.sendmsg([packet], control, socket.MSG_NOSIGNAL)
 
 
 def receive(line: socket.socket) -> tuple[bytes, Descriptors]:
@@ -142,77 +135,140 @@ class _Refused(Exception):
     """Why a request is not served, for the client's error."""
 
 
-Reply = tuple[Head, bytes, Sequence[int]]
+class _Line:
+    """A connection. packets: what is to be sent of the reply; owner: who owns its descriptors."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self.socket = line
+        self.request = Message()
+        self.packets: collections.deque[tuple[bytes, Sequence[int]]] = collections.deque()
+        self.owner: Sequence[int] = ()
+        self.is_answered = False
+        self.moved()
+
+    def moved(self) -> None:
+        self.deadline = time.monotonic() + PATIENCE
+
+    def reply(self, head: Head, body: bytes = b"", fds: Sequence[int] = ()) -> None:
+        self.is_answered, self.owner = True, fds
+        self.packets.extend(packets(head, body, fds))
+        self.request = Message()
 
 
 class _Keeping:
-    """What the keeper holds. A thread serves each connection, so no client can block another."""
+    """The keeper's state and its loop. pidfd: of the launcher, with which it ends."""
 
-    def __init__(self, token: str) -> None:
-        self.token, self.lock, self.is_over = token, threading.Lock(), False
+    def __init__(self, token: str, pidfd: int) -> None:
+        self.token, self.pidfd, self.is_over = token, pidfd, False
         self.held: dict[str, tuple[bytes, Descriptors]] = {}  # meta and files, by name
+        self.lines: dict[int, _Line] = {}
+        self.last: _Line | None = None  # whose reply is the last, after `end`
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE
 
-    def run(self, listener: socket.socket, pidfd: int) -> None:
-        """Serve until the launcher, whose pidfd this is, has ended."""
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        poll.register(listener, select.POLLIN)
-        while all(fd != pidfd for fd, _ in poll.poll()):
-            try:
-                if threading.active_count() > MOST_LINES:
-                    raise BlockingIOError
-                line = listener.accept()[0]
-            except OSError:  # too many connections or descriptors, or the client ended
-                time.sleep(0.01)
-                continue
-            threading.Thread(target=self.serve, args=(line,), daemon=True).start()
+    # --- the loop ---------------------------------------------------------------------------------
 
-    def serve(self, line: socket.socket) -> None:
-        """Answer the request of a connection. What comes after an answer is dropped: the client
-        closes the line when it has read."""
-        request: Message | None = Message()
-        with line, contextlib.suppress(OSError):
-            line.settimeout(PATIENCE)
-            while peer_of(line)[1] == os.geteuid():
-                reply: Reply | None = None
-                try:
-                    packet, fds = receive(line)
-                    if not packet:
-                        return
-                    if request is not None and request.add(packet, fds):
-                        with self.lock:
-                            reply = self.answer(request)
-                except (ValueError, _Refused) as error:
-                    reply = {"refused": str(error)}, b"", ()
-                except OSError as error:
-                    if error.errno != errno.EMFILE:
-                        raise
-                    why = "it has as many descriptors open as the limit allows (ulimit -n)"
-                    reply = {"refused": why}, b"", ()
-                if request is not None and reply is not None:
-                    request = None
-                    for packet, some in packets(*reply):
-                        send(line, packet, some, time.monotonic() + PATIENCE)
-                    if self.is_over:
-                        os._exit(0)
+    def run(self, listener: socket.socket) -> None:
+        while not self.is_over and (self.last is None or self.last.packets):
+            self.turn(listener)
+
+    def turn(self, listener: socket.socket) -> None:
+        poll = select.poll()
+        if len(self.lines) < MOST_LINES and self.last is None:
+            poll.register(listener, select.POLLIN)
+        poll.register(self.pidfd, select.POLLIN)
+        for fd, line in self.lines.items():
+            poll.register(fd, select.POLLIN | (select.POLLOUT if line.packets else 0))
+        for fd, events in poll.poll(self.patience()):
+            if fd == listener.fileno():
+                self.accept(listener)
+            elif fd in self.lines:
+                self.serve(self.lines[fd], events)
+            elif fd == self.pidfd:
+                self.is_over = True
+        now = time.monotonic()
+        for line in [line for line in self.lines.values() if line.deadline < now]:
+            self.close(line)
+
+    def patience(self) -> int | None:
+        """Return the milliseconds until something is due without an event."""
+        ends = [line.deadline - time.monotonic() for line in self.lines.values()]
+        return max(0, int(min(min(ends), 3600.0) * 1e3) + 1) if ends else None
+
+    def accept(self, listener: socket.socket) -> None:
+        try:
+            sock = listener.accept()[0]
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                time.sleep(0.01)  # it stays readable
+            return
+        if peer_of(sock)[1] != os.geteuid():
+            sock.close()
+            return
+        sock.setblocking(False)
+        self.lines[sock.fileno()] = _Line(sock)
+
+    def close(self, line: _Line) -> None:
+        self.lines.pop(line.socket.fileno(), None)
+        line.packets.clear()
+        line.socket.close()
+
+    def serve(self, line: _Line, events: int) -> None:
+        try:
+            if events & select.POLLIN:
+                self.read(line)
+            elif events & (select.POLLHUP | select.POLLERR):
+                self.close(line)
+            elif events & select.POLLOUT:
+                send(line.socket, *line.packets[0])
+                line.packets.popleft()
+                line.moved()
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:  # until others receive theirs
+                time.sleep(0.005)
+            else:
+                self.close(line)
+        except Exception:  # whatever is wrong with one request, the rest stays held
+            self.close(line)
+
+    def read(self, line: _Line) -> None:
+        """Take a packet; answer a complete request. What comes after an answer is dropped: the
+        client closes the line when it has read."""
+        try:
+            packet, fds = receive(line.socket)
+            if not packet:
+                self.close(line)
+            elif not line.is_answered:
+                line.moved()
+                if line.request.add(packet, fds):
+                    self.answer(line, line.request)
+        except (ValueError, _Refused) as error:
+            self.refuse(line, str(error))
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            self.refuse(line, "it has as many descriptors open as the limit allows (ulimit -n)")
+
+    def refuse(self, line: _Line, why: str) -> None:
+        if not line.is_answered:
+            line.reply({"refused": why})
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def answer(self, request: Message) -> Reply:
+    def answer(self, line: _Line, request: Message) -> None:
         serve = getattr(self, f"op_{request.head.get('op')}", None)
         if serve is None:
             raise _Refused("it has no such operation")
         token = str(request.head.get("token")).encode(errors="replace")
         if not _compare_digest(token, self.token.encode()):
             raise _Refused("the token is wrong")
-        reply: Reply = serve(request)
-        return reply
+        serve(line, request)
 
-    def op_hold(self, request: Message) -> Reply:
+    def op_hold(self, line: _Line, request: Message) -> None:
         name = self.name_in(request)
         others = sum(len(fds) for key, (_, fds) in self.held.items() if key != name)
         if others + len(request.fds) > self.room:
@@ -220,24 +276,27 @@ class _Keeping:
                 f"it may hold {max(0, self.room)} descriptors: raise that (ulimit -n -H)"
             )
         self.held[name] = bytes(request.body), request.fds
-        return {}, b"", ()
+        line.reply({})
 
-    def op_get(self, request: Message) -> Reply:
+    def op_get(self, line: _Line, request: Message) -> None:
         entry = self.held.get(self.name_in(request))
-        return ({"found": False}, b"", ()) if entry is None else ({"found": True}, *entry)
+        if entry is None:
+            line.reply({"found": False})
+        else:
+            line.reply({"found": True}, *entry)
 
-    def op_list(self, _: Message) -> Reply:
+    def op_list(self, line: _Line, _: Message) -> None:
         sizes = [[name, len(meta)] for name, (meta, _) in self.held.items()]
         metas = b"".join(meta for meta, _ in self.held.values())
-        return {}, json.dumps(sizes).encode() + b"\n" + metas, ()
+        line.reply({}, json.dumps(sizes).encode() + b"\n" + metas)
 
-    def op_drop(self, request: Message) -> Reply:
-        return {"found": self.held.pop(self.name_in(request), None) is not None}, b"", ()
+    def op_drop(self, line: _Line, request: Message) -> None:
+        line.reply({"found": self.held.pop(self.name_in(request), None) is not None})
 
-    def op_end(self, _: Message) -> Reply:
+    def op_end(self, line: _Line, _: Message) -> None:
         self.held.clear()
-        self.is_over = True
-        return {}, b"", ()
+        self.last = line
+        line.reply({})
 
     @staticmethod
     def name_in(request: Message) -> str:
@@ -278,7 +337,7 @@ def main(address: str, pidfd: str) -> None:
     listener.listen(socket.SOMAXCONN)
     _detach()
     listener.listen(socket.SOMAXCONN)  # again: the kernel names who did so last
-    _Keeping(token).run(listener, int(pidfd))
+    _Keeping(token, int(pidfd)).run(listener)
     os._exit(0)
 
 
