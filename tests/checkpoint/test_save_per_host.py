@@ -310,6 +310,32 @@ def test_an_incomplete_newest_checkpoint_is_skipped_and_replaced(on, root):
     assert {each[:2] for each in on(2, 1, load, root)} == {(second, 5)}
 
 
+def collect_an_older_one(root) -> str:
+    with pytest.warns(RuntimeWarning, match="no folder that was given has them"):
+        return str(collect([disk(root, node())]))
+
+
+def test_the_newest_complete_checkpoint_is_collected(on, root):
+    wanted, _ = on(2, 1, save_two_steps, root)[0]
+    shutil.rmtree(Path(root, "disk1/checkpoints/step-00000005"))
+    assert STEP in on(2, 1, collect_an_older_one, root)[0]
+    assert {each[:2] for each in on(2, 1, load, root)} == {(wanted, 3)}
+
+
+def save_over(root, strategy) -> None:
+    with pytest.raises(FileExistsError):
+        save(root, strategy)
+
+
+def test_what_one_host_has_alone_is_not_replaced_if_it_is_complete(on, root):
+    """A replica of the other host, whose disk is new."""
+    wanted = on(2, 1, save, root, "no_shard")[0][-1]
+    shutil.rmtree(Path(root, "disk1"))
+    on(2, 1, save_over, root, "no_shard")
+    on(2, 1, load_collected, root, "no_shard")
+    assert {each[0] for each in on(2, 1, load, root, "no_shard")} == {wanted}
+
+
 def damage(root, lost: int) -> Path:
     """Flip a bit of a tensor in a part file."""
     path = next(Path(root, f"disk{lost}", "checkpoints", STEP).glob("rank*.part"))

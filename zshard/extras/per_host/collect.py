@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -31,10 +32,13 @@ from zshard.api import (
     names_at,
     on_all_ranks,
     ranks_of,
+    warn,
     write_text,
 )
 from zshard.extras.per_host.hosts import Hosts, by_age, id_at, place_in, send
 from zshard.extras.per_host.parts import Spread
+
+_Result = TypeVar("_Result")
 
 
 def collect(paths: Sequence[str]) -> str | None:
@@ -51,19 +55,42 @@ def collect(paths: Sequence[str]) -> str | None:
     *folders, out = paths
     if not folders:
         raise ValueError("in one process, pass the folders with parts, and the folder to create")
-    names = [names_at(folder) for folder in folders]
-    places = [place_in(folder, _newest(names, folders[0])) for folder in folders]
-    first = next(place for place in places if id_at(place))
-    with closing(Spread(first, _in_parts(Manifest.read(first), first), places)) as spread:
-        spread.check()
+    with closing(_newest([names_at(folder) for folder in folders], folders[0], folders)) as spread:
         spread.blocks().check()
         return _write(spread, out)
 
 
-def _newest(names: Sequence[Sequence[str]], path: str) -> str:
-    if not any(names):
-        raise CheckpointError(f"no finished checkpoint in '{path}'")
-    return by_age(names)[0]
+def _newest(names: Sequence[Sequence[str]], path: str, folders: Sequence[str]) -> Spread:
+    """Return the newest complete checkpoint in these folders. Raise the error of the newest one if
+    none is complete."""
+
+    def look(name: str) -> Spread:
+        places = [place for each in folders if id_at(place := place_in(each, name))]
+        if len({id_at(place) for place in places}) != 1:
+            raise CheckpointError(f"'{', '.join(places)}' are different checkpoints")
+        manifest = _in_parts(Manifest.read(places[0]), places[0])
+        spread = Spread(places[0], manifest, places, elsewhere=())
+        spread.check()
+        return spread
+
+    return _first_complete(names, path, look)
+
+
+def _first_complete(
+    names: Iterable[Iterable[str]], path: str, look: Callable[[str], _Result]
+) -> _Result:
+    """Return what `look` returns of the newest checkpoint that is complete; warn of newer ones."""
+    errors: list[CheckpointError] = []
+    for name in by_age(names):
+        try:
+            result = look(name)
+        except CheckpointError as error:
+            errors.append(error)
+        else:
+            for each in errors:
+                warn(f"an older checkpoint was collected: {each}", RuntimeWarning)
+            return result
+    raise errors[0] if errors else CheckpointError(f"no finished checkpoint in '{path}'")
 
 
 def _in_parts(manifest: Manifest, path: str) -> Manifest:
@@ -106,9 +133,14 @@ def _collect_on_hosts(paths: Sequence[str]) -> str | None:
             make_default_group("gloo")
             stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         comm = ranks_of(nn.Module())
-        folder = place_in(paths[0], _newest(gather(comm, names_at(paths[0])), paths[0]))
-        count = _complete(comm, Hosts(comm), folder)
-        line = f"sent {count} part files: all hosts have all of '{folder}'"
+        hosts = Hosts(comm)
+
+        def look(name: str) -> str:
+            folder = place_in(paths[0], name)
+            count = _complete(comm, hosts, folder)
+            return f"sent {count} part files: all hosts have all of '{folder}'"
+
+        line = _first_complete(gather(comm, names_at(paths[0])), paths[0], look)
         return line if comm.rank == 0 else None
 
 

@@ -108,13 +108,18 @@ class Spread:
     """A checkpoint in parts, as this host has it. close() closes its part files."""
 
     def __init__(
-        self, path: str, manifest: Manifest, folders: Iterable[str], elsewhere: Iterable[str] = ()
+        self,
+        path: str,
+        manifest: Manifest,
+        folders: Iterable[str],
+        elsewhere: Iterable[str] | None = None,
     ) -> None:
         """path: names the checkpoint in messages. folders: where the part files are. elsewhere: the
-        names of others, which check() counts, and nothing reads."""
+        names of others, which check() counts, and nothing reads; not None: to be collected."""
         self.path, self.manifest = path, manifest
         self.parts = parts_of(manifest, path)
-        self.here = dict.fromkeys(elsewhere, "")  # paths of part files
+        self._is_collected = elsewhere is not None
+        self.here = dict.fromkeys(elsewhere or (), "")  # paths of part files
         for folder in folders:
             self.here |= part_files_in(folder, self.parts)
         self._opened: dict[str, PartFile] = {}
@@ -219,7 +224,20 @@ class Spread:
             return CheckpointError(f"'{self.path}' is incomplete: no host has {size}")
         lack = f"this host lacks the part files of {listed}, with {size}"
         remedy = f"bring them to all hosts with `torchrun ... -m zshard ckpt collect {self.path}`"
+        if self._is_collected:
+            remedy = "no folder that was given has them"
         return CheckpointError(f"'{self.path}' is incomplete: {lack}: {remedy}")
+
+
+def is_complete(folder: str) -> bool:
+    """Return whether a folder has a checkpoint with all of its bytes."""
+    if not os.path.lexists(os.path.join(folder, api.NAME)):
+        return False
+    manifest = Manifest.read(folder)
+    if not manifest.whole:  # an ordinary one
+        return True
+    with contextlib.closing(Spread(folder, manifest, [folder])) as spread:
+        return not spread.gaps((name, 0, size) for name, size in manifest.whole.items())
 
 
 def places_in(names: Iterable[str], parts: Mapping[str, PartRecord]) -> dict[str, list[RunPlace]]:

@@ -34,7 +34,7 @@ from zshard.api import (
     write_text,
 )
 from zshard.extras.per_host.hosts import Hosts, id_at, send
-from zshard.extras.per_host.parts import PartRecord
+from zshard.extras.per_host.parts import PartRecord, is_complete
 
 _ON_ALL_HOSTS = f"all-hosts{PART}"
 
@@ -51,9 +51,10 @@ def write_parts(plan: SavePlan, comm: api.Comm, hosts: Hosts) -> None:
     """Execute the plan. Collective; `comm` belongs to this thread."""
     _refuse_shared_folder(comm, hosts, plan.target, plan.id)
     with on_all_ranks(comm):
-        earlier = id_at(plan.target.path)
-    # What only some hosts have is the remains of an interrupted save.
-    is_remains = len(set(gather(comm, earlier))) > 1
+        earlier = id_at(plan.target.path), is_complete(plan.target.path)
+    ids, complete = zip(*gather(comm, earlier), strict=True)
+    # What only some hosts have is the remains of an interrupted save, unless one host has all.
+    is_remains = len(set(ids)) > 1 and not any(complete)
     staging = Staging(plan.target, plan.id, overwrite=True if is_remains else None)
     try:
         with on_all_ranks(comm):

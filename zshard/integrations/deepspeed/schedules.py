@@ -143,8 +143,8 @@ def OneCycle(
     cycle_second_stair_count: int | None = None,
     decay_step_size: int = 0,
     cycle_momentum: bool = True,
-    cycle_min_mom: float = 0.8,
-    cycle_max_mom: float = 0.9,
+    cycle_min_mom: Values = 0.8,
+    cycle_max_mom: Values = 0.9,
     decay_mom_rate: float = 0.0,
 ) -> Schedule:
     """A learning rate that rises from cycle_min_lr to cycle_max_lr and falls again, then decays;
@@ -182,8 +182,10 @@ def OneCycle(
     def rates(step: int) -> list[float]:
         return [lr / decay(step, decay_lr_rate) for lr in moved(step, low, high)]
 
+    least = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
+    most = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
+
     def betas(step: int) -> list[float]:
-        least, most = [cycle_min_mom] * len(low), [cycle_max_mom] * len(low)
         first = least if step < 0 else moved(step, most, least)
         return [beta * decay(step, decay_mom_rate) for beta in first]
 
@@ -236,12 +238,14 @@ def schedule_of(section: dict[str, Any], optimizer: Optimizer) -> Schedule:
 
     Raises ValueError for an unknown type, TypeError or ValueError for invalid params.
     """
-    name, params = section["type"], section.get("params") or {}
+    name, params = section["type"], dict(section.get("params") or {})
     if name not in _SCHEDULES:
         raise ValueError(
             f"'scheduler.type' {name!r} in the DeepSpeed config is not one of "
             f"{', '.join(_SCHEDULES)}: pass another one as lr_scheduler="
         )
+    if params.pop("last_batch_iteration", -1) != -1:
+        raise ValueError("'scheduler.params.last_batch_iteration': omit it; load a checkpoint")
     check_params("scheduler.params", _SCHEDULES[name], params)
     try:
         return _SCHEDULES[name](optimizer, **params)
