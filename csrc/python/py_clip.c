@@ -264,7 +264,8 @@ static PyMethodDef functions[] = {
      "scale_later($module, gradients, factor, /)\n--\n\nHave gradients multiplied by a factor when they are next read: "
      "by the step of an optimizer of zshard, else before the read."},
     {"apply_pending", apply_pending, METH_VARARGS,
-     "apply_pending($module, tensor, writes, /)\n--\n\nMultiply gradients by the factors that are pending for them, as other "
+     "apply_pending($module, tensor, writes, /)\n--\n\nMultiply gradients by the factors that are pending for them, as "
+     "other "
      "code is to read this tensor, or (writes) may write to it unseen."},
     {0},
 };

@@ -305,7 +305,8 @@ static PyMethodDef engine_methods[] = {
     {"begin_write", (PyCFunction)engine_begin_write, METH_NOARGS,
      "begin_write($self, /)\n--\n\nTo be called before shards are written between passes."},
     {"note_barrier", (PyCFunction)engine_note_barrier, METH_NOARGS,
-     "note_barrier($self, /)\n--\n\nNote a barrier of all ranks: the script's writes to shards are complete, and earlier "
+     "note_barrier($self, /)\n--\n\nNote a barrier of all ranks: the script's writes to shards are complete, and "
+     "earlier "
      "evaluations by lone ranks no longer count."},
     {"end_write", (PyCFunction)engine_end_write, METH_NOARGS, "end_write($self, /)\n--\n\nThe write is complete."},
     {"close", (PyCFunction)engine_close, METH_NOARGS, "close($self, /)\n--\n\nClose the session that open() opened."},

@@ -75,7 +75,7 @@ COUNTS = {  # exactly
     "text_lines": 2_455,
     "weak_dictionaries": 7,
 }
-C_LINES = 43_055
+C_LINES = 43_057
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
     "csrc": "12 lines: a failed backward shares its sums at once; 12: reads within a step are refused",
