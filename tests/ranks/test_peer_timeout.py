@@ -221,7 +221,7 @@ ALLOWED = {
         "ranks/agreement.py:on_all_ranks",
         "ranks/agreement.py:told_to_all_ranks",
     ),  # have a clause for PeerError
-    "ranks/meeting.py:meet",  # reports to the other ranks why shm is not available
+    "ranks/meeting.py:connect_shm",  # reports to the other ranks why shm is not available
     "extras/keeping/client.py:_connect",  # a socket's connect(), not a transport's
     "extras/readers/torch_file.py:reading",  # within it, bytes of a file are read
 }
