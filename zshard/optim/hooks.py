@@ -226,8 +226,9 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _end_of_step(optimizer: Optimizer) -> None:
+    models = states_stepped_by(optimizer)
     for each in EXTENSIONS:
-        each.after_step(optimizer, states_stepped_by(optimizer))
+        each.after_step(optimizer, models)
 
 
 def _end_writes(optimizer: Optimizer) -> None:

@@ -80,9 +80,7 @@ class StepGuard:
     def __init__(self, module: nn.Module, checks: StepChecks) -> None:
         self.checks = checks
         self.skipped = 0  # steps
-        self.withheld: dict[
-            int, _Withheld
-        ] = {}  # from optimizers that are skipping a step, by id()
+        self.withheld: dict[int, _Withheld] = {}  # by the id() of an optimizer that skips a step
         self._module = weakref.ref(module)
         self._units = [state.unit for _, state in units_of(module)]
         api.expect_norms(self._units)  # so that the first backward takes them, too

@@ -83,6 +83,7 @@ class Keeper:
 
     def pid(self) -> int:
         """Return the keeper's process."""
+        self.list()  # it answers once the process that stays has called listen()
         with _connect(self._address, time.monotonic() + self._timeout) as line:
             return _keeper.peer_of(line)[0]
 

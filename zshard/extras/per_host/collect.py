@@ -67,7 +67,9 @@ def _newest(names: Sequence[Sequence[str]], path: str, folders: Sequence[str]) -
     def look(name: str) -> Spread:
         places = [place for each in folders if id_at(place := place_in(each, name))]
         if len({id_at(place) for place in places}) != 1:
-            raise CheckpointError(f"'{', '.join(places)}' are different checkpoints")
+            raise CheckpointError(
+                f"'{', '.join(places)}' are different checkpoints: pass folders of one"
+            )
         manifest = _in_parts(Manifest.read(places[0]), places[0])
         spread = Spread(places[0], manifest, places, elsewhere=())
         spread.check()

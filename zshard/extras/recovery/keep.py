@@ -392,23 +392,7 @@ class Keep:
             text = "the step takes effect at the end of the commit() block"
             raise RuntimeError(f"{text}: run forwards and state_dict() after it")
 
-    @staticmethod
-    def check_write(units: Sequence[api.Unit], what: str, stepper: Optimizer | None) -> None:
-        """As Extension.check_write(): the open Keep alone writes to its model between passes."""
-        keep = None if Keep._open is None else Keep._open()
-        if keep is None:
-            return
-        for unit in units:
-            if unit.engine in keep._engines:
-                keep._refuse_write(what, stepper)
-            elif stepper is not None:
-                raise RuntimeError(
-                    f"{type(stepper).__name__} trains an FSDP(...) model that zshard.Keep() was "
-                    "not given, so a restart would lose its steps: keep one module that contains "
-                    "all models, and step it with one optimizer, a param group for each model"
-                )
-
-    def _refuse_write(self, what: str, optimizer: Optimizer | None) -> None:
+    def refuse_write(self, what: str, optimizer: Optimizer | None) -> None:
         self._refuse_unentered()
         if optimizer is None:
             if self._phase is Phase.NEW:
@@ -431,7 +415,21 @@ def _pickled(call: str, values: Mapping[str, Any]) -> bytes:
 
 
 class _SoleWriter(Extension):
-    check_write = staticmethod(Keep.check_write)
+    """The open Keep alone writes to its model between passes."""
+
+    def check_write(self, units: Sequence[api.Unit], what: str, stepper: Optimizer | None) -> None:
+        keep = None if Keep._open is None else Keep._open()
+        if keep is None:
+            return
+        for unit in units:
+            if unit.engine in keep._engines:
+                keep.refuse_write(what, stepper)
+            elif stepper is not None:
+                raise RuntimeError(
+                    f"{type(stepper).__name__} trains an FSDP(...) model that zshard.Keep() was "
+                    "not given, so a restart would lose its steps: keep one module that contains "
+                    "all models, and step it with one optimizer, a param group for each model"
+                )
 
 
 EXTENSIONS.append(_SoleWriter())
