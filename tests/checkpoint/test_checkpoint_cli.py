@@ -16,6 +16,7 @@ from models import Tied, ddp, differences, make, make_optimizer
 from optim_states import differ, go_on
 from safetensors import safe_open
 from safetensors.torch import load_file
+from spawn import on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -289,28 +290,25 @@ def wrong_names(path):
     return sorted(found) + ([] if told.tied == {"head.weight": "table.weight"} else [told.tied])
 
 
-def there_and_back(folder):
+@on_ranks(2)
+def test_wrapped_models_load_each_others_checkpoints(tmp_path):
     """Return what differs in the files of models that run in each way, and after a load into
     each."""
     model, optimizer = made("as it is", 1)
     step(model, optimizer, 0.5)
-    zshard.save(f"{folder}/plain", model, optimizer)
-    found = wrong_names(f"{folder}/plain")
+    zshard.save(f"{tmp_path}/plain", model, optimizer)
+    found = wrong_names(f"{tmp_path}/plain")
     for way in WAYS:
         model, optimizer = made(way, 2)
         step(model, optimizer, 0.25)
-        loaded = zshard.load(f"{folder}/plain", model, optimizer)
+        loaded = zshard.load(f"{tmp_path}/plain", model, optimizer)
         found += [*loaded.missing_keys, *loaded.unexpected_keys]
-        zshard.save(f"{folder}/{way}", model, optimizer)
-        found += wrong_names(f"{folder}/{way}")
+        zshard.save(f"{tmp_path}/{way}", model, optimizer)
+        found += wrong_names(f"{tmp_path}/{way}")
         for stem in ("model", "optimizer"):
-            pair = (tensors_in(f"{folder}/{name}", stem) for name in ("plain", way))
+            pair = (tensors_in(f"{tmp_path}/{name}", stem) for name in ("plain", way))
             found += [f"{way}: {each}" for each in differences(*pair)]
-    return found
-
-
-def test_wrapped_models_load_each_others_checkpoints(pool2, tmp_path):
-    assert pool2.run(there_and_back, tmp_path) == [[], []]
+    assert found == []
 
 
 def test_shared_compiled_submodule(tmp_path):

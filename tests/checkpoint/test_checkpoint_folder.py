@@ -22,7 +22,7 @@ from groups import comm_of_all
 from models import Mlp, make, wrapped
 from nursery import fork_ranks
 from optim_states import FULL, rank
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -469,10 +469,12 @@ def test_folder_of_another_user():
     assert kind is PermissionError and f"Permission denied: '{folder}/" in text
 
 
-def while_another(folder, is_numbered):
+@pytest.mark.parametrize("is_numbered", [False, True])
+@on_ranks(2)
+def test_save_while_another_is_in_progress(tmp_path, is_numbered):
     """Save while another process holds the lock, and after that."""
     model, options = wrapped(Mlp, APART), {"step": 5} if is_numbered else {}
-    path, comm = folder / "new", comm_of_all()
+    path, comm = tmp_path / "new", comm_of_all()
     target = folders.Target.of(path, options.get("step"))
     lock = None
     if rank() == 0:
@@ -486,16 +488,9 @@ def while_another(folder, is_numbered):
     comm.exchange(b"")
     zshard.save(path, model, **options)
     comm.exchange(b"")  # rank 0 tidies up last
-    return found, inside(folder)
-
-
-@pytest.mark.parametrize("is_numbered", [False, True])
-def test_save_while_another_is_in_progress(pool2, is_numbered, tmp_path):
-    for (kind, text), names in pool2.run(while_another, tmp_path, is_numbered):
-        assert kind is RuntimeError and names == ["new"]
-        assert (
-            "another save is in progress" in text and "process " in text and ".zshard.lock'" in text
-        )
+    (kind, text), names = found, inside(tmp_path)
+    assert kind is RuntimeError and names == ["new"]
+    assert "another save is in progress" in text and "process " in text and ".zshard.lock'" in text
 
 
 def on_disks_of_their_own(folder, model, optimizer):
@@ -506,10 +501,7 @@ def on_disks_of_their_own(folder, model, optimizer):
         zshard.save(folder / "new", model, optimizer)
 
 
-def not_shared(folder):
+@on_ranks(2)
+def test_folder_not_shared_by_all_ranks(tmp_path):
     text = "this rank cannot see '/elsewhere/" if rank() == 1 else "rank 1: this rank cannot see"
-    return tried(folder, FileNotFoundError, text, on_disks_of_their_own)
-
-
-def test_folder_not_shared_by_all_ranks(pool2, tmp_path):
-    assert pool2.run(not_shared, tmp_path) == [[], []]
+    assert tried(tmp_path, FileNotFoundError, text, on_disks_of_their_own) == []

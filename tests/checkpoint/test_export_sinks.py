@@ -12,7 +12,7 @@ import torch.distributed as dist
 from compare import assert_same
 from models import Net, make
 from nursery import fork_ranks
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -62,7 +62,9 @@ def joined(buckets):
 TRAINED = {"norm.weight", "norm.bias", "head.weight", "head.bias"}
 
 
-def sends_changes(transport):
+@pytest.mark.parametrize("transport", BOTH)
+@on_ranks(2, 3)
+def test_only_what_has_changed(transport):
     model, optimizer = built(transport)
     since = Exported()
 
@@ -97,12 +99,6 @@ def sends_changes(transport):
     assert export().keys() == expected.keys()
 
 
-@ranks(2, 3)
-@pytest.mark.parametrize("transport", BOTH)
-def test_only_what_has_changed(pool, transport):
-    pool.run(sends_changes, transport)
-
-
 @pytest.mark.parametrize("kind", ["strided", "expanded", "negative", "conjugate"])
 def test_a_changed_view_is_sent(kind):
     """Their memory is not that of their values."""
@@ -123,7 +119,8 @@ def test_a_changed_view_is_sent(kind):
     same(joined(zshard.export(model, since=since)), {"b": expected})
 
 
-def one_rank_broke(transport):
+@on_ranks(2)
+def test_after_a_break_on_one_rank_all_ranks_get_everything():
     model, optimizer = built("shm")
     since = Exported()
     joined(zshard.export(model, since=since))
@@ -134,11 +131,6 @@ def one_rank_broke(transport):
     for expected in (full(model), {}):
         same(joined(zshard.export(model, since=since)), expected)
     assert joined(zshard.export(model, since=since, ranks=0)) == {}
-
-
-@ranks(2)
-def test_after_a_break_on_one_rank_all_ranks_get_everything(pool):
-    pool.run(one_rank_broke, "shm")
 
 
 # --- folders --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from compare import assert_same
 from models import CASES, Net, Tied, differences, make, make_optimizer, wrapped
 from optim_states import FULL, differ, go_on, rank, trained, wrap
 from safetensors.torch import load_file, load_model
-from spawn import RankPool
+from spawn import RankPool, on_ranks
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig
 
@@ -120,8 +120,13 @@ def test_resumed_run_in_groups(pool4, strategy, tmp_path):
     assert found == [[]] * 4
 
 
-def with_options(path, how):
+@pytest.mark.parametrize(
+    "how", ["amsgrad", "rounding", "in backward", "offload", "low", "fully_shard"]
+)
+@on_ranks(2)
+def test_unusual_optimizer_options(how, tmp_path):
     """The same with unusual options of an optimizer."""
+    path = str(tmp_path)
     states = []
     for load in (False, True):
         offload = Offload(cache=2**20, directory=path) if how == "offload" else None
@@ -151,14 +156,7 @@ def with_options(path, how):
             go_on("net", model, optimizer, 0)
             zshard.save(f"{path}/x", model, optimizer)
         states.append(copy.deepcopy(go_on("net", model, optimizer)))
-    return differ(*states)
-
-
-@pytest.mark.parametrize(
-    "how", ["amsgrad", "rounding", "in backward", "offload", "low", "fully_shard"]
-)
-def test_unusual_optimizer_options(pool2, how, tmp_path):
-    assert pool2.run(with_options, str(tmp_path), how) == [[], []]
+    assert differ(*states) == []
 
 
 def in_place(path, combination):
@@ -282,19 +280,18 @@ def test_safetensors_own_function_loads_tied_files_into_a_plain_model(pool2, tmp
         assert_same(model.state_dict(), state, folder)
 
 
-def behind_a_save(path):
+@on_ranks(2)
+def test_load_waits_for_a_running_save(tmp_path):
     """A load waits for a save in progress, then loads it."""
+    path = str(tmp_path / "x")
     model, optimizer = trained("net", FULL, "zshard.AdamW")
     zshard.save(path, model, optimizer, step=1)
     go_on("net", model, optimizer)
     wanted = state_of(model, optimizer)
     zshard.save(path, model, optimizer, step=2, asynchronous=True)
     loaded = zshard.load(path, model, optimizer)
-    return loaded.step, differ(state_of(model, optimizer), wanted)
-
-
-def test_load_waits_for_a_running_save(pool2, tmp_path):
-    assert pool2.run(behind_a_save, str(tmp_path / "x")) == [(2, [])] * 2
+    assert loaded.step == 2
+    assert differ(state_of(model, optimizer), wanted) == []
 
 
 # --- the examples of docs/checkpoints.md ----------------------------------------------------------

@@ -21,6 +21,7 @@ from models import make_optimizer, wrapped
 from optim_states import FULL, differ, rank
 from safetensors.torch import save_file
 from scenarios import Stack, forward_backward, message_of
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -228,8 +229,11 @@ def test_any_failing_call_is_an_error_on_all_ranks(pool2, good):
     assert differ(state, theirs) == []
 
 
-def interrupted(path, what):
+@on_ranks(2)
+def test_short_reads_are_resumed(good):
     """Interrupted and short calls are resumed."""
+    path = str(good)
+    what = "short"
     model, optimizer = model_and_optimizer()
     file_faults(1, what, 500)
     try:
@@ -238,11 +242,8 @@ def interrupted(path, what):
         calls = file_faults(0)
     other, theirs = model_and_optimizer()
     zshard.load(path, other, theirs)
-    return calls > 30, differ(state_of(model, optimizer), state_of(other, theirs))
-
-
-def test_short_reads_are_resumed(pool2, good):
-    assert pool2.run(interrupted, str(good), "short") == [(True, [])] * 2
+    assert calls > 30
+    assert differ(state_of(model, optimizer), state_of(other, theirs)) == []
 
 
 def shrinking(path, file):
@@ -342,23 +343,24 @@ def test_another_optimizer(pool2, good, what, words):
         assert words in said and changed == []
 
 
-def another_class(path):
+@on_ranks(2)
+def test_another_class_of_the_same_state(good):
     """strict=False accepts it, as load_state_dict() would."""
+    path = str(good)
     model, _ = model_and_optimizer()
     optimizer = torch.optim.Adam(list(model.parameters()))
     said = message_of(lambda: zshard.load(path, model, optimizer), RuntimeError)
     zshard.load(path, model, optimizer, strict=False)
-    return said, "exp_avg" in optimizer.state[next(model.parameters())]
+    has = "exp_avg" in optimizer.state[next(model.parameters())]
+    assert "the optimizer is Adam; pass strict=False" in said and has
 
 
-def test_another_class_of_the_same_state(pool2, good):
-    for said, has in pool2.run(another_class, str(good)):
-        assert "the optimizer is Adam; pass strict=False" in said and has
-
-
-def refusing(path, rank_of_error):
+@on_ranks(2)
+def test_optimizer_that_raises_on_one_rank(good):
     """A hook on the optimizer raises on one rank after loading: all ranks get their state back and
     can continue."""
+    path = str(good)
+    rank_of_error = 1
     model, optimizer = model_and_optimizer()
     optimizer.step()  # make values and options differ from the checkpoint
     optimizer.param_groups[0]["lr"] = 3.0
@@ -387,17 +389,14 @@ def refusing(path, rank_of_error):
     seen = [same(each, after) and changes for each in seen]
     forward_backward(model, rank())
     optimizer.step()
-    return said, changed, seen
+    assert "not with these options" in said and changed == []
+    assert seen == [True], "post hooks see the values"
 
 
-def test_optimizer_that_raises_on_one_rank(pool2, good):
-    for said, changed, seen in pool2.run(refusing, str(good), 1):
-        assert "not with these options" in said and changed == []
-        assert seen == [True], "post hooks see the values"
-
-
-def whole_refusing(path):
+@on_ranks(2)
+def test_a_whole_matrix_that_refuses_on_one_rank(tmp_path):
     """A WholeMatrix's state is in another optimizer, which loads before a hook raises."""
+    path = str(tmp_path)
     model, _ = model_and_optimizer()
     optimizer = zshard.WholeMatrix(torch.optim.Adam, list(model.parameters()), lr=0.1)
     forward_backward(model, rank())
@@ -415,25 +414,14 @@ def whole_refusing(path):
     said = message_of(lambda: zshard.load(f"{path}/whole", model, optimizer), NotImplementedError)
     handle.remove()
     assert optimizer.param_groups[0]["lr"] == 3.0
-    return said, differences(optimizer.state_dict()["state"], before["state"])
+    changed = differences(optimizer.state_dict()["state"], before["state"])
+    assert "not on this rank" in said and changed == []
 
 
-def test_a_whole_matrix_that_refuses_on_one_rank(pool2, tmp_path):
-    for said, changed in pool2.run(whole_refusing, str(tmp_path)):
-        assert "not on this rank" in said and changed == []
-
-
-def strange_arguments(path):
-    model, _ = model_and_optimizer()
-    return [
-        message_of(lambda: zshard.load(path, "model"), TypeError),
-        message_of(lambda: zshard.load(path, model, "optimizer"), TypeError),
-        message_of(lambda: zshard.load(3, model), TypeError),
-    ]
-
-
-def other_arguments(path):
+@on_ranks(2)
+def test_ranks_with_different_arguments(good):
     """Ranks that pass different arguments, then continue."""
+    path = str(good)
     model, optimizer = model_and_optimizer()
     one = rank() == 1
     said = [
@@ -442,18 +430,21 @@ def other_arguments(path):
         message_of(lambda: zshard.load(path, model, optimizer if one else 3), TypeError),
     ]
     zshard.load(path, model, optimizer)
-    return said
+    first, second, third = said
+    assert "load(optimizer=) is NoneType on rank 0, but AdamW on rank 1" in first
+    assert "load(verify=) is False on rank 0, but True on rank 1" in second
+    assert "optimizer must be a torch.optim.Optimizer, got int" in third
 
 
-def test_ranks_with_different_arguments(pool2, good):
-    for first, second, third in pool2.run(other_arguments, str(good)):
-        assert "load(optimizer=) is NoneType on rank 0, but AdamW on rank 1" in first
-        assert "load(verify=) is False on rank 0, but True on rank 1" in second
-        assert "optimizer must be a torch.optim.Optimizer, got int" in third
-
-
-def test_wrong_arguments(pool2, good):
-    for first, second, third in pool2.run(strange_arguments, str(good)):
-        assert "model must be an nn.Module, got str" in first
-        assert "optimizer must be a torch.optim.Optimizer, got str" in second
-        assert "not int" in third
+@on_ranks(2)
+def test_wrong_arguments(good):
+    path = str(good)
+    model, _ = model_and_optimizer()
+    first, second, third = [
+        message_of(lambda: zshard.load(path, "model"), TypeError),
+        message_of(lambda: zshard.load(path, model, "optimizer"), TypeError),
+        message_of(lambda: zshard.load(3, model), TypeError),
+    ]
+    assert "model must be an nn.Module, got str" in first
+    assert "optimizer must be a torch.optim.Optimizer, got str" in second
+    assert "not int" in third

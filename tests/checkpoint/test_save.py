@@ -19,7 +19,7 @@ from offloaded import KINDS as OFFLOADS
 from offloaded import Wide, steps, to
 from optim_states import FULL, HYBRID, KINDS, rank, trained, wrap
 from scenarios import Stack, floats, over, stack
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -53,7 +53,8 @@ def test_hybrid_strategies(pool4, name, tmp_path):
         assert not any(found.values()), found
 
 
-def of_two_meshes(folder):
+@on_ranks(4)
+def test_units_over_different_groups(tmp_path):
     """Some units are sharded over neighbors, others over ranks further apart, and one is not
     sharded."""
     model, mesh = make(Net), mesh_of(2, 2)
@@ -64,11 +65,7 @@ def of_two_meshes(folder):
     FSDP(model.embed, strategy="no_shard", transport="c10d")
     optimizer = zshard.AdamW(model.parameters())
     train(model, CASES["net"], optimizer, rank(), 1)
-    return saved(folder, model, optimizer)
-
-
-def test_units_over_different_groups(pool4, tmp_path):
-    assert pool4.run(of_two_meshes, tmp_path) == [[]] * 4
+    assert saved(tmp_path, model, optimizer) == []
 
 
 def of_a_kind(kind, folder):
@@ -168,16 +165,15 @@ WAYS = {
 }
 
 
-def in_that_way(way, folder):
-    return saved(folder, *WAYS[way]())
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_partially_wrapped_models(pool2, way, tmp_path):
-    assert pool2.run(in_that_way, way, tmp_path) == [[], []]
+@on_ranks(2)
+def test_partially_wrapped_models(way, tmp_path):
+    assert saved(tmp_path, *WAYS[way]()) == []
 
 
-def low(combination, folder):
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda both: " ".join(both))
+@on_ranks(2)
+def test_mixed_precision(combination, tmp_path):
     """In low precision: the parameters' own values are saved, whatever a forward has left."""
     strategy, transport = combination
     precision = MixedPrecision(param_dtype=torch.bfloat16)
@@ -186,17 +182,12 @@ def low(combination, folder):
     train(model, CASES["net"], optimizer, rank(), 2)
     before = copy.deepcopy(model.state_dict())
     loss = loss_of(model(CASES["net"].batch(2, rank())))
-    zshard.save(folder / "x", model, optimizer)
+    zshard.save(tmp_path / "x", model, optimizer)
     loss.backward()
     named = zshard.optim_state_dict(model, optimizer)
-    kinds = {t.dtype for t in tensors_in(folder / "x").values()}
+    kinds = {t.dtype for t in tensors_in(tmp_path / "x").values()}
     assert kinds == {torch.float32}
-    return unlike(folder / "x", before, named)
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda both: " ".join(both))
-def test_mixed_precision(pool2, combination, tmp_path):
-    assert pool2.run(low, combination, tmp_path) == [[], []]
+    assert unlike(tmp_path / "x", before, named) == []
 
 
 def between(combination, folder):
@@ -270,17 +261,14 @@ def test_save_needs_one_chunk_of_memory(pool2, combination, dtype, tmp_path):
         assert extra <= limit
 
 
-def in_small_chunks(name, folder):
+@pytest.mark.parametrize("name", ["odds", "dtypes", "tied", "conv"])
+@on_ranks(2)
+def test_through_small_chunks(name, tmp_path):
     """Save through a small chunk that is filled repeatedly, with casts."""
     found = []
     with small_chunks(64):
         for combination in (FULL, ("no_shard", "c10d")):
             model, optimizer = trained(name, combination, "zshard.AdamW")
-            found += saved(folder, model, optimizer)
-            found += saved(folder, model, optimizer, dtype=torch.bfloat16)
-    return found
-
-
-@pytest.mark.parametrize("name", ["odds", "dtypes", "tied", "conv"])
-def test_through_small_chunks(pool2, name, tmp_path):
-    assert pool2.run(in_small_chunks, name, tmp_path) == [[], []]
+            found += saved(tmp_path, model, optimizer)
+            found += saved(tmp_path, model, optimizer, dtype=torch.bfloat16)
+    assert found == []

@@ -20,7 +20,7 @@ from file_faults import file_faults
 from models import CASES, train
 from nursery import fork_ranks
 from optim_states import FULL, HYBRID, rank, trained
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -93,13 +93,9 @@ def test_copies_of_a_model(pool4, tmp_path):
         assert not found
 
 
-def in_bf16(folder):
-    return while_training("mlp", FULL, "zshard.AdamW", folder, dtype=torch.bfloat16)
-
-
-@ranks(2)
-def test_casts_at_the_call(pool, tmp_path):
-    assert pool.run(in_bf16, tmp_path) == [[], []]
+@on_ranks(2)
+def test_casts_at_the_call(tmp_path):
+    assert while_training("mlp", FULL, "zshard.AdamW", tmp_path, dtype=torch.bfloat16) == []
 
 
 def two_after_another(folder):

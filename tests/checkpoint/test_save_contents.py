@@ -19,7 +19,7 @@ from compare import differences
 from models import Block, Dtypes, Mlp, Tied, loss_of, make, wrapped
 from optim_states import FULL, rank, trained
 from scenarios import Stack, message_of
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -69,7 +69,8 @@ def test_values_that_become_infinite_on_disk(asynchronous, tmp_path):
     assert not manifest_in(tmp_path / "x").finite
 
 
-def warned_as_error(folder):
+@on_ranks(2)
+def test_a_warning_that_is_an_error_is_raised_on_all_ranks(tmp_path):
     """Both ranks see the warning that a script has made an error; the checkpoint is complete."""
     model = FSDP(nn.Linear(4, 4))
     with torch.no_grad():
@@ -77,16 +78,11 @@ def warned_as_error(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            zshard.save(folder / "x", model)
+            zshard.save(tmp_path / "x", model)
         except (UserWarning, RuntimeError) as error:
             text = str(error)
-    zshard.load(folder / "x", model)
-    return text
-
-
-def test_a_warning_that_is_an_error_is_raised_on_all_ranks(pool2, tmp_path):
-    for text in pool2.run(warned_as_error, tmp_path):
-        assert "NaN or infinite values in 'weight'" in text
+    zshard.load(tmp_path / "x", model)
+    assert "NaN or infinite values in 'weight'" in text
 
 
 def in_many_files(folder):
@@ -259,7 +255,8 @@ def test_extra_state_versions_and_custom_state_dict(pool2, tmp_path):
     }
 
 
-def hooked(folder):
+@on_ranks(2)
+def test_hooks_may_rename_and_drop_entries(tmp_path):
     model = wrapped(Stack, APART, auto_wrap_policy={Block})
     seen = []
 
@@ -274,19 +271,16 @@ def hooked(folder):
     handle = model.register_state_dict_post_hook(rename)
     expected = model.state_dict()
     first, seen[:] = list(seen), []
-    zshard.save(folder / "x", model)
+    zshard.save(tmp_path / "x", model)
     handle.remove()
-    found = whole(folder / "x")
+    found = whole(tmp_path / "x")
     assert [row[:3] for row in first] == [row[:3] for row in seen]
     assert len(found) > 10
-    return differences(found, expected)
+    assert differences(found, expected) == []
 
 
-def test_hooks_may_rename_and_drop_entries(pool2, tmp_path):
-    assert pool2.run(hooked, tmp_path) == [[], []]
-
-
-def asks_for_values(folder):
+@on_ranks(2)
+def test_hooks_that_read_values_are_refused(tmp_path):
     model = wrapped(Stack, APART, auto_wrap_policy={Block})
     before = model.state_dict()
 
@@ -300,17 +294,13 @@ def asks_for_values(folder):
     texts = []
     for hook in (halve, past):
         handle = model.register_state_dict_post_hook(hook)
-        texts.append(message_of(lambda: zshard.save(folder / "x", model), RuntimeError))
+        texts.append(message_of(lambda: zshard.save(tmp_path / "x", model), RuntimeError))
         handle.remove()
     after = model.state_dict()
-    return texts, differences(after, before), list(folder.iterdir())
-
-
-def test_hooks_that_read_values_are_refused(pool2, tmp_path):
-    for (halved, past), wrong, names in pool2.run(asks_for_values, tmp_path):
-        assert "div" in halved and "parameter 'head.weight' while its checkpoint is saved" in halved
-        assert "only this rank's shard of 'other'" in past
-        assert wrong == [] and names == []
+    (halved, past), wrong, names = texts, differences(after, before), list(tmp_path.iterdir())
+    assert "div" in halved and "parameter 'head.weight' while its checkpoint is saved" in halved
+    assert "only this rank's shard of 'other'" in past
+    assert wrong == [] and names == []
 
 
 class Holder(nn.Module):
@@ -359,39 +349,36 @@ def test_unsupported_entries(case, tmp_path):
 # --- optimizers -----------------------------------------------------------------------------------
 
 
-def keeps_more(folder):
+@on_ranks(2)
+def test_non_tensor_optimizer_state(tmp_path):
     model, optimizer = trained("mlp", APART, "torch.SGD")
     param = next(iter(model.parameters()))
     optimizer.state[param] |= {"count": 3, "name": None, "more": {"a": (1, float("inf"))}}
     optimizer.param_groups[0]["initial_lr"] = torch.tensor(0.5)
-    zshard.save(folder / "x", model, optimizer)
-    told = manifest_in(folder / "x").optimizer
+    zshard.save(tmp_path / "x", model, optimizer)
+    told = manifest_in(tmp_path / "x").optimizer
     own = decode(told["state"]["first.weight"]["values"])
     texts = []
     for value in (message_of, {"a": message_of}):
         optimizer.state[param]["odd"] = value
-        texts.append(message_of(lambda: zshard.save(folder / "y", model, optimizer), TypeError))
+        texts.append(message_of(lambda: zshard.save(tmp_path / "y", model, optimizer), TypeError))
     optimizer.state[param]["odd"] = [param.detach() + 1]
-    texts.append(message_of(lambda: zshard.save(folder / "y", model, optimizer), RuntimeError))
+    texts.append(message_of(lambda: zshard.save(tmp_path / "y", model, optimizer), RuntimeError))
     del optimizer.state[param]["odd"]
     optimizer.state[param][7] = 1
-    texts.append(message_of(lambda: zshard.save(folder / "y", model, optimizer), TypeError))
-    return (
+    texts.append(message_of(lambda: zshard.save(tmp_path / "y", model, optimizer), TypeError))
+    own, rate, kind, texts = (
         own,
         decode(told["groups"][0]["options"])["initial_lr"].item(),
         told["class"],
         texts,
     )
-
-
-def test_non_tensor_optimizer_state(pool2, tmp_path):
-    for own, rate, kind, texts in pool2.run(keeps_more, tmp_path):
-        assert own == {"count": 3, "name": None, "more": {"a": (1, float("inf"))}} and rate == 0.5
-        assert kind == "torch.optim.sgd.SGD"
-        assert "optimizer state 'odd' of 'first.weight': unsupported type function" in texts[0]
-        assert "optimizer state 'odd' of 'first.weight'['a']: unsupported type function" in texts[1]
-        assert "'odd' (a list) of 'first.weight' in the optimizer state, which contains" in texts[2]
-        assert "must be strings, got 7 for 'first.weight'" in texts[3]
+    assert own == {"count": 3, "name": None, "more": {"a": (1, float("inf"))}} and rate == 0.5
+    assert kind == "torch.optim.sgd.SGD"
+    assert "optimizer state 'odd' of 'first.weight': unsupported type function" in texts[0]
+    assert "optimizer state 'odd' of 'first.weight'['a']: unsupported type function" in texts[1]
+    assert "'odd' (a list) of 'first.weight' in the optimizer state, which contains" in texts[2]
+    assert "must be strings, got 7 for 'first.weight'" in texts[3]
 
 
 def test_duplicate_tensor_name(tmp_path):

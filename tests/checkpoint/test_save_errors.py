@@ -17,6 +17,7 @@ from file_faults import file_faults
 from groups import comm_of_all
 from models import CASES, Mlp, loss_of, make
 from optim_states import rank, trained
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -68,16 +69,19 @@ ARGUMENTS = {
 }
 
 
-def of_arguments(case, folder):
-    kind, text, options = ARGUMENTS[case]
-    return tried(
-        folder, kind, text, lambda f, model, opt: zshard.save(f / "new", model, opt, **options)
-    )
-
-
 @pytest.mark.parametrize("case", ARGUMENTS)
-def test_arguments(pool2, case, tmp_path):
-    assert pool2.run(of_arguments, case, tmp_path) == [[], []]
+@on_ranks(2)
+def test_arguments(case, tmp_path):
+    kind, text, options = ARGUMENTS[case]
+    assert (
+        tried(
+            tmp_path,
+            kind,
+            text,
+            lambda f, model, opt: zshard.save(f / "new", model, opt, **options),
+        )
+        == []
+    )
 
 
 def on_one_rank(folder):
@@ -175,13 +179,10 @@ def test_ranks_that_would_save_different_things(pool2, tmp_path):
     assert pool2.run(of_different_contents, tmp_path) == [[], []]
 
 
-def of_another_model(folder):
+@on_ranks(2)
+def test_optimizer_of_another_model(tmp_path):
     text = "has a parameter of shape (13, 7), which the model lacks"
-    return tried(folder, ValueError, text, other_model)
-
-
-def test_optimizer_of_another_model(pool2, tmp_path):
-    assert pool2.run(of_another_model, tmp_path) == [[], []]
+    assert tried(tmp_path, ValueError, text, other_model) == []
 
 
 # --- wrong time -----------------------------------------------------------------------------------
@@ -231,13 +232,11 @@ TIMES = {
 }
 
 
-def at_a_time(action, text, folder):
-    return tried(folder, RuntimeError, text, action)
-
-
 @pytest.mark.parametrize("action", TIMES, ids=lambda action: action.__name__)
-def test_save_at_the_wrong_time(pool2, action, tmp_path):
-    assert pool2.run(at_a_time, action, TIMES[action], tmp_path) == [[], []]
+@on_ranks(2)
+def test_save_at_the_wrong_time(action, tmp_path):
+    text = TIMES[action]
+    assert tried(tmp_path, RuntimeError, text, action) == []
 
 
 def in_a_backward(folder):

@@ -14,6 +14,7 @@ from models import CASES, COMBINATIONS, loss_of, make
 from optim_states import HYBRID, wrap
 from safetensors.torch import load_file
 from scenarios import Stack, floats
+from spawn import on_ranks
 
 import zshard
 from zshard import EMA, FSDP, _core
@@ -222,8 +223,10 @@ def test_invalid_manifests(tmp_path, entry):
         zshard.load(tmp_path / "a", model, ema=ema)
 
 
-def on_one_rank(folder):
+@on_ranks(2)
+def test_an_ema_on_one_rank(tmp_path):
     """Ranks that pass an EMA, and ranks that pass none."""
+    folder = tmp_path / "a"
     model, ema = FSDP(make(Stack)), None
     own = EMA(model, 0.9)
     own.update()
@@ -234,10 +237,5 @@ def on_one_rank(folder):
         with pytest.raises(zshard.DivergenceError) as caught:
             call(folder, model, ema=ema)
         said.append(str(caught.value))
-    return said
-
-
-def test_an_ema_on_one_rank(pool2, tmp_path):
-    for said in pool2.run(on_one_rank, tmp_path / "a"):
-        assert "EMA" in said[0] or "average" in said[0]
-        assert "load(ema=) is EMA on rank 0, but NoneType on rank 1" in said[1]
+    assert "EMA" in said[0] or "average" in said[0]
+    assert "load(ema=) is EMA on rank 0, but NoneType on rank 1" in said[1]

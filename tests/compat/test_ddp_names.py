@@ -13,6 +13,7 @@ import torch.distributed as dist
 from compare import differences
 from models import CASES, TRANSPORTS, Mlp, make, train
 from scenarios import message_of
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -58,7 +59,13 @@ def trained(model, parallel, case):
     return {**model.state_dict(), "losses": losses}
 
 
-def as_ddp(name, options, transport, strategy):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("options", SPELLINGS, ids=str)
+@pytest.mark.parametrize("name", ["mlp", "frozen", "tied"])
+@on_ranks(2)
+def test_training_is_bit_identical_to_ddp(name, options, transport, strategy):
     case = CASES[name]
     torch.manual_seed(dist.get_rank())  # rank 0's values count
     plain, model = case.make(), make(case.make)
@@ -73,31 +80,19 @@ def as_ddp(name, options, transport, strategy):
         plain
     )
     expected = trained(theirs.module, theirs, case)
-    return differences(trained(model, made, case), expected)
+    assert differences(trained(model, made, case), expected) == []
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("options", SPELLINGS, ids=str)
-@pytest.mark.parametrize("name", ["mlp", "frozen", "tied"])
-def test_training_is_bit_identical_to_ddp(pool2, name, options, transport, strategy):
-    assert pool2.run(as_ddp, name, options, transport, strategy) == [[], []]
-
-
-def buffers_of(options):
+@pytest.mark.parametrize("options", [{}, {"broadcast_buffers": False}], ids=str)
+@on_ranks(2)
+def test_buffers_are_broadcast_as_in_ddp(options):
     rank = dist.get_rank()
     models = [cls(make(Normed), **options) for cls in (TORCHS, DistributedDataParallel)]
     for model in models:
         for step in range(2):
             x = torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * rank + step))
             model(x).sum().backward()
-    return differences(*(dict(model.module.named_buffers()) for model in models))
-
-
-@pytest.mark.parametrize("options", [{}, {"broadcast_buffers": False}], ids=str)
-def test_buffers_are_broadcast_as_in_ddp(pool2, options):
-    assert pool2.run(buffers_of, options) == [[], []]
+    assert differences(*(dict(model.module.named_buffers()) for model in models)) == []
 
 
 def ignoring():

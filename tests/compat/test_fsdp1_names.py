@@ -19,6 +19,7 @@ from compare import differences
 from models import TRANSPORTS, Mlp, make
 from rows import all_rows
 from scenarios import Stack, floats, loss_of, message_of
+from spawn import on_ranks
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -84,20 +85,17 @@ def test_invalid_types_are_named_and_change_nothing():
     assert FSDP.get_state_dict_type(nn.Linear(1, 1)).state_dict_type == FULL  # without units
 
 
-def types_on_ranks(transport):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_set_type_determines_the_state_dicts(transport):
     model = FSDP(make(Stack), transport=transport)
     full = model.state_dict()
     FSDP.set_state_dict_type(model, FULL, zshard.FullStateDictConfig(rank0_only=True))
     alone = model.state_dict()
     assert len(alone) == (len(full) if dist.get_rank() == 0 else 0)
     FSDP.set_state_dict_type(model, SHARDED)
-    return differences(model.state_dict(), full)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_set_type_determines_the_state_dicts(pool2, transport):
-    assert pool2.run(types_on_ranks, transport) == [[], []]
+    assert differences(model.state_dict(), full) == []
 
 
 # --- missing names --------------------------------------------------------------------------------------
@@ -174,7 +172,13 @@ def test_module_keeps_its_own_names():
     assert "no_such_name" in message_of(lambda: model.no_such_name, AttributeError)
 
 
-def attributes(strategy, transport):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "strategy", [zshard.ShardingStrategy.FULL_SHARD, zshard.ShardingStrategy.NO_SHARD]
+)
+@on_ranks(2)
+def test_attributes(strategy, transport):
     model = FSDP(
         make(Stack),
         sharding_strategy=strategy,
@@ -189,16 +193,7 @@ def attributes(strategy, transport):
     if strategy is zshard.ShardingStrategy.FULL_SHARD:
         model.set_reshard_after_forward(False)
         assert unit.sharding_strategy is zshard.ShardingStrategy.SHARD_GRAD_OP
-    return True
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(
-    "strategy", [zshard.ShardingStrategy.FULL_SHARD, zshard.ShardingStrategy.NO_SHARD]
-)
-def test_attributes(pool2, strategy, transport):
-    assert pool2.run(attributes, strategy, transport) == [True, True]
+    assert True
 
 
 def test_attributes_without_options():
@@ -220,7 +215,11 @@ class Experts(nn.Module):
         return self.last(self.expert(torch.tanh(self.first(x))))
 
 
-def experts(transport, strategy):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_experts_per_rank_in_a_shared_model(transport, strategy):
     """Return what differs from a plain model whose gradients are averaged by hand, except the
     expert's."""
     rank = dist.get_rank()
@@ -262,17 +261,13 @@ def experts(transport, strategy):
     model.expert.clip_grad_norm_(1e-3)
     shared = [param for name, param in model.named_parameters() if "expert" not in name]
     torch.nn.utils.clip_grad_norm_(shared, 1e-3)
-    return differences(model.state_dict(), plain.state_dict())
+    assert differences(model.state_dict(), plain.state_dict()) == []
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_experts_per_rank_in_a_shared_model(pool2, transport, strategy):
-    assert pool2.run(experts, transport, strategy) == [[], []]
-
-
-def pairs_of_experts(transport):
+@on_ranks(4)
+def test_experts_shared_by_pairs_of_ranks(transport):
     """Two ranks share each of two experts; gloo sums four ranks in another order."""
     rank = dist.get_rank()
     pairs = [dist.new_group(each) for each in ([0, 1], [2, 3])]
@@ -297,12 +292,6 @@ def pairs_of_experts(transport):
         torch.testing.assert_close(value, plain.state_dict()[name])
     message = message_of(lambda: zshard.save("/nowhere", model), ValueError)
     assert "different ranks" in message
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_experts_shared_by_pairs_of_ranks(pool4, transport):
-    pool4.run(pairs_of_experts, transport)
 
 
 # --- mixed precision ------------------------------------------------------------------------------------

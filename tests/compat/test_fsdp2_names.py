@@ -28,6 +28,7 @@ from scenarios import (
     whole,
     whole_grads,
 )
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -160,21 +161,20 @@ def test_mistakes_are_named(action, kind, match):
         action()
 
 
-def factor_of_replicated_units():
+@on_ranks(2)
+def test_divide_factor_of_a_replicated_unit_is_refused():
     model = FSDP(make(Mlp), strategy="no_shard")
     model.set_gradient_divide_factor(2.0)
-    return message_of(lambda: model.set_gradient_divide_factor(1.0), NotImplementedError)
-
-
-def test_divide_factor_of_a_replicated_unit_is_refused(pool2):
-    for message in pool2.run(factor_of_replicated_units):
-        assert "not sharded" in message
+    message = message_of(lambda: model.set_gradient_divide_factor(1.0), NotImplementedError)
+    assert "not sharded" in message
 
 
 # --- torch's own wrappers around zshard's model -------------------------------------------------------
 
 
-def wrapped_by_torch(strategy, transport):
+@pytest.mark.parametrize(("strategy", "transport"), COMBINATIONS)
+@on_ranks(2)
+def test_torchs_wrappers_refuse_a_wrapped_model(strategy, transport):
     """Return the errors of torch's wrappers, and what they have changed."""
     from torch.distributed._composable import replicate as ddps
     from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -198,20 +198,16 @@ def wrapped_by_torch(strategy, transport):
             lambda: torchs.FullyShardedDataParallel(outer, use_orig_params=True, **on_cpu),
         ):
             rest.append(message_of(attempt, zshard.ShardError))
-    return errors, rest, differences(whole(model), before)
+    wrong = differences(whole(model), before)
+    assert wrong == []
+    for text in errors:
+        assert "() cannot wrap a model that zshard has wrapped" in text and "remove it" in text
+    for text in rest:
+        assert "remove that call" in text and "Muon" not in text
 
 
-@pytest.mark.parametrize(("strategy", "transport"), COMBINATIONS)
-def test_torchs_wrappers_refuse_a_wrapped_model(pool2, strategy, transport):
-    for errors, rest, wrong in pool2.run(wrapped_by_torch, strategy, transport):
-        assert wrong == []
-        for text in errors:
-            assert "() cannot wrap a model that zshard has wrapped" in text and "remove it" in text
-        for text in rest:
-            assert "remove that call" in text and "Muon" not in text
-
-
-def left_alone_by_torch():
+@on_ranks(2)
+def test_torchs_fully_shard_ignores_a_wrapped_model():
     """Return what differs if torch wraps a module around a model of zshard, and ignores that."""
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     plain = nn.Sequential(nn.Linear(9, 9), make(Stack))
@@ -221,17 +217,16 @@ def left_alone_by_torch():
     for each in (outer, plain):
         loss_of(each(floats(0))).backward()
     expected = {name: param.grad for name, param in plain[1].named_parameters()}
-    return differences(whole_grads(inner), expected)
-
-
-def test_torchs_fully_shard_ignores_a_wrapped_model(pool2):
-    assert pool2.run(left_alone_by_torch) == [[], []]
+    assert differences(whole_grads(inner), expected) == []
 
 
 # --- training -----------------------------------------------------------------------------------------
 
 
-def training_with_switches(transport):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_training_with_all_switches_is_bit_identical_to_ddp(transport):
     """Return what differs from DDP if each step calls the methods as a script for accumulation
     would."""
     rank = dist.get_rank()
@@ -263,13 +258,7 @@ def training_with_switches(transport):
     model.set_requires_gradient_sync(False)
     loss_of(model(floats(rank, 0))).backward()
     assert "outside of no_sync()" in message_of(model.finalize_backward, RuntimeError)
-    return differences(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_training_with_all_switches_is_bit_identical_to_ddp(pool2, transport):
-    assert pool2.run(training_with_switches, transport) == [[], []]
+    assert differences(model.state_dict(), plain.state_dict()) == []
 
 
 class Encoder(nn.Module):
@@ -284,7 +273,10 @@ class Encoder(nn.Module):
         return self.layer(x) + self.layer.weight.sum()
 
 
-def another_method(transport):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_register_fsdp_forward_method(transport):
     plain = make(Encoder)
     zshard.register_fsdp_forward_method(
         plain, "encode"
@@ -296,13 +288,7 @@ def another_method(transport):
     for net in (plain, model):
         loss_of(net.encode(floats(0))).backward()
     ours = {"grad": zshard.full_tensor(model.layer.weight.grad)}
-    return differences(ours, {"grad": plain.layer.weight.grad})
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_register_fsdp_forward_method(pool2, transport):
-    assert pool2.run(another_method, transport) == [[], []]
+    assert differences(ours, {"grad": plain.layer.weight.grad}) == []
 
 
 # --- names imported from torch ---------------------------------------------------------------------------

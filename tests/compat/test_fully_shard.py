@@ -34,6 +34,7 @@ from scenarios import (
     stack,
     units_of,
 )
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -85,7 +86,8 @@ def test_training_is_bit_identical_to_ddp_and_fsdp(pool2, name, transport, optio
         assert found == ([], []), found
 
 
-def by_list():
+@on_ranks(2)
+def test_list_of_modules():
     """Return what differs if the blocks are passed as a list."""
     one, other = make(Stack), stack()
     blocks = list(one.blocks)
@@ -93,24 +95,17 @@ def by_list():
     fully_shard(one)
     assert [unit.name for unit in units_of(one)] == [unit.name for unit in units_of(other)]
     case = CASES["frozen"]
-    return differences(trained(one, one, case), trained(other, other, case))
+    assert differences(trained(one, one, case), trained(other, other, case)) == []
 
 
-def test_list_of_modules(pool2):
-    assert pool2.run(by_list) == [[], []]
-
-
-def ignored_in_a_list():
+@on_ranks(2)
+def test_list_of_modules_with_ignored_parameters():
     """Return whether each module of a list leaves the parameters that a generator yields alone."""
     blocks = list(make(Stack).blocks)
     ignored = [list(block.parameters())[-1] for block in blocks]
     fully_shard(blocks, ignored_params=(param for param in ignored))
-    return [_core.shard_info(param) is None for param in ignored]
-
-
-def test_list_of_modules_with_ignored_parameters(pool2):
-    for alone in pool2.run(ignored_in_a_list):
-        assert alone and all(alone)
+    alone = [_core.shard_info(param) is None for param in ignored]
+    assert alone and all(alone)
 
 
 def on_a_mesh(shape, reshard, transport):
@@ -277,18 +272,15 @@ def test_factor_on_three_ranks(pool3):
         pool3.run(divided, ("full_shard", transport), 2.0, 3)
 
 
-def divided_in_part():
+@on_ranks(2)
+def test_divide_factor_applies_to_one_unit():
     model, usual = stack(), stack()
     model.blocks[0].set_gradient_divide_factor(1.0)
     for net in (model, usual):
         forward_backward(net, dist.get_rank())
     ours, mean = all_grads(model), all_grads(usual)
     ratios = {name: (2.0 if name.startswith("blocks.0.") else 1.0) for name in ours}
-    return differences(ours, {name: grad * ratios[name] for name, grad in mean.items()})
-
-
-def test_divide_factor_applies_to_one_unit(pool2):
-    assert pool2.run(divided_in_part) == [[], []]
+    assert differences(ours, {name: grad * ratios[name] for name, grad in mean.items()}) == []
 
 
 def names():

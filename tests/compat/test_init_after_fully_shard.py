@@ -13,6 +13,7 @@ import torch
 from compare import assert_same
 from models import TRANSPORTS, differences
 from scenarios import message_of
+from spawn import on_ranks
 from torch import nn
 
 from zshard import FSDP, fully_shard
@@ -105,7 +106,11 @@ def plain_decoder():
 IDS = torch.arange(6).view(2, 3)
 
 
-def fsdp2s_order(transport, keep, monkeypatch=None):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_values_equal_the_plain_model(transport, keep):
     plain = plain_decoder()
     state = torch.get_rng_state()
     with pytest.MonkeyPatch.context() as patch:
@@ -119,26 +124,16 @@ def fsdp2s_order(transport, keep, monkeypatch=None):
     assert_same(model(IDS), plain(IDS), "the output")
     model(IDS).sum().backward()
     assert differences(copy.deepcopy(model).state_dict(), plain.state_dict()) == []
-    return differences(model.state_dict(), plain.state_dict())
+    assert differences(model.state_dict(), plain.state_dict()) == []
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_values_equal_the_plain_model(pool2, transport, keep):
-    assert pool2.run(fsdp2s_order, transport, keep) == [[], []]
-
-
-def within_summon():
+@on_ranks(2)
+def test_within_summon_full_params():
     plain, model = plain_decoder(), shard(on_meta())
     model.to_empty(device="cpu")
     with FSDP.summon_full_params(model, writeback=True):
         model.init_weights()
-    return differences(model.state_dict(), plain.state_dict())
-
-
-def test_within_summon_full_params(pool2):
-    assert pool2.run(within_summon) == [[], []]
+    assert differences(model.state_dict(), plain.state_dict()) == []
 
 
 class Bare(nn.Module):
@@ -154,7 +149,8 @@ class Bare(nn.Module):
         return x
 
 
-def layers_alone():
+@on_ranks(2)
+def test_only_layers_sharded():
     models = []
     for sharded in (False, True):
         torch.manual_seed(7)
@@ -168,11 +164,7 @@ def layers_alone():
             layer.init_weights(0.02)
         x = torch.ones(2, WIDTH)
         models.append((model(x), *(layer.state_dict() for layer in model.layers)))
-    return differences(models[1], models[0])
-
-
-def test_only_layers_sharded(pool2):
-    assert pool2.run(layers_alone) == [[], []]
+    assert differences(models[1], models[0]) == []
 
 
 class Forgotten(nn.Module):
@@ -187,7 +179,9 @@ class Forgotten(nn.Module):
         return (x + self.angles) @ self.mix
 
 
-def left_out(name):
+@pytest.mark.parametrize("name", ["mix", "angles"])
+@on_ranks(2)
+def test_first_forward_names_uninitialized_tensors(name):
     with torch.device("meta"):
         model = Forgotten()
     fully_shard(model).to_empty(device="cpu")
@@ -198,11 +192,6 @@ def left_out(name):
     nn.init.ones_(tensors[name])
     found = float(model(torch.ones(1, 64))[0, 0].detach())
     copy.deepcopy(model)(torch.ones(1, 64)).sum().backward()
-    return said, found, len(model._forward_pre_hooks)
-
-
-@pytest.mark.parametrize("name", ["mix", "angles"])
-def test_first_forward_names_uninitialized_tensors(pool2, name):
-    for said, found, n_hooks in pool2.run(left_out, name):
-        assert f"'{name}' was on the meta device" in said and "load a state dict" in said
-        assert (found, n_hooks) == (128.0, 1)
+    n_hooks = len(model._forward_pre_hooks)
+    assert f"'{name}' was on the meta device" in said and "load a state dict" in said
+    assert (found, n_hooks) == (128.0, 1)

@@ -24,6 +24,7 @@ from models import CASES, differences, loss_of, make, make_optimizer, train
 from nursery import fork_ranks
 from offloaded import KINDS, Wide, compare_wide, steps, to, wide
 from scenarios import message_of
+from spawn import on_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
@@ -77,29 +78,26 @@ def test_mixed_precision(pool2, tmp_path):
         assert pool2.run(compare_low, str(tmp_path), transport) == [[], []], transport
 
 
-def compare_hybrid(folder, strategy):
-    mesh = mesh_of(2, 2)
-    return compare_wide(folder, {}, False, strategy=strategy, device_mesh=mesh)
-
-
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_hybrids(pool4, tmp_path, strategy):
-    assert pool4.run(compare_hybrid, str(tmp_path), strategy) == [[]] * 4
+@on_ranks(4)
+def test_hybrids(strategy, tmp_path):
+    folder = str(tmp_path)
+    mesh = mesh_of(2, 2)
+    assert compare_wide(folder, {}, False, strategy=strategy, device_mesh=mesh) == []
 
 
-def compare_case(folder, name, optimizer):
+@pytest.mark.parametrize("name", list(CASES))
+@on_ranks(2)
+def test_models_of_every_kind(name, tmp_path):
+    folder = str(tmp_path)
+    optimizer = "zshard.AdamW"
     case, found = CASES[name], []
     for offload in (None, to(folder, grads=True)):
         model = FSDP(make(case.make), auto_wrap_policy=case.policy, offload=offload)
         losses = train(model, case, make_optimizer(optimizer, model), dist.get_rank())
         found.append((losses, model.state_dict()))
     same = found[0][0] == found[1][0]
-    return differences(found[1][1], found[0][1]) + ([] if same else ["losses"])
-
-
-@pytest.mark.parametrize("name", list(CASES))
-def test_models_of_every_kind(pool2, tmp_path, name):
-    assert pool2.run(compare_case, str(tmp_path), name, "zshard.AdamW") == [[], []]
+    assert differences(found[1][1], found[0][1]) + ([] if same else ["losses"]) == []
 
 
 # --- everything else that uses parameters --------------------------------------------------------
@@ -136,17 +134,15 @@ def test_operations_of_scripts(pool2, tmp_path):
     assert pool2.run(use, str(tmp_path)) == [[], []]
 
 
-def with_torch_optimizer(folder):
+@on_ranks(2)
+def test_torchs_optimizer_on_a_model_on_disk(tmp_path):
+    folder = str(tmp_path)
     found = []
     for offload in (None, to(folder)):
         model = FSDP(make(Wide), offload=offload, auto_wrap_policy={nn.Linear})
         steps(model, torch.optim.AdamW(model.parameters(), 1e-2), n=2)
         found.append(model.state_dict())
-    return differences(*found)
-
-
-def test_torchs_optimizer_on_a_model_on_disk(pool2, tmp_path):
-    assert pool2.run(with_torch_optimizer, str(tmp_path)) == [[], []]
+    assert differences(*found) == []
 
 
 def evaluate_in_worker(folder):
@@ -429,13 +425,13 @@ def test_invalid_arguments(tmp_path):
         FSDP(make(Wide), cpu_offload=3)
 
 
-def differ(folder):
-    return message_of(lambda: wide(to(folder, grads=dist.get_rank() == 1)), zshard.DivergenceError)
-
-
-def test_ranks_that_differ(pool2, tmp_path):
-    for message in pool2.run(differ, str(tmp_path)):
-        assert "offload" in message and "rank 1" in message, message
+@on_ranks(2)
+def test_ranks_that_differ(tmp_path):
+    folder = str(tmp_path)
+    message = message_of(
+        lambda: wide(to(folder, grads=dist.get_rank() == 1)), zshard.DivergenceError
+    )
+    assert "offload" in message and "rank 1" in message, message
 
 
 def test_directory_may_be_a_path_object(tmp_path):

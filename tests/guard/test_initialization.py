@@ -19,6 +19,7 @@ from groups import mesh_of, own_group, passing_groups
 from models import COMBINATIONS, differences
 from offloaded import to
 from scenarios import message_of
+from spawn import on_ranks
 from torch import nn
 from torch.nn import init
 from torch.nn.init import trunc_normal_ as early_trunc_normal
@@ -176,16 +177,13 @@ def kaiming_imported_before(model):
             inspect.unwrap(init.kaiming_normal_)(param)
 
 
-def kaiming_of_shards_with_elements():
+@on_ranks(2)
+def test_kaiming_imported_before():
     plain = nn.Sequential(nn.Linear(16, 16, bias=False))
     model = FSDP(nn.Sequential(nn.Linear(16, 16, bias=False)), transport="c10d")
     ours, theirs = (initialized(each, kaiming_imported_before) for each in (model, plain))
     assert_same(ours, theirs, "the random state")
-    return differences(model.state_dict(), plain.state_dict())
-
-
-def test_kaiming_imported_before(pool2):
-    assert pool2.run(kaiming_of_shards_with_elements) == [[], []]
+    assert differences(model.state_dict(), plain.state_dict()) == []
 
 
 def test_kaiming_imported_before_leaves_out_empty_shards(pool2):
@@ -211,7 +209,10 @@ def test_offloaded_to_a_disk(pool2, tmp_path):
     assert pool2.run(compared, resets, ("full_shard", "shm"), options) == [[], []]
 
 
-def initialized_in_between(combination):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("combination", SHARDED)
+@on_ranks(2)
+def test_between_steps(combination):
     """A layer is initialized anew while an optimizer has state of it; another one is frozen."""
     plain, model = plain_layers(), plain_layers()
     for each in (plain, model):
@@ -225,29 +226,23 @@ def initialized_in_between(combination):
             optimizer.zero_grad()
             each(IDS).square().mean().backward()
             optimizer.step()
-    return differences(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("combination", SHARDED)
-def test_between_steps(pool2, combination):
-    assert pool2.run(initialized_in_between, combination) == [[], []]
+    assert differences(model.state_dict(), plain.state_dict()) == []
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_replicas_in_groups(pool4, strategy):
-    assert pool4.run(in_groups, strategy) == [[]] * 4
-
-
-def in_groups(strategy):
-    return compared(resets, (strategy, "c10d"), {"device_mesh": mesh_of(2, 2)})
+@on_ranks(4)
+def test_replicas_in_groups(strategy):
+    assert compared(resets, (strategy, "c10d"), {"device_mesh": mesh_of(2, 2)}) == []
 
 
 # --- errors -----------------------------------------------------------------------------------------
 
 
-def torchs_own_errors(combination):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("combination", SHARDED)
+@on_ranks(2)
+def test_torch_errors_stay_the_same(combination):
     """What torch refuses for a plain model, it refuses for shards, with the same message."""
     mistakes = (
         lambda model: init.xavier_uniform_(model.linear.bias),
@@ -265,16 +260,11 @@ def torchs_own_errors(combination):
     initialized(model, resets)
     model(IDS).sum().backward()
     assert said[0] == said[1]
-    return differences(model.state_dict(), plain.state_dict())
+    assert differences(model.state_dict(), plain.state_dict()) == []
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("combination", SHARDED)
-def test_torch_errors_stay_the_same(pool2, combination):
-    assert pool2.run(torchs_own_errors, combination) == [[], []]
-
-
-def sizes_of_shards():
+@on_ranks(2)
+def test_ranges_from_a_shards_size_are_refused():
     model = sharded_layers(("full_shard", "shm"))
     weight = model.linear.weight
     print(weight.numel(), weight.dim(), weight)  # none of these reads a shard's size
@@ -297,14 +287,9 @@ def sizes_of_shards():
     init.kaiming_normal_(weight)
     with FSDP.summon_full_params(model):
         init.uniform_(weight, -(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
-    return texts
-
-
-def test_ranges_from_a_shards_size_are_refused(pool2):
-    for texts in pool2.run(sizes_of_shards):
-        for said in texts:
-            assert "a shard of 'linear.weight'" in said and "the full shape, (13, 7)" in said
-            assert "summon_full_params(model)" in said and "model.apply(fn)" in said
+    for said in texts:
+        assert "a shard of 'linear.weight'" in said and "the full shape, (13, 7)" in said
+        assert "summon_full_params(model)" in said and "model.apply(fn)" in said
 
 
 @passing_groups()
@@ -374,19 +359,17 @@ def test_ranks_with_different_draws_get_an_error(pool2, function, combination):
         assert "torch.manual_seed()" in said and "model.apply(fn)" in said
 
 
-def apply_takes_rank_0s():
+@on_ranks(2)
+def test_apply_takes_the_values_of_rank_0():
     model, plain = sharded_layers(("full_shard", "shm")), plain_layers()
     initialized(plain, by_apply, seed=0)
     initialized(model, by_apply, seed=dist.get_rank())
     model(IDS).sum().backward()
-    return differences(model.state_dict(), plain.state_dict())
+    assert differences(model.state_dict(), plain.state_dict()) == []
 
 
-def test_apply_takes_the_values_of_rank_0(pool2):
-    assert pool2.run(apply_takes_rank_0s) == [[], []]
-
-
-def broadcast_by_the_script():
+@on_ranks(2)
+def test_replicas_that_the_script_broadcasts():
     """As in scripts for DDP: the values in the first step count."""
     model = sharded_layers(("no_shard", "shm"))
     with_own_seeds(model)
@@ -398,11 +381,8 @@ def broadcast_by_the_script():
         optimizer.step()
 
 
-def test_replicas_that_the_script_broadcasts(pool2):
-    pool2.run(broadcast_by_the_script)
-
-
-def copies_and_gradients():
+@on_ranks(2)
+def test_noise_in_copies():
     """Draws for tensors other than parameters may differ between ranks, but are shards of the full
     draw."""
     model, plain = sharded_layers(("full_shard", "shm")), plain_layers()
@@ -415,8 +395,4 @@ def copies_and_gradients():
     info = zshard.shard_info(model.linear.weight)
     begin, numel = info["begin"], info["numel"]
     mine = whole.detach().reshape(-1)[begin : begin + numel]
-    return differences([noise.to_local().reshape(-1)], [mine])
-
-
-def test_noise_in_copies(pool2):
-    assert pool2.run(copies_and_gradients) == [[], []]
+    assert differences([noise.to_local().reshape(-1)], [mine]) == []

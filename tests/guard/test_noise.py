@@ -15,7 +15,7 @@ import torch
 from compare import assert_same
 from models import COMBINATIONS
 from scenarios import message_of
-from spawn import RankPool, ranks
+from spawn import RankPool, on_ranks, ranks
 from torch import Tensor, nn
 
 import zshard
@@ -113,26 +113,20 @@ def outcome(made: Any, change: Callable[[Any], None]) -> Tensor:
     return zshard.full_tensor(made[1].weight)
 
 
-def refusals(combination: tuple[str, str], change: Callable[[Any], None]) -> list[str]:
+@pytest.mark.sampled(14)
+@pytest.mark.parametrize("combination", SHARDED)
+@pytest.mark.parametrize("change", REFUSED)
+@on_ranks(2)
+def test_noise_by_the_shape_is_refused(combination, change):
     strategy, transport = combination
     found = []
     for _ in range(2):
         made = FSDP(model(), strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear})
         found.append(message_of(lambda: outcome(made, change), zshard.ShardError))  # noqa: B023
-    return found
-
-
-@pytest.mark.sampled(14)
-@pytest.mark.parametrize("combination", SHARDED)
-@pytest.mark.parametrize("change", REFUSED)
-@ranks(2)
-def test_noise_by_the_shape_is_refused(
-    pool: RankPool, combination: tuple[str, str], change: Callable[[Any], None]
-) -> None:
-    for texts in pool.run(refusals, combination, change):
-        for text in texts:
-            assert "of '0.weight'" in text and "whose values would be" in text
-            assert "torch.randn_like(p)" in text
+    texts = found
+    for text in texts:
+        assert "of '0.weight'" in text and "whose values would be" in text
+        assert "torch.randn_like(p)" in text
 
 
 def refusals_where_one_rank_has_all(transport: str, change: Callable[[Any], None]) -> str:

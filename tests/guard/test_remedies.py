@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import make
 from scenarios import Wide, floats, loss_of
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -106,7 +106,10 @@ class Scaled(nn.Module):
         return self.layer(x)
 
 
-def scale_in_a_loss(strategy, transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_a_scale_that_the_loss_uses_trains_by_the_first_remedy(strategy, transport):
     plain = make(Scaled)
     model = FSDP(make(Scaled), strategy=strategy, transport=transport)
     for each in (plain, model):
@@ -120,14 +123,7 @@ def scale_in_a_loss(strategy, transport):
         with FSDP.summon_full_params(model):
             loss = (out * each.scale.exp()).sum()
         loss.backward()
-    return zshard.full_tensor(model.scale.grad).equal(plain.scale.grad)
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@ranks(2)
-def test_a_scale_that_the_loss_uses_trains_by_the_first_remedy(pool, strategy, transport):
-    assert pool.run(scale_in_a_loss, strategy, transport) == [True] * pool.world
+    assert zshard.full_tensor(model.scale.grad).equal(plain.scale.grad)
 
 
 class Momentum(nn.Module):
@@ -149,7 +145,10 @@ class Momentum(nn.Module):
         return self.slow(self.fast(x))
 
 
-def moves_in_forward(strategy, transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_writes_in_a_forward_use_data_of_all_or_of_none(strategy, transport):
     plain = make(Momentum)
     model = FSDP(make(Momentum), strategy=strategy, transport=transport)
     if strategy != "no_shard":
@@ -161,14 +160,9 @@ def moves_in_forward(strategy, transport):
             each.way = way
             each(torch.ones(2, 8)).sum().backward()
     found = model.state_dict()
-    return [name for name, value in plain.state_dict().items() if not value.equal(found[name])]
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@ranks(2)
-def test_writes_in_a_forward_use_data_of_all_or_of_none(pool, strategy, transport):
-    assert pool.run(moves_in_forward, strategy, transport) == [[]] * pool.world
+    assert [
+        name for name, value in plain.state_dict().items() if not value.equal(found[name])
+    ] == []
 
 
 def resize(embedding, rows):
@@ -179,7 +173,9 @@ def resize(embedding, rows):
     embedding.weight.data = larger.weight.data
 
 
-def resizes(transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_a_sharded_layer_is_resized_before_it_is_sharded(transport):
     model = FSDP(make(lambda: nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3))))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(zshard.ShardError, match=r"Resize layers before FSDP\(\.\.\.\)"):
@@ -196,13 +192,7 @@ def resizes(transport):
     larger.load_state_dict(model.state_dict())
     resize(larger[0], 9)
     FSDP(larger)(torch.tensor([8])).sum().backward()
-    return True
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@ranks(2)
-def test_a_sharded_layer_is_resized_before_it_is_sharded(pool, transport):
-    assert pool.run(resizes, transport) == [True] * pool.world
+    assert True
 
 
 def test_a_shallow_copy_is_refused_by_its_name():
@@ -212,19 +202,15 @@ def test_a_shallow_copy_is_refused_by_its_name():
     assert copy.deepcopy(model).weight.equal(model.weight)
 
 
-def every_remedy():
+@on_ranks(2)
+def test_remedies_of_shard_errors_work():
     model = trained()
     for misdeed, words, advised in SHARD_ERRORS:
         with pytest.raises(zshard.ShardError) as caught:
             misdeed(model)
         assert words in str(caught.value), misdeed.__name__
         advised(model)
-    return []
-
-
-@ranks(2)
-def test_remedies_of_shard_errors_work(pool):
-    assert pool.run(every_remedy) == [[]] * pool.world
+    assert [] == []
 
 
 class Encoder(nn.Module):
@@ -239,18 +225,14 @@ class Encoder(nn.Module):
         return torch.nn.functional.linear(x, self.block.weight)
 
 
-def another_method():
+@on_ranks(2)
+def test_remedy_for_other_methods_works():
     model = FSDP(Encoder(), auto_wrap_policy=None)
     with pytest.raises(zshard.ShardError, match="register_forward_method"):
         model.encode(torch.ones(2, 8))
     zshard.register_forward_method(model, "encode")
     model.encode(torch.ones(2, 8)).sum().backward()
-    return zshard.full_tensor(model.block.weight.grad).tolist() == torch.full((8, 8), 2.0).tolist()
-
-
-@ranks(2)
-def test_remedy_for_other_methods_works(pool):
-    assert pool.run(another_method) == [True] * pool.world
+    assert zshard.full_tensor(model.block.weight.grad).tolist() == torch.full((8, 8), 2.0).tolist()
 
 
 def muon(strategy):
@@ -259,17 +241,13 @@ def muon(strategy):
     torch.optim.Muon(model.parameters()).step()
 
 
-def steps_matrices():
+@on_ranks(2)
+def test_full_matrix_optimizer_is_refused():
     with pytest.raises(zshard.ShardError, match=r'elementwise one.*"no_shard"') as caught:
         muon("full_shard")
     assert str(caught.value).count("elementwise one") == 1
     muon("no_shard")
-    return True
-
-
-@ranks(2)
-def test_full_matrix_optimizer_is_refused(pool):
-    assert pool.run(steps_matrices) == [True] * pool.world
+    assert True
 
 
 class Around(nn.Module):
@@ -351,7 +329,8 @@ def test_subclass_registration_skips_sharded_classes():
     assert seen == [("Model", "model"), ("Derived", "derived")]
 
 
-def tensor_parallel():
+@on_ranks(2)
+def test_dtensors_and_meshes_for_tensor_parallelism_are_refused():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -365,9 +344,4 @@ def tensor_parallel():
             wrap(model)
     model = FSDP(nn.Sequential(nn.Linear(8, 8)), device_mesh=mesh["tp"])
     model(torch.ones(1, 8)).sum().backward()
-    return True
-
-
-@ranks(2)
-def test_dtensors_and_meshes_for_tensor_parallelism_are_refused(pool):
-    assert pool.run(tensor_parallel) == [True] * pool.world
+    assert True

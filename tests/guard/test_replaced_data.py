@@ -10,6 +10,7 @@ import torch.distributed as dist
 from models import COMBINATIONS, ddp, differences, loss_of, make, wrapped
 from offloaded import to
 from scenarios import Stack, floats, message_of
+from spawn import on_ranks
 from torch import nn
 
 from zshard import FSDP, ShardError
@@ -111,7 +112,10 @@ def test_swaps_of_offloaded_parameters(pool2, tmp_path):
     assert results == [(True, [])] * 2
 
 
-def overwritten(combination):
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_shared_memory_is_never_overwritten(combination):
     """Return the next pass's error about a parameter whose memory another tensor uses, and whether
     the script can continue."""
     model = wrapped(Stack, combination)
@@ -122,16 +126,11 @@ def overwritten(combination):
     for param, value in zip(model.parameters(), backup, strict=True):
         param.data = value
     evaluate(model)
-    return set(said), differences(model.state_dict(), before)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_shared_memory_is_never_overwritten(pool2, combination):
-    for said, wrong in pool2.run(overwritten, combination):
-        (text,) = said
-        assert "parameter '" in text and "backup = p.data.clone()" in text
-        assert wrong == []
+    said = set(said)
+    wrong = differences(model.state_dict(), before)
+    (text,) = said
+    assert "parameter '" in text and "backup = p.data.clone()" in text
+    assert wrong == []
 
 
 class Two(nn.Module):
@@ -145,36 +144,28 @@ class Two(nn.Module):
         return self.layers(x)
 
 
-def memory_of_another(combination):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_memory_of_another_parameter_is_refused(combination):
     model = wrapped(Two, combination, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     first, second = model.parameters()
     first.data = second.data
-    return message_of(lambda: model(torch.ones(2, 64)), ValueError)
+    said = message_of(lambda: model(torch.ones(2, 64)), ValueError)
+    assert "'layers.0.weight'" in said and "q.data.clone()" in said
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_memory_of_another_parameter_is_refused(pool2, combination):
-    for said in pool2.run(memory_of_another, combination):
-        assert "'layers.0.weight'" in said and "q.data.clone()" in said
-
-
-def tied_by_data(transport):
+@on_ranks(2)
+def test_parameters_that_share_memory_before_wrapping_are_refused():
+    transport = "c10d"
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight.data = model[0].weight.data
-    return message_of(lambda: FSDP(model, transport=transport), ValueError)
+    said = message_of(lambda: FSDP(model, transport=transport), ValueError)
+    assert "'0.weight' and '1.weight' share memory" in said and "tie them" in said
 
 
-def test_parameters_that_share_memory_before_wrapping_are_refused(pool2):
-    for said in pool2.run(tied_by_data, "c10d"):
-        assert "'0.weight' and '1.weight' share memory" in said and "tie them" in said
-
-
-def test_disjoint_views_are_not_ties(pool2):
-    pool2.run(wrap_parts)
-
-
-def wrap_parts():
+@on_ranks(2)
+def test_disjoint_views_are_not_ties():
     """Wrap rows and columns of one tensor each."""
     rows, columns = torch.randn(4, 8), torch.randn(8, 4)
     parts = (rows[:2], rows[2:], columns[:, :2], columns[:, 2:])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engines import LR, Meaning, Theirs, config, engine_of, states_apart, train
-from spawn import RankPool, ranks
+from spawn import RankPool, on_ranks, ranks
 
 FP16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
 SCALE = {"scale": 2.0**24, "window": 2, "hysteresis": 1}
@@ -70,14 +70,11 @@ def test_training_matches_ddp(pool: RankPool, kind: str, stage: int, transport: 
 ACCUMULATED = [("accumulated", 2), ("accumulated", 3)]
 
 
-def strategies() -> list[str]:
+@on_ranks(2)
+def test_each_stage_has_its_strategy():
     engines = [engine_of(config(zero_optimization={"stage": stage})) for stage in range(4)]
-    return [engine.module.sharding_strategy.value for engine in engines]
-
-
-def test_each_stage_has_its_strategy(pool2: RankPool) -> None:
-    for found in pool2.run(strategies):
-        assert found == ["no_shard", "zero1", "shard_grad_op", "full_shard"]
+    found = [engine.module.sharding_strategy.value for engine in engines]
+    assert found == ["no_shard", "zero1", "shard_grad_op", "full_shard"]
 
 
 def alone() -> float:

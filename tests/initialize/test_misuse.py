@@ -25,7 +25,7 @@ from engines import (
     train,
 )
 from nursery import fork_ranks
-from spawn import RankPool, ranks
+from spawn import RankPool, on_ranks, ranks
 
 import zshard
 
@@ -50,7 +50,10 @@ def backward(engine: Any, step: int = 0) -> None:
 # --- in the training loop -------------------------------------------------------------------------
 
 
-def steps_alone(stage: int, transport: str) -> list[str]:
+@STAGES
+@TRANSPORTS
+@on_ranks(2)
+def test_step_requires_a_backward(stage, transport):
     engine = engine_of(config(zero_optimization={"stage": stage}), transport)
     found = [raised(engine.step)]
     loss_of(engine(batch(0)[0]), batch(0)[1]).backward()  # as without an engine
@@ -65,20 +68,15 @@ def steps_alone(stage: int, transport: str) -> list[str]:
     theirs.train(2, start=1)
     assert states_apart(engine, theirs) == 0.0
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 3, 24)
-    return found
+    for each in found:
+        assert "RuntimeError: engine.step() was called without engine.backward(loss)" in each
+        assert "instead of loss.backward()" in each
 
 
 @STAGES
 @TRANSPORTS
-@ranks(2)
-def test_step_requires_a_backward(pool: RankPool, stage: int, transport: str) -> None:
-    for found in pool.run(steps_alone, stage, transport):
-        for each in found:
-            assert "RuntimeError: engine.step() was called without engine.backward(loss)" in each
-            assert "instead of loss.backward()" in each
-
-
-def two_backwards(stage: int, transport: str) -> list[str]:
+@on_ranks(2)
+def test_two_backwards_add_up_or_a_step_was_forgotten(stage, transport):
     """With one micro-batch per step, gradients add up; with more, step() was forgotten."""
     engine = engine_of(config(zero_optimization={"stage": stage}), transport)
     inputs, targets = batch(0)
@@ -99,21 +97,20 @@ def two_backwards(stage: int, transport: str) -> list[str]:
     backward(engine, 1)
     engine.step()
     assert engine.global_steps == 1
-    return found
+    (message,) = found
+    assert "engine.step() was not called after engine.backward()" in message
+    assert "gradient_accumulation_steps=2" in message
+
+
+def _fail(module: Any, *grads: Any) -> None:
+    if isinstance(module, torch.nn.Linear):
+        raise RuntimeError("on purpose")
 
 
 @STAGES
 @TRANSPORTS
-@ranks(2)
-def test_two_backwards_add_up_or_a_step_was_forgotten(
-    pool: RankPool, stage: int, transport: str
-) -> None:
-    for (message,) in pool.run(two_backwards, stage, transport):
-        assert "engine.step() was not called after engine.backward()" in message
-        assert "gradient_accumulation_steps=2" in message
-
-
-def raises_in_the_middle(stage: int, transport: str) -> int:
+@on_ranks(2)
+def test_failed_backward_is_dropped_on_all_ranks(stage, transport):
     """All ranks fail in the second backward of three, catch the error and restart the round."""
     rounds = config(zero_optimization={"stage": stage}, gradient_accumulation_steps=3)
     engine = engine_of(rounds, transport)
@@ -133,24 +130,17 @@ def raises_in_the_middle(stage: int, transport: str) -> int:
             engine.train()
         train(engine, 1, start=step)
     assert states_apart(engine, theirs) < 1e-6
-    return engine.global_steps
+    assert engine.global_steps == 2
 
 
-def _fail(module: Any, *grads: Any) -> None:
-    if isinstance(module, torch.nn.Linear):
-        raise RuntimeError("on purpose")
+def _fail_step(*_: Any) -> None:
+    raise MemoryError("on purpose")
 
 
-@STAGES
+@pytest.mark.parametrize("dtype", ["", "fp16"])
 @TRANSPORTS
-@ranks(2)
-def test_failed_backward_is_dropped_on_all_ranks(
-    pool: RankPool, stage: int, transport: str
-) -> None:
-    assert pool.run(raises_in_the_middle, stage, transport) == [2, 2]
-
-
-def step_raises_once(dtype: str, transport: str) -> int:
+@on_ranks(2)
+def test_failed_step_is_dropped(dtype, transport):
     """The optimizer's step raises on all ranks at the end of a round."""
     rounds = config(gradient_accumulation_steps=3)
     if dtype:
@@ -164,18 +154,7 @@ def step_raises_once(dtype: str, transport: str) -> int:
     assert train(engine, 6) == train(other, 6)
     for ours, theirs in zip(engine.module.parameters(), other.module.parameters(), strict=True):
         assert torch.equal(zshard.to_local(ours), zshard.to_local(theirs))
-    return engine.global_steps
-
-
-def _fail_step(*_: Any) -> None:
-    raise MemoryError("on purpose")
-
-
-@pytest.mark.parametrize("dtype", ["", "fp16"])
-@TRANSPORTS
-@ranks(2)
-def test_failed_step_is_dropped(pool: RankPool, dtype: str, transport: str) -> None:
-    assert pool.run(step_raises_once, dtype, transport) == [2, 2]
+    assert engine.global_steps == 2
 
 
 def fails_on_one_rank(where: str, transport: str) -> None:
@@ -218,24 +197,21 @@ def test_step_on_one_rank_only_is_an_error_on_both(transport: str) -> None:
         assert "DivergenceError" in result.stderr or "PeerError" in result.stderr, result.stderr
 
 
-def not_a_loss() -> list[str]:
+@on_ranks(2)
+def test_backward_requires_a_scalar_with_a_graph():
     engine = engine_of()
     output = engine(batch(0)[0])
     values = (output, 1.0, output.detach().mean(), None)
     found = [raised(lambda value=value: engine.backward(value)) for value in values]
     train(engine, 1)
-    return found
+    for message, kind in zip(found, ("(4, 3)", "float", "()", "NoneType"), strict=True):
+        assert "TypeError: engine.backward() expects a scalar loss" in message
+        assert kind in message
 
 
-@ranks(2)
-def test_backward_requires_a_scalar_with_a_graph(pool: RankPool) -> None:
-    for found in pool.run(not_a_loss):
-        for message, kind in zip(found, ("(4, 3)", "float", "()", "NoneType"), strict=True):
-            assert "TypeError: engine.backward() expects a scalar loss" in message
-            assert kind in message
-
-
-def overflows(transport: str) -> Any:
+@TRANSPORTS
+@on_ranks(2)
+def test_overflow_on_one_rank_skips_the_step_on_all(transport):
     half = {"enabled": True, "initial_scale_power": 17, "hysteresis": 1, "loss_scale_window": 1000}
     engine = engine_of(config(fp16=half, gradient_clipping=1.0), transport)
     first = engine.module.state_dict()
@@ -251,33 +227,30 @@ def overflows(transport: str) -> Any:
     )
     least = engine_of(config(fp16={**half, "initial_scale_power": 0}), transport)
     least.backward(loss_of(least(inputs), targets) * float("inf"))
-    return (*skipped, same, raised(least.step), raised(least.step))
+    skipped, applied, scale, same, message, again = (
+        *skipped,
+        same,
+        raised(least.step),
+        raised(least.step),
+    )
+    assert (skipped, applied, scale, same) == (1, False, 2.0**16, True)
+    assert "OverflowError: the gradients overflow at the least loss scale, 1" in message
+    assert "without engine.backward" in again, "the step has ended"
 
 
-@TRANSPORTS
-@ranks(2)
-def test_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool, transport: str) -> None:
-    for skipped, applied, scale, same, message, again in pool.run(overflows, transport):
-        assert (skipped, applied, scale, same) == (1, False, 2.0**16, True)
-        assert "OverflowError: the gradients overflow at the least loss scale, 1" in message
-        assert "without engine.backward" in again, "the step has ended"
-
-
-def nans_in_bf16() -> Any:
+@on_ranks(2)
+def test_bf16_skips_nonfinite_steps():
     engine = engine_of(config(bf16={"enabled": True}))
     inputs, targets = batch(0)
     engine.backward(loss_of(engine(inputs), targets) * float("nan"))
     engine.step()
     finite = all(bool(v.isfinite().all()) for v in engine.module.state_dict().values())
-    return engine.skipped_steps, finite
+    assert engine.skipped_steps == 1
+    assert finite
 
 
-@ranks(2)
-def test_bf16_skips_nonfinite_steps(pool: RankPool) -> None:
-    assert pool.run(nans_in_bf16) == [(1, True)] * 2
-
-
-def sizes_in_the_middle() -> list[str]:
+@on_ranks(2)
+def test_batch_size_changes_between_steps_only():
     engine = engine_of(config(gradient_accumulation_steps=2))
     train(engine, 1)
     found = [raised(lambda: engine.set_train_batch_size(8))]
@@ -287,32 +260,23 @@ def sizes_in_the_middle() -> list[str]:
     train(engine, 1, start=2)
     assert (engine.global_steps, engine.train_batch_size()) == (2, 8)
     assert engine.gradient_accumulation_steps() == 1
-    return found
+    middle, wrong = found
+    assert "RuntimeError" in middle and "after 1 of 2 micro-batches" in middle
+    assert "ValueError: train_batch_size=12 is not a multiple of 8" in wrong
 
 
-@ranks(2)
-def test_batch_size_changes_between_steps_only(pool: RankPool) -> None:
-    for middle, wrong in pool.run(sizes_in_the_middle):
-        assert "RuntimeError" in middle and "after 1 of 2 micro-batches" in middle
-        assert "ValueError: train_batch_size=12 is not a multiple of 8" in wrong
-
-
-def in_no_sync() -> list[str]:
+@on_ranks(2)
+def test_no_sync_refuses_to_step():
     engine = engine_of()
     found = []
     with engine.no_sync():
         backward(engine)
         found += [raised(engine.step), raised(lambda: engine.no_sync().__enter__())]
     found.append(raised(engine.step))
-    return found
-
-
-@ranks(2)
-def test_no_sync_refuses_to_step(pool: RankPool) -> None:
-    for within, nested, unreduced in pool.run(in_no_sync):
-        assert "RuntimeError: engine.step() was called within engine.no_sync()" in within
-        assert "not reentrant" in nested
-        assert "no_sync()" in unreduced and "RuntimeError" in unreduced
+    within, nested, unreduced = found
+    assert "RuntimeError: engine.step() was called within engine.no_sync()" in within
+    assert "not reentrant" in nested
+    assert "no_sync()" in unreduced and "RuntimeError" in unreduced
 
 
 # --- in initialize() ------------------------------------------------------------------------------
@@ -330,7 +294,9 @@ def sums_in(given: Any, dtype: torch.dtype | None = None) -> set[torch.dtype]:
     return {param.grad.dtype for param in engine.module.parameters()}
 
 
-def sums_as_asked(stage: int) -> None:
+@STAGES
+@on_ranks(2)
+def test_micro_batches_are_summed_in_the_dtype_that_is_asked_for(stage):
     low = torch.bfloat16
     options: dict[str, Any] = {"zero_optimization": {"stage": stage}}
     assert sums_in(summing_in("bf16", **options), low) == {low}
@@ -340,15 +306,8 @@ def sums_as_asked(stage: int) -> None:
         assert sums_in(asked) == sums_in(asked, low) == {torch.float32}
 
 
-@STAGES
-@ranks(2)
-def test_micro_batches_are_summed_in_the_dtype_that_is_asked_for(
-    pool: RankPool, stage: int
-) -> None:
-    pool.run(sums_as_asked, stage)
-
-
-def wrong_calls() -> dict[str, str]:
+@on_ranks(2)
+def test_wrong_calls_are_named():
     def call(**arguments: Any) -> str:
         return raised(
             lambda: zshard.initialize(**{"model": model(), "config": config(), **arguments})
@@ -358,7 +317,7 @@ def wrong_calls() -> dict[str, str]:
     good = zshard.initialize(model=plain, config=config())[0]
     foreign = torch.optim.SGD(other.parameters(), lr=LR)
     schedule = torch.optim.lr_scheduler.StepLR(foreign, 1)
-    return {
+    found = {
         "already sharded": call(model=plain),
         "already sharded: call zshard.initialize() once": call(model=good),
         "DistributedDataParallel": call(model=torch.nn.parallel.DistributedDataParallel(model())),
@@ -382,12 +341,7 @@ def wrong_calls() -> dict[str, str]:
             model=model().bfloat16(), config=summing_in("fp32")
         ),
     }
-
-
-@ranks(2)
-def test_wrong_calls_are_named(pool: RankPool) -> None:
-    for found in pool.run(wrong_calls):
-        assert {part: message for part, message in found.items() if part not in message} == {}
+    assert {part: message for part, message in found.items() if part not in message} == {}
 
 
 def again() -> list[str]:
@@ -425,7 +379,8 @@ def test_refused_model_can_be_initialized_again(pool: RankPool) -> None:
             assert part in message and "already sharded" not in message, message
 
 
-def no_optimizer() -> list[str]:
+@on_ranks(2)
+def test_engine_without_optimizer_only_computes():
     engine, optimizer, loader, scheduler = zshard.initialize(
         model=model(), config=config(optimizer=None)
     )
@@ -433,28 +388,20 @@ def no_optimizer() -> list[str]:
     output = engine(batch(0)[0])
     found = [raised(lambda: engine.backward(output.sum())), raised(engine.step)]
     output.sum().backward()
-    return found
+    assert all("needs an optimizer: add 'optimizer'" in each for each in found)
 
 
-@ranks(2)
-def test_engine_without_optimizer_only_computes(pool: RankPool) -> None:
-    for found in pool.run(no_optimizer):
-        assert all("needs an optimizer: add 'optimizer'" in each for each in found)
-
-
-def other_configs() -> str:
+@on_ranks(2)
+def test_configs_that_differ_between_ranks_are_an_error():
     clips = 1.0 + dist.get_rank()
-    return raised(lambda: engine_of(config(gradient_clipping=clips)))
+    message = raised(lambda: engine_of(config(gradient_clipping=clips)))
+    assert "DivergenceError: the DeepSpeed configs differ between ranks" in message
+    assert "'gradient_clipping' is 1.0 on rank 0, but 2.0 on rank 1" in message
 
 
-@ranks(2)
-def test_configs_that_differ_between_ranks_are_an_error(pool: RankPool) -> None:
-    for message in pool.run(other_configs):
-        assert "DivergenceError: the DeepSpeed configs differ between ranks" in message
-        assert "'gradient_clipping' is 1.0 on rank 0, but 2.0 on rank 1" in message
-
-
-def two_engines(transport: str) -> Any:
+@TRANSPORTS
+@on_ranks(2)
+def test_two_engines_live_side_by_side(transport):
     """As in RLHF scripts: an actor and a reference model, each with its engine."""
     actor, frozen = engine_of(transport=transport), engine_of(config(optimizer=None), transport)
     theirs = Theirs(Meaning())
@@ -464,10 +411,4 @@ def two_engines(transport: str) -> Any:
         train(actor, 1, start=step)
     theirs.train(3)
     assert states_apart(actor, theirs) == 0.0
-    return True
-
-
-@TRANSPORTS
-@ranks(2)
-def test_two_engines_live_side_by_side(pool: RankPool, transport: str) -> None:
-    assert pool.run(two_engines, transport) == [True, True]
+    assert True

@@ -23,7 +23,7 @@ from engines import LR, batch, config, engine_of, loss_of, model, train
 from models import TRANSPORTS, Mlp
 from own_names import refuse
 from scenarios import message_of
-from spawn import RankPool, ranks
+from spawn import RankPool, on_ranks, ranks
 from test_misuse import raised
 from torch import nn
 
@@ -104,7 +104,8 @@ def test_script_with_arguments_groups_and_a_scheduler_trains(
     assert pool.run(as_a_script, str(path)) == [(True, 3)] * 2
 
 
-def optimizers() -> Any:
+@on_ranks(2)
+def test_three_ways_to_pass_an_optimizer():
     """An instance, a function, and an optimizer whose gradients have another loss scale."""
     losses = []
     for kind in ("config", "instance", "function"):
@@ -118,15 +119,11 @@ def optimizers() -> Any:
     half = engine_of(config(fp16={"enabled": True, "initial_scale_power": 4}))
     train(half, 1)
     assert half.optimizer.cur_scale == half.cur_scale == 16.0 and not half.optimizer.overflow
-    return losses[0] == losses[1] == losses[2]
+    assert losses[0] == losses[1] == losses[2]
 
 
-@ranks(2)
-def test_three_ways_to_pass_an_optimizer(pool: RankPool) -> None:
-    assert pool.run(optimizers) == [True, True]
-
-
-def half_model() -> Any:
+@on_ranks(2)
+def test_cast_model_gets_float32_copies():
     """A script casts the model itself, as DeepSpeed's do."""
     engine = engine_of(config(bf16={"enabled": True}), model=model().bfloat16())
     losses = []
@@ -136,12 +133,8 @@ def half_model() -> Any:
         losses.append(loss.item())
         engine.backward(loss)
         engine.step()
-    return {p.dtype for p in engine.parameters()} == {torch.float32}, losses[0] > 0
-
-
-@ranks(2)
-def test_cast_model_gets_float32_copies(pool: RankPool) -> None:
-    assert pool.run(half_model) == [(True, True)] * 2
+    assert {p.dtype for p in engine.parameters()} == {torch.float32}
+    assert losses[0] > 0
 
 
 def autocast() -> float:
@@ -157,7 +150,8 @@ def test_autocast_surrounds_the_forward(pool: RankPool) -> None:
     assert all(loss > 0 for loss in pool.run(autocast))
 
 
-def own_boundaries() -> Any:
+@on_ranks(2)
+def test_loop_may_set_the_boundary():
     """Loops that count by themselves: step() once per round."""
     counted = engine_of(config(gradient_accumulation_steps=2, zero_optimization={"stage": 1}))
     train(counted, 4)
@@ -175,15 +169,14 @@ def own_boundaries() -> Any:
                 engine.step()
         ours, other = engine.module.state_dict(), counted.module.state_dict()
         assert max(float((ours[name] - other[name]).abs().max()) for name in ours) < 1e-6
-    return counted.global_steps, by_hand.global_steps, unmanaged.global_steps
+    assert counted.global_steps == 2
+    assert by_hand.global_steps == 2
+    assert unmanaged.global_steps == 2
 
 
-@ranks(2)
-def test_loop_may_set_the_boundary(pool: RankPool) -> None:
-    assert pool.run(own_boundaries) == [(2, 2, 2)] * 2
-
-
-def gathered(transport: str) -> Any:
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_zero_init_and_gathered_parameters(transport):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with zshard.zero.Init(config_dict_or_path=config(), dtype=torch.float32):
@@ -203,13 +196,8 @@ def gathered(transport: str) -> Any:
     with zshard.zero.GatheredParameters(nn.Linear(2, 2).weight, modifier_rank=0):
         pass
     train(engine, 2)
-    return bool((weight == 3).all()), bool(second.any())
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@ranks(2)
-def test_zero_init_and_gathered_parameters(pool: RankPool, transport: str) -> None:
-    assert pool.run(gathered, transport) == [(True, True)] * 2
+    assert bool((weight == 3).all())
+    assert bool(second.any())
 
 
 def test_init_distributed_checks_its_arguments() -> None:
@@ -237,7 +225,8 @@ def test_external_parameters_need_no_registration() -> None:
 # --- the engine ---------------------------------------------------------------------------------------
 
 
-def answers() -> Any:
+@on_ranks(2)
+def test_engine_queries():
     given = config(
         scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, gradient_clipping=0.5
     )
@@ -250,12 +239,7 @@ def answers() -> Any:
     assert engine.training_dataloader is None and engine.lr_scheduler is not None
     assert engine_of(config(gradient_clipping=None)).gradient_clipping() == 1.0
     half = engine_of(config(bf16={"enabled": True}))
-    return half.bfloat16_enabled() and not half.fp16_enabled()
-
-
-@ranks(2)
-def test_engine_queries(pool: RankPool) -> None:
-    assert pool.run(answers) == [True, True]
+    assert half.bfloat16_enabled() and not half.fp16_enabled()
 
 
 @pytest.fixture
@@ -313,7 +297,10 @@ class OwnNames(Mlp):
 refuse(OwnNames)
 
 
-def own_names(stage: int, transport: str) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_a_models_own_names_are_its_own(stage, transport):
     given = config(
         zero_optimization={"stage": stage}, gradient_accumulation_steps=2, gradient_clipping=0.1
     )
@@ -327,10 +314,3 @@ def own_names(stage: int, transport: str) -> None:
         found.append((train(engine, 4), engine.module.state_dict()))
     assert found[0][0] == found[1][0]
     assert_same(found[1][1], found[0][1], "the state")
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@ranks(2)
-def test_a_models_own_names_are_its_own(pool: RankPool, stage: int, transport: str) -> None:
-    pool.run(own_names, stage, transport)

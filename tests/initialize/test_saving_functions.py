@@ -18,7 +18,7 @@ import pytest
 import torch
 from compare import differences
 from engines import config, engine_of, model
-from spawn import RankPool, ranks
+from spawn import on_ranks
 from torch import Tensor, nn
 
 import zshard
@@ -56,7 +56,12 @@ def of_deepspeed_chat(named: Any) -> dict[str, Tensor]:
     return found
 
 
-def saved_by(save: Callable[[Any], dict[str, Tensor]], stage: int, transport: str) -> Any:
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("save", [of_llava, of_deepspeed_chat])
+@on_ranks(2)
+def test_published_functions_save_full_weights(save, stage, transport):
     engine = engine_of(config(zero_optimization={"stage": stage}), transport=transport)
     expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
     found = []
@@ -74,21 +79,12 @@ def saved_by(save: Callable[[Any], dict[str, Tensor]], stage: int, transport: st
     assert shapes == [tuple(p.shape) for p in plain]
     ids = [p.ds_id for p in engine.module.parameters() if hasattr(p, "ds_id")]
     assert len(set(ids)) == len(ids) == (len(plain) if stage else 0)
-    return found
+    assert found == []
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("save", [of_llava, of_deepspeed_chat])
-@ranks(2)
-def test_published_functions_save_full_weights(
-    pool: RankPool, save: Callable[[Any], dict[str, Tensor]], stage: int, transport: str
-) -> None:
-    assert pool.run(saved_by, save, stage, transport) == [[], []]
-
-
-def kept_without_a_copy(transport: str) -> str:
+@on_ranks(2)
+def test_uncopied_gathered_values_are_an_error(transport):
     """On a GPU .cpu() copies; here it is the parameter's memory, which is freed on resharding."""
     engine = engine_of(transport=transport)
     weight = engine.module.first.weight
@@ -96,14 +92,8 @@ def kept_without_a_copy(transport: str) -> str:
         kept = weight.data.cpu()
     with pytest.raises(RuntimeError) as error:
         torch.save(kept, io.BytesIO())
-    return str(error.value)
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@ranks(2)
-def test_uncopied_gathered_values_are_an_error(pool: RankPool, transport: str) -> None:
-    for text in pool.run(kept_without_a_copy, transport):
-        assert "unit 'first' are sharded" in text and "clone() what you keep" in text
+    text = str(error.value)
+    assert "unit 'first' are sharded" in text and "clone() what you keep" in text
 
 
 # --- functions that would write a shard -----------------------------------------------------------
@@ -128,7 +118,11 @@ SHARDS: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-def refusals(strategy: str, transport: str) -> list[str]:
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1"])
+@on_ranks(2)
+def test_shards_are_not_written(strategy, transport):
     """Return what was written, or refused with another message."""
     made: Any = zshard.FSDP(model(), strategy=strategy, transport=transport)
     made(torch.ones(2, 7)).sum().backward()
@@ -150,12 +144,4 @@ def refusals(strategy: str, transport: str) -> list[str]:
         assert pickle.loads(pickle.dumps(param)).shape == (13, 7)
     copy.deepcopy((param, param.grad, made, optimizer))
     pickle.dumps(model())
-    return found
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1"])
-@ranks(2)
-def test_shards_are_not_written(pool: RankPool, strategy: str, transport: str) -> None:
-    assert pool.run(refusals, strategy, transport) == [[], []]
+    assert found == []

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from compare import differences
 from engines import config
 from scenarios import message_of
+from spawn import on_ranks
 from torch import Tensor, nn
 
 import zshard
@@ -76,17 +77,14 @@ def initialized(build: Callable[[], nn.Module], stage: int = 3) -> Any:
         return zshard.initialize(model=model, config=config(**changes))[0]
 
 
-def values(stage: int) -> list[str]:
+@pytest.mark.parametrize("stage", (3, 0))
+@on_ranks(2)
+def test_init_weights_initializes_modules_and_contents(stage):
     model = initialized(Initializes, stage).module.state_dict()
     model.pop("down.bias")  # random
     numbers = {"scales.0": 2.0, "scales.1": 4.0, "last": 0.0}
     wanted = {f"{name}.weight": torch.full((300,), each) for name, each in numbers.items()}
-    return differences(model, {**wanted, "down.weight": torch.full((300, 300), 0.5)})
-
-
-@pytest.mark.parametrize("stage", (3, 0))
-def test_init_weights_initializes_modules_and_contents(pool2, stage):
-    assert pool2.run(values, stage) == [[], []]
+    assert differences(model, {**wanted, "down.weight": torch.full((300, 300), 0.5)}) == []
 
 
 def loaded_late(build: type[Body]) -> Any:

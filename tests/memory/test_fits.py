@@ -17,6 +17,7 @@ from compare import differences
 from models import CASES, Block, Net, loss_of, make
 from nursery import fork_ranks
 from scenarios import message_of
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -81,17 +82,14 @@ def test_refused_on_all_ranks(pool2, strategy, transport):
             assert words in first, first
 
 
-def around_the_border(transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_limit_equals_the_prediction(transport):
     """Check the limits just below and at the model's need."""
     total = predicted(transport=transport, optimizer=None)["total"]
     below, _ = refused("full_shard", transport, total - 1)
     at, changed = refused("full_shard", transport, total)
     assert at is None and changed != [] and "does not fit" in below
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_limit_equals_the_prediction(pool2, transport):
-    pool2.run(around_the_border, transport)
 
 
 def warned(limit_of):
@@ -140,7 +138,9 @@ def test_ranks_with_and_without_a_limit(pool2):
         assert "memory_limit" in message
 
 
-def by_hand(transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_outer_calls(transport):
     """Inner units count, whether or not they fit in an outer call."""
     case, model = CASES["net"], make(Net)
     options = {"transport": transport, "auto_wrap_policy": None}
@@ -154,11 +154,6 @@ def by_hand(transport):
     FSDP(model, **options)
     loss_of(model(case.batch(0, dist.get_rank()))).backward()
     assert "smaller units" in message
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_outer_calls(pool2, transport):
-    pool2.run(by_hand, transport)
 
 
 def with_few_mappings(transport):
@@ -382,7 +377,9 @@ def test_state_beyond_memory_limit_is_refused_on_all_ranks(pool2, transport, on_
     assert re.search(r"only 1.0 MiB are left \(of the \d+\.\d MiB of memory_limit\)", first[0])
 
 
-def at_the_border(transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_first_step_fits_exactly(transport):
     parts = predicted(transport=transport)
     options = {"auto_wrap_policy": {nn.Linear}, "transport": transport}
     for limit in (parts["total"] - 1, parts["total"]):
@@ -396,11 +393,6 @@ def at_the_border(transport):
         else:
             optimizer.step()
     assert model.memory("peak")["total"] <= 1.01 * limit
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_first_step_fits_exactly(pool2, transport):
-    pool2.run(at_the_border, transport)
 
 
 def test_limit_of_an_inner_call_is_not_the_outer_ones():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from compare import differences
 from models import COMBINATIONS, loss_of, wrapped
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -68,7 +69,9 @@ def test_gradients_take_memory_from_backward_to_zero_grad(pool2, combination, ho
         assert (before, there, zeroed, forward, anew) == (0, held, 0, 0, held) and wrong == []
 
 
-def kept_for_a_while(combination):
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("shard_grad_op", "c10d")])
+@on_ranks(2)
+def test_gradients_that_a_script_keeps_go_with_its_last_reference(combination):
     """Return the bytes of gradients while a script keeps those of an earlier step, and after it has
     dropped them; and whether they stay unchanged."""
     model = wrapped(stack, combination, auto_wrap_policy={nn.Linear})
@@ -83,16 +86,14 @@ def kept_for_a_while(combination):
     same = all(map(torch.equal, map(zshard.to_local, kept), expected))
     del kept
     model.zero_grad()
-    return [*held, model.memory()["grads"]], model.memory("predicted")["grads"], same
+    held = [*held, model.memory()["grads"]]
+    size = model.memory("predicted")["grads"]
+    assert held == [2 * size, 2 * size, 0] and same
 
 
-@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("shard_grad_op", "c10d")])
-def test_gradients_that_a_script_keeps_go_with_its_last_reference(pool2, combination):
-    for held, size, same in pool2.run(kept_for_a_while, combination):
-        assert held == [2 * size, 2 * size, 0] and same
-
-
-def zeroed_in_place(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_gradients_zeroed_in_place_keep_their_memory(combination):
     """Return the addresses of gradients after each of two backwards, and what differs from those of
     the second one."""
     model, twin = (wrapped(stack, combination, auto_wrap_policy={nn.Linear}) for _ in range(2))
@@ -103,10 +104,6 @@ def zeroed_in_place(combination):
         loss_of(model(x)).backward()
         addresses.append([zshard.to_local(p.grad).data_ptr() for p in model.parameters()])
     loss_of(twin(inputs[1])).backward()
-    return addresses, differences(*([p.grad for p in net.parameters()] for net in (model, twin)))
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_gradients_zeroed_in_place_keep_their_memory(pool2, combination):
-    for (first, second), wrong in pool2.run(zeroed_in_place, combination):
-        assert first == second and wrong == []
+    (first, second) = addresses
+    wrong = differences(*([p.grad for p in net.parameters()] for net in (model, twin)))
+    assert first == second and wrong == []

@@ -20,6 +20,7 @@ from collectives import Collectives
 from groups import mesh_of
 from models import loss_of
 from scenarios import message_of, over, unit_of
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -131,36 +132,32 @@ def test_settings_determine_gathers_but_not_results(pool2: Any) -> None:
         assert "gather" not in usual["head"] + found[4][2]["head"]
 
 
-def of_limits() -> Any:
+@on_ranks(2)
+def test_auto_uses_the_least_of_all_ranks():
     own = 1 if dist.get_rank() == 0 else 3
-    return [with_limit(extra * UNIT) for extra in (0, 1, 3, own)]
+    nothing, one, three, least = [with_limit(extra * UNIT) for extra in (0, 1, 3, own)]
+    assert nothing == [BOTH + 1, BOTH, BOTH, BOTH]
+    assert one[2:] == least[2:] == [BOTH - 1] * 2
+    assert three[2:] == [BOTH - 3] * 2
 
 
-def test_auto_uses_the_least_of_all_ranks(pool2: Any) -> None:
-    for nothing, one, three, least in pool2.run(of_limits):
-        assert nothing == [BOTH + 1, BOTH, BOTH, BOTH]
-        assert one[2:] == least[2:] == [BOTH - 1] * 2
-        assert three[2:] == [BOTH - 3] * 2
-
-
-def replicas_of_two() -> Any:
+@on_ranks(4)
+def test_replicas_keep_the_same_units():
     options = {"strategy": "hybrid_shard", "device_mesh": mesh_of(2, 2)}
     expected = counted({"keep_gathered": False, **options})
     extra = 2 if dist.get_rank() == 3 else 5  # the other replica must keep as few
     spare_bytes = extra * UNIT * 10 // 9 + 10
     ours = counted({"memory_limit": expected[2]["peak"]["total"] + spare_bytes, **options})
-    return expected[:2], ours[:2]
-
-
-def test_replicas_keep_the_same_units(pool4: Any) -> None:
-    for (base, losses), (gathers, same) in pool4.run(replicas_of_two):
-        assert base[1:] == [BOTH] * 3 and gathers[2:] == [BOTH - 2] * 2 and same == losses
+    (base, losses) = expected[:2]
+    (gathers, same) = ours[:2]
+    assert base[1:] == [BOTH] * 3 and gathers[2:] == [BOTH - 2] * 2 and same == losses
 
 
 # --- predictions and refusals ---------------------------------------------------------------------
 
 
-def predictions() -> Any:
+@on_ranks(2)
+def test_predictions_include_kept_units():
     found = []
     for keep in (True, 3 * UNIT, False):
         model = stack(keep_gathered=keep)
@@ -171,21 +168,17 @@ def predictions() -> Any:
         found.append((model.memory()["slots"], told["slots"]))
     tight = UNITS * UNIT  # for the gathered units, and for no shard
     text = message_of(lambda: stack(keep_gathered=True, memory_limit=tight), MemoryError)
-    return found, text
-
-
-def test_predictions_include_kept_units(pool2: Any) -> None:
-    for found, text in pool2.run(predictions):
-        assert found == [(each, each) for each in (6 * UNIT, 5 * UNIT, 2 * UNIT)]
-        assert "does not fit" in text
+    assert found == [(each, each) for each in (6 * UNIT, 5 * UNIT, 2 * UNIT)]
+    assert "does not fit" in text
 
 
 WRONG = {None: TypeError, 1.5: TypeError, "all": ValueError, -1: ValueError, 0: ValueError}
 
 
-def refusals() -> list[str]:
+@on_ranks(2)
+def test_misuse_is_an_error_that_names_the_argument():
     rank = dist.get_rank()
-    return [
+    differ, sizes, *texts = [
         message_of(lambda: stack(keep_gathered=rank == 0), zshard.DivergenceError),
         message_of(lambda: stack(keep_gathered=(rank + 1) * 1024), zshard.DivergenceError),
         *(
@@ -193,14 +186,10 @@ def refusals() -> list[str]:
             for given in WRONG
         ),
     ]
-
-
-def test_misuse_is_an_error_that_names_the_argument(pool2: Any) -> None:
-    for differ, sizes, *texts in pool2.run(refusals):
-        assert re.search(r"differ between ranks: keep_gathered.*True.*False", differ)
-        assert re.search(r"differ between ranks: keep_gathered.*1024 bytes.*2048 bytes", sizes)
-        for text in texts:
-            assert text.startswith("keep_gathered must be ")
+    assert re.search(r"differ between ranks: keep_gathered.*True.*False", differ)
+    assert re.search(r"differ between ranks: keep_gathered.*1024 bytes.*2048 bytes", sizes)
+    for text in texts:
+        assert text.startswith("keep_gathered must be ")
 
 
 # --- when the choice is made ----------------------------------------------------------------------
@@ -241,7 +230,9 @@ def accumulate(model: Any, optimizer: Any) -> None:
 BEFORE = {each.__name__: each for each in (raise_first, evaluate_first, forward_only, accumulate)}
 
 
-def decided_after(name: str) -> Any:
+@pytest.mark.parametrize("name", BEFORE)
+@on_ranks(2)
+def test_nothing_is_decided_before_a_step(name):
     results = []
     for keep in (False, "auto"):
         model = stack(keep_gathered=keep)
@@ -249,28 +240,20 @@ def decided_after(name: str) -> Any:
         BEFORE[name](model, optimizer)
         assert unit_of(model[0]).engine.gathered()[0] == 0
         results.append(go(model, optimizer))
-    return results
+    (_, losses), (gathers, ours) = results
+    assert gathers[1:] == [BOTH, FORWARD, FORWARD] and ours == losses
 
 
-@pytest.mark.parametrize("name", BEFORE)
-def test_nothing_is_decided_before_a_step(pool2: Any, name: str) -> None:
-    for (_, losses), (gathers, ours) in pool2.run(decided_after, name):
-        assert gathers[1:] == [BOTH, FORWARD, FORWARD] and ours == losses
-
-
-def stepped_in_backward() -> Any:
+@on_ranks(2)
+def test_optimizer_in_backward():
     results = []
     for keep in (False, "auto"):
         model = stack(keep_gathered=keep)
         optimizer = zshard.AdamW(model.parameters(), lr=0.01)
         model.optimizer_in_backward(optimizer)
         results.append(go(model, optimizer))
-    return results
-
-
-def test_optimizer_in_backward(pool2: Any) -> None:
-    for (_, losses), (gathers, ours) in pool2.run(stepped_in_backward):
-        assert gathers[2:] == [FORWARD, FORWARD] and ours == losses
+    (_, losses), (gathers, ours) = results
+    assert gathers[2:] == [FORWARD, FORWARD] and ours == losses
 
 
 # --- host memory ----------------------------------------------------------------------------------
@@ -374,7 +357,8 @@ def test_per_unit_settings_take_precedence(pool2: Any) -> None:
         assert sharded[1][2:] == [BOTH] * 2
 
 
-def copied() -> Any:
+@on_ranks(2)
+def test_deepcopy():
     """A copy decides independently, and one that is never trained takes nothing."""
     model = stack()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -382,9 +366,5 @@ def copied() -> Any:
     twin = copy.deepcopy(model)
     before = twin.memory()["slots"]
     gathers, losses = go(twin, torch.optim.SGD(twin.parameters(), 0.1))
-    return before, gathers, losses == go(model, optimizer)[1]
-
-
-def test_deepcopy(pool2: Any) -> None:
-    for before, gathers, same in pool2.run(copied):
-        assert before == 2 * UNIT and gathers[2:] == [FORWARD] * 2 and same
+    same = losses == go(model, optimizer)[1]
+    assert before == 2 * UNIT and gathers[2:] == [FORWARD] * 2 and same

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from groups import case_of, hosts_of
 from models import CASES, loss_of, make, train
 from scenarios import unit_of
+from spawn import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -87,21 +88,20 @@ def test_bit_identical_to_ddp(pool2: Any) -> None:
         assert ours[2] > 0 and ours[0] == losses and torch.equal(ours[1], numbers)
 
 
-def on_one_host(transport: str) -> Any:
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@on_ranks(2)
+def test_auto_keeps_nothing_within_one_host(transport):
     model = stack(None, transport=transport)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(4):
         step_of(model, optimizer, step)
-    return kept(model), model.summary()
+    bytes_kept = kept(model)
+    summary = model.summary()
+    assert bytes_kept == 0 and "gather" not in summary
 
 
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_auto_keeps_nothing_within_one_host(pool2: Any, transport: str) -> None:
-    for bytes_kept, summary in pool2.run(on_one_host, transport):
-        assert bytes_kept == 0 and "gather" not in summary
-
-
-def of_strategies() -> Any:
+@on_ranks(2)
+def test_nothing_is_kept_without_a_second_gather():
     found = []
     with hosts_of(1, 1) as group:
         for strategy in ("shard_grad_op", "no_shard", "zero1"):
@@ -110,13 +110,8 @@ def of_strategies() -> Any:
                 optimizer = torch.optim.SGD(model.parameters(), 0.1)
                 losses = [step_of(model, optimizer, step) for step in range(4)]
                 found.append((strategy, losses, kept(model), "stays gathered" in model.summary()))
-    return found
-
-
-def test_nothing_is_kept_without_a_second_gather(pool2: Any) -> None:
-    for found in pool2.run(of_strategies):
-        assert [each[2:] for each in found] == [(0, False)] * 6
-        assert all(each[1] == found[0][1] for each in found)
+    assert [each[2:] for each in found] == [(0, False)] * 6
+    assert all(each[1] == found[0][1] for each in found)
 
 
 # --- script actions while units are kept --------------------------------------------------------------
@@ -253,7 +248,9 @@ ACTS = {
 }
 
 
-def acted(name: str) -> list[str]:
+@pytest.mark.parametrize("name", ACTS)
+@on_ranks(2)
+def test_script_actions_stay_bit_identical(name):
     """Return what differs from keep_gathered=False, in any of three settings."""
     found = []
     with hosts_of(1, 1) as group:
@@ -275,15 +272,11 @@ def acted(name: str) -> list[str]:
         alike = len(theirs) == len(grads) and all(map(torch.equal, theirs, grads))
         wrong += [] if alike else [f"gradients with {keep}"]
         wrong += [] if torch.equal(values, numbers) else [f"parameters with {keep}"]
-    return wrong
+    assert wrong == []
 
 
-@pytest.mark.parametrize("name", ACTS)
-def test_script_actions_stay_bit_identical(pool2: Any, name: str) -> None:
-    assert pool2.run(acted, name) == [[], []]
-
-
-def stepped_after_a_forward() -> list[Any]:
+@on_ranks(2)
+def test_step_while_units_are_gathered():
     """Units are gathered for a backward that never comes."""
     found = []
     with hosts_of(1, 1) as group:
@@ -296,9 +289,5 @@ def stepped_after_a_forward() -> list[Any]:
                 model(batch(2))
             optimizer.step()
             found.append({name: value.tolist() for name, value in model.state_dict().items()})
-    return found
-
-
-def test_step_while_units_are_gathered(pool2: Any) -> None:
-    for without, usual, kept_all in pool2.run(stepped_after_a_forward):
-        assert without == usual == kept_all
+    without, usual, kept_all = found
+    assert without == usual == kept_all

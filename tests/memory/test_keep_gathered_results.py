@@ -18,7 +18,7 @@ import torch.distributed as dist
 from models import CASES, loss_of, make, train, wrapped
 from nursery import fork_ranks
 from scenarios import message_of, unit_of
-from spawn import ranks
+from spawn import on_ranks
 from test_keep_gathered import UNITS, WIDTH, batch, go, several_hosts, stack  # noqa: F401
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -39,23 +39,19 @@ def case_with(name: str, precision: Any, keep: Any) -> Any:
     return train(model, case, optimizer, dist.get_rank(), steps=5), model.state_dict()
 
 
-def differences_of(name: str, precision: Any) -> list[str]:
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dtypes"])
+@on_ranks(2, 3)
+def test_kept_units_are_bit_identical(name, precision):
     losses, state = case_with(name, precision, False)
     wrong = []
     for keep in (True, "auto", 600):
         ours, values = case_with(name, precision, keep)
         wrong += [f"losses with {keep}"] if ours != losses else []
         wrong += [key for key in state if not torch.equal(values[key], state[key])]
-    return wrong
-
-
-@pytest.mark.sampled(5)
-@ranks(2, 3)
-@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
-@pytest.mark.parametrize("name", [name for name in CASES if name != "dtypes"])
-def test_kept_units_are_bit_identical(pool: Any, name: str, precision: Any) -> None:
-    for differing in pool.run(differences_of, name, precision):
-        assert differing == []
+    differing = wrong
+    assert differing == []
 
 
 class Checkpointed(nn.Module):
@@ -70,7 +66,9 @@ class Checkpointed(nn.Module):
         return x
 
 
-def recomputed(reentrant: bool) -> Any:
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@on_ranks(2)
+def test_recomputed_layers(reentrant):
     found = []
     for keep in (False, True, "auto"):
         model = FSDP(
@@ -90,18 +88,15 @@ def recomputed(reentrant: bool) -> Any:
         with zshard.FSDP.summon_full_params(model):
             total = sum(param.double().sum().item() for param in model.parameters())
         found.append((losses, total))
-    return found
+    first, *others = found
+    assert others == [first] * 2
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-def test_recomputed_layers(pool2: Any, reentrant: bool) -> None:
-    for first, *others in pool2.run(recomputed, reentrant):
-        assert others == [first] * 2
-
-
-def with_files(directory: str) -> Any:
+@on_ranks(2)
+def test_offload_and_checkpoints(tmp_path):
     """Parameters on a disk; saved while some units stay, and loaded into a model that keeps
     nothing."""
+    directory = str(tmp_path)
     found = []
     for keep in (False, "auto"):
         model = stack(keep_gathered=keep, offload=directory)
@@ -112,12 +107,8 @@ def with_files(directory: str) -> Any:
         stepper = zshard.AdamW(other.parameters(), lr=0.01)
         zshard.load(f"{directory}/{keep}", other, stepper)
         found.append((losses, go(other, stepper)[1], go(model, optimizer)[1]))
-    return found
-
-
-def test_offload_and_checkpoints(pool2: Any, tmp_path: Any) -> None:
-    for first, second in pool2.run(with_files, str(tmp_path)):
-        assert first == second and first[1] == first[2]
+    first, second = found
+    assert first == second and first[1] == first[2]
 
 
 def alone() -> Any:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from models import CASES, COMBINATIONS, Nested, Net, loss_of, make, train, wrapped
 from nursery import fork_ranks
-from spawn import ranks, run_ranks
+from spawn import on_ranks, ranks, run_ranks
 from torch import nn
 
 import zshard
@@ -75,7 +75,10 @@ def facts_of(model, policy):
     }
 
 
-def reported_and_predicted(name):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["net", "tied", "odds", "dtypes", "frozen", "one unit"])
+@on_ranks(2, 3)
+def test_units_hold_what_the_layout_predicts(name):
     """Return {combination: [(unit, bytes it reports, bytes predicted)]} where the two differ, or
     where the total differs from the sum over units."""
     case, world = CASES[name], dist.get_world_size()
@@ -94,14 +97,7 @@ def reported_and_predicted(name):
                 wrong.append((key, held[key], total))
         if wrong:
             found[strategy, transport] = wrong
-    return found
-
-
-@pytest.mark.sampled(2)
-@ranks(2, 3)
-@pytest.mark.parametrize("name", ["net", "tied", "odds", "dtypes", "frozen", "one unit"])
-def test_units_hold_what_the_layout_predicts(pool, name):
-    assert pool.run(reported_and_predicted, name) == [{}] * pool.world
+    assert found == {}
 
 
 def storages(tensors):
@@ -216,7 +212,9 @@ def test_buckets_shrink_after_a_larger_model(strategy):
         assert 0 < held["buckets"] <= root["bucket"] + most * largest["bucket"]
 
 
-def over_time(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_nothing_is_allocated_after_the_second_step(combination):
     """Return memory() after each of ten steps, with scheduled and skipped submodules."""
     model = wrapped(Net, combination)
     case, optimizer = CASES["net"], zshard.AdamW(model.parameters())
@@ -229,13 +227,7 @@ def over_time(combination):
                 model(case.batch(step, dist.get_rank()))
         optimizer.step()
         seen.append(model.memory())
-    return seen
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_nothing_is_allocated_after_the_second_step(pool2, combination):
-    for seen in pool2.run(over_time, combination):
-        assert seen[2:] == [seen[1]] * len(seen[2:])
+    assert seen[2:] == [seen[1]] * len(seen[2:])
 
 
 def transports_share(transport):
@@ -416,7 +408,9 @@ def test_dropped_model_is_freed_at_once(pool2, transport, policy):
     assert pool2.run(freed_at_once, transport, policy) == [[], []]
 
 
-def hooked_and_dropped(transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_hook_that_refers_to_the_model_does_not_leak_it(transport):
     """Return whether a model is freed whose parameter has a hook that holds the model."""
     case = CASES["net"]
     model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy="auto")
@@ -425,9 +419,4 @@ def hooked_and_dropped(transport):
     seen = weakref.ref(model)
     del model
     gc.collect()
-    return seen() is None
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_hook_that_refers_to_the_model_does_not_leak_it(pool2, transport):
-    assert pool2.run(hooked_and_dropped, transport) == [True, True]
+    assert seen() is None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from groups import mesh_of
 from models import CASES, COMBINATIONS, Block, Net, loss_of, make, make_optimizer, train, wrapped
 from nursery import fork_ranks
-from spawn import ranks
+from spawn import on_ranks
 
 import zshard
 from zshard import FSDP, predict_memory
@@ -43,7 +43,11 @@ def predicted_of(name, combination, options, **more):
     return predict_memory(model, world, strategy=strategy, transport=transport, **options, **more)
 
 
-def wrong_predictions(name, precision):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
+@pytest.mark.parametrize("name", ["mlp", "net", "tied", "conv", "frozen"])
+@on_ranks(2, 3)
+def test_predictions_equal_actual_memory(name, precision):
     """Return where predict_memory() of the model on the meta device, memory("predicted") of the
     wrapped one and memory() after two steps differ, on rank 0."""
     case, found = CASES[name], {}
@@ -60,18 +64,14 @@ def wrong_predictions(name, precision):
             held[part] != predicted[part] for part in PARTS - {"transport", "optimizer", "total"}
         ):
             found[strategy, transport, "held"] = held, predicted
-    return found
+    assert found == {}
 
 
 @pytest.mark.sampled(2)
-@ranks(2, 3)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("name", ["mlp", "net", "tied", "conv", "frozen"])
-def test_predictions_equal_actual_memory(pool, name, precision):
-    assert pool.run(wrong_predictions, name, precision) == [{}] * pool.world
-
-
-def wrong_with_micro_batches(name, precision):
+@on_ranks(2, 3)
+def test_micro_batches_within_no_sync_are_predicted(name, precision):
     """Return where predict_memory(no_sync=True), memory("predicted") and memory("peak") differ after
     micro-batches within no_sync(), and where gradients take memory that is not predicted."""
     case, found = CASES[name], {}
@@ -92,20 +92,14 @@ def wrong_with_micro_batches(name, precision):
             found[combination] = told, predicted
         if not held == peak["grads"] == predicted["grads"] >= after == whole:
             found[combination, "held"] = held, peak["grads"], predicted["grads"], after, whole
-    return found
+    assert found == {}
 
 
-@pytest.mark.sampled(2)
-@ranks(2, 3)
-@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
-@pytest.mark.parametrize("name", ["mlp", "net", "tied", "conv", "frozen"])
-def test_micro_batches_within_no_sync_are_predicted(pool, name, precision):
-    assert pool.run(wrong_with_micro_batches, name, precision) == [{}] * pool.world
-
-
-def grads_beside_offloaded_ones(folder):
+@on_ranks(2)
+def test_micro_batches_take_memory_beside_offloaded_gradients(tmp_path):
     """Return the bytes of gradients in memory within no_sync() and after it, the peak and the
     prediction."""
+    folder = str(tmp_path)
     options = {"offload": zshard.Offload(directory=folder, grads=True), "mixed_precision": BF16}
     model = wrapped(CASES["net"].make, ("full_shard", "shm"), **options)
     batch = CASES["net"].batch(0, dist.get_rank())
@@ -113,15 +107,17 @@ def grads_beside_offloaded_ones(folder):
         loss_of(model(batch)).backward()
         within = model.memory()["grads"]
     loss_of(model(batch)).backward()
-    return within, *(model.memory(what)["grads"] for what in ("now", "peak", "predicted"))
+    within, after, peak, predicted = (
+        within,
+        *(model.memory(what)["grads"] for what in ("now", "peak", "predicted")),
+    )
+    assert within == peak == predicted > 0 and after == 0
 
 
-def test_micro_batches_take_memory_beside_offloaded_gradients(pool2, tmp_path):
-    for within, after, peak, predicted in pool2.run(grads_beside_offloaded_ones, str(tmp_path)):
-        assert within == peak == predicted > 0 and after == 0
-
-
-def wrong_for_copies(strategy, transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
+@on_ranks(4)
+def test_predictions_of_hybrids(strategy, transport):
     case = CASES["net"]
     told = predict_memory(
         on_meta("net"),
@@ -142,13 +138,6 @@ def wrong_for_copies(strategy, transport):
     )
     predicted = model.memory("predicted")
     assert told in (None, predicted) or dist.get_rank() != 0
-
-
-@ranks(4)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
-def test_predictions_of_hybrids(pool, strategy, transport):
-    pool.run(wrong_for_copies, strategy, transport)
 
 
 def of_a_fresh_process(transport):
@@ -172,7 +161,9 @@ def test_transport_memory(transport):
         assert rank != 0 or told["optimizer"] == held["optimizer"] - steps
 
 
-def peaks(transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_peaks(transport):
     """Return the peaks where a script keeps units unsharded, or keeps gradients local."""
     case, rank = CASES["net"], dist.get_rank()
     model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy=case.policy)
@@ -185,53 +176,44 @@ def peaks(transport):
     local = model.memory()
     model.zero_grad()
     loss_of(model(case.batch(0, rank))).backward()
-    return before, held, after_holds, local, model.memory(), model.memory("peak")
+    now = model.memory()
+    peak = model.memory("peak")
+    assert before["slots"] < held["slots"] <= after_holds["slots"]
+    assert after_holds["total"] >= held["total"]
+    assert now["grads"] < local["grads"] <= peak["grads"]
+    assert peak["total"] >= max(local["total"], held["total"])
+    for part in PARTS:
+        assert peak[part] >= now[part], part
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_peaks(pool2, transport):
-    for before, held, after_holds, local, now, peak in pool2.run(peaks, transport):
-        assert before["slots"] < held["slots"] <= after_holds["slots"]
-        assert after_holds["total"] >= held["total"]
-        assert now["grads"] < local["grads"] <= peak["grads"]
-        assert peak["total"] >= max(local["total"], held["total"])
-        for part in PARTS:
-            assert peak[part] >= now[part], part
-
-
-def states(optimizer_name):
+@pytest.mark.parametrize("name", ["zshard.AdamW", "torch.AdamW", "torch.Adagrad"])
+@on_ranks(2)
+def test_optimizer_memory(name):
     """Return memory()'s bytes of the optimizer, before and after a step, and in predictions."""
     case, rank = CASES["net"], dist.get_rank()
     model = wrapped(case.make, ("full_shard", "shm"), auto_wrap_policy=case.policy)
-    optimizer = make_optimizer(optimizer_name, model)
+    optimizer = make_optimizer(name, model)
     seen = [model.memory(what)["optimizer"] for what in ("now", "predicted")]
     train(model, case, optimizer, rank, steps=1)
     seen += [model.memory(what)["optimizer"] for what in ("now", "predicted", "peak")]
     size = sum(p.numel() * p.itemsize for p in model.parameters())
     count = sum(1 for _ in model.parameters())
-    return seen, size, count
+    (before, guessed, now, predicted, peak), size, count = seen, size, count
+    tensors = 1 if name.endswith("Adagrad") else 2
+    assert (before, guessed) == (0, 2 * size)
+    assert now == predicted == peak
+    assert tensors * size <= now <= tensors * size + 4 * count
 
 
-@pytest.mark.parametrize("name", ["zshard.AdamW", "torch.AdamW", "torch.Adagrad"])
-def test_optimizer_memory(pool2, name):
-    for (before, guessed, now, predicted, peak), size, count in pool2.run(states, name):
-        tensors = 1 if name.endswith("Adagrad") else 2
-        assert (before, guessed) == (0, 2 * size)
-        assert now == predicted == peak
-        assert tensors * size <= now <= tensors * size + 4 * count
-
-
-def in_backward():
+@on_ranks(2)
+def test_optimizer_in_backward_memory():
     case = CASES["net"]
     model = wrapped(case.make, ("full_shard", "shm"), auto_wrap_policy=case.policy)
     model.optimizer_in_backward(zshard.AdamW(model.parameters()))
     loss_of(model(case.batch(0, dist.get_rank()))).backward()
-    return model.memory()["optimizer"], sum(p.numel() * p.itemsize for p in model.parameters())
-
-
-def test_optimizer_in_backward_memory(pool2):
-    for held, size in pool2.run(in_backward):
-        assert held >= 2 * size
+    held = model.memory()["optimizer"]
+    size = sum(p.numel() * p.itemsize for p in model.parameters())
+    assert held >= 2 * size
 
 
 def test_summary_shows_memory():

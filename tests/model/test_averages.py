@@ -17,7 +17,7 @@ from offloaded import Wide as WideStack
 from offloaded import steps as few_steps
 from optim_states import HYBRID, wrap
 from scenarios import Stack, Wide, floats, learn, whole
-from spawn import ranks
+from spawn import on_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
@@ -48,7 +48,12 @@ def trained(model, case, ema, each=lambda: None, optimizer=None):
 # --- the averages ---------------------------------------------------------------------------------
 
 
-def unlike_torchs(name, combination, decay):
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("decay", [0.999, 0.3])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dtypes"])
+@on_ranks(2, 3)
+def test_bits_of_torchs_average(name, combination, decay):
     """Return what differs between EMA's and torch's average of the same weights."""
     model, plain = sharded(name, combination), make(CASES[name].make)
     ema, theirs = EMA(model, decay), torchs(plain, decay)
@@ -60,19 +65,12 @@ def unlike_torchs(name, combination, decay):
     trained(model, CASES[name], ema, follow)
     before = whole(model)
     found = differences(ema.state_dict(), theirs.module.state_dict())
-    return found + differences(model.state_dict(), before)
+    assert found + differences(model.state_dict(), before) == []
 
 
-@pytest.mark.sampled(9)
-@ranks(2, 3)
 @pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize("decay", [0.999, 0.3])
-@pytest.mark.parametrize("name", [name for name in CASES if name != "dtypes"])
-def test_bits_of_torchs_average(pool, name, decay, combination):
-    assert pool.run(unlike_torchs, name, combination, decay) == [[]] * pool.world
-
-
-def unlike_ddp(combination):
+@on_ranks(2)
+def test_bits_of_an_average_under_ddp(combination):
     """Train apart from DDP; return what differs between both averages."""
     case = CASES["net"]
     model, plain = sharded("net", combination), ddp(make(case.make))
@@ -84,15 +82,12 @@ def unlike_ddp(combination):
         loss_of(plain(case.batch(step, dist.get_rank()))).backward()
         optimizer.step()
         theirs.update_parameters(plain)
-    return differences(ema.state_dict(), theirs.module.module.state_dict())
+    assert differences(ema.state_dict(), theirs.module.module.state_dict()) == []
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_bits_of_an_average_under_ddp(pool2, combination):
-    assert pool2.run(unlike_ddp, combination) == [[], []]
-
-
-def unlike_in_groups(way):
+@pytest.mark.parametrize("way", HYBRID)
+@on_ranks(4)
+def test_hybrid_strategies(way):
     model, plain = wrap("net", way), make(CASES["net"].make)
     ema, theirs = EMA(model, 0.9), torchs(plain, 0.9)
 
@@ -101,15 +96,12 @@ def unlike_in_groups(way):
         theirs.update_parameters(plain)
 
     trained(model, CASES["net"], ema, follow)
-    return differences(ema.state_dict(), theirs.module.state_dict())
+    assert differences(ema.state_dict(), theirs.module.state_dict()) == []
 
 
-@pytest.mark.parametrize("way", HYBRID)
-def test_hybrid_strategies(pool4, way):
-    assert pool4.run(unlike_in_groups, way) == [[]] * 4
-
-
-def each_dtype(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_averages_of_each_dtype(combination):
     """Averages of bfloat16 are float32, of float64 float64, each pulled towards the rounded
     parameter."""
     model = wrapped(Dtypes, combination)
@@ -137,11 +129,8 @@ def each_dtype(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_averages_of_each_dtype(pool2, combination):
-    pool2.run(each_dtype, combination)
-
-
-def compute_dtypes(combination):
+@on_ranks(2)
+def test_mixed_precision(combination):
     """With mixed precision, also after a forward that has left units unsharded."""
     policy = MixedPrecision(param_dtype=torch.bfloat16)
     model = wrapped(Stack, combination, mixed_precision=policy)
@@ -156,12 +145,7 @@ def compute_dtypes(combination):
         plain.load_state_dict(model.state_dict())
         theirs.update_parameters(plain)
     assert {value.dtype for value in ema.averages[0]} == {torch.float32}
-    return differences(ema.state_dict(), theirs.module.state_dict())
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_mixed_precision(pool2, combination):
-    assert pool2.run(compute_dtypes, combination) == [[], []]
+    assert differences(ema.state_dict(), theirs.module.state_dict()) == []
 
 
 def special_values():
@@ -224,31 +208,13 @@ def test_warmup_and_every():
     assert (ema.calls, ema.updates) == (30, 10)
 
 
-def shards_only(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_an_average_takes_one_shard(combination):
     model = wrapped(Stack, combination)
     ema = EMA(model, (0.9, 0.99, 0.999))
     own = [value.numel() for value in model.parameters()]
-    return [[value.numel() for value in averages] == own for averages in ema.averages]
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_an_average_takes_one_shard(pool2, combination):
-    assert pool2.run(shards_only, combination) == [[True] * 3] * 2
-
-
-def on_a_disk(what, folder):
-    """Also where an average is read from and written to the disk all the time."""
-    model, plain = FSDP(make(WideStack), offload=to(folder, **what)), make(WideStack)
-    ema, theirs = EMA(model, (0.9, 0.99)), torchs(plain, 0.99)
-    optimizer = zshard.AdamW(model.parameters(), 0.01)
-    for _ in range(STEPS):
-        few_steps(model, optimizer, 1)
-        ema.update()
-        plain.load_state_dict(model.state_dict())
-        theirs.update_parameters(plain)
-    before = whole(model)
-    found = differences(ema.state_dict(0.99), theirs.module.state_dict())
-    return found + differences(model.state_dict(), before)
+    assert [[value.numel() for value in averages] == own for averages in ema.averages] == [True] * 3
 
 
 # --- evaluation -----------------------------------------------------------------------------------
@@ -259,7 +225,10 @@ def evaluate(model):
         return model(floats(9)).clone()
 
 
-def no_trace(combination):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_evaluations_leave_no_trace(combination):
     """Train with evaluations in between, at each place of a step; return what differs from training
     without them, and from the averaged plain model's outputs."""
     models = [wrapped(Stack, combination) for _ in range(2)]
@@ -288,16 +257,12 @@ def no_trace(combination):
             optimizer.step()
             ema.update()
         found += differences(models[0].state_dict(), models[1].state_dict())
-    return found + differences(emas[0].state_dict(), emas[1].state_dict())
+    assert found + differences(emas[0].state_dict(), emas[1].state_dict()) == []
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_evaluations_leave_no_trace(pool2, combination):
-    assert pool2.run(no_trace, combination) == [[], []]
-
-
-def between_passes(way):
+@pytest.mark.parametrize("way", HYBRID)
+@on_ranks(4)
+def test_evaluations_between_forward_and_backward(way):
     """In hybrid groups a backward reads shards at once, or what the forward has kept."""
     finals = []
     for swaps in (False, True):
@@ -313,15 +278,12 @@ def between_passes(way):
             optimizer.step()
             ema.update()
         finals.append(whole(model))
-    return differences(*finals)
+    assert differences(*finals) == []
 
 
-@pytest.mark.parametrize("way", HYBRID)
-def test_evaluations_between_forward_and_backward(pool4, way):
-    assert pool4.run(between_passes, way) == [[]] * 4
-
-
-def without_backward(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_what_an_evaluation_leaves_unsharded_is_resharded(combination):
     """A forward with gradients keeps parameters for a backward that never comes."""
     model = wrapped(Wide, combination)
     ema, optimizer = EMA(model, 0.9), torch.optim.SGD(model.parameters(), 0.1)
@@ -334,12 +296,9 @@ def without_backward(combination):
         assert_same(whole(model), before, "the model after swapped()")
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_what_an_evaluation_leaves_unsharded_is_resharded(pool2, combination):
-    pool2.run(without_backward, combination)
-
-
-def rank_0_alone(combination):
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[1] == "shm"])
+@on_ranks(2)
+def test_rank_0_evaluates_alone(combination):
     """Rank 0 evaluates several times; the others leave the context at once and train on."""
     model, plain = wrapped(Wide, combination), make(Wide)
     optimizer, ema = torch.optim.SGD(model.parameters(), 0.1), EMA(model, 0.9)
@@ -350,12 +309,7 @@ def rank_0_alone(combination):
         with ema.swapped():
             for _ in range(3 if dist.get_rank() == 0 else 0):
                 torch.testing.assert_close(evaluate(model), evaluate(plain), rtol=1e-5, atol=1e-6)
-    return ema.updates
-
-
-@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[1] == "shm"])
-def test_rank_0_evaluates_alone(pool2, combination):
-    assert pool2.run(rank_0_alone, combination) == [STEPS] * 2
+    assert ema.updates == STEPS
 
 
 class Normed(nn.Module):
@@ -394,7 +348,10 @@ def test_buffers_are_the_models(pool2, combination):
     assert pool2.run(statistics, combination) == [[], []]
 
 
-def raising(combination, who):
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_an_exception_restores_the_parameters(combination, who):
     """Some ranks raise within the context; all continue with their own weights."""
     model = wrapped(Stack, combination)
     optimizer, ema = torch.optim.SGD(model.parameters(), 0.1), EMA(model, 0.9)
@@ -409,15 +366,22 @@ def raising(combination, who):
     found = differences(model.state_dict(), before)
     learn(model, optimizer, 2)
     ema.update()
-    return found
-
-
-@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_an_exception_restores_the_parameters(pool2, combination, who):
-    assert pool2.run(raising, combination, who) == [[], []]
+    assert found == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_offloaded(pool2, kind, tmp_path):
-    assert pool2.run(on_a_disk, KINDS[kind], tmp_path) == [[], []]
+@on_ranks(2)
+def test_offloaded(tmp_path, kind):
+    """Also where an average is read from and written to the disk all the time."""
+    what = KINDS[kind]
+    model, plain = FSDP(make(WideStack), offload=to(tmp_path, **what)), make(WideStack)
+    ema, theirs = EMA(model, (0.9, 0.99)), torchs(plain, 0.99)
+    optimizer = zshard.AdamW(model.parameters(), 0.01)
+    for _ in range(STEPS):
+        few_steps(model, optimizer, 1)
+        ema.update()
+        plain.load_state_dict(model.state_dict())
+        theirs.update_parameters(plain)
+    before = whole(model)
+    found = differences(ema.state_dict(0.99), theirs.module.state_dict())
+    assert found + differences(model.state_dict(), before) == []

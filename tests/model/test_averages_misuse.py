@@ -13,6 +13,7 @@ import torch.distributed as dist
 from compare import assert_same
 from models import make, wrapped
 from scenarios import Stack, floats, learn, whole
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -142,7 +143,8 @@ def test_calls_within(pool2, combination):
         ]
 
 
-def step_in_backward():
+@on_ranks(2)
+def test_step_in_backward():
     model = FSDP(make(Stack))
     optimizer, ema = zshard.SGD(model.parameters(), 0.1), EMA(model, 0.9)
     model.optimizer_in_backward(optimizer)
@@ -155,11 +157,8 @@ def step_in_backward():
     model(floats(1)).sum().backward()
 
 
-def test_step_in_backward(pool2):
-    pool2.run(step_in_backward)
-
-
-def during_a_step():
+@on_ranks(2)
+def test_calls_in_a_forward():
     model, _, ema = built(("full_shard", "shm"))
     found = []
 
@@ -177,11 +176,8 @@ def during_a_step():
     assert len(found) == 4
 
 
-def test_calls_in_a_forward(pool2):
-    pool2.run(during_a_step)
-
-
-def changed_models():
+@on_ranks(2)
+def test_changed_models():
     model, _, ema = built(("full_shard", "shm"))
     model.head.weight.requires_grad_(False)
     ema.update()  # still averaged, as by torch's
@@ -202,11 +198,8 @@ def changed_models():
         ema.state_dict()
 
 
-def test_changed_models(pool2):
-    pool2.run(changed_models)
-
-
-def copied_models():
+@on_ranks(2)
+def test_copies_of_the_model():
     """A copy trains apart; the EMA stays with its model, and averages made of copies agree."""
     model, _, ema = built(("full_shard", "shm"), (0.9, 0.5))
     twin, average = copy.deepcopy(model), ema.state_dict(0.5)
@@ -218,10 +211,6 @@ def copied_models():
     with others[0].swapped(), ema.swapped(0.9):
         pass
     assert_same(others[0].state_dict(), others[1].state_dict(), "two EMAs")
-
-
-def test_copies_of_the_model(pool2):
-    pool2.run(copied_models)
 
 
 # --- on one rank only -----------------------------------------------------------------------------
@@ -245,7 +234,9 @@ def test_load_on_one_rank_within(pool2, combination, tmp_path):
     assert all(map(all, pool2.run(load_on_rank_0, combination, str(tmp_path))))
 
 
-def update_on_rank_0(combination):
+@pytest.mark.parametrize("combination", WAYS)
+@on_ranks(2)
+def test_update_on_one_rank(combination):
     model, _, ema = built(combination)
     if dist.get_rank() == 0:
         ema.update()
@@ -254,34 +245,23 @@ def update_on_rank_0(combination):
         with pytest.raises(zshard.DivergenceError) as caught:
             call()
         said.append(str(caught.value))
-    return said
+    for text in said:
+        assert "is 2 on rank 0, but 1 on rank 1" in text or "'calls': 2" in text, text
 
 
 @pytest.mark.parametrize("combination", WAYS)
-def test_update_on_one_rank(pool2, combination):
-    for said in pool2.run(update_on_rank_0, combination):
-        for text in said:
-            assert "is 2 on rank 0, but 1 on rank 1" in text or "'calls': 2" in text, text
-
-
-def swapped_on_rank_0(combination):
+@on_ranks(2)
+def test_swapped_on_one_rank(combination):
     """The other rank trains on, or waits in a barrier: all get an error, and rank 0 its weights."""
     model, optimizer, ema = built(combination)
-    before = whole(model)
     with pytest.raises((zshard.DivergenceError, zshard.PeerTimeoutError)) as caught:
         if dist.get_rank() == 0:
             with ema.swapped():
                 model(floats(0))
         else:
             learn(model, optimizer, 2)
-    own = [zshard.to_local(param).clone() for param in model.parameters()]
-    return str(caught.value), own, len(before)
-
-
-@pytest.mark.parametrize("combination", WAYS)
-def test_swapped_on_one_rank(pool2, combination):
-    for said, _, _ in pool2.run(swapped_on_rank_0, combination):
-        assert "ema.swapped()" in said, said
+    said = str(caught.value)
+    assert "ema.swapped()" in said, said
 
 
 def leaves_alone(combination):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from compare import assert_same
 from models import CASES, COMBINATIONS, Block, differences, loss_of, make, train, wrapped
 from scenarios import WIDTH, Stack, floats
+from spawn import on_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -42,7 +43,9 @@ def test_copy_is_independent(pool2, name):
             assert (same, apart, alike) == ([], [], []), combination
 
 
-def averaged(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_moving_average(combination):
     """Return what differs between the average of a sharded model's weights and of a plain one's."""
     plain = make(Stack)
     model = wrapped(Stack, combination)
@@ -59,12 +62,7 @@ def averaged(combination):
     theirs, ours = (mean.module.state_dict() for mean in means)
     with torch.no_grad():
         torch.testing.assert_close(means[1](floats(5)), means[0](floats(5)), rtol=1e-5, atol=1e-6)
-    return differences(ours, theirs)
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_moving_average(pool2, combination):
-    assert pool2.run(averaged, combination) == [[], []]
+    assert differences(ours, theirs) == []
 
 
 class Special(nn.Module):
@@ -88,14 +86,19 @@ def count(module, args, output):
     module.calls.append("called")
 
 
-def what_is_kept():
+def unit_of(module):
+    return module._zshard_state.unit
+
+
+@on_ranks(2)
+def test_copied_attributes():
     model = Special()
     model = FSDP(model, auto_wrap_policy=None, ignored_modules=[model.alone])
     model(floats(0))
     twin = copy.deepcopy(model)
     twin(floats(0))
     assert_same(twin(floats(1)), model(floats(1)), "the copy's output")
-    return (
+    facts = (
         (len(model.calls), len(twin.calls)),
         [unit.name for unit in map(unit_of, FSDP.fsdp_modules(twin))],
         twin.frozen.weight.requires_grad,
@@ -103,18 +106,11 @@ def what_is_kept():
         zshard.shard_info(twin.alone.weight),
         twin.scale is not model.scale,
     )
+    assert facts == ((2, 3), ["", "block"], False, "a user's", None, True)
 
 
-def unit_of(module):
-    return module._zshard_state.unit
-
-
-def test_copied_attributes(pool2):
-    for facts in pool2.run(what_is_kept):
-        assert facts == ((2, 3), ["", "block"], False, "a user's", None, True)
-
-
-def what_was_set():
+@on_ranks(2)
+def test_copied_settings():
     """A copy has what the script has set after FSDP()."""
     model = FSDP(make(Stack), auto_wrap_policy={Block})
     block = next(module for module in FSDP.fsdp_modules(model) if module is not model)
@@ -126,18 +122,16 @@ def what_was_set():
     twin = copy.deepcopy(model)
     assert FSDP.get_state_dict_type(twin) == FSDP.get_state_dict_type(model)
     assert bool(twin.state_dict()) == (dist.get_rank() == 0)
-    return [
+    ours, theirs = [
         [(unit.divisor, unit.strategy, unit.sync) for unit in map(unit_of, FSDP.fsdp_modules(each))]
         for each in (model, twin)
     ]
+    assert ours == theirs and {8.0, "shard_grad_op", False} <= set().union(*ours)
 
 
-def test_copied_settings(pool2):
-    for ours, theirs in pool2.run(what_was_set):
-        assert ours == theirs and {8.0, "shard_grad_op", False} <= set().union(*ours)
-
-
-def in_the_middle(strategy):
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_copy_between_forward_and_backward(strategy):
     """A copy between forward and backward, and of a model within a plain one."""
     model = FSDP(make(Stack), strategy=strategy)
     holder = nn.ModuleDict({"student": model, "head": nn.Linear(2, 2)})
@@ -148,24 +142,16 @@ def in_the_middle(strategy):
     loss_of(fresh(floats(0))).backward()
     ours, theirs = ([p.grad.clone() for p in each.parameters()] for each in (model, fresh))
     assert_same(ours, theirs, "the gradients")
-    return differences(twin.state_dict(), make(Stack).state_dict())
+    assert differences(twin.state_dict(), make(Stack).state_dict()) == []
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_copy_between_forward_and_backward(pool2, strategy):
-    assert pool2.run(in_the_middle, strategy) == [[], []]
-
-
-def lowered():
+@on_ranks(2)
+def test_copy_computes_in_the_same_dtypes():
     policy = MixedPrecision(param_dtype=torch.bfloat16)
     model = FSDP(make(Stack), mixed_precision=policy)
     twin = copy.deepcopy(model)
     assert_same(twin(floats(0)), model(floats(0)), "the copy's output")
-    return twin(floats(0)).dtype
-
-
-def test_copy_computes_in_the_same_dtypes(pool2):
-    assert pool2.run(lowered) == [torch.bfloat16] * 2
+    assert twin(floats(0)).dtype == torch.bfloat16
 
 
 def copied_after_a_forward(combination):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from compare import assert_same
 from models import COMBINATIONS, Block, loss_of, make
 from scenarios import WIDTH, floats, mean_grads, message_of, near, whole_grads, wrong_grads
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -58,41 +59,40 @@ def wrapped(combination, **options):
     return model
 
 
-def wrong_with(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_gradients_through_a_method(combination):
     expected = mean_grads(Encoder, encode_and_learn)
     model = wrapped(combination)
     encode_and_learn(model, dist.get_rank())
     ours = {name: near(grad, expected[name]) for name, grad in whole_grads(model).items()}
     twin = copy.deepcopy(model)
     assert_same(twin.encode(floats(0)), model.encode(floats(0)), "what the copy encodes")
-    return wrong_grads(ours, expected)
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_gradients_through_a_method(pool2, combination):
-    assert pool2.run(wrong_with, combination) == [[], []]
+    assert wrong_grads(ours, expected) == []
 
 
 def weigh_and_learn(model, rank):
     loss_of(model.weigh(floats(rank))).backward()
 
 
-def wrong_with_a_forward_within(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_method_may_run_the_forward(combination):
     expected = mean_grads(Encoder, weigh_and_learn)
     model = wrapped(combination)
     zshard.register_forward_method(model, "weigh")
     weigh_and_learn(model, dist.get_rank())
-    return wrong_grads(
-        {name: near(grad, expected[name]) for name, grad in whole_grads(model).items()}, expected
+    assert (
+        wrong_grads(
+            {name: near(grad, expected[name]) for name, grad in whole_grads(model).items()},
+            expected,
+        )
+        == []
     )
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_method_may_run_the_forward(pool2, combination):
-    assert pool2.run(wrong_with_a_forward_within, combination) == [[]] * 2
-
-
-def troubles():
+@on_ranks(2)
+def test_failing_method_leaves_the_model_unchanged():
     """A method that raises leaves the model unchanged; plain modules are ignored."""
     model, plain = FSDP(make(Encoder)), make(Encoder)
     zshard.register_forward_method(model, "fail")
@@ -100,20 +100,13 @@ def troubles():
     zshard.register_forward_method(plain, "encode")
     message_of(lambda: zshard.register_forward_method(model, "no_such"), AttributeError)
     assert_same(model(floats(0)), plain(floats(0)), "the output")
-    return raised
+    assert raised == "planted"
 
 
-def test_failing_method_leaves_the_model_unchanged(pool2):
-    assert pool2.run(troubles) == ["planted"] * 2
-
-
-def lowered():
+@on_ranks(2)
+def test_arguments_are_cast_as_in_forward():
     model = wrapped(("full_shard", None), mixed_precision=MixedPrecision(torch.bfloat16))
-    return model.encode(floats(0)).dtype
-
-
-def test_arguments_are_cast_as_in_forward(pool2):
-    assert pool2.run(lowered) == [torch.bfloat16] * 2
+    assert model.encode(floats(0)).dtype == torch.bfloat16
 
 
 def test_single_rank():
@@ -122,19 +115,6 @@ def test_single_rank():
 
 
 # --- submodules -----------------------------------------------------------------------------------
-
-
-def part_by_itself(combination):
-    """Return the error of a submodule that is called directly and uses the root's weights,
-    (without, with gradients): an embedding so large that each rank has a shard that it could
-    read."""
-    plain, ids = make(Translator), torch.arange(6).reshape(2, 3)
-    model = FSDP(make(Translator), strategy=combination[0], transport=combination[1])
-    with torch.no_grad():
-        first = (model.encoder(ids) - plain.encoder(ids)).abs().max().item()
-    second = (model.encoder(ids) - plain.encoder(ids)).abs().max().item()
-    loss_of(model(ids)).backward()
-    return first, second
 
 
 class Translator(nn.Module):
@@ -164,5 +144,16 @@ class Translator(nn.Module):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda both: " ".join(both))
-def test_submodule_called_directly_has_full_weights(pool2, combination):
-    assert pool2.run(part_by_itself, combination) == [(0.0, 0.0)] * 2
+@on_ranks(2)
+def test_submodule_called_directly_has_full_weights(combination):
+    """Return the error of a submodule that is called directly and uses the root's weights,
+    (without, with gradients): an embedding so large that each rank has a shard that it could
+    read."""
+    plain, ids = make(Translator), torch.arange(6).reshape(2, 3)
+    model = FSDP(make(Translator), strategy=combination[0], transport=combination[1])
+    with torch.no_grad():
+        first = (model.encoder(ids) - plain.encoder(ids)).abs().max().item()
+    second = (model.encoder(ids) - plain.encoder(ids)).abs().max().item()
+    loss_of(model(ids)).backward()
+    assert first == 0.0
+    assert second == 0.0

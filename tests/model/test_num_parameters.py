@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import COMBINATIONS
-from spawn import RankPool, ranks
+from spawn import RankPool, on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -74,13 +74,9 @@ class Counting(nn.Module):
         return self.part(x)
 
 
-def parts_count() -> list[int]:
+@on_ranks(2)
+def test_non_unit_submodules_count_full_parameters():
     import zshard.integrations.transformers  # noqa: F401 - as FSDP() does if transformers is imported
 
     model: Any = FSDP(nn.Sequential(Counting(), Counting()), auto_wrap_policy=None)
-    return [model[0].num_parameters(), Counting().num_parameters()]
-
-
-@ranks(2)
-def test_non_unit_submodules_count_full_parameters(pool: RankPool) -> None:
-    assert pool.run(parts_count) == [[56, 56]] * 2
+    assert [model[0].num_parameters(), Counting().num_parameters()] == [56, 56]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from compare import differences
 from models import CASES, COMBINATIONS, loss_of, make, sharded, wrapped
 from scenarios import Stack, floats, learn, whole
+from spawn import on_ranks
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from zshard import FSDP, ShardError
@@ -40,7 +41,10 @@ class ListOfClones:
             param.data.copy_(value.data)
 
 
-def list_of_clones(combination):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_lists_of_clones(combination):
     model, plain = wrapped(Stack, combination), make(Stack)
     means = [ListOfClones(each.parameters(), 0.9) for each in (model, plain)]
     optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
@@ -57,17 +61,16 @@ def list_of_clones(combination):
         for mean, each in zip(means, (model, plain), strict=True):
             mean.restore(each.parameters())
         found += differences(model.state_dict(), before)
-    return found
+    assert found == []
 
 
 @pytest.mark.sampled(3)
+@pytest.mark.parametrize("use_buffers", [False, True])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_lists_of_clones(pool2, combination):
-    assert pool2.run(list_of_clones, combination) == [[], []]
-
-
-def averaged_buffers(combination, name, use_buffers):
+@on_ranks(2)
+def test_torchs_averages_of_buffers(combination, use_buffers):
     """torch's average, of buffers too; and its simple mean."""
+    name = "conv"
     model, plain, found = sharded(name, combination), make(CASES[name].make), []
     decay = get_ema_multi_avg_fn(0.9)
     pairs = [
@@ -86,17 +89,12 @@ def averaged_buffers(combination, name, use_buffers):
     for ours, theirs in pairs:
         found += differences(ours.module.state_dict(), theirs.module.state_dict())
         assert int(ours.n_averaged) == int(theirs.n_averaged) == STEPS
-    return found
+    assert found == []
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("use_buffers", [False, True])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_torchs_averages_of_buffers(pool2, combination, use_buffers):
-    assert pool2.run(averaged_buffers, combination, "conv", use_buffers) == [[], []]
-
-
-def made_before(how):
+@pytest.mark.parametrize("how", ["torch", "clones", "deepcopy"])
+@on_ranks(2)
+def test_averages_from_before_sharding(how):
     """A copy from before FSDP(...) has full tensors; the error says when to make it."""
     plain = make(Stack)
     early = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -111,10 +109,5 @@ def made_before(how):
         else:
             for mean, param in zip(twin.parameters(), model.parameters(), strict=True):
                 mean.lerp_(param, 0.1)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("how", ["torch", "clones", "deepcopy"])
-def test_averages_from_before_sharding(pool2, how):
-    for said in pool2.run(made_before, how):
-        assert "after FSDP(...), so that they are sharded" in said, said
+    said = str(caught.value)
+    assert "after FSDP(...), so that they are sharded" in said, said

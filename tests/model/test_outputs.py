@@ -18,6 +18,7 @@ from scenarios import (
     whole_grads,
     wrong_grads,
 )
+from spawn import on_ranks
 from torch import nn
 
 
@@ -66,19 +67,17 @@ def wrong_after(model, build, run):
     return wrong_grads(ours, expected)
 
 
-def linked(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_results_with_reference_cycles(combination):
     """Return (accesses to a forward's 12 results, the wrong gradients)."""
     model = wrapped(Linked, combination)
     Result.looks = 0
     learn(model, torch.distributed.get_rank())
-    return Result.looks, wrong_after(model, Linked, learn)
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_results_with_reference_cycles(pool2, combination):
-    for looks, wrong in pool2.run(linked, combination):
-        assert wrong == []
-        assert looks == 0, "somebody has searched a result"
+    looks = Result.looks
+    wrong = wrong_after(model, Linked, learn)
+    assert wrong == []
+    assert looks == 0, "somebody has searched a result"
 
 
 class Recursive(nn.Module):
@@ -96,7 +95,9 @@ class Recursive(nn.Module):
         return x if depth == 0 else self(x, depth - 1)
 
 
-def after_a_call_that_was_left(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_next_call_ends_an_interrupted_forward(combination):
     """Return the wrong gradients after a forward through .module was interrupted."""
     model = wrapped(Recursive, combination)
     model.stop = True
@@ -106,9 +107,4 @@ def after_a_call_that_was_left(combination):
     model.stop = False
     forward_backward(model, torch.distributed.get_rank())
     assert unit_of(model).n_open == 0
-    return wrong_after(model, Recursive, forward_backward)
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_next_call_ends_an_interrupted_forward(pool2, combination):
-    assert pool2.run(after_a_call_that_was_left, combination) == [[], []]
+    assert wrong_after(model, Recursive, forward_backward) == []

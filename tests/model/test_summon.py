@@ -22,7 +22,10 @@ def whole(model):
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def reading(name, combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen"])
+@on_ranks(2)
+def test_parameters_are_full_inside(name, combination):
     case = CASES[name]
     plain = make(case.make)
     model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
@@ -31,17 +34,9 @@ def reading(name, combination):
     with model.summon_full_params(writeback=False, rank0_only=True):
         on_rank_0 = whole(model)
     at_0 = dist.get_rank() == 0 or combination[0] == "no_shard"
-    return (
-        differences(inside, whole(plain)),
-        differences(on_rank_0, whole(plain)) if at_0 else [],
-        differences(model.state_dict(), plain.state_dict()),
-    )
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen"])
-def test_parameters_are_full_inside(pool2, name, combination):
-    assert pool2.run(reading, name, combination) == [([], [], [])] * 2
+    assert differences(inside, whole(plain)) == []
+    assert (differences(on_rank_0, whole(plain)) if at_0 else []) == []
+    assert differences(model.state_dict(), plain.state_dict()) == []
 
 
 def scale(model):
@@ -51,7 +46,11 @@ def scale(model):
             param.data.add_(param.detach())  # no version counter sees this
 
 
-def writing(combination, writeback, precision):
+@pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)])
+@pytest.mark.parametrize("writeback", [True, False])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_writes_are_kept_or_discarded(combination, writeback, precision):
     plain = make(Stack)
     model = wrapped(Stack, combination, mixed_precision=precision)
     forward_backward(model, dist.get_rank())
@@ -64,14 +63,7 @@ def writing(combination, writeback, precision):
     model.zero_grad()
     forward_backward(model, dist.get_rank())
     assert bool(differences(all_grads(model), before)) == writeback
-    return wrong
-
-
-@pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)])
-@pytest.mark.parametrize("writeback", [True, False])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_writes_are_kept_or_discarded(pool2, combination, writeback, precision):
-    assert pool2.run(writing, combination, writeback, precision) == [[], []]
+    assert wrong == []
 
 
 # --- contexts within each other -------------------------------------------------------------------
@@ -200,7 +192,8 @@ def test_recurse_false_unshards_one_unit(pool2, transport):
     assert pool2.run(own_unit_only, transport) == [["blocks.0"]] * 2
 
 
-def forward_within():
+@on_ranks(2)
+def test_forward_inside():
     """A forward inside uses what was written; in another dtype it is an error."""
     model, plain = wrapped(Stack, ("full_shard", "shm")), make(Stack)
     x = torch.ones(2, WIDTH)
@@ -213,16 +206,14 @@ def forward_within():
     with FSDP.summon_full_params(low):
         message = message_of(lambda: low(x), RuntimeError)
     low(x)
-    return differences(inside, plain(x)), message
+    wrong = differences(inside, plain(x))
+    assert wrong == []
+    assert "summon_full_params" in message and "original dtype" in message
 
 
-def test_forward_inside(pool2):
-    for wrong, message in pool2.run(forward_within):
-        assert wrong == []
-        assert "summon_full_params" in message and "original dtype" in message
-
-
-def an_error_within(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_errors_inside_leave_the_model_unchanged(combination):
     model, plain = wrapped(Stack, combination), make(Stack)
     optimizer = zshard.SGD(model.parameters(), 0.1)
     forward_backward(model, dist.get_rank())
@@ -238,28 +229,20 @@ def an_error_within(combination):
 
     message_of(fail, ValueError)
     said = message_of(step, RuntimeError) if combination[0] != "no_shard" else "cannot step while"
-    return differences(model.state_dict(), plain.state_dict()), said
+    wrong = differences(model.state_dict(), plain.state_dict())
+    assert wrong == [] and "cannot step while" in said
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_errors_inside_leave_the_model_unchanged(pool2, combination):
-    for wrong, said in pool2.run(an_error_within, combination):
-        assert wrong == [] and "cannot step while" in said
-
-
-def mistakes():
+@on_ranks(2)
+def test_mistakes_are_named():
     model = FSDP(make(Stack))
 
     def enter(**options):
         with FSDP.summon_full_params(model, **options):
             pass
 
-    return message_of(lambda: enter(rank0_only=True), ValueError)
-
-
-def test_mistakes_are_named(pool2):
-    for said in pool2.run(mistakes):
-        assert "writeback=False" in said
+    said = message_of(lambda: enter(rank0_only=True), ValueError)
+    assert "writeback=False" in said
 
 
 # --- apply ----------------------------------------------------------------------------------------
@@ -273,7 +256,10 @@ def initialise(module):
         module.weight.data.fill_(2.0)
 
 
-def applied(combination, seed_of_rank):
+@pytest.mark.parametrize("seed_of_rank", [0, 1])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_apply_initializes_as_in_a_plain_model(combination, seed_of_rank):
     """Return what differs from a plain model that rank 0 initializes; apply returns the model."""
     plain = make(Stack)
     model = wrapped(Stack, combination)
@@ -281,13 +267,7 @@ def applied(combination, seed_of_rank):
     plain.apply(initialise)
     torch.manual_seed(3 + seed_of_rank * dist.get_rank())
     assert model.apply(initialise) is model
-    return differences(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("seed_of_rank", [0, 1])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_apply_initializes_as_in_a_plain_model(pool2, combination, seed_of_rank):
-    assert pool2.run(applied, combination, seed_of_rank) == [[], []]
+    assert differences(model.state_dict(), plain.state_dict()) == []
 
 
 def test_apply_in_a_world_of_one():

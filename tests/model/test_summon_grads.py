@@ -35,7 +35,11 @@ def present(grads):
     return {name: grad for name, grad in grads.items() if grad is not None}
 
 
-def reading(name, combination):
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "unused", "dtypes"])
+@on_ranks(2, 3)
+def test_gradients_are_full_inside(name, combination):
     """Return what differs inside from the full gradients, and afterwards; on rank 0 alone, too."""
     case, model = CASES[name], sharded(name, combination)
     loss_of(model(case.batch(0, dist.get_rank()))).backward()
@@ -55,15 +59,10 @@ def reading(name, combination):
     wrong = differences(inside, expected) + differences(nested, expected)
     if dist.get_rank() == 0:
         wrong += differences(at_0, expected)
-    return wrong, kept, as_before, differences(present(whole_grads(model)), expected)
-
-
-@pytest.mark.sampled(7)
-@ranks(2, 3)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "unused", "dtypes"])
-def test_gradients_are_full_inside(pool, name, combination):
-    assert pool.run(reading, name, combination) == [([], [], True, [])] * pool.world
+    assert wrong == []
+    assert kept == []
+    assert as_before
+    assert differences(present(whole_grads(model)), expected) == []
 
 
 def caught(combination):
@@ -104,7 +103,12 @@ def test_shard_groups(pool4, strategy):
     assert pool4.run(in_groups, strategy) == [[]] * 4
 
 
-def writing(combination, writeback, precision):
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("precision", [None, LOW])
+@pytest.mark.parametrize("writeback", [True, False])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_writes_are_kept_or_discarded(combination, writeback, precision):
     """Return what differs after a step with what was written inside from the expected result."""
     model = wrapped(Stack, combination, mixed_precision=precision)
     optimizer = zshard.SGD(model.parameters(), 0.1)
@@ -130,22 +134,14 @@ def writing(combination, writeback, precision):
     near = {n: bool((v - before[n]).abs().max() < 1e-6) for n, v in model.state_dict().items()}
     optimizer.zero_grad()
     forward_backward(model, dist.get_rank())
-    return (
-        wrong,
-        [n for n, is_near in near.items() if not is_near],
-        found.keys() == whole_grads(model).keys(),
-    )
+    assert wrong == []
+    assert [n for n, is_near in near.items() if not is_near] == []
+    assert found.keys() == whole_grads(model).keys()
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("precision", [None, LOW])
-@pytest.mark.parametrize("writeback", [True, False])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_writes_are_kept_or_discarded(pool2, combination, writeback, precision):
-    assert pool2.run(writing, combination, writeback, precision) == [([], [], True)] * 2
-
-
-def some_ranks_only(combination):
+@pytest.mark.parametrize("combination", SHARDED)
+@on_ranks(2)
+def test_gradients_on_some_ranks(combination):
     """A rank that dropped its shards counts as zero; a gradient that is created inside stays."""
     model, rank = wrapped(Stack, combination), dist.get_rank()
     forward_backward(model, rank)
@@ -164,15 +160,16 @@ def some_ranks_only(combination):
         none = [name for name, param in model.named_parameters() if param.grad is not None]
         model.head.weight.grad = torch.ones_like(model.head.weight)
     ours = present(whole_grads(model))
-    return wrong, none, [(name, bool((grad == 1).all())) for name, grad in ours.items()]
+    assert wrong == []
+    assert none == []
+    assert [(name, bool((grad == 1).all())) for name, grad in ours.items()] == [
+        ("head.weight", True)
+    ]
 
 
-@pytest.mark.parametrize("combination", SHARDED)
-def test_gradients_on_some_ranks(pool2, combination):
-    assert pool2.run(some_ranks_only, combination) == [([], [], [("head.weight", True)])] * 2
-
-
-def local(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_no_sync_gradients_stay_local(combination):
     """In no_sync() a .grad is full and local to its rank: it stays so, and writes to it are
     kept."""
     model, plain = wrapped(Stack, combination), make(Stack)
@@ -190,15 +187,13 @@ def local(combination):
         for param in model.parameters():
             param.grad.mul_(2)
     doubled = {name: grad * 2 for name, grad in expected.items()}
-    return inside, after, differences(grads_of(model), doubled)
+    assert inside == []
+    assert after == []
+    assert differences(grads_of(model), doubled) == []
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_no_sync_gradients_stay_local(pool2, combination):
-    assert pool2.run(local, combination) == [([], [], [])] * 2
-
-
-def local_on_one_rank():
+@on_ranks(2)
+def test_local_gradients_on_one_rank_are_refused():
     """One rank keeps its gradients, by its own setting, and the other has dropped its."""
     model = wrapped(Stack, ("full_shard", "shm"))
     with model.no_sync():
@@ -211,13 +206,10 @@ def local_on_one_rank():
         with FSDP.summon_full_params(model, with_grads=True):
             pass
 
-    return message_of(enter, RuntimeError), differences(grads_of(model), before)
-
-
-def test_local_gradients_on_one_rank_are_refused(pool2):
-    for said, changed in pool2.run(local_on_one_rank):
-        assert "some ranks, but not all, have an unreduced gradient" in said
-        assert changed == []
+    said = message_of(enter, RuntimeError)
+    changed = differences(grads_of(model), before)
+    assert "some ranks, but not all, have an unreduced gradient" in said
+    assert changed == []
 
 
 def assigned(combination):
@@ -234,7 +226,9 @@ def test_a_first_gradient_is_discarded(pool2):
         assert pool2.run(assigned, combination) == [[], []], combination
 
 
-def stumbling(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_error_inside(combination):
     model = wrapped(Stack, combination)
     forward_backward(model, dist.get_rank())
     expected = whole_grads(model)
@@ -246,12 +240,7 @@ def stumbling(combination):
             raise ValueError("stumbled")
 
     message_of(fail, ValueError)
-    return differences(whole_grads(model), expected)
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_error_inside(pool2, combination):
-    assert pool2.run(stumbling, combination) == [[], []]
+    assert differences(whole_grads(model), expected) == []
 
 
 @pytest.mark.parametrize("combination", SHARDED)

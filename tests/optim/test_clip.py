@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -130,7 +130,8 @@ def test_norm_equals_the_full_models(pool, strategy, how):
         assert set(results) == {(results[0][0], torch.float32)}
 
 
-def clip_beside_whole_parameters():
+@on_ranks(2)
+def test_unsharded_parameters_count_once():
     plain, extra = make_model(), nn.Parameter(torch.ones(4))
     backward(plain, 0)
     extra.grad = torch.full((4,), 3.0)
@@ -145,11 +146,9 @@ def clip_beside_whole_parameters():
     torch.testing.assert_close(extra.grad, torch.full((4,), 3.0) / expected)
 
 
-def test_unsharded_parameters_count_once(pool2):
-    pool2.run(clip_beside_whole_parameters)
-
-
-def clip_with_a_bad_number_on_one_rank(bad):
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@on_ranks(2)
+def test_nonfinite_gradient_on_one_rank_reaches_all(bad):
     model = zshard.FSDP(make_model())
     backward(model, 0)
     grads = [p.grad for p in model.parameters() if p.grad.numel()]
@@ -171,23 +170,6 @@ def clip_with_a_bad_number_on_one_rank(bad):
             assert ((grad == 0) | grad.isnan()).to_local().all(), grad.to_local()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_nonfinite_gradient_on_one_rank_reaches_all(pool2, bad):
-    pool2.run(clip_with_a_bad_number_on_one_rank, bad)
-
-
-def clip_wrongly():
-    model = zshard.FSDP(make_model())
-    backward(model, 0)
-    with pytest.raises(ValueError, match="norm_type must be a positive number or inf, got 0"):
-        model.clip_grad_norm_(1.0, 0.0)
-    for param in model.parameters():
-        param.grad = param.grad * 2
-    for clip in (model.clip_grad_norm_, clip_by_torch(model), scale_by_torch(model)):
-        with pytest.raises(RuntimeError, match=r"\.grad of sharded parameter '0.weight' was rep"):
-            clip(1e-9)
-
-
 def clip_by_torch(model):
     return lambda limit: torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
 
@@ -197,5 +179,14 @@ def scale_by_torch(model):
     return lambda limit: torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, one)
 
 
-def test_gradients_without_a_global_norm_are_refused(pool2):
-    pool2.run(clip_wrongly)
+@on_ranks(2)
+def test_gradients_without_a_global_norm_are_refused():
+    model = zshard.FSDP(make_model())
+    backward(model, 0)
+    with pytest.raises(ValueError, match="norm_type must be a positive number or inf, got 0"):
+        model.clip_grad_norm_(1.0, 0.0)
+    for param in model.parameters():
+        param.grad = param.grad * 2
+    for clip in (model.clip_grad_norm_, clip_by_torch(model), scale_by_torch(model)):
+        with pytest.raises(RuntimeError, match=r"\.grad of sharded parameter '0.weight' was rep"):
+            clip(1e-9)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from models import COMBINATIONS, wrapped
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -96,7 +97,11 @@ def outcome(act, number):
         return str(error)[:60]
 
 
-def random_scripts(combination, seed):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("combination", SHARDED)
+@pytest.mark.parametrize("seed", range(8))
+@on_ranks(2)
+def test_clipping_later_is_clipping_at_once(combination, seed):
     """Run the same acts on two models. One has a second name for its gradients, so that they are
     clipped at once."""
     chance = random.Random(seed)
@@ -113,10 +118,3 @@ def random_scripts(combination, seed):
         assert_same([found], [expected], f"{name} after {done}", nans=True)
         assert_same(later.params, at_once.params, f"parameters after {done}", nans=True)
     assert_same(later.grads(), at_once.grads(), f"gradients after {done}", nans=True)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("combination", SHARDED)
-@pytest.mark.parametrize("seed", range(8))
-def test_clipping_later_is_clipping_at_once(pool2, combination, seed):
-    pool2.run(random_scripts, combination, seed)

@@ -15,7 +15,7 @@ from compare import differences
 from models import COMBINATIONS, make, wrapped
 from nursery import fork_ranks
 from scenarios import floats, message_of
-from spawn import RankPool, ranks
+from spawn import on_ranks
 from torch import Tensor, nn
 
 from zshard import FSDP, ShardError
@@ -65,31 +65,27 @@ def compiled(update: Callable[..., None], **options: Any) -> Callable[..., None]
     return torch.compile(update, backend="eager", **options)
 
 
-def trained(combination: tuple[str, str]) -> list[str]:
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_compiled_elementwise_update_trains(combination):
     model, plain = wrapped(Wide, combination), make(Wide)
     update = compiled(elementwise)
     ours = train(model, PerParameter(model.parameters(), update), False)
-    return differences(ours, train(plain, PerParameter(plain.parameters(), elementwise), True))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_compiled_elementwise_update_trains(pool2, combination):
-    assert pool2.run(trained, combination) == [[], []]
-
-
-def refused(transport: str) -> str:
-    model = wrapped(Wide, ("full_shard", transport))
-    update = compiled(by_norm)
-    return message_of(
-        lambda: train(model, PerParameter(model.parameters(), update), False), ShardError
+    assert (
+        differences(ours, train(plain, PerParameter(plain.parameters(), elementwise), True)) == []
     )
 
 
 @pytest.mark.parametrize("transport", ("shm", "c10d"))
-def test_compiled_update_with_a_norm_is_refused(pool2, transport):
-    for said in pool2.run(refused, transport):
-        assert "norm()" in said and "elementwise one" in said and "no_shard" in said
+@on_ranks(2)
+def test_compiled_update_with_a_norm_is_refused(transport):
+    model = wrapped(Wide, ("full_shard", transport))
+    update = compiled(by_norm)
+    said = message_of(
+        lambda: train(model, PerParameter(model.parameters(), update), False), ShardError
+    )
+    assert "norm()" in said and "elementwise one" in said and "no_shard" in said
 
 
 def compiled_before() -> None:
@@ -142,7 +138,9 @@ class Kernel:
         return args[2].sub_(args[1], alpha=0.1)
 
 
-def by_kernel(combination: tuple[str, str]) -> Any:
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_library_kernel_gets_matching_shards(combination):
     def update(param: Tensor, grad: Tensor, momentum: Tensor) -> None:
         Kernel()("sgd", grad, param, momentum)
 
@@ -151,23 +149,14 @@ def by_kernel(combination: tuple[str, str]) -> Any:
     other = model[0].bias if combination[0] != "no_shard" else None
     if other is not None:
         message_of(lambda: Kernel()("sgd", other, model[0].weight), ShardError)
-    return differences(ours, train(plain, PerParameter(plain.parameters(), update), True))
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_library_kernel_gets_matching_shards(pool2, combination):
-    assert pool2.run(by_kernel, combination) == [[], []]
-
-
-def sparse(strategy: str) -> str:
-    model = FSDP(nn.Embedding(11, 4, sparse=True), strategy=strategy)
-    model(torch.tensor([1, 2])).sum().backward()
-    optimizer = torch.optim.SparseAdam(model.parameters())
-    return message_of(optimizer.step, NotImplementedError)
+    assert differences(ours, train(plain, PerParameter(plain.parameters(), update), True)) == []
 
 
 @pytest.mark.parametrize("strategy", ("full_shard", "no_shard"))
-@ranks(2)
-def test_sparse_adam_is_refused_by_name(pool: RankPool, strategy: str) -> None:
-    for said in pool.run(sparse, strategy):
-        assert "SparseAdam needs sparse gradients" in said and "torch.optim.Adagrad" in said
+@on_ranks(2)
+def test_sparse_adam_is_refused_by_name(strategy):
+    model = FSDP(nn.Embedding(11, 4, sparse=True), strategy=strategy)
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    said = message_of(optimizer.step, NotImplementedError)
+    assert "SparseAdam needs sparse gradients" in said and "torch.optim.Adagrad" in said

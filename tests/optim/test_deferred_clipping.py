@@ -13,7 +13,7 @@ import torch.distributed as dist
 from compare import assert_same
 from models import COMBINATIONS, loss_of, wrapped
 from scenarios import Stack, floats
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -124,7 +124,10 @@ WRITERS = [
 ]
 
 
-def norm_after(writer, combination):
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
+@pytest.mark.parametrize("writer", WRITERS)
+@on_ranks(2)
+def test_changed_gradients_have_another_norm(writer, combination):
     model = wrapped(Stack, combination)
     backward_and_norm(model, 1)
     model.zero_grad(set_to_none=writer is not rewrite_kept_alias)
@@ -135,17 +138,12 @@ def norm_after(writer, combination):
     writer(model)
     norm = model.clip_grad_norm_(1e9).item()
     whole = [zshard.full_tensor(p.grad).double().square().sum() for p in model.parameters()]
-    return norm, math.sqrt(sum(whole))
+    expected = math.sqrt(sum(whole))
+    assert norm == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
-@pytest.mark.parametrize("writer", WRITERS)
-def test_changed_gradients_have_another_norm(pool2, writer, combination):
-    for norm, expected in pool2.run(norm_after, writer, combination):
-        assert norm == pytest.approx(expected, rel=1e-6)
-
-
-def one_dropped():
+@on_ranks(2)
+def test_norms_of_some_gradients():
     """Gradients of some parameters only: set to None, or clipped apart from the others."""
     model = wrapped(Stack, ("full_shard", "shm"))
     backward_and_norm(model, 1)
@@ -160,10 +158,6 @@ def one_dropped():
     twice = nn.utils.clip_grad_norm_([*params, params[0]], 1e9)
     expected = math.sqrt(sum(halves) - halves[1] + halves[0])
     assert twice.item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_norms_of_some_gradients(pool2):
-    pool2.run(one_dropped)
 
 
 # --- what a script does between clipping and the step ---------------------------------------------
@@ -345,7 +339,12 @@ def both_ways(combination, act, way):
     return found
 
 
-def read_both_ways(combination, reader, way):
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("combination", SHARDED)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reader", READERS)
+@on_ranks(2)
+def test_everyone_reads_scaled_gradients(combination, reader, way):
     def listed(model, held):
         result = reader(model, held)
         return result.values() if isinstance(result, dict) else result
@@ -357,12 +356,9 @@ def read_both_ways(combination, reader, way):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("combination", SHARDED)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("reader", READERS)
-def test_everyone_reads_scaled_gradients(pool2, reader, way, combination):
-    pool2.run(read_both_ways, combination, reader, way)
-
-
-def step_both_ways(combination, name, way):
+@pytest.mark.parametrize("name", STEPS)
+@on_ranks(2)
+def test_every_optimizer_steps_by_scaled_gradients(combination, name, way):
     def steps(model, held):
         optimizer = STEPS[name](list(model.parameters()))
         optimizer.step()
@@ -372,14 +368,6 @@ def step_both_ways(combination, name, way):
 
     later, at_once = both_ways(combination, steps, way)
     assert_same(later, at_once, name)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("combination", SHARDED)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", STEPS)
-def test_every_optimizer_steps_by_scaled_gradients(pool2, name, way, combination):
-    pool2.run(step_both_ways, combination, name, way)
 
 
 def norms_of_unscaled(scales):

@@ -15,7 +15,7 @@ from compare import differences
 from groups import own_group, passing_groups
 from models import COMBINATIONS, loss_of, make, make_optimizer
 from scenarios import Wide, floats, message_of
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -40,7 +40,16 @@ def own_steps(model, optimizer, steps):
         optimizer.step()
 
 
-def state_survives(combination, name, loads):
+def state_of(optimizer):
+    return {f"{i}": own for i, own in optimizer.state_dict()["state"].items()}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("loads", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_state_from_before_sharding(combination, name, loads):
     strategy, transport = combination
     plain = make(Wide)
     theirs = make_optimizer(name, plain)
@@ -59,20 +68,7 @@ def state_survives(combination, name, loads):
     plain_steps(plain, theirs, range(3, 6))
     own_steps(model, optimizer, range(3, 6))
     found += differences(model.state_dict(), plain.state_dict())
-    return found + differences(state_of(optimizer), state_of(theirs))
-
-
-def state_of(optimizer):
-    return {f"{i}": own for i, own in optimizer.state_dict()["state"].items()}
-
-
-@ranks(2)
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("loads", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_state_from_before_sharding(pool, combination, name, loads):
-    assert pool.run(state_survives, combination, name, loads) == [[]] * pool.world
+    assert found + differences(state_of(optimizer), state_of(theirs)) == []
 
 
 def by_layers():

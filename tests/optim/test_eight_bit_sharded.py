@@ -112,7 +112,8 @@ def test_instruction_sets_have_the_same_bits():
     assert found["base"] == found["avx2"] == found["avx512"]
 
 
-def in_backward():
+@on_ranks(2)
+def test_a_step_in_backward_has_the_same_bits():
     """Return what differs between stepping in backward and calling step()."""
     results = []
     for early in (False, True):
@@ -127,24 +128,18 @@ def in_backward():
                 optimizer.step()
                 optimizer.zero_grad()
         results.append(result(model, optimizer))
-    return differences(*results)
+    found = differences(*results)
+    assert found == []
 
 
-def test_a_step_in_backward_has_the_same_bits(pool2):
-    for found in pool2.run(in_backward):
-        assert found == []
-
-
-def offloaded(folder):
+@on_ranks(2)
+def test_state_on_a_disk_has_the_same_bits(tmp_path):
+    folder = str(tmp_path)
     model = FSDP(mlp(BF16), auto_wrap_policy={nn.Linear}, offload=folder)
     optimizer = new_optimizer("AdamW8bit", model.parameters())
     steps_of(model, optimizer, 0, 5)
-    return differences(result(model, optimizer), trained_plain("AdamW8bit", BF16))
-
-
-def test_state_on_a_disk_has_the_same_bits(pool2, tmp_path):
-    for found in pool2.run(offloaded, str(tmp_path)):
-        assert found == []
+    found = differences(result(model, optimizer), trained_plain("AdamW8bit", BF16))
+    assert found == []
 
 
 # --- state dicts ---------------------------------------------------------------------------------
@@ -224,7 +219,8 @@ def test_state_converts_from_and_to_float32(kind):
                 assert (mine[key] - value).abs().max() <= 2**-5 * value.abs().max()
 
 
-def load_converted():
+@on_ranks(2)
+def test_float32_state_converts_to_the_same_codes_when_sharded():
     model = FSDP(mlp(torch.float32), auto_wrap_policy={nn.Linear})
     exact = zshard.AdamW(model.parameters(), lr=1e-2)
     steps_of(model, exact, 0, 3)
@@ -233,17 +229,19 @@ def load_converted():
     sharded = ours.state_dict()["state"]
     plain = new_optimizer("AdamW8bit", mlp(torch.float32).parameters())
     plain.load_state_dict(exact.state_dict())
-    return differences(sharded, plain.state_dict()["state"])
+    found = differences(sharded, plain.state_dict()["state"])
+    assert found == []
 
 
-def test_float32_state_converts_to_the_same_codes_when_sharded(pool2):
-    for found in pool2.run(load_converted):
-        assert found == []
-
-
-def test_state_of_eight_bits_is_refused_by_a_32_bit_optimizer(pool2):
-    for message in pool2.run(load_into_adamw):
-        assert "AdamW8bit.to_fp32" in message
+@on_ranks(2)
+def test_state_of_eight_bits_is_refused_by_a_32_bit_optimizer():
+    model = FSDP(mlp(torch.float32), auto_wrap_policy={nn.Linear})
+    ours = new_optimizer("AdamW8bit", model.parameters())
+    steps_of(model, ours, 0, 1)
+    with pytest.raises(ValueError) as raised:
+        zshard.AdamW(model.parameters()).load_state_dict(ours.state_dict())
+    message = str(raised.value)
+    assert "AdamW8bit.to_fp32" in message
 
 
 class Passes(torch.optim.Optimizer):
@@ -270,15 +268,6 @@ def test_a_wrapper_is_saved_as_the_optimizer_in_it(combination, tmp_path):
     with pytest.raises(ValueError, match="8-bit moments") as caught:
         plain.load_state_dict(optimizer.state_dict())
     assert str(caught.value).count("\n") == 1  # a heading, and the remedy
-
-
-def load_into_adamw():
-    model = FSDP(mlp(torch.float32), auto_wrap_policy={nn.Linear})
-    ours = new_optimizer("AdamW8bit", model.parameters())
-    steps_of(model, ours, 0, 1)
-    with pytest.raises(ValueError) as raised:
-        zshard.AdamW(model.parameters()).load_state_dict(ours.state_dict())
-    return str(raised.value)
 
 
 # --- refusals ------------------------------------------------------------------------------------

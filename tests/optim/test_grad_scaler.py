@@ -10,7 +10,7 @@ import torch.distributed as dist
 from groups import hosts_of
 from models import CASES, COMBINATIONS, ddp, differences, loss_of, make, wrapped
 from scenarios import Stack, floats, message_of
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -194,7 +194,8 @@ def test_unscale_clip_step_update(pool2, combination):
         assert ours == expected if step != 2 else not math.isfinite(ours)
 
 
-def only_one_optimizer():
+@on_ranks(2)
+def test_each_optimizer_is_checked_separately():
     """An inf in one optimizer's gradients does not stop the other from stepping; they share the
     scale."""
     model = wrapped(Stack, ("full_shard", "shm"))
@@ -208,17 +209,15 @@ def only_one_optimizer():
         scaler.step(optimizer)
     scaler.update()
     changed = {line.partition(":")[0] for line in differences(model.state_dict(), before)}
-    return changed, scaler.get_scale()
-
-
-def test_each_optimizer_is_checked_separately(pool2):
-    assert pool2.run(only_one_optimizer) == [({"head.weight", "head.bias"}, 512.0)] * 2
+    assert changed == {"head.weight", "head.bias"}
+    assert scaler.get_scale() == 512.0
 
 
 # --- unsharded models ------------------------------------------------------------------------------
 
 
-def beside_whole_parameters():
+@on_ranks(2)
+def test_unsharded_parameters_of_the_optimizer_count():
     """An inf in a parameter that is not sharded, in the same optimizer: one decision for all."""
     model, extra = wrapped(Stack, ("full_shard", "shm")), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([*model.parameters(), extra], 0.1)
@@ -229,11 +228,8 @@ def beside_whole_parameters():
         extra.grad[0] = math.inf
     scaler.step(optimizer)
     scaler.update()
-    return differences(model.state_dict(), before), scaler.get_scale()
-
-
-def test_unsharded_parameters_of_the_optimizer_count(pool2):
-    assert pool2.run(beside_whole_parameters) == [([], 512.0)] * 2
+    assert differences(model.state_dict(), before) == []
+    assert scaler.get_scale() == 512.0
 
 
 def not_sharded():
@@ -275,7 +271,8 @@ def test_single_rank_uses_torchs_scaler(library, bad):
 # --- mistakes --------------------------------------------------------------------------------------
 
 
-def too_early():
+@on_ranks(2)
+def test_unreduced_gradients_are_refused_unchanged():
     model = wrapped(Stack, ("full_shard", "shm"))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = scaler_of("zshard")
@@ -283,12 +280,8 @@ def too_early():
         scaler.scale(loss_of(model(floats(dist.get_rank())))).backward()
     grads = [p.grad.clone() for p in model.parameters()]
     message = message_of(lambda: scaler.unscale_(optimizer), RuntimeError)
-    return message, differences([p.grad for p in model.parameters()], grads)
-
-
-def test_unreduced_gradients_are_refused_unchanged(pool2):
-    for message, wrong in pool2.run(too_early):
-        assert "no_sync()" in message and wrong == []
+    wrong = differences([p.grad for p in model.parameters()], grads)
+    assert "no_sync()" in message and wrong == []
 
 
 def test_devices():

@@ -30,7 +30,7 @@ from recomputed import (
 )
 from scenarios import WIDTH, floats, message_of
 from scenarios import Stack as Blocks
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -64,16 +64,13 @@ def test_every_model_strategy_and_transport(pool, optimizer):
     assert pool.run(wrong_in_cases, list(CASES), optimizer, timeout=400) == [{}] * pool.world
 
 
-def wrong_on_a_mesh(transport):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(4)
+def test_hybrid(transport):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     run = functools.partial(train_case, "net")
     combinations = [(strategy, transport) for strategy in ("hybrid_shard", "hybrid_shard_zero2")]
-    return wrong(run, CASES["net"].make, combinations, device_mesh=mesh)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_hybrid(pool4, transport):
-    assert pool4.run(wrong_on_a_mesh, transport) == [{}] * 4
+    assert wrong(run, CASES["net"].make, combinations, device_mesh=mesh) == {}
 
 
 @pytest.mark.sampled(2)
@@ -190,7 +187,9 @@ def test_accumulation_in_no_sync_is_one_step(pool2):
             assert (counts, same) == ([params, 0], True)
 
 
-def mixed(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_lower_precision(combination):
     """Half-precision compute over fp32 shards, and bf16 parameters rounded stochastically."""
     run = functools.partial(train_case, "net")
     policy = zshard.MixedPrecision(param_dtype=torch.bfloat16)
@@ -204,12 +203,7 @@ def mixed(combination):
         train_case("net", model, optimizer)
         states.append({**model.state_dict(), "step": optimizer.param_groups[0]["rounding_step"]})
     assert states[1]["step"] == 4
-    return found + differences_of(*states)
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_lower_precision(pool2, combination):
-    assert pool2.run(mixed, combination) == [[], []]
+    assert found + differences_of(*states) == []
 
 
 # --- memory -------------------------------------------------------------------------------------------

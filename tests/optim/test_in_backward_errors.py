@@ -20,6 +20,7 @@ from recomputed import (
 )
 from scenarios import Stack as Blocks
 from scenarios import floats, message_of
+from spawn import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -80,7 +81,9 @@ def test_other_parameters_in_the_optimizer_are_refused_before_any_step(change):
     assert len(moved) == sum(id(param) in held for param in model.parameters())
 
 
-def clipped_and_scaled(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_clipping_and_loss_scaling_are_refused(combination):
     model = wrapped(Blocks, combination)
     optimizer = make_optimizer(ADAMW, model)
     handle = model.optimizer_in_backward(optimizer)
@@ -104,16 +107,11 @@ def clipped_and_scaled(combination):
     scaler.unscale_(optimizer)
     model.clip_grad_norm_(1.0)
     scaler.step(optimizer)
-    return texts
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_clipping_and_loss_scaling_are_refused(pool2, combination):
-    for scale, torchs_scale, clip, torchs_clip in pool2.run(clipped_and_scaled, combination):
-        assert scale == torchs_scale
-        assert "would check for inf too late" in scale and "remove() on the handle" in scale
-        assert clip == torchs_clip
-        assert "no gradients to clip" in clip and "remove()" in clip
+    scale, torchs_scale, clip, torchs_clip = texts
+    assert scale == torchs_scale
+    assert "would check for inf too late" in scale and "remove() on the handle" in scale
+    assert clip == torchs_clip
+    assert "no gradients to clip" in clip and "remove()" in clip
 
 
 def within_a_checkpoint(reentrant):
@@ -180,7 +178,9 @@ def test_training_continues_after_a_failed_backward(pool2, combination):
     assert [name for name, value in first.items() if not value.isfinite().all()] == []
 
 
-def failing_step(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_optimizer_error_propagates_from_backward(combination):
     """An exception of the optimizer propagates out of backward unchanged."""
     model = wrapped(Blocks, combination)
     optimizer = make_optimizer(ADAMW, model)
@@ -192,12 +192,7 @@ def failing_step(combination):
     for step in range(2, 4):
         optimizer.zero_grad()
         loss_of(model(floats(dist.get_rank(), step))).backward()
-    return text
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_optimizer_error_propagates_from_backward(pool2, combination):
-    assert pool2.run(failing_step, combination) == ["\"param group lacks 'lr'\""] * 2
+    assert text == "\"param group lacks 'lr'\""
 
 
 class Refusing(zshard.SGD):
@@ -232,7 +227,8 @@ def refusing(transport):
     return model, optimizer
 
 
-def evaluated_alone():
+@on_ranks(2)
+def test_rank_alone_evaluates_after_a_step_that_raised():
     """A step raises in backward, on all ranks: rank 0 alone can evaluate then, and training continues."""
     model, optimizer = refusing("shm")
     optimizer.raises = True
@@ -243,11 +239,7 @@ def evaluated_alone():
             assert model(torch.ones(2, 8)).isfinite().all()
     dist.barrier()
     model(torch.ones(2, 8)).sum().backward()
-    return text
-
-
-def test_rank_alone_evaluates_after_a_step_that_raised(pool2):
-    assert pool2.run(evaluated_alone) == ["in the step"] * 2
+    assert text == "in the step"
 
 
 def raises_before_a_slow_peer(transport):

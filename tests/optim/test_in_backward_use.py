@@ -111,7 +111,10 @@ def test_schedulers_advance_with_and_without_step_calls(pool2, call_step):
     assert pool2.run(wrong, run, Blocks, [("full_shard", "shm")]) == [{}, {}]
 
 
-def shares(combination, split):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("split", [True, False])
+@on_ranks(2)
+def test_two_optimizers(combination, split):
     """Two optimizers over parameters of the same units: what differs from steps after backward.
     split: only one of them steps in backward."""
     states, kept = [], []
@@ -128,16 +131,10 @@ def shares(combination, split):
             for optimizer in (a, b):
                 step_after(model, optimizer)
         states.append(model.state_dict())
-    return differences_of(*states), kept
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize("split", [True, False])
-def test_two_optimizers(pool2, combination, split):
-    for found, kept in pool2.run(shares, combination, split):
-        assert found == []
-        expected = [bool(i % 2) and split for i in range(len(kept[0]))]
-        assert kept == [[True] * len(kept[0])] * 3 + [expected] * 3
+    found = differences_of(*states)
+    assert found == []
+    expected = [bool(i % 2) and split for i in range(len(kept[0]))]
+    assert kept == [[True] * len(kept[0])] * 3 + [expected] * 3
 
 
 @on_ranks(2)
@@ -177,7 +174,9 @@ def test_users_hooks_run_before_the_step(pool2):
     assert pool2.run(wrong, hooked, Blocks) == [{}, {}]
 
 
-def removed(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_removed_handle_leaves_the_model_unchanged(combination):
     """Return what differs after two steps in backward, remove() and two usual steps; memory as
     before."""
     states, memories = [], []
@@ -196,14 +195,10 @@ def removed(combination):
             step_after(model, optimizer)
         states.append(model.state_dict())
         memories.append(held)
-    return differences_of(*states), memories
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_removed_handle_leaves_the_model_unchanged(pool2, combination):
-    for found, (usual, after) in pool2.run(removed, combination):
-        assert found == []
-        assert usual == after > 0
+    found = differences_of(*states)
+    (usual, after) = memories
+    assert found == []
+    assert usual == after > 0
 
 
 def used_and_dropped(combination):

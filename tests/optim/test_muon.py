@@ -7,7 +7,7 @@ import torch
 from compare import assert_same
 from models import CASES, COMBINATIONS, ddp, make, sharded, train
 from optim_states import HYBRID, differ, go_on, wrap
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -111,7 +111,9 @@ def test_hybrid_agrees(pool4, combination):
         assert_same(a, b, "the model")
 
 
-def bfloat16_like_torch(transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_bfloat16_parameters(transport):
     """All ranks have the same batch: DDP would sum other batches' gradients in bfloat16."""
     found = []
     for shards in (True, False):
@@ -135,12 +137,6 @@ def bfloat16_like_torch(transport):
             optimizer.step()
         found.append(full(model))
     assert_same(*found, "the model")
-
-
-@ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_bfloat16_parameters(pool, transport):
-    pool.run(bfloat16_like_torch, transport)
 
 
 def test_parameters_and_gradients_that_are_not_contiguous():
@@ -249,7 +245,10 @@ def test_tall_blocks_in_bfloat16_are_rounded_as_torch_does(split, dim):
     assert_same(*trained_with(split, [32] * 3, dim, 64, torch.bfloat16), "the matrix")
 
 
-def splits_shards(transport, split):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("split", [(20, 5, 5), ("columns", 4)])
+@on_ranks(2, 3)
+def test_split_of_shards(transport, split):
     found = []
     for strategy in ("full_shard", "no_shard"):
         torch.manual_seed(0)
@@ -264,14 +263,9 @@ def splits_shards(transport, split):
     assert_same(*found, "the model")
 
 
-@ranks(2, 3)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("split", [(20, 5, 5), ("columns", 4)])
-def test_split_of_shards(pool, transport, split):
-    pool.run(splits_shards, transport, split)
-
-
-def saves_columns(path):
+@on_ranks(2)
+def test_split_is_in_a_checkpoint(tmp_path):
+    path = str(tmp_path / "there")
     model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 3))
     model = FSDP(model, auto_wrap_policy=None)
     found = []
@@ -286,10 +280,6 @@ def saves_columns(path):
         found.append(optimizer.state_dict())
         optimizer.step()
     assert found[0]["param_groups"] == found[1]["param_groups"]
-
-
-def test_split_is_in_a_checkpoint(pool2, tmp_path):
-    pool2.run(saves_columns, str(tmp_path / "there"))
 
 
 # --- transformers' Conv1D -------------------------------------------------------------------------

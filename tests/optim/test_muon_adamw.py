@@ -6,7 +6,7 @@ from compare import assert_same, differences
 from groups import case_of, hosts_of
 from models import CASES, COMBINATIONS, TRANSPORTS, ddp, make, sharded, train
 from optim_states import HYBRID, differ, go_on, wrap
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -49,7 +49,9 @@ def state_of_rest(state_dict, model):
     return [state_dict["state"].get(number, {}) for number in own]
 
 
-def compares(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
+@on_ranks(2)
+def test_equals_adamw8bit_beside_torchs_muon(combination):
     case = CASES["wide"]
     model = sharded("wide", combination)
     optimizer = zshard.Muon(model, lr=0.05, adamw=EIGHT)
@@ -62,12 +64,6 @@ def compares(combination):
     theirs = list(pair.adamw.state_dict()["state"].values())
     assert not differ(ours, theirs)
     assert any(own["exp_avg"].dtype == torch.uint8 for own in ours)
-
-
-@ranks(2)
-@pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
-def test_equals_adamw8bit_beside_torchs_muon(pool, combination):
-    pool.run(compares, combination)
 
 
 def values_of(combination):
@@ -85,7 +81,8 @@ def test_hybrid_agrees(pool4, combination):
         assert not differ(own, other)
 
 
-def values_between_hosts():
+@on_ranks(4)
+def test_hosts_agree_with_c10d():
     found = []
     with hosts_of(2, 2) as group:
         for transport in ("hosts", "c10d"):
@@ -96,10 +93,6 @@ def values_between_hosts():
     (first, own), (second, other) = found
     assert_same(first, second, "the model")
     assert not differ(own, other)
-
-
-def test_hosts_agree_with_c10d(pool4):
-    pool4.run(values_between_hosts)
 
 
 # --- state dicts ----------------------------------------------------------------------------------
@@ -166,7 +159,9 @@ def test_a_loaded_run_continues_with_the_bits_of_an_uninterrupted_one(pool, tran
         assert not differ(again["optimizer"], expected["optimizer"])
 
 
-def converts(transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_state_converts_from_and_to_float32(transport):
     """From float32 to 8 bits, and back by to_fp32(); into 32 bits as it is: an error."""
     model = sharded("wide", ("full_shard", transport))
     exact = zshard.Muon(model, lr=0.05)
@@ -190,12 +185,6 @@ def converts(transport):
     plain = zshard.Muon(CASES["wide"].make(), adamw=EIGHT)
     plain.load_state_dict(before)
     assert not differ(plain.state_dict()["state"], coded["state"])
-
-
-@ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_state_converts_from_and_to_float32(pool, transport):
-    pool.run(converts, transport)
 
 
 def test_an_unsharded_32_bit_muon_refuses_8_bits_and_keeps_its_state():
@@ -226,8 +215,10 @@ def test_a_momentum_of_another_dtype_is_cast_as_torch_does():
     optimizer.step()
 
 
-def converts_by_file(folder):
+@on_ranks(2)
+def test_files_convert(tmp_path):
     """A file with 32 bits loads into 8; one with 8 bits into 32 is an error and changes nothing."""
+    folder = str(tmp_path)
     model = sharded("wide", ("full_shard", "shm"))
     optimizers = [zshard.Muon(model, adamw=each) for each in (EIGHT, None)]
     for each in optimizers:
@@ -247,15 +238,13 @@ def converts_by_file(folder):
         train(model, CASES["wide"], each, own_rank(), steps=1)
 
 
-def test_files_convert(pool2, tmp_path):
-    pool2.run(converts_by_file, str(tmp_path))
-
-
 # --- with other features --------------------------------------------------------------------------
 
 
-def made_before_wrapping(folder):
+@on_ranks(2)
+def test_optimizer_that_is_older_than_the_model_and_state_on_a_disk(tmp_path):
     """An optimizer that is older than the sharded model, with state; also on a disk."""
+    folder = str(tmp_path)
     found, case = [], CASES["wide"]
     for options in ({}, {"strategy": "no_shard"}, {"offload": folder}):
         plain = make(case.make)
@@ -269,11 +258,9 @@ def made_before_wrapping(folder):
         assert not differ(state, found[0][1])
 
 
-def test_optimizer_that_is_older_than_the_model_and_state_on_a_disk(pool2, tmp_path):
-    pool2.run(made_before_wrapping, str(tmp_path))
-
-
-def raises_on_one_rank(transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_an_error_of_adamw_on_one_rank(transport):
     """The others name the call in which they waited."""
     model = FSDP(make(CASES["wide"].make), transport=transport, timeout=20)
     optimizer = zshard.Muon(model, adamw=EIGHT)
@@ -285,12 +272,6 @@ def raises_on_one_rank(transport):
             optimizer.step()
     with pytest.raises(zshard.DivergenceError, match=r"Muon\.step\(\)"):
         model(batch) if own_rank() == 1 else optimizer.step()
-
-
-@ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_an_error_of_adamw_on_one_rank(pool, transport):
-    pool.run(raises_on_one_rank, transport)
 
 
 # --- which parameters, which options --------------------------------------------------------------
@@ -366,7 +347,14 @@ def net_in_bfloat16():
     return nn.Sequential(nn.Linear(48, 96), nn.Linear(96, 48), nn.Linear(48, 5)).bfloat16()
 
 
-def rest_in_bfloat16(transport, adamw):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize(
+    "adamw",
+    [{**EIGHT, "master": "int8"}, EIGHT, {"stochastic_rounding": True, "rounding_seed": 3}],
+    ids=["master", "8 bits", "stochastic rounding"],
+)
+@on_ranks(2)
+def test_bfloat16(transport, adamw):
     """What AdamW has updated has the bits of the same AdamW over the plain model."""
     model, plain = make(net_in_bfloat16), make(net_in_bfloat16)
     model = FSDP(model, transport=transport, auto_wrap_policy={nn.Linear})
@@ -380,14 +368,3 @@ def rest_in_bfloat16(transport, adamw):
     assert not differences(model.state_dict(), plain.state_dict())
     held = [own for own in ours.state.values() if "low_bits" in own]
     assert len(held) == (4 if "master" in adamw else 0)
-
-
-@ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize(
-    "adamw",
-    [{**EIGHT, "master": "int8"}, EIGHT, {"stochastic_rounding": True, "rounding_seed": 3}],
-    ids=["master", "8 bits", "stochastic rounding"],
-)
-def test_bfloat16(pool, transport, adamw):
-    pool.run(rest_in_bfloat16, transport, adamw)

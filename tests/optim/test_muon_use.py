@@ -9,7 +9,7 @@ import torch.distributed as dist
 from compare import assert_same
 from models import loss_of, make
 from scenarios import Stack, floats
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -187,17 +187,14 @@ def test_matrix_of_an_unsharded_module(pool, transport):
 # --- with other features --------------------------------------------------------------------------
 
 
-def offloads(folder):
+@on_ranks(2)
+def test_offload(tmp_path):
+    folder = str(tmp_path)
     found = []
     for options in ({}, {"offload": zshard.Offload(folder)}):
         model = model_over("shm", **options)
         found.append(steps(model, zshard.Muon(model, lr=0.05)))
     assert_same(*found, "the model")
-
-
-@ranks(2)
-def test_offload(pool, tmp_path):
-    pool.run(offloads, str(tmp_path))
 
 
 def clips_and_scales(transport):
@@ -227,7 +224,8 @@ def test_accumulation_clipping_and_scaling(pool, transport):
     pool.run(clips_and_scales, transport)
 
 
-def made_before_wrapping():
+@on_ranks(2)
+def test_optimizer_that_is_older_than_the_sharded_model():
     found = []
     for strategy in ("full_shard", "no_shard"):
         plain = make(build)
@@ -239,12 +237,8 @@ def made_before_wrapping():
     assert_same(*found, "the model")
 
 
-@ranks(2)
-def test_optimizer_that_is_older_than_the_sharded_model(pool):
-    pool.run(made_before_wrapping)
-
-
-def steps_by_closure():
+@on_ranks(2)
+def test_closure_and_no_step_in_backward():
     model = model_over("shm")
     optimizer = zshard.Muon(model, lr=0.05)
 
@@ -256,11 +250,6 @@ def steps_by_closure():
     assert losses == sorted(losses, reverse=True)
     with pytest.raises(TypeError, match=r"expects zshard\.AdamW, Adam or SGD"):
         model.optimizer_in_backward(zshard.Muon(model))
-
-
-@ranks(2)
-def test_closure_and_no_step_in_backward(pool):
-    pool.run(steps_by_closure)
 
 
 def test_float32_is_close_to_bfloat16():
@@ -435,7 +424,9 @@ def test_ns_dtype_of_a_loaded_state_counts_after_steps():
     assert torch.equal(params[0], params[1])
 
 
-def reads_alone_before_the_step(kind):
+@pytest.mark.parametrize("kind", ["Muon", "WholeMatrix"])
+@on_ranks(2)
+def test_a_rank_may_read_alone_before_a_step_of_all(kind):
     """Rank 1 reads full parameters after the backward, when rank 0 steps already."""
     model = FSDP(make(Stack), strategy="full_shard", transport="shm")
     if kind == "Muon":
@@ -450,15 +441,13 @@ def reads_alone_before_the_step(kind):
         optimizer.step()
         optimizer.zero_grad()
     after = [zshard.full_tensor(p) for p in model.parameters()]
-    return dist.get_rank() == 0 or not all(a.equal(b) for a, b in zip(before, after, strict=True))
+    assert dist.get_rank() == 0 or not all(a.equal(b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("how", ["hook", "step"])
 @pytest.mark.parametrize("kind", ["Muon", "WholeMatrix"])
-def test_a_rank_may_read_alone_before_a_step_of_all(pool2, kind):
-    assert pool2.run(reads_alone_before_the_step, kind) == [True, True]
-
-
-def drops_a_gradient(kind, how):
+@on_ranks(2)
+def test_gradients_that_differ_when_the_step_begins_are_refused(kind, how):
     """One rank's gradient goes where other ranks have one, after torch's first hooks."""
     model = FSDP(make(Stack), strategy="full_shard", transport="shm", timeout=20)
     cls = zshard.Muon if kind == "Muon" else zshard.WholeMatrix
@@ -480,13 +469,7 @@ def drops_a_gradient(kind, how):
     loss_of(model(floats(dist.get_rank()))).backward()
     with pytest.raises(zshard.DivergenceError, match="is set on rank 0, but None on rank 1"):
         optimizer.step()
-    return True
-
-
-@pytest.mark.parametrize("how", ["hook", "step"])
-@pytest.mark.parametrize("kind", ["Muon", "WholeMatrix"])
-def test_gradients_that_differ_when_the_step_begins_are_refused(pool2, kind, how):
-    assert pool2.run(drops_a_gradient, kind, how) == [True, True]
+    assert True
 
 
 def test_whole_matrix_over_a_plain_model_refuses_changed_parameters():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import loss_of, wrapped
 from scenarios import Stack, floats
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -26,7 +27,9 @@ def is_pending(model):
     return _core.bytes_passed() > before
 
 
-def is_really_later(transports):
+@pytest.mark.parametrize("transports", [("shm",), ("c10d", "shm"), ("shm", "c10d")])
+@on_ranks(2)
+def test_the_step_multiplies(transports):
     """The last model's; those before it have other transports, and gradients."""
     gc.collect()  # a model that dies multiplies what is pending, which counts
     others = [wrapped(Stack, ("full_shard", each)) for each in transports[:-1]]
@@ -54,8 +57,3 @@ def is_really_later(transports):
         del grads
     loss_of(model(floats(1))).backward()
     assert not is_pending(model)
-
-
-@pytest.mark.parametrize("transports", [("shm",), ("c10d", "shm"), ("shm", "c10d")])
-def test_the_step_multiplies(pool2, transports):
-    pool2.run(is_really_later, transports)

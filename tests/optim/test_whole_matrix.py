@@ -7,7 +7,7 @@ from groups import mesh_of
 from models import CASES, COMBINATIONS, ddp, make, sharded, train
 from nursery import fork_ranks
 from optim_states import HYBRID, differ, go_on, wrap
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -125,7 +125,12 @@ class Mixed(nn.Module):
         return self.beside(self.inside(x))
 
 
-def steps_two_kinds(transport, kind, active):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("kind", ["Shampoo", "Anchored"])
+@pytest.mark.parametrize("active", ["both", "inside", "beside"])
+@on_ranks(2)
+def test_parameters_of_two_kinds_take_one_step(transport, kind, active):
     plain = make(Mixed)
     module = make(Mixed)
     model = zshard.FSDP(module, ignored_modules=[module.beside], transport=transport)
@@ -147,15 +152,6 @@ def steps_two_kinds(transport, kind, active):
     assert differ(optimizers[1].state_dict(), optimizers[0].state_dict()) == []
 
 
-@pytest.mark.sampled(3)
-@ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("kind", ["Shampoo", "Anchored"])
-@pytest.mark.parametrize("active", ["both", "inside", "beside"])
-def test_parameters_of_two_kinds_take_one_step(pool, transport, kind, active):
-    pool.run(steps_two_kinds, transport, kind, active)
-
-
 class Sizes(nn.Module):
     """The last layer costs more than the others together."""
 
@@ -167,7 +163,9 @@ class Sizes(nn.Module):
         return sum(each(x[:, : each.in_features]).square().sum() for each in self.layers)
 
 
-def adds_a_group(transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_a_later_group_leaves_the_state_where_it_is(transport):
     plain, module = make(Sizes), make(Sizes)
     model = zshard.FSDP(module, transport=transport)
     cls, options = torch.optim.AdamW, {"lr": 0.1}
@@ -182,11 +180,6 @@ def adds_a_group(transport):
             optimizer.zero_grad()
     assert_same(full(model), full(plain), transport)
     assert differ(optimizers[1].state_dict(), optimizers[0].state_dict()) == []
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_later_group_leaves_the_state_where_it_is(pool2, transport):
-    pool2.run(adds_a_group, transport)
 
 
 @pytest.mark.parametrize("combination", HYBRID)

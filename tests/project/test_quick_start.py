@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nursery import fork_ranks
-from spawn import RankPool, ranks
+from spawn import RankPool, on_ranks, ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -32,22 +32,6 @@ def count() -> tuple[int, int]:
     return sum(p.numel() for p in model.parameters()), zshard.num_parameters(model)
 
 
-def reductions_are_refused() -> None:
-    model = FSDP(build())
-    model(BATCHES[0]).sum().backward()
-    for reduce in (
-        lambda p: p.norm(),
-        lambda p: p.grad.norm(),
-        lambda p: torch.isfinite(p.grad).all(),
-    ):
-        with pytest.raises(ShardError):
-            reduce(next(model.parameters()))
-    norms, plain = zshard.named_norms(model), build()
-    assert norms.keys() == dict(plain.named_parameters()).keys()
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        torch.save(model, "/dev/null")
-
-
 def average_of(model: nn.Module, average: Any) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in BATCHES:
@@ -61,16 +45,6 @@ def average_of(model: nn.Module, average: Any) -> dict[str, torch.Tensor]:
                 for mean, value in zip(average.parameters(), model.parameters(), strict=True):
                     mean.lerp_(value, 0.1)
     return average.state_dict()
-
-
-def averages() -> None:
-    for make in (copy.deepcopy, AveragedModel):
-        plain, model = build(), FSDP(build())
-        expected, found = average_of(plain, make(plain)), average_of(model, make(model))
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-    before = copy.deepcopy(plain)
-    with pytest.raises(ShardError, match="lerp_"):
-        average_of(FSDP(build()), before)
 
 
 def statistics(wrap: Any) -> torch.Tensor:
@@ -105,14 +79,32 @@ def test_counts(pool: RankPool) -> None:
     assert sum(own) == total and max(own) < total and full == (total, total)
 
 
-@ranks(2)
-def test_reductions(pool: RankPool) -> None:
-    pool.run(reductions_are_refused)
+@on_ranks(2)
+def test_reductions():
+    model = FSDP(build())
+    model(BATCHES[0]).sum().backward()
+    for reduce in (
+        lambda p: p.norm(),
+        lambda p: p.grad.norm(),
+        lambda p: torch.isfinite(p.grad).all(),
+    ):
+        with pytest.raises(ShardError):
+            reduce(next(model.parameters()))
+    norms, plain = zshard.named_norms(model), build()
+    assert norms.keys() == dict(plain.named_parameters()).keys()
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        torch.save(model, "/dev/null")
 
 
-@ranks(2)
-def test_averages(pool: RankPool) -> None:
-    pool.run(averages)
+@on_ranks(2)
+def test_averages():
+    for make in (copy.deepcopy, AveragedModel):
+        plain, model = build(), FSDP(build())
+        expected, found = average_of(plain, make(plain)), average_of(model, make(model))
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    before = copy.deepcopy(plain)
+    with pytest.raises(ShardError, match="lerp_"):
+        average_of(FSDP(build()), before)
 
 
 @ranks(2)
@@ -122,18 +114,14 @@ def test_batch_norm(pool: RankPool) -> None:
     assert torch.equal(one[0], one[2]) and not torch.equal(one[0], one[1])
 
 
-def clipped() -> None:
+@on_ranks(2)
+def test_clipping():
     torch.manual_seed(dist.get_rank())
     theirs, ours = norms(torch.float32)
     torch.testing.assert_close(ours, theirs, rtol=2**-22, atol=0)
     theirs, ours = norms(torch.bfloat16)
     assert theirs.dtype is torch.bfloat16 and ours.dtype is torch.float32
     assert abs(float(theirs) - float(ours)) <= 0.004 * float(ours)
-
-
-@ranks(2)
-def test_clipping(pool: RankPool) -> None:
-    pool.run(clipped)
 
 
 def on_rank_0(name: str) -> None:

@@ -30,6 +30,7 @@ from misdeeds import (
 )
 from models import TRANSPORTS
 from nursery import fork_ranks
+from spawn import on_ranks
 
 import zshard
 from zshard import FSDP
@@ -172,22 +173,19 @@ def test_stopped_rank_is_named_after_the_timeout(transport, world, tmp_path):
     assert woken.value.kind in ("PeerError", "PeerTimeoutError"), "it went on alone"
 
 
-def train_beside_a_slow_one(transport, place, folder):
-    misdeed = Misdeed("sleep", place, folder)
-    plain = make_model(Misdeed("", "", folder))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("place", ["forward", "backward", "step"])
+@on_ranks(2)
+def test_slow_rank_is_waited_for(transport, place, tmp_path):
+    misdeed = Misdeed("sleep", place, tmp_path)
+    plain = make_model(Misdeed("", "", tmp_path))
     model = wrap(make_model(misdeed), transport)
     optimizers = [zshard.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
     for step in range(STEPS):
         step_once(model, optimizers[0], misdeed, step)
         step_once(plain, optimizers[1], plain[2].misdeed, step)
-    return differences(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("place", ["forward", "backward", "step"])
-def test_slow_rank_is_waited_for(pool2, place, transport, tmp_path):
-    assert pool2.run(train_beside_a_slow_one, transport, place, tmp_path) == [[], []]
+    assert differences(model.state_dict(), plain.state_dict()) == []
 
 
 # --- a diverging rank -----------------------------------------------------------------------------

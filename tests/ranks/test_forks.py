@@ -15,6 +15,7 @@ from groups import hosts_of
 from misdeeds import STEPS, Misdeed, batch, check_survivors, make_model, step_once, train, wrap
 from models import TRANSPORTS
 from nursery import fork_ranks
+from spawn import on_ranks
 
 import zshard
 from zshard import FSDP
@@ -28,11 +29,13 @@ class Numbers(torch.utils.data.Dataset):
         return batch(index)[0]
 
 
-def train_from_workers(transport, folder):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_forked_dataloader_workers_are_harmless(transport, tmp_path):
     """Two epochs with two forked workers each: return what differs from a plain model without
     any."""
-    model = wrap(make_model(Misdeed("", "", folder)), transport)
-    plain = make_model(Misdeed("", "", folder))
+    model = wrap(make_model(Misdeed("", "", tmp_path)), transport)
+    plain = make_model(Misdeed("", "", tmp_path))
     for net, workers in ((model, 2), (plain, 0)):
         optimizer = zshard.SGD(net.parameters(), lr=0.01)
         loader = torch.utils.data.DataLoader(Numbers(), batch_size=3, num_workers=workers)
@@ -41,12 +44,7 @@ def train_from_workers(transport, folder):
                 net(x).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    return differences(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_forked_dataloader_workers_are_harmless(pool2, transport, tmp_path):
-    assert pool2.run(train_from_workers, transport, tmp_path) == [[], []]
+    assert differences(model.state_dict(), plain.state_dict()) == []
 
 
 def kill_beside_workers(folder):

@@ -14,7 +14,7 @@ import torch.nn as nn
 from groups import hosts_of
 from models import CASES, loss_of, make, make_optimizer
 from scenarios import message_of
-from spawn import ranks
+from spawn import on_ranks, ranks
 
 import zshard
 from zshard import FSDP
@@ -166,7 +166,8 @@ def test_failed_backward_on_one_rank_is_reported_once(pool4):
         assert (ends, same) == (["", error, "", error, ""], True)
 
 
-def stepped_in_backward():
+@on_ranks(4)
+def test_lent_gradients_are_private_to_each_rank():
     case, found = CASES["net"], []
     with hosts_of(2, 2) as group:
         for transport in BOTH:
@@ -175,14 +176,11 @@ def stepped_in_backward():
             for step in range(STEPS):
                 loss_of(model(case.batch(step, dist.get_rank()))).backward()
             found.append(numbers_of(model))
-    return torch.equal(*found)
+    assert torch.equal(*found)
 
 
-def test_lent_gradients_are_private_to_each_rank(pool4):
-    assert pool4.run(stepped_in_backward) == [True] * 4
-
-
-def written_by_hand():
+@on_ranks(4)
+def test_writes_to_full_parameters_are_private_to_each_rank():
     """Each rank writes different values: does it read its own, once all have written?"""
     case, rank, kept = CASES["net"], dist.get_rank(), []
     with hosts_of(2, 2) as group:
@@ -196,14 +194,11 @@ def written_by_hand():
                 parameter.copy_(values)
             dist.barrier(group)
             kept += [torch.equal(parameter, values) for parameter, values in written]
-    return all(kept) and len(kept) > 0
+    assert all(kept) and len(kept) > 0
 
 
-def test_writes_to_full_parameters_are_private_to_each_rank(pool4):
-    assert pool4.run(written_by_hand) == [True] * 4
-
-
-def predicted_and_made():
+@on_ranks(4)
+def test_slots_of_a_host_are_counted_once():
     case, found = CASES["net"], []
     with hosts_of(2, 2) as group:
         model = wrap(case, group, "hosts")
@@ -211,11 +206,8 @@ def predicted_and_made():
             loss_of(model(case.batch(step, dist.get_rank()))).backward()
             found.append(model.memory()["slots"])
         alone = wrap(case, group, "c10d").memory()["slots"]
-    return found[0] == found[1], found[0] <= alone / 2 + 4096 * 8
-
-
-def test_slots_of_a_host_are_counted_once(pool4):
-    assert pool4.run(predicted_and_made) == [(True, True)] * 4
+    assert found[0] == found[1]
+    assert found[0] <= alone / 2 + 4096 * 8
 
 
 def transport_and_warnings(sizes):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from models import TRANSPORTS, Mlp, make
 from nursery import fork_ranks
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -57,7 +58,10 @@ def test_arguments_are_kept_unchanged(args: tuple[Any, ...]) -> None:
 # --- whose timeout it is ----------------------------------------------------------------------------
 
 
-def transports_of(first: str, second: str) -> list[str]:
+@pytest.mark.parametrize("first", ["auto", "shm"])
+@pytest.mark.parametrize("second", ["c10d", "shm"])
+@on_ranks(2)
+def test_auto_stays_shm_beside_another_timeout(first, second):
     """Return the transports of models in a group of their own, the last of them with "auto"."""
     group: Any = dist.new_group([0, 1])
     asked = ((first, 5), (second, 6), ("auto", 6), ("auto", 7))
@@ -65,14 +69,8 @@ def transports_of(first: str, second: str) -> list[str]:
         FSDP(nn.Linear(2, 2), process_group=group, transport=transport, timeout=timeout)
         for transport, timeout in asked
     ]
-    return [model.__dict__["_zshard_state"].comms.all.transport for model in models]
-
-
-@pytest.mark.parametrize("first", ["auto", "shm"])
-@pytest.mark.parametrize("second", ["c10d", "shm"])
-def test_auto_stays_shm_beside_another_timeout(pool2: Any, first: str, second: str) -> None:
-    for found in pool2.run(transports_of, first, second):
-        assert found == ["shm", second, "shm", "shm"]
+    found = [model.__dict__["_zshard_state"].comms.all.transport for model in models]
+    assert found == ["shm", second, "shm", "shm"]
 
 
 def limit_of(model: Any) -> float:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from compare import differences
 from groups import comm_of_all
 from nursery import fork_ranks
-from spawn import RankPool, ranks
+from spawn import RankPool, on_ranks, ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 both = pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -65,7 +65,9 @@ def test_broadcast(pool: RankPool, transport: str, numel: int) -> None:
         assert pool.run(broadcast, transport, numel, root) == [[]] * pool.world
 
 
-def refuse(transport: str) -> None:
+@both
+@on_ranks(2)
+def test_invalid_arguments_leave_the_transport_usable(transport):
     comm = connect(transport)
     with pytest.raises(ValueError, match="4097 bytes"):
         comm.exchange(bytes(4097))
@@ -74,11 +76,6 @@ def refuse(transport: str) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         comm.broadcast(torch.zeros(4, 4).t(), 0)
     comm.exchange(b"still in step")
-
-
-@both
-def test_invalid_arguments_leave_the_transport_usable(pool2: RankPool, transport: str) -> None:
-    pool2.run(refuse, transport)
 
 
 class Deny(TorchDispatchMode):
@@ -101,15 +98,12 @@ def test_dispatch_modes_do_not_see_messages(pool2: RankPool, transport: str) -> 
     assert pool2.run(exchange_under_a_mode, transport) == [[b"x", b"x"]] * 2
 
 
-def c10d_without_a_group() -> None:
+@on_ranks(2)
+def test_unknown_group():
     from zshard import _core
 
     with pytest.raises(RuntimeError, match="no such group"):
         _core.Comm.c10d("no such group", 0, 2, 1.0)
-
-
-def test_unknown_group(pool2: RankPool) -> None:
-    pool2.run(c10d_without_a_group)
 
 
 # --- missing peers -------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from groups import curve, hosts_of, mesh_of, on_hosts
 from models import CASES, loss_of, make
 from scenarios import message_of
+from spawn import on_ranks
 from wires import (
     Model,
     Products,
@@ -59,7 +60,9 @@ def test_four_hosts(pool4):
 # --- replicas -------------------------------------------------------------------------------------
 
 
-def replicas(strategy):
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
+@on_ranks(4)
+def test_replicas_stay_the_same(strategy):
     """Return whether ranks with the same shard still have the same values, and the losses."""
     case = CASES["net"]
     with on_hosts(2):
@@ -84,12 +87,8 @@ def replicas(strategy):
     parts = [None] * 4
     dist.all_gather_object(parts, mine)
     same = torch.equal(parts[0], parts[2]) and torch.equal(parts[1], parts[3])
-    return same, all(map(math.isfinite, losses))
-
-
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
-def test_replicas_stay_the_same(pool4, strategy):
-    assert pool4.run(replicas, strategy) == [(True, True)] * 4
+    assert same
+    assert all(map(math.isfinite, losses))
 
 
 # --- rounding errors ------------------------------------------------------------------------------
@@ -132,7 +131,8 @@ def test_all_ranks_skip_together(pool4, bad):
     assert pool4.run(skipped, bad) == [([2.0, 2.0], True, True)] * 4
 
 
-def accumulated():
+@on_ranks(4)
+def test_no_sync_gradients_are_sent_once():
     """no_sync(), and a rank without gradients, give the same as the sum in one round."""
     with hosts_of(2, 2) as group:
         model, beside = wrap(group), Model(2, 2)
@@ -143,11 +143,7 @@ def accumulated():
         local = zshard.to_local(model.weight.grad).flatten().clone()
         expected = beside.reduce([gradient(r, 0) + gradient(r, 1) for r in range(4)])
         begin = zshard.shard_info(model.weight)["begin"]
-    return torch.equal(local, expected[begin : begin + local.numel()])
-
-
-def test_no_sync_gradients_are_sent_once(pool4):
-    assert pool4.run(accumulated) == [True] * 4
+    assert torch.equal(local, expected[begin : begin + local.numel()])
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -229,15 +225,13 @@ def test_unsupported_cases_are_refused(pool4):
         assert "transport='hosts'" in transport
 
 
-def on_one_host():
+@on_ranks(2)
+def test_nothing_is_encoded_on_one_host():
     model = wrap(None, transport="shm")  # "auto" is what the group's first model took
     grads = reduced(model, gradient(dist.get_rank()))
     exact = (gradient(0) + gradient(1)) / 2
-    return "wire='bf16' has no effect" in model.summary(), torch.equal(grads, exact)
-
-
-def test_nothing_is_encoded_on_one_host(pool2):
-    assert pool2.run(on_one_host) == [(True, True)] * 2
+    assert "wire='bf16' has no effect" in model.summary()
+    assert torch.equal(grads, exact)
 
 
 def copied():

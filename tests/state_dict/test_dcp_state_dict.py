@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as files
 import torch.distributed.checkpoint.state_dict as dcp
 from models import CASES, ddp, differences, make, make_optimizer, train
 from optim_states import FULL, differ, go_on, rank, reference, trained, wrap
+from spawn import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import fully_shard
@@ -31,9 +32,12 @@ SAVING = {
 }
 
 
-def saved(name, kind):
+@pytest.mark.parametrize("name", ["tied", "frozen", "conv"])
+@on_ranks(2)
+def test_state_equals_the_plain_models(name):
     """Return {options: what differs between the results for a sharded model and for a DDP
     model}."""
+    kind = "zshard.AdamW"
     plain, theirs = reference(name, kind)
     model, optimizer = trained(name, FULL, kind)
     found = {}
@@ -48,13 +52,7 @@ def saved(name, kind):
         found[what] += differ(alone, ours[0])
         alone = dcp.get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options))
         found[what] += differ(alone, ours[1])
-    return found
-
-
-@pytest.mark.parametrize("name", ["tied", "frozen", "conv"])
-def test_state_equals_the_plain_models(pool2, name):
-    for found in pool2.run(saved, name, "zshard.AdamW"):
-        assert not any(found.values()), found
+    assert not any(found.values()), found
 
 
 LOADING = {
@@ -92,7 +90,8 @@ def test_resumed_run_is_bit_identical(pool2, name, what):
         assert pool2.run(resumed, name, kind, combination, LOADING[what]) == [[], []]
 
 
-def both_at_once():
+@on_ranks(2)
+def test_both_at_once_and_flat():
     """set_state_dict(), and a flat dict of an optimizer's state."""
     model, optimizer = trained("mlp", FULL, "zshard.AdamW")
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -101,11 +100,7 @@ def both_at_once():
     theirs = make_optimizer("zshard.AdamW", other)
     both = {"model_state_dict": model_state, "optim_state_dict": optim_state}
     dcp.set_state_dict(other, theirs, **both, options=flat)
-    return differ(go_on("mlp", other, theirs), go_on("mlp", model, optimizer))
-
-
-def test_both_at_once_and_flat(pool2):
-    assert pool2.run(both_at_once) == [[], []]
+    assert differ(go_on("mlp", other, theirs), go_on("mlp", model, optimizer)) == []
 
 
 def without_frozen(options):
@@ -194,31 +189,29 @@ def saved_by_fsdp2(path):
     return dcp.get_state_dict(model, optimizer, options=whole)
 
 
-def resumed_by_zshard(path, how, transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("how", ["by name", "by number"])
+@on_ranks(2)
+def test_fsdp2_checkpoint_is_resumed(tmp_path, how, transport):
     """Return what differs after the same script, with zshard's import, has loaded that
     checkpoint."""
-    expected = saved_by_fsdp2(path)
+    expected = saved_by_fsdp2(tmp_path)
     model = wrap("mlp", ("full_shard", transport), seed=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     if how == "by name":
         states = dcp.get_state_dict(model, optimizer)
-        files.load({"model": states[0], "optim": states[1]}, checkpoint_id=path / how)
+        files.load({"model": states[0], "optim": states[1]}, checkpoint_id=tmp_path / how)
         both = {"model_state_dict": states[0], "optim_state_dict": states[1]}
         dcp.set_state_dict(model, optimizer, **both)
     else:
         train(model, CASES["mlp"], optimizer, rank(), 1)  # dcp.load() reads into existing state
-        files.load({"model": model, "optim": optimizer}, checkpoint_id=path / how)
-    return differ(dcp.get_state_dict(model, optimizer), expected)
+        files.load({"model": model, "optim": optimizer}, checkpoint_id=tmp_path / how)
+    found = differ(dcp.get_state_dict(model, optimizer), expected)
+    assert found == []
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("how", ["by name", "by number"])
-def test_fsdp2_checkpoint_is_resumed(pool2, tmp_path, how, transport):
-    for found in pool2.run(resumed_by_zshard, tmp_path, how, transport):
-        assert found == []
-
-
-def names_of_ddp():
+@on_ranks(2)
+def test_names_with_module_prefix_are_loaded():
     """DDP's state dict has `module.` before each name; return what differs after loading it."""
     theirs = ddp(make(CASES["conv"].make))
     train(theirs, CASES["conv"], torch.optim.SGD(theirs.parameters(), lr=0.1), rank(), 2)
@@ -236,8 +229,4 @@ def names_of_ddp():
     mixed = {**theirs.state_dict(), "else": torch.ones(1)}
     with pytest.raises(RuntimeError, match="Unexpected key"):
         model.load_state_dict(mixed)
-    return found
-
-
-def test_names_with_module_prefix_are_loaded(pool2):
-    assert pool2.run(names_of_ddp) == [[], []]
+    assert found == []

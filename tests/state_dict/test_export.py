@@ -13,7 +13,7 @@ import torch.distributed as dist
 from compare import assert_same
 from models import COMBINATIONS, Net, make
 from nursery import fork_ranks
-from spawn import ranks
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -72,7 +72,13 @@ def joined(buckets):
 # --- values ---------------------------------------------------------------------------------------
 
 
-def export_is_exact(combination, options):
+MIXED = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+
+
+@pytest.mark.parametrize("options", [{}, MIXED], ids=["float32", "mixed"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2, 3)
+def test_an_export_has_the_bits_of_the_state_dict(combination, options):
     model, optimizer = built(combination, **options)
     expected = full(model)
     sizes = []
@@ -86,16 +92,6 @@ def export_is_exact(combination, options):
     same(low, {n: v.bfloat16() if v.is_floating_point() else v for n, v in expected.items()})
     step(model, optimizer)
     assert not torch.equal(joined(zshard.export(model))["norm.weight"], expected["norm.weight"])
-
-
-MIXED = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
-
-
-@ranks(2, 3)
-@pytest.mark.parametrize("options", [{}, MIXED], ids=["float32", "mixed"])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_an_export_has_the_bits_of_the_state_dict(pool, combination, options):
-    pool.run(export_is_exact, combination, options)
 
 
 def hybrid_is_exact(strategy, transport):
@@ -127,18 +123,17 @@ def with_group(name, *args):
     dist.destroy_process_group()
 
 
-def offload_is_exact(combination, folder):
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
+@on_ranks(2)
+def test_an_offloaded_model(combination, tmp_path):
+    folder = str(tmp_path)
     model, _ = built(combination, offload=zshard.Offload(directory=folder))
     same(joined(zshard.export(model)), full(model))
 
 
-@ranks(2)
 @pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
-def test_an_offloaded_model(pool, combination, tmp_path):
-    pool.run(offload_is_exact, combination, str(tmp_path))
-
-
-def own_memory(combination):
+@on_ranks(2)
+def test_buckets_own_their_memory(combination):
     model, _ = built(combination)
     expected = full(model)
     kept = list(zshard.export(model, bucket=2000))
@@ -149,13 +144,10 @@ def own_memory(combination):
     same({**joined(kept), **{n: expected[n] for n in first}}, expected)
 
 
-@ranks(2)
+@pytest.mark.parametrize("chosen", [1, [0, 1]])
 @pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
-def test_buckets_own_their_memory(pool, combination):
-    pool.run(own_memory, combination)
-
-
-def on_chosen_ranks(combination, chosen):
+@on_ranks(2)
+def test_on_chosen_ranks(combination, chosen):
     model, optimizer = built(combination)
     expected = full(model)
     found = joined(zshard.export(model, ranks=chosen, bucket=2000))
@@ -164,14 +156,8 @@ def on_chosen_ranks(combination, chosen):
     step(model, optimizer)
 
 
-@ranks(2)
-@pytest.mark.parametrize("chosen", [1, [0, 1]])
-@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
-def test_on_chosen_ranks(pool, combination, chosen):
-    pool.run(on_chosen_ranks, combination, chosen)
-
-
-def alone_while_others_train():
+@on_ranks(2)
+def test_one_rank_alone_has_one_step_while_others_train_on():
     model, optimizer = built()
     expected = full(model)
     if dist.get_rank() == 0:
@@ -182,11 +168,6 @@ def alone_while_others_train():
         same(joined(found), expected)
     step(model, optimizer)
     assert not torch.equal(full(model)["norm.weight"], expected["norm.weight"])
-
-
-@ranks(2)
-def test_one_rank_alone_has_one_step_while_others_train_on(pool):
-    pool.run(alone_while_others_train)
 
 
 def saved_by_one_rank_then_written(folder):
@@ -207,7 +188,8 @@ def test_ranks_that_take_nothing_wait_with_their_writes(pool2, tmp_path):
     same(first, second)
 
 
-def names_and_plain_modules():
+@on_ranks(2)
+def test_names():
     plain = make(Model)
     model = FSDP(copy.deepcopy(plain))
     expected = full(plain)
@@ -223,11 +205,6 @@ def names_and_plain_modules():
     same(compiled, wanted)
 
 
-@ranks(2)
-def test_names(pool):
-    pool.run(names_and_plain_modules)
-
-
 # --- how a loop may end ---------------------------------------------------------------------------
 
 
@@ -240,7 +217,10 @@ def leave(model, how, n=1):
                 raise ZeroDivisionError
 
 
-def left_early(combination, how):
+@pytest.mark.parametrize("how", ["break", "raise"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_all_ranks_may_leave_a_loop_and_nest_two(combination, how):
     model, optimizer = built(combination)
     leave(model, how)
     expected = full(model)
@@ -250,13 +230,6 @@ def left_early(combination, how):
     same(joined(a for a, _ in pairs), expected)
     same(joined(b for _, b in pairs), expected)
     step(model, optimizer)
-
-
-@ranks(2)
-@pytest.mark.parametrize("how", ["break", "raise"])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_all_ranks_may_leave_a_loop_and_nest_two(pool, combination, how):
-    pool.run(left_early, combination, how)
 
 
 def left_by_one(transport, then):
@@ -294,7 +267,10 @@ def by_hand(param, is_cut):
     (param.data if is_cut else param).mul_(2)
 
 
-def writes_within(combination, what):
+@pytest.mark.parametrize("what", ["step", "sgd", "load", "by hand", "buffer"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_the_model_cannot_be_written_within_the_loop(combination, what):
     model, optimizer = built(combination)
     state = model.state_dict()
     acts = {
@@ -316,14 +292,8 @@ def writes_within(combination, what):
     same(found, {name: expected[name] for name in found})
 
 
-@ranks(2)
-@pytest.mark.parametrize("what", ["step", "sgd", "load", "by hand", "buffer"])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_the_model_cannot_be_written_within_the_loop(pool, combination, what):
-    pool.run(writes_within, combination, what)
-
-
-def bad_arguments():
+@on_ranks(2)
+def test_bad_arguments_are_refused():
     model, _ = built()
 
     def check(kind, match, **options):
@@ -350,12 +320,8 @@ def bad_arguments():
     joined(zshard.export(model))
 
 
-@ranks(2)
-def test_bad_arguments_are_refused(pool):
-    pool.run(bad_arguments)
-
-
-def within_a_forward():
+@on_ranks(2)
+def test_refused_within_a_forward():
     class Exporting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -372,20 +338,11 @@ def within_a_forward():
         model(torch.ones(2, 3))
 
 
-@ranks(2)
-def test_refused_within_a_forward(pool):
-    pool.run(within_a_forward)
-
-
-def different_arguments():
+@on_ranks(2)
+def test_ranks_must_export_the_same_over_c10d():
     model, _ = built(("full_shard", "c10d"))
     with pytest.raises(zshard.DivergenceError, match="bucket"):
         joined(zshard.export(model, bucket=1000 + dist.get_rank()))
     with pytest.raises(ValueError, match="same name"):
         joined(zshard.export(model, rename=(lambda n: "x") if dist.get_rank() == 1 else None))
     joined(zshard.export(model))
-
-
-@ranks(2)
-def test_ranks_must_export_the_same_over_c10d(pool):
-    pool.run(different_arguments)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from groups import mesh_of
 from models import CASES, COMBINATIONS, TRANSPORTS, Net, differences, make, sharded, train, wrapped
 from scenarios import Stack, loss_of, message_of
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -56,17 +56,14 @@ def test_values_equal_the_state(pool, name, from_rank0):
         assert found == [[]] * pool.world, combination
 
 
-def views(transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_views(transport):
     """Rank 0 has views that are not contiguous although they have one dimension."""
     model = FSDP(nn.LayerNorm(64), transport=transport, timeout=20)
     state = {"weight": torch.arange(128.0)[::2], "bias": torch.ones(1).expand(64)}
     zshard.load_state_dict(model, given_to(dist.get_rank(), state), from_rank0=True)
-    return differences(model.state_dict(), state)
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_views(pool2, transport):
-    assert pool2.run(views, transport) == [[], []]
+    assert differences(model.state_dict(), state) == []
 
 
 def continued(strategy, options, in_backward):
@@ -124,7 +121,8 @@ def test_training_continues_in_groups(pool4, strategy):
     assert pool4.run(continued, strategy, on_a_mesh, False) == [[]] * 4
 
 
-def parts():
+@on_ranks(2)
+def test_units_within():
     """Units by hand below a plain module; and a model whose outer part is wrapped later."""
     state = state_of(Stack)
     model = make(Stack)
@@ -134,14 +132,12 @@ def parts():
     first = differences(model.state_dict(), state)
     outer = FSDP(model)
     zshard.load_state_dict(outer, given_to(dist.get_rank(), state_of(Stack, 8)), from_rank0=True)
-    return first, differences(outer.state_dict(), state_of(Stack, 8))
+    assert first == []
+    assert differences(outer.state_dict(), state_of(Stack, 8)) == []
 
 
-def test_units_within(pool2):
-    assert pool2.run(parts) == [([], [])] * 2
-
-
-def in_other_dtypes():
+@on_ranks(2)
+def test_dtypes_are_cast():
     """Cast as nn.Module casts."""
     model, plain = wrapped(Net, ("full_shard", "shm")), make(Net)
     state = {name: value.double() for name, value in state_of(Net).items()}
@@ -151,11 +147,8 @@ def in_other_dtypes():
     state = {name: value.bfloat16() for name, value in state.items()}
     zshard.load_state_dict(model, state)
     plain.load_state_dict(state)
-    return first, differences(model.state_dict(), plain.state_dict())
-
-
-def test_dtypes_are_cast(pool2):
-    assert pool2.run(in_other_dtypes) == [([], [])] * 2
+    assert first == []
+    assert differences(model.state_dict(), plain.state_dict()) == []
 
 
 def test_single_rank():
@@ -171,7 +164,9 @@ def test_single_rank():
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def bytes_of_loading(transport):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_peak_memory_is_a_few_chunks(transport):
     """Return (most extra bytes on this rank, bytes of the full model)."""
     model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)])
     model = FSDP(model, transport=transport, auto_wrap_policy={nn.Linear})
@@ -182,13 +177,9 @@ def bytes_of_loading(transport):
     reset_high_water()
     before = high_water()
     zshard.load_state_dict(model, state, from_rank0=True)
-    return high_water() - before, 8 * 2048 * 2048 * 4
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_peak_memory_is_a_few_chunks(pool2, transport):
-    for extra, whole in pool2.run(bytes_of_loading, transport):
-        assert extra < 48 * 2**20 < whole / 2
+    extra = high_water() - before
+    whole = 8 * 2048 * 2048 * 4
+    assert extra < 48 * 2**20 < whole / 2
 
 
 # --- mismatches -----------------------------------------------------------------------------------
@@ -354,7 +345,8 @@ class Extra(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def with_extra():
+@on_ranks(2)
+def test_extra_state_and_post_hooks_come_last():
     model, plain = wrapped(lambda: nn.Sequential(Extra(), Extra()), ("full_shard", "shm")), Extra()
     plain.note = "from rank 0"
     state = {f"{i}.{name}": value for i in range(2) for name, value in plain.state_dict().items()}
@@ -366,14 +358,10 @@ def with_extra():
     zshard.load_state_dict(model, given_to(dist.get_rank(), state), from_rank0=True)
     whole = model.state_dict()
     wrong = differences([whole[f"{i}.weight"] for i in range(2)], [plain.weight] * 2)
-    return said, untouched, wrong, [(each.note, each.seen) for each in model]
-
-
-def test_extra_state_and_post_hooks_come_last(pool2):
-    for said, untouched, wrong, after in pool2.run(with_extra):
-        assert "size mismatch for 1.bias" in said
-        assert untouched == [("none", [])] * 2 and wrong == []
-        assert after == [("from rank 0", [("from rank 0", True, [])])] * 2
+    after = [(each.note, each.seen) for each in model]
+    assert "size mismatch for 1.bias" in said
+    assert untouched == [("none", [])] * 2 and wrong == []
+    assert after == [("from rank 0", [("from rank 0", True, [])])] * 2
 
 
 def asking_for_values(from_rank0):
@@ -397,7 +385,8 @@ def test_hook_that_reads_values(pool2):
         assert "cannot call mul() on 'head.weight', whose values are read only after all" in said
 
 
-def old_batch_norm():
+@on_ranks(2)
+def test_old_versions_of_modules():
     """nn.Module's own old versions: no counter, and no `_metadata` with a version."""
     state = state_of(CASES["conv"].make)
     old = {k: v for k, v in state.items() if not k.endswith("num_batches_tracked")}
@@ -406,11 +395,7 @@ def old_batch_norm():
     ours = model.state_dict()
     wrong = differences({key: ours[key] for key in old}, old)  # a forward changes the averages
     assert loss_of(model(CASES["conv"].batch(0, 0))).isfinite()
-    return wrong
-
-
-def test_old_versions_of_modules(pool2):
-    assert pool2.run(old_batch_norm) == [[], []]
+    assert wrong == []
 
 
 class Picky(nn.Linear):
@@ -424,14 +409,11 @@ class Picky(nn.Linear):
             raise ValueError("not these")
 
 
-def refused_by_rank_1():
+@on_ranks(2)
+def test_ranks_stay_in_step_after_one_refused_its_extra_state():
     model = FSDP(Picky(3, 3))
     state = model.state_dict()
     model.refuses = dist.get_rank() == 1
     with pytest.raises(ValueError, match="not these"):
         zshard.load_state_dict(model, state)
     model(torch.ones(2, 3)).sum().backward()
-
-
-def test_ranks_stay_in_step_after_one_refused_its_extra_state(pool2):
-    pool2.run(refused_by_rank_1)

@@ -15,7 +15,7 @@ import torch
 from compare import assert_same
 from models import CASES, make, make_optimizer, train, wrapped
 from optim_states import FULL, differ, go_on, rank, reference, trained, wrap
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 from torch.autograd.profiler import profile
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -28,7 +28,11 @@ from zshard import FSDP, load_optim_state_dict, optim_state_dict
 COMBINATIONS = [FULL, ("shard_grad_op", "c10d"), ("no_shard", "shm"), ("zero1", "c10d")]
 
 
-def against_torch(name, kind):
+@pytest.mark.parametrize(
+    ("name", "kind"), [("tied", "zshard.AdamW"), ("odds", "torch.SGD"), ("frozen", "torch.AdamW")]
+)
+@on_ranks(2)
+def test_dict_equals_torchs_for_the_plain_model(name, kind):
     """Return what differs from torch's dict of a DDP model, by strategy."""
     plain = get_optimizer_state_dict(*reference(name, kind))
     found = {}
@@ -39,15 +43,7 @@ def against_torch(name, kind):
         live = {id(v) for entries in optimizer.state.values() for v in entries.values()}
         if any(id(value) in live for value in tree_leaves(state)):
             found[combination].append("the optimizer's own tensors")
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("tied", "zshard.AdamW"), ("odds", "torch.SGD"), ("frozen", "torch.AdamW")]
-)
-def test_dict_equals_torchs_for_the_plain_model(pool2, name, kind):
-    for found in pool2.run(against_torch, name, kind):
-        assert not any(found.values()), found
+    assert not any(found.values()), found
 
 
 def through_rank_0(name, source, target, kind="zshard.AdamW"):
@@ -124,23 +120,6 @@ def test_other_ranks_hold_one_full_tensor(pool2):
     assert loading <= slack  # it has the full tensors already
 
 
-def refusals():
-    """Return the errors of a load of by-name dicts with one problem each; and what has changed."""
-    model, optimizer = trained("tied", FULL, "zshard.AdamW")
-    good = optim_state_dict(model, optimizer)
-    found = {}
-    for what, spoil in SPOILS.items():
-        for from_rank0 in (False, True):
-            bad = copy.deepcopy(good)
-            bad = spoil(bad) or bad
-            given = bad if rank() == 0 or not from_rank0 else {}
-            try:
-                load_optim_state_dict(model, optimizer, given, from_rank0=from_rank0)
-            except ValueError as error:
-                found[what, from_rank0] = str(error)
-    return found, differ(optim_state_dict(model, optimizer), good)
-
-
 def spoil_rename(state):
     state["state"]["embed.wait"] = state["state"].pop("embed.weight")
 
@@ -187,11 +166,25 @@ SPOILS = {
 }
 
 
-def test_mismatches_are_named_on_all_ranks_and_change_nothing(pool2):
-    for found, changed in pool2.run(refusals):
-        assert len(found) == 2 * len(SPOILS) and changed == []
-        for (what, _), text in found.items():
-            assert what in text, text
+@on_ranks(2)
+def test_mismatches_are_named_on_all_ranks_and_change_nothing():
+    """Return the errors of a load of by-name dicts with one problem each; and what has changed."""
+    model, optimizer = trained("tied", FULL, "zshard.AdamW")
+    good = optim_state_dict(model, optimizer)
+    found = {}
+    for what, spoil in SPOILS.items():
+        for from_rank0 in (False, True):
+            bad = copy.deepcopy(good)
+            bad = spoil(bad) or bad
+            given = bad if rank() == 0 or not from_rank0 else {}
+            try:
+                load_optim_state_dict(model, optimizer, given, from_rank0=from_rank0)
+            except ValueError as error:
+                found[what, from_rank0] = str(error)
+    changed = differ(optim_state_dict(model, optimizer), good)
+    assert len(found) == 2 * len(SPOILS) and changed == []
+    for (what, _), text in found.items():
+        assert what in text, text
 
 
 def one_rank_is_wrong():
@@ -252,7 +245,8 @@ def test_unsendable_state_is_an_error_on_all_ranks(pool2):
     assert second[1] == f"rank 0: {first[1]}"
 
 
-def another_name():
+@on_ranks(2)
+def test_any_name_of_a_tied_parameter():
     """A tied parameter by its other name; and a parameter without state."""
     model, optimizer = trained("tied", FULL, "zshard.AdamW")
     good = optim_state_dict(model, optimizer)
@@ -264,25 +258,20 @@ def another_name():
     found = differ(optim_state_dict(model, optimizer), good)
     del state["state"]["head.weight"]
     load_optim_state_dict(model, optimizer, state)
-    return found, model.embed.weight in optimizer.state
+    assert found == []
+    assert model.embed.weight not in optimizer.state
 
 
-def test_any_name_of_a_tied_parameter(pool2):
-    assert pool2.run(another_name) == [([], False)] * 2
-
-
-def a_strangers_optimizer():
+@on_ranks(2)
+def test_optimizer_of_another_model_is_refused():
     model, _ = trained("mlp", FULL, "zshard.AdamW")
     other = zshard.AdamW(wrapped(CASES["mlp"].make, FULL).parameters())
     with pytest.raises(ValueError, match=r"group 0 .* parameter 'first.weight', which the model"):
         optim_state_dict(model, other)
 
 
-def test_optimizer_of_another_model_is_refused(pool2):
-    pool2.run(a_strangers_optimizer)
-
-
-def in_fsdp1s_words():
+@on_ranks(2)
+def test_fsdp1_functions():
     model, optimizer = trained("mlp", FULL, "torch.AdamW")
     expected = optim_state_dict(model, optimizer)
     found = differ(FSDP.optim_state_dict(model, optimizer), expected)
@@ -302,11 +291,7 @@ def in_fsdp1s_words():
         FSDP.optim_state_dict_to_load(other, again, state, load_directly=True)
     with pytest.raises(NotImplementedError, match="is_named_optimizer=True"):
         FSDP.optim_state_dict_to_load(other, again, expected, is_named_optimizer=True)
-    return found + differ(again.state_dict(), theirs.state_dict())
-
-
-def test_fsdp1_functions(pool2):
-    assert pool2.run(in_fsdp1s_words) == [[], []]
+    assert found + differ(again.state_dict(), theirs.state_dict()) == []
 
 
 def test_single_rank():
@@ -323,13 +308,10 @@ def test_single_rank():
     assert_same(loaded, expected, "the loaded state")
 
 
-def malformed_on_rank_0():
+@on_ranks(2)
+def test_a_malformed_state_of_rank_0_is_an_error_on_all_ranks():
     model = FSDP(nn.Linear(8, 8))
     optimizer = torch.optim.Adam(model.parameters())
     state = {"state": [], "param_groups": [{"params": ["weight", "bias"]}]}
     with pytest.raises((AttributeError, RuntimeError), match="no attribute 'items'"):
         load_optim_state_dict(model, optimizer, state if rank() == 0 else None, from_rank0=True)
-
-
-def test_a_malformed_state_of_rank_0_is_an_error_on_all_ranks(pool2):
-    pool2.run(malformed_on_rank_0)

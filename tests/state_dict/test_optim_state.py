@@ -26,7 +26,7 @@ from optim_states import (
     trained,
     wrap,
 )
-from spawn import ranks
+from spawn import on_ranks, ranks
 
 import zshard
 from zshard import FSDP
@@ -34,7 +34,11 @@ from zshard import FSDP
 NAMES = ["mlp", "tied", "odds", "dtypes", "frozen", "conv", "unused"]
 
 
-def against_plain(name, kind):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD", "tests.Counting"])
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2)
+def test_state_equals_the_plain_models_optimizer(name, kind):
     """Return {combination: what differs between the states of a sharded and a DDP model's
     optimizer}."""
     expected = reference(name, kind)[1].state_dict()
@@ -45,18 +49,12 @@ def against_plain(name, kind):
         found[combination] = differ(state, expected)
         if list(state["state"]) != list(expected["state"]):
             found[combination].append("the parameters come in another order")
-    return found
+    assert not any(found.values()), found
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD", "tests.Counting"])
-@pytest.mark.parametrize("name", NAMES)
-def test_state_equals_the_plain_models_optimizer(pool2, name, kind):
-    for found in pool2.run(against_plain, name, kind):
-        assert not any(found.values()), found
-
-
-def of_a_kind(name, kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_elementwise_optimizers(kind):
     """Return what differs after a load into another model, including 0-dimensional parameters."""
     case, build = CASES["odds"], KINDS[kind]
     model = wrap("odds", FULL)
@@ -67,12 +65,7 @@ def of_a_kind(name, kind):
     other.load_state_dict(model.state_dict())
     theirs.load_state_dict(through_a_file(optimizer.state_dict()))
     found = differ(theirs.state_dict(), optimizer.state_dict())
-    return found + differ(go_on("odds", other, theirs), go_on("odds", model, optimizer))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_elementwise_optimizers(pool2, kind):
-    assert pool2.run(of_a_kind, "odds", kind) == [[], []]
+    assert found + differ(go_on("odds", other, theirs), go_on("odds", model, optimizer)) == []
 
 
 def resumed(name, kind, source, target):
@@ -149,7 +142,16 @@ def test_from_three_ranks_to_two_to_one_and_back(pool3, pool2, name, kind):
         assert differ(again, saved[1]) == []
 
 
-def lies_in_memory(combination):
+def distances(model, optimizer):
+    """For parameters with a shard on this rank: from the state of each to that of the next."""
+    held = [p for p in model.parameters() if p.numel()]
+    starts = [optimizer.state[p]["exp_avg"].data_ptr() for p in held]
+    return [b - a for a, b in itertools.pairwise(starts)]
+
+
+@pytest.mark.parametrize("combination", [FULL, ("no_shard", "c10d")])
+@on_ranks(2)
+def test_loaded_state_is_adjacent_and_not_shared(combination):
     """Return distances between adjacent state tensors, for a fresh optimizer and for one that has
     loaded; and whether training changes the dict that was loaded."""
     model, optimizer = trained("one unit", combination, "zshard.AdamW")
@@ -159,25 +161,18 @@ def lies_in_memory(combination):
     optimizer.load_state_dict(saved)
     loaded = distances(model, optimizer)
     go_on("one unit", model, optimizer)
-    return fresh == loaded, len(fresh), differ(saved, kept)
+    same = fresh == loaded
+    count = len(fresh)
+    changed = differ(saved, kept)
+    assert same and count > 0 and changed == []
 
 
-def distances(model, optimizer):
-    """For parameters with a shard on this rank: from the state of each to that of the next."""
-    held = [p for p in model.parameters() if p.numel()]
-    starts = [optimizer.state[p]["exp_avg"].data_ptr() for p in held]
-    return [b - a for a, b in itertools.pairwise(starts)]
-
-
-@pytest.mark.parametrize("combination", [FULL, ("no_shard", "c10d")])
-def test_loaded_state_is_adjacent_and_not_shared(pool2, combination):
-    for same, count, changed in pool2.run(lies_in_memory, combination):
-        assert same and count > 0 and changed == []
-
-
-def on_disk(folder, kind):
+@on_ranks(2)
+def test_loaded_state_returns_to_disk(tmp_path):
     """Return what differs after a load where state is on a disk; and its bytes there, before and
     after."""
+    folder = str(tmp_path)
+    kind = "zshard.AdamW"
     model = wrapped(CASES["net"].make, FULL, offload=folder)
     optimizer = make_optimizer(kind, model)
     train(model, CASES["net"], optimizer, rank(), steps=2)
@@ -186,19 +181,12 @@ def on_disk(folder, kind):
     found = differ(optimizer.state_dict(), state)
     after = model.memory()["offloaded"]
     other, theirs = trained("net", FULL, kind)
-    return (
-        found + differ(go_on("net", model, optimizer), go_on("net", other, theirs)),
-        before,
-        after,
-    )
+    found = found + differ(go_on("net", model, optimizer), go_on("net", other, theirs))
+    assert found == [] and before == after > 0
 
 
-def test_loaded_state_returns_to_disk(pool2, tmp_path):
-    for found, before, after in pool2.run(on_disk, str(tmp_path), "zshard.AdamW"):
-        assert found == [] and before == after > 0
-
-
-def in_backward():
+@on_ranks(2)
+def test_optimizer_in_backward_continues_after_a_load():
     """Return what differs between training by step() and in backward, both after a load."""
     model, optimizer = trained("mlp", FULL, "zshard.AdamW")
     saved = model.state_dict(), optimizer.state_dict()
@@ -209,11 +197,7 @@ def in_backward():
     optimizer.load_state_dict(saved[1])
     found = differ(go_on("mlp", model, optimizer), expected)
     handle.remove()
-    return found
-
-
-def test_optimizer_in_backward_continues_after_a_load(pool2):
-    assert pool2.run(in_backward) == [[], []]
+    assert found == []
 
 
 def options():
@@ -268,7 +252,8 @@ def test_after_an_evaluation(pool2, strategy, precision):
         assert found == [([], {torch.float32})] * 2
 
 
-def copies():
+@on_ranks(2)
+def test_copies():
     """Copies of a model together with its optimizer, and of the optimizer alone."""
     model, optimizer = trained("mlp", FULL, "zshard.AdamW")
     expected = optimizer.state_dict()
@@ -281,11 +266,8 @@ def copies():
     alone = copy.deepcopy(optimizer)
     with pytest.raises(zshard.ShardError, match="copy both"):
         alone.state_dict()
-    return found, len(alone.state) == len(optimizer.state)
-
-
-def test_copies(pool2):
-    assert pool2.run(copies) == [([], True)] * 2
+    assert found == []
+    assert len(alone.state) == len(optimizer.state)
 
 
 class PerElement(torch.optim.SGD):
@@ -299,7 +281,8 @@ class PerElement(torch.optim.SGD):
             state["mu"] = torch.zeros(())
 
 
-def of_the_users():
+@on_ranks(2)
+def test_custom_optimizer():
     """Return what differs from the plain model's after a step, and after a load in inference
     mode."""
     model, plain = wrap("tied", FULL), make(CASES["tied"].make)
@@ -311,14 +294,12 @@ def of_the_users():
         found = differ(state, theirs.state_dict())
         ours.load_state_dict(state)
     tensors = [v for entries in ours.state.values() for v in entries.values()]
-    return found + differ(ours.state_dict(), state), any(t.is_inference() for t in tensors)
+    assert found + differ(ours.state_dict(), state) == []
+    assert not (any(t.is_inference() for t in tensors))
 
 
-def test_custom_optimizer(pool2):
-    assert pool2.run(of_the_users) == [([], False)] * 2
-
-
-def hooks():
+@on_ranks(2)
+def test_user_hooks_see_full_tensors():
     """Return the shapes that user hooks see: full ones, in saving and loading."""
     _, optimizer = trained("mlp", FULL, "zshard.AdamW")
     seen = []
@@ -329,8 +310,4 @@ def hooks():
     optimizer.register_state_dict_post_hook(lambda _, state: seen.append(shape_of(state)))
     optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(shape_of(state)))
     optimizer.load_state_dict(optimizer.state_dict())
-    return seen
-
-
-def test_user_hooks_see_full_tensors(pool2):
-    assert pool2.run(hooks) == [[(13, 7), (13, 7)]] * 2
+    assert seen == [(13, 7), (13, 7)]

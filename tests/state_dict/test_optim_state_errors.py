@@ -15,6 +15,7 @@ from groups import mesh_of
 from models import CASES, Mlp, make, make_optimizer, train
 from nursery import fork_ranks
 from optim_states import FULL, differ, rank, trained, wrap
+from spawn import on_ranks
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import zshard
@@ -34,7 +35,19 @@ def loads(optimizer, state):
     return "loaded"
 
 
-def damaged(what):
+DAMAGES = {
+    "shape": ["'exp_avg' of parameter 'first.weight' has shape (7, 13), expected (13, 7)"],
+    "shard": ["'exp_avg_sq' of parameter 'first.weight' has shape (45, 1)"],
+    "short vector": ["'exp_avg' of parameter 'first.bias' has shape (12,), expected"],
+    "DTensor": ["'exp_avg' of parameter 'first.weight' is a DTensor", "full_tensor()"],
+    "fewer parameters": ["doesn't match the size of optimizer's group"],
+    "more groups": ["different number of parameter groups"],
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+@on_ranks(2)
+def test_mismatches_are_named_and_change_nothing(what):
     """Return the error of a load of a state dict with one problem."""
     _, optimizer = trained("mlp", FULL, "zshard.AdamW")
     state = copy.deepcopy(optimizer.state_dict())
@@ -51,24 +64,9 @@ def damaged(what):
         state["param_groups"][0]["params"].pop()
     elif what == "more groups":
         state["param_groups"].append({**state["param_groups"][0], "params": []})
-    return loads(optimizer, state)
-
-
-DAMAGES = {
-    "shape": ["'exp_avg' of parameter 'first.weight' has shape (7, 13), expected (13, 7)"],
-    "shard": ["'exp_avg_sq' of parameter 'first.weight' has shape (45, 1)"],
-    "short vector": ["'exp_avg' of parameter 'first.bias' has shape (12,), expected"],
-    "DTensor": ["'exp_avg' of parameter 'first.weight' is a DTensor", "full_tensor()"],
-    "fewer parameters": ["doesn't match the size of optimizer's group"],
-    "more groups": ["different number of parameter groups"],
-}
-
-
-@pytest.mark.parametrize("what", DAMAGES)
-def test_mismatches_are_named_and_change_nothing(pool2, what):
-    for text in pool2.run(damaged, what):
-        for part in DAMAGES[what]:
-            assert part in text
+    text = loads(optimizer, state)
+    for part in DAMAGES[what]:
+        assert part in text
 
 
 def diverged(what, transport):
@@ -127,7 +125,8 @@ def test_saving_on_one_rank_is_an_error_at_once():
         assert "DivergenceError" in result.stderr and "ranks diverged" in result.stderr
 
 
-def nested():
+@on_ranks(2)
+def test_shards_within_lists_are_refused():
     """A custom optimizer that keeps tensors in a list."""
     model = FSDP(make(Mlp))
     optimizer = torch.optim.SGD(model.parameters())
@@ -135,10 +134,6 @@ def nested():
         optimizer.state[param]["history"] = [torch.zeros_like(param)]
     with pytest.raises(RuntimeError, match=r"'history' \(a list\) .* of 'first.weight' contains"):
         optimizer.state_dict()
-
-
-def test_shards_within_lists_are_refused(pool2):
-    pool2.run(nested)
 
 
 READERS = {
@@ -179,17 +174,15 @@ def test_shards_in_the_dict_of_no_parameter_are_refused(pool2, key, said, combin
             assert said in text and "store each in the dict of its parameter" in text
 
 
-def named_as_a_parameter(path):
+@on_ranks(2)
+def test_key_that_is_a_parameters_name(tmp_path):
+    path = str(tmp_path / "x")
     model, optimizer = trained("mlp", FULL, "zshard.AdamW")
     optimizer.state["first.weight"] = 1
     assert optimizer.state_dict()["state"]["first.weight"] == 1
     for reader in ("by name", "save"):
         with pytest.raises(ValueError, match=r"under 'first.weight', which is also a parameter"):
             READERS[reader](model, optimizer, path)
-
-
-def test_key_that_is_a_parameters_name(pool2, tmp_path):
-    pool2.run(named_as_a_parameter, str(tmp_path / "x"))
 
 
 def held():

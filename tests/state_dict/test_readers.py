@@ -39,6 +39,7 @@ from readers import (
     update_averages,
 )
 from scenarios import floats
+from spawn import on_ranks
 
 from zshard import FSDP
 
@@ -269,11 +270,16 @@ def after(case):
     return {**case.model.state_dict(), "gradients": gradients(case)}
 
 
-def cells(state, combination, folder):
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+@on_ranks(2)
+def test_each_reader_is_right_or_says_when_to_call(state, combination, tmp_path):
     """Return the readers that are refused, and those that are wrong.
 
     A reader that has changed nothing leaves its models to the next one.
     """
+    folder = str(tmp_path)
     refused, wrong, both = set(), {}, None
     later = after_more_steps(combination, folder)
     for reader in [*READERS, *WRITERS]:
@@ -300,20 +306,12 @@ def cells(state, combination, folder):
         if changes(reader, state) or any_rank(bad):
             case.learn()  # the ranks are in step
             both = None
-    return refused, wrong
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
-def test_each_reader_is_right_or_says_when_to_call(pool2, tmp_path, state, combination):
-    for refused, wrong in pool2.run(cells, state, combination, str(tmp_path)):
-        assert wrong == {}
-        name = state.__name__
-        if combination[0] == "no_shard" or name in MAY:
-            assert refused <= {**TABLE, **MAY}.get(name, set())
-        else:
-            assert refused == TABLE.get(name, set())
+    assert wrong == {}
+    name = state.__name__
+    if combination[0] == "no_shard" or name in MAY:
+        assert refused <= {**TABLE, **MAY}.get(name, set())
+    else:
+        assert refused == TABLE.get(name, set())
 
 
 # --- one rank alone -----------------------------------------------------------------------------------
@@ -325,8 +323,18 @@ ALONE = [
 MOMENTS = [at_rest, kept_for_backward, within_no_sync, after_a_failure, swapped]
 
 
-def alone_cells(state, combination, folder, rank):
+def nothing(case):
+    return None
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[1] == "shm"])
+@pytest.mark.parametrize("state", MOMENTS, ids=lambda state: state.__name__)
+@on_ranks(2)
+def test_one_rank_alone_reads_what_a_plain_model_has(state, combination, rank, tmp_path):
     """Return the readers that are wrong: one rank alone calls each of them."""
+    folder = str(tmp_path)
     wrong, later = {}, after_more_steps(combination, folder)
     case = Case(combination, folder, later)
     plain = Case(None, folder, later, case.averages)
@@ -342,16 +350,4 @@ def alone_cells(state, combination, folder, rank):
             each.optimizer.zero_grad()
             each.learn()
             each.model(floats(1)).sum().backward()
-    return wrong
-
-
-def nothing(case):
-    return None
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[1] == "shm"])
-@pytest.mark.parametrize("state", MOMENTS, ids=lambda state: state.__name__)
-def test_one_rank_alone_reads_what_a_plain_model_has(pool2, tmp_path, state, combination, rank):
-    assert pool2.run(alone_cells, state, combination, str(tmp_path), rank) == [{}, {}]
+    assert wrong == {}

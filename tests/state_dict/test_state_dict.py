@@ -24,7 +24,7 @@ from models import (
     train,
     wrapped,
 )
-from spawn import ranks
+from spawn import on_ranks, ranks
 
 from zshard import FSDP
 
@@ -125,7 +125,9 @@ def damaged_states():
     return {"missing": missing, "extra": extra, "both": both}
 
 
-def loading_errors(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_missing_and_unexpected_names_are_reported_as_by_torch(combination):
     """Return {problem: (as sharded, as plain)}, strictly and not."""
     found = {}
     for what, state in damaged_states().items():
@@ -133,27 +135,18 @@ def loading_errors(combination):
             ours = loads(state, strict, wrapped(Net, combination))
             theirs = loads(state, strict)
             found[what, strict] = ours, theirs
-    return found
+    for what, (ours, theirs) in found.items():
+        assert ours == theirs, what
+    assert "norm.bias" in found["missing", True][0]
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_missing_and_unexpected_names_are_reported_as_by_torch(pool2, combination):
-    for found in pool2.run(loading_errors, combination):
-        for what, (ours, theirs) in found.items():
-            assert ours == theirs, what
-        assert "norm.bias" in found["missing", True][0]
-
-
-def partial_load():
+@on_ranks(2)
+def test_partial_state_can_be_loaded():
     """After a load with strict=False, given entries are loaded and the others are unchanged."""
     model, state = wrapped(Net, FULL), make(Net, seed=2).state_dict()
     part = {key: value for key, value in state.items() if key.startswith("blocks.1")}
     model.load_state_dict(part, strict=False)
-    return differences(model.state_dict(), {**make(Net).state_dict(), **part})
-
-
-def test_partial_state_can_be_loaded(pool2):
-    assert pool2.run(partial_load) == [[], []]
+    assert differences(model.state_dict(), {**make(Net).state_dict(), **part}) == []
 
 
 def misshapen(combination):
@@ -182,7 +175,8 @@ def test_shape_errors_match_torch(pool2, combination):
         assert trains
 
 
-def tied_aliases():
+@on_ranks(2)
+def test_tied_weights_have_all_their_names():
     """Tied names: both are in the state and equal, and either one alone can be loaded."""
     model = wrapped(Tied, FULL)
     state = model.state_dict()
@@ -196,12 +190,7 @@ def tied_aliases():
         fresh = wrapped(Tied, FULL)
         missing = fresh.load_state_dict(part, strict=False).missing_keys
         found.append((missing, differences(fresh.state_dict(), other)))
-    return found
-
-
-def test_tied_weights_have_all_their_names(pool2):
-    for found in pool2.run(tied_aliases):
-        assert found == [(["embed.weight"], []), (["head.weight"], [])]
+    assert found == [(["embed.weight"], []), (["head.weight"], [])]
 
 
 class WithBuffers(Net):
@@ -241,7 +230,8 @@ def test_buffers_and_extra_state(pool2):
     assert pool2.run(buffers_and_extra_state) == [expected] * 2
 
 
-def copies():
+@on_ranks(2)
+def test_state_dicts_are_copies():
     """A state dict is a copy: training does not change it, and it does not change the model."""
     model = wrapped(Net, FULL)
     state = model.state_dict()
@@ -252,44 +242,36 @@ def copies():
     for value in state.values():
         value.zero_()
     assert differences(trained, before) != []
-    return differences(model.state_dict(), trained)
-
-
-def test_state_dicts_are_copies(pool2):
-    assert pool2.run(copies) == [[], []]
-
-
-def assign(combination):
-    model = wrapped(Net, combination)
-    with pytest.raises(ValueError, match="assign=True"):
-        model.load_state_dict(make(Net, seed=2).state_dict(), assign=True)
-    return differences(model.state_dict(), make(Net).state_dict())
+    assert differences(model.state_dict(), trained) == []
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_assigning_is_refused(pool2, combination):
-    assert pool2.run(assign, combination) == [[], []]
+@on_ranks(2)
+def test_assigning_is_refused(combination):
+    model = wrapped(Net, combination)
+    with pytest.raises(ValueError, match="assign=True"):
+        model.load_state_dict(make(Net, seed=2).state_dict(), assign=True)
+    assert differences(model.state_dict(), make(Net).state_dict()) == []
 
 
 # --- unusual moments ------------------------------------------------------------------------------
 
 
-def load_after_forward(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_loading_between_a_forward_and_a_backward(combination):
     """A load after a forward that has kept its units for a backward that never comes."""
     model, state = wrapped(Net, combination), make(Net, seed=2).state_dict()
     model(CASES["net"].batch(0, dist.get_rank()))
     model.load_state_dict(state)
     found = differences(model.state_dict(), state)
     loss_of(model(CASES["net"].batch(0, dist.get_rank()))).backward()
-    return found
+    assert found == []
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_loading_between_a_forward_and_a_backward(pool2, combination):
-    assert pool2.run(load_after_forward, combination) == [[], []]
-
-
-def saved_in_forward(combination):
+@on_ranks(2)
+def test_saving_within_a_forward(combination):
     """A hook calls state_dict() in a forward; the forward continues with its weights."""
     model, plain = wrapped(Net, combination), make(Net)
     states = []
@@ -298,33 +280,22 @@ def saved_in_forward(combination):
     loss = loss_of(model(batch))
     loss.backward()
     assert_same(loss, loss_of(plain(batch)), "the loss")
-    return differences(states[0], plain.state_dict())
+    assert differences(states[0], plain.state_dict()) == []
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_saving_within_a_forward(pool2, combination):
-    assert pool2.run(saved_in_forward, combination) == [[], []]
-
-
-def saved_in_inference_mode():
+@on_ranks(2)
+def test_saving_in_inference_mode_returns_normal_tensors():
     model = wrapped(Net, FULL)
     with torch.inference_mode():
         state = model.state_dict()
-    return [name for name, value in state.items() if value.is_inference()]
+    assert [name for name, value in state.items() if value.is_inference()] == []
 
 
-def test_saving_in_inference_mode_returns_normal_tensors(pool2):
-    assert pool2.run(saved_in_inference_mode) == [[], []]
-
-
-def scalars_of_old_files():
+@on_ranks(2)
+def test_scalars_of_old_files_are_accepted():
     model, state = sharded("odds", FULL), make(CASES["odds"].make, 2).state_dict()
     model.load_state_dict({**state, "scale": state["scale"].reshape(1)})
-    return differences(model.state_dict(), state)
-
-
-def test_scalars_of_old_files_are_accepted(pool2):
-    assert pool2.run(scalars_of_old_files) == [[], []]
+    assert differences(model.state_dict(), state) == []
 
 
 def what_is_put_on_modules(combination):

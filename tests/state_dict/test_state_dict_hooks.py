@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from models import Nested, Net, differences, make, wrapped
+from spawn import on_ranks
 from torch import nn
 
 from zshard import FSDP
@@ -126,7 +127,8 @@ class Positions(nn.Module):
         return x + self.table.sum() + self.more.sum()
 
 
-def resized():
+@on_ranks(2)
+def test_load_hook_may_read_shapes():
     found = []
     for n in (9, 12, 17):
         plain = make(Positions)
@@ -136,14 +138,12 @@ def resized():
         plain.load_state_dict(state)
         model.load_state_dict({f"0.{name}": value for name, value in state.items()})
         found += differences(model[0].state_dict(), plain.state_dict())
-    return found
+    assert found == []
 
 
-def test_load_hook_may_read_shapes(pool2):
-    assert pool2.run(resized) == [[], []]
-
-
-def values_in_a_load_hook(ask):
+@pytest.mark.parametrize("ask", ["clone", "copy_", "fill_", "cat", "data"])
+@on_ranks(2)
+def test_load_hook_that_reads_values_is_an_error(ask):
     """Return the error of a load hook that reads missing values, and whether nothing has
     changed."""
     asks = {
@@ -165,18 +165,15 @@ def values_in_a_load_hook(ask):
         a[key] is value for a, b in zip(after, before, strict=True) for key, value in b.items()
     )
     tidy = kept and [len(each) for each in after] == [len(each) for each in before]
-    return str(caught.value), tidy, differences(model.state_dict(), make(Net).state_dict())
+    message = str(caught.value)
+    found = differences(model.state_dict(), make(Net).state_dict())
+    assert "state_dict()" in message
+    assert tidy
+    assert found == []
 
 
-@pytest.mark.parametrize("ask", ["clone", "copy_", "fill_", "cat", "data"])
-def test_load_hook_that_reads_values_is_an_error(pool2, ask):
-    for message, tidy, found in pool2.run(values_in_a_load_hook, ask):
-        assert "state_dict()" in message
-        assert tidy
-        assert found == []
-
-
-def patched_methods():
+@on_ranks(2)
+def test_patched_methods_get_full_tensors():
     """Methods that the user replaced on instances, and which call the old ones, as PEFT does."""
     model, plain = make(Net), make(Net)
     for each in (model, plain):
@@ -192,11 +189,7 @@ def patched_methods():
     model = FSDP(model, auto_wrap_policy=None)
     found = differences(model.state_dict(), plain.state_dict())
     found += differences(model.norm.state_dict(), plain.norm.state_dict())
-    return found if model.blocks.state_dict() is None else [*found, "not the user's"]
-
-
-def test_patched_methods_get_full_tensors(pool2):
-    assert pool2.run(patched_methods) == [[], []]
+    assert (found if model.blocks.state_dict() is None else [*found, "not the user's"]) == []
 
 
 class OwnLoad(nn.Linear):
@@ -206,11 +199,8 @@ class OwnLoad(nn.Linear):
         return super().load_state_dict({k.removeprefix("own."): v for k, v in state_dict.items()})
 
 
-def loads_by_its_own_method():
+@on_ranks(2)
+def test_custom_load_state_dict():
     model, plain = wrapped(lambda: OwnLoad(5, 3), FULL), make(lambda: OwnLoad(5, 3), seed=2)
     model.load_state_dict({f"own.{name}": value for name, value in plain.state_dict().items()})
-    return differences(model.state_dict(), plain.state_dict())
-
-
-def test_custom_load_state_dict(pool2):
-    assert pool2.run(loads_by_its_own_method) == [[], []]
+    assert differences(model.state_dict(), plain.state_dict()) == []

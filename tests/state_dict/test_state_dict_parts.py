@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 from models import CASES, Nested, Net, differences, make, sharded, wrapped
-from spawn import ranks
+from spawn import on_ranks, ranks
 
 import zshard
 from zshard import FSDP
@@ -82,7 +82,8 @@ def test_unit_is_gathered_once_per_call(pool2):
         assert counts == [[("", 5 + 3 * each)], [("", 3 * each)], [("", 2)]]
 
 
-def copies_of_a_part():
+@on_ranks(2)
+def test_copied_submodules_are_plain():
     """A copied submodule is plain, with its attributes; its shards are not pickled."""
     model = wrapped(Net, FULL, auto_wrap_policy=None)
     found = []
@@ -94,11 +95,7 @@ def copies_of_a_part():
         found += differences(made.state_dict(), own)
         made.load_state_dict({name: value + 1 for name, value in own.items()})
         found += differences(made.state_dict(), {n: v + 1 for n, v in own.items()})
-    return found + differences(model.state_dict(), make(Net).state_dict())
-
-
-def test_copied_submodules_are_plain(pool2):
-    assert pool2.run(copies_of_a_part) == [[], []]
+    assert found + differences(model.state_dict(), make(Net).state_dict()) == []
 
 
 def tied_too_late(how):

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import COMBINATIONS, Mlp, differences, make, wrapped
-from spawn import ranks
+from spawn import on_ranks
 from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -21,7 +21,8 @@ from zshard.state import stand_ins
 from zshard.units.units import units_of
 
 
-def on_rank_0():
+@on_ranks(2)
+def test_rank_0_only():
     model = FSDP(make(Mlp))
     expected = model.state_dict()
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -30,14 +31,8 @@ def on_rank_0():
         ours = model.state_dict()
         with FSDP.state_dict_type(model, "FULL_STATE_DICT"):
             everywhere = model.state_dict()
-    return (
-        differences(ours, expected) if dist.get_rank() == 0 else list(ours),
-        differences(everywhere, expected) + differences(model.state_dict(), expected),
-    )
-
-
-def test_rank_0_only(pool2):
-    assert pool2.run(on_rank_0) == [([], [])] * 2
+    assert (differences(ours, expected) if dist.get_rank() == 0 else list(ours)) == []
+    assert differences(everywhere, expected) + differences(model.state_dict(), expected) == []
 
 
 def of_a_part():
@@ -53,8 +48,10 @@ def test_units_within(pool2):
     assert pool2.run(of_a_part) == [(2, 5), (0, 5)]
 
 
-def saved_as_shards(folder):
+@on_ranks(2)
+def test_types_for_shards_have_full_tensors(tmp_path):
     """As FSDP1's scripts save: within the type, by dcp, on all ranks."""
+    folder = str(tmp_path)
     model, other = FSDP(make(Mlp)), FSDP(make(Mlp, seed=3))
     for kind in ("SHARDED_STATE_DICT", StateDictType.LOCAL_STATE_DICT):
         path = f"{folder}/{getattr(kind, 'name', kind)}"
@@ -69,11 +66,6 @@ def saved_as_shards(folder):
         dcp.load(loaded, checkpoint_id=path)
         other.load_state_dict(loaded["model"])
         assert differences(other.state_dict(), state) == []
-
-
-@ranks(2)
-def test_types_for_shards_have_full_tensors(pool, tmp_path):
-    pool.run(saved_as_shards, str(tmp_path))
 
 
 def test_other_types_are_refused():

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from compare import differences
 from models import make, wrapped
 from scenarios import Stack, floats
+from spawn import on_ranks
 from torch.optim import Optimizer
 
 import zshard
@@ -88,19 +89,17 @@ def resumed(kind, combination, folder, how):
     return {n: t.clone() for n, t in model.state_dict().items()}
 
 
-def resumes_like_a_plain_model(kind, combination, folder, how):
-    found = resumed(kind, combination, folder, how)
-    dist.barrier()
-    return differences(found, resumed(kind, None, folder, how))
-
-
 @pytest.mark.parametrize("how", ["file", "state dict"])
 @pytest.mark.parametrize(
     ("kind", "combination"),
     [(Twins, SHM), (Twins, C10D), (Twins, REPLICATED), (Remembers, REPLICATED)],
 )
-def test_their_state_loads(pool2, tmp_path, kind, combination, how):
-    assert pool2.run(resumes_like_a_plain_model, kind, combination, str(tmp_path), how) == [[], []]
+@on_ranks(2)
+def test_their_state_loads(kind, combination, how, tmp_path):
+    folder = str(tmp_path)
+    found = resumed(kind, combination, folder, how)
+    dist.barrier()
+    assert differences(found, resumed(kind, None, folder, how)) == []
 
 
 def looks(combination):
@@ -121,13 +120,10 @@ def looks(combination):
     return {n: t.clone() for n, t in model.state_dict().items()}
 
 
-def looks_like_a_plain_model(combination):
-    return differences(looks(combination), looks(None))
-
-
 @pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
-def test_a_closure_may_evaluate_and_be_called_twice(pool2, combination):
-    assert pool2.run(looks_like_a_plain_model, combination) == [[], []]
+@on_ranks(2)
+def test_a_closure_may_evaluate_and_be_called_twice(combination):
+    assert differences(looks(combination), looks(None)) == []
 
 
 class OfABase(torch.optim.SGD):
@@ -175,14 +171,11 @@ def steps_of_two(kind, combination):
     return {n: t.clone() for n, t in model.state_dict().items()}
 
 
-def steps_of_two_like_a_plain_model(kind, combination):
-    return differences(steps_of_two(kind, combination), steps_of_two(kind, None))
-
-
 @pytest.mark.parametrize("kind", [OfABase, Wraps])
 @pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
-def test_a_step_that_calls_another_is_one_step(pool2, kind, combination):
-    assert pool2.run(steps_of_two_like_a_plain_model, kind, combination) == [[], []]
+@on_ranks(2)
+def test_a_step_that_calls_another_is_one_step(kind, combination):
+    assert differences(steps_of_two(kind, combination), steps_of_two(kind, None)) == []
 
 
 def ignoring(has_base):
@@ -213,16 +206,13 @@ def steps_without_its_closure(combination, has_base):
     return {n: t.clone() for n, t in model.state_dict().items()}
 
 
-def same_without_its_closure(combination):
+@pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
+@on_ranks(2)
+def test_a_closure_that_is_not_called_is_an_error_or_does_no_harm(combination):
     with pytest.raises(RuntimeError, match="has not called its closure"):
         steps_without_its_closure(combination, False)
     found = steps_without_its_closure(combination, True)
-    return differences(found, steps_without_its_closure(None, True))
-
-
-@pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
-def test_a_closure_that_is_not_called_is_an_error_or_does_no_harm(pool2, combination):
-    assert pool2.run(same_without_its_closure, combination) == [[], []]
+    assert differences(found, steps_without_its_closure(None, True)) == []
 
 
 class StepsWithItsOwn(WithoutOptions):
@@ -270,7 +260,9 @@ def test_a_closure_of_its_own_is_checked_or_refused(pool2, combination):
 # --- hooks ----------------------------------------------------------------------------------------
 
 
-def hooks_that_change_the_result(combination):
+@pytest.mark.parametrize("combination", [SHM, C10D])
+@on_ranks(2)
+def test_state_dict_hooks_may_change_the_format(combination):
     for change in (dict.popitem, dict.clear, lambda packed: packed.update(state=None)):
         model = wrapped(Stack, combination)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -281,12 +273,11 @@ def hooks_that_change_the_result(combination):
         optimizer.state_dict()
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("combination", [SHM, C10D])
-def test_state_dict_hooks_may_change_the_format(pool2, combination):
-    pool2.run(hooks_that_change_the_result, combination)
-
-
-def load_that_loads_another(combination, folder, fails):
+@on_ranks(2)
+def test_a_load_hook_may_load_another_optimizer(combination, fails, tmp_path):
+    folder = str(tmp_path)
     model, other = wrapped(Stack, combination), wrapped(Stack, combination)
     mine, theirs = (torch.optim.Adam(each.parameters(), 0.01) for each in (model, other))
     train(model, mine, 2)
@@ -312,19 +303,15 @@ def load_that_loads_another(combination, folder, fails):
         before = saved
     dist.barrier()
     pairs = (mine.state_dict(), saved), (theirs.state_dict(), before)
-    return [
-        (number, key)
-        for found, wanted in pairs
-        for number, state in wanted["state"].items()
-        for key, value in state.items()
-        if not torch.equal(found["state"][number][key], value)
-    ]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("combination", [SHM, C10D])
-def test_a_load_hook_may_load_another_optimizer(pool2, tmp_path, combination, fails):
-    assert pool2.run(load_that_loads_another, combination, str(tmp_path), fails) == [[], []]
+    assert (
+        [
+            (number, key)
+            for found, wanted in pairs
+            for number, state in wanted["state"].items()
+            for key, value in state.items()
+            if not torch.equal(found["state"][number][key], value)
+        ]
+    ) == []
 
 
 # --- state that a script replaces -----------------------------------------------------------------
@@ -386,13 +373,10 @@ def compiled_steps(combination, compiles):
     return {n: t.clone() for n, t in model.state_dict().items()}
 
 
-def compiled_as_usual(combination):
-    return differences(compiled_steps(combination, True), compiled_steps(combination, False))
-
-
 @pytest.mark.parametrize("combination", [SHM, C10D])
-def test_a_compiled_step(pool2, combination):
-    assert pool2.run(compiled_as_usual, combination) == [[], []]
+@on_ranks(2)
+def test_a_compiled_step(combination):
+    assert differences(compiled_steps(combination, True), compiled_steps(combination, False)) == []
 
 
 class Partly(WithoutOptions):
@@ -430,7 +414,9 @@ def test_steps_within_steps_of_other_models(pool2, transport):
     assert first == second and all(first)
 
 
-def of_an_inner_model_over_other_ranks(transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_an_inner_model_over_other_ranks_keeps_its_context(transport):
     """What one context holds of the inner model, whose ranks are not the outer one's."""
     inner = zshard.FSDP(make(Stack), transport=transport, auto_wrap_policy={torch.nn.Linear})
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -438,9 +424,5 @@ def of_an_inner_model_over_other_ranks(transport):
     outer(floats(dist.get_rank(), 0)).square().mean().backward()
     norm = inner.clip_grad_norm_(1.0)
     contexts = {id(state.model) for _, state in units_of(inner)}
-    return len(contexts), inner.metrics()["grad_norm"] == float(norm)
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_an_inner_model_over_other_ranks_keeps_its_context(pool2, transport):
-    assert pool2.run(of_an_inner_model_over_other_ranks, transport) == [(1, True)] * 2
+    assert len(contexts) == 1
+    assert inner.metrics()["grad_norm"] == float(norm)

@@ -21,7 +21,7 @@ import torch
 from compare import assert_same
 from nursery import fork_ranks
 from own_names import refuse
-from spawn import RankPool, ranks
+from spawn import RankPool, on_ranks, ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -87,7 +87,9 @@ class OwnNames(nn.Module):
 refuse(OwnNames, "module")
 
 
-def own_names(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_a_models_own_names_are_its_own(strategy):
     found = []
     for each in (None, strategy):
         run = Run(each, build=OwnNames, gradient_accumulation_steps=3)
@@ -101,12 +103,6 @@ def own_names(strategy: str) -> None:
     (losses, theirs), (ours_losses, ours) = found
     assert losses == ours_losses
     assert_same(ours, theirs, "the state")
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@ranks(2)
-def test_a_models_own_names_are_its_own(pool: RankPool, strategy: str) -> None:
-    pool.run(own_names, strategy)
 
 
 def accumulated() -> list[torch.Tensor]:
@@ -128,18 +124,14 @@ def test_micro_batches_are_summed_in_float32(pool: RankPool) -> None:
     pool.run(check_sums, accumulated)
 
 
-def compiled() -> float:
+@on_ranks(2)
+def test_dynamo_backend_compiles_the_sharded_model():
     losses = []
     for strategy in (None, "full_shard"):
         run = Run(strategy, size=16, dynamo_backend="eager")
         losses.append(run.epoch())
         assert run.accelerator.unwrap_model(run.model, keep_torch_compile=False) is not run.model
-    return max(abs(a - b) for a, b in zip(*losses, strict=True))
-
-
-@ranks(2)
-def test_dynamo_backend_compiles_the_sharded_model(pool: RankPool) -> None:
-    assert pool.run(compiled) == [0.0, 0.0]
+    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) == 0.0
 
 
 def uneven() -> tuple[int, int]:
@@ -175,13 +167,6 @@ def test_join_uneven_inputs_has_no_effect(pool: RankPool) -> None:
 
 
 # --- misuse ---------------------------------------------------------------------------------------
-
-
-def misuse(name: str) -> str:
-    forget_accelerate()
-    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
-        MISUSES[name]()
-    return f"{caught.type.__name__}: {caught.value}"
 
 
 def _no_shard_call() -> None:
@@ -251,12 +236,17 @@ WORDS = {
 
 
 @pytest.mark.parametrize("name", MISUSES)
-def test_misuse_names_the_remedy(pool2: RankPool, name: str) -> None:
-    for text in pool2.run(misuse, name):
-        assert text.startswith(WORDS[name])
+@on_ranks(2)
+def test_misuse_names_the_remedy(name):
+    forget_accelerate()
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        MISUSES[name]()
+    text = f"{caught.type.__name__}: {caught.value}"
+    assert text.startswith(WORDS[name])
 
 
-def prepared_by_hand() -> str:
+@on_ranks(2)
+def test_model_sharded_before_prepare_stays_unchanged():
     """The script calls FSDP() with its own strategy, before prepare()."""
     forget_accelerate()
     accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
@@ -266,15 +256,11 @@ def prepared_by_hand() -> str:
     assert prepared is model and accelerator.prepare(model) is model
     accelerator.backward(model(torch.ones(2, 8)).sum())
     optimizer.step()
-    return str(zshard.shard_info(next(model.parameters())) is not None)
+    assert str(zshard.shard_info(next(model.parameters())) is not None) == "True"
 
 
-@ranks(2)
-def test_model_sharded_before_prepare_stays_unchanged(pool: RankPool) -> None:
-    assert pool.run(prepared_by_hand) == ["True", "True"]
-
-
-def frozen() -> list[list[float]]:
+@on_ranks(2)
+def test_frozen_layers_and_an_optimizer_prepared_first():
     """Return losses with a frozen layer, and with an optimizer that is prepared before the
     model."""
     found = []
@@ -296,13 +282,8 @@ def frozen() -> list[list[float]]:
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
         found.append(losses)
-    return found
-
-
-@ranks(2)
-def test_frozen_layers_and_an_optimizer_prepared_first(pool: RankPool) -> None:
-    for theirs, ours in pool.run(frozen):
-        assert theirs == ours
+    theirs, ours = found
+    assert theirs == ours
 
 
 # --- Accelerate's own tests -----------------------------------------------------------------------

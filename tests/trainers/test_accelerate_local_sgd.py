@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from spawn import RankPool, ranks
+from spawn import on_ranks
 
 pytest.importorskip("accelerate", reason="needs zshard[trainers]: make test-trainers")
 
@@ -30,24 +30,16 @@ def train(strategy: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, run.state()
 
 
-def compare() -> bool:
+@on_ranks(2)
+def test_replicas_train_as_under_ddp():
     (theirs, their_state), (ours, our_state) = train(None), train("no_shard")
-    return theirs == ours and equal(their_state, our_state)
+    assert theirs == ours and equal(their_state, our_state)
 
 
-@ranks(2)
-def test_replicas_train_as_under_ddp(pool: RankPool) -> None:
-    assert pool.run(compare) == [True, True]
-
-
-def refusal() -> str:
+@on_ranks(2)
+def test_shards_are_not_averaged():
     with pytest.raises(zshard.ShardError) as caught:
         train("full_shard")
-    return str(caught.value)
-
-
-@ranks(2)
-def test_shards_are_not_averaged(pool: RankPool) -> None:
-    for message in pool.run(refusal):
-        assert "all_reduce() was called on a shard" in message
-        assert "full_tensor" in message
+    message = str(caught.value)
+    assert "all_reduce() was called on a shard" in message
+    assert "full_tensor" in message

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from nursery import fork_ranks
-from spawn import RankPool, ranks
+from spawn import RankPool, on_ranks, ranks
 from torch import nn
 
 pytest.importorskip("accelerate", reason="needs zshard[trainers]: make test-trainers")
@@ -23,7 +23,10 @@ import zshard.accelerate
 from zshard.extras.per_host.collect import collect
 
 
-def resume(folder: str, strategy: str) -> tuple[bool, set[str]]:
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_resumed_run_has_the_same_losses(strategy, tmp_path):
+    folder = str(tmp_path)
     first = Run(strategy, shuffle=False)  # DDP's runs do not resume the order of a shuffle either
     first.epoch()
     first.accelerator.save_state(folder)
@@ -33,18 +36,13 @@ def resume(folder: str, strategy: str) -> tuple[bool, set[str]]:
     second.epoch()
     second.accelerator.load_state(folder)
     losses = second.epoch()
-    return losses == expected[0] and equal(second.state(), expected[1]), names_in(folder)
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@ranks(2)
-def test_resumed_run_has_the_same_losses(pool: RankPool, tmp_path: Path, strategy: str) -> None:
-    for same, files in pool.run(resume, str(tmp_path), strategy):
-        assert same
-        own = {"model.safetensors", "optimizer.safetensors", "zshard.json"}
-        assert {f"zshard_model/{name}" for name in own} <= files
-        others = {name for name in files if not name.startswith("zshard_model/")}
-        assert others == {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
+    same = losses == expected[0] and equal(second.state(), expected[1])
+    files = names_in(folder)
+    assert same
+    own = {"model.safetensors", "optimizer.safetensors", "zshard.json"}
+    assert {f"zshard_model/{name}" for name in own} <= files
+    others = {name for name in files if not name.startswith("zshard_model/")}
+    assert others == {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
 
 
 def run_on_own_disk(**arguments: Any) -> Run:
@@ -150,8 +148,10 @@ def test_pickled_checkpoint_of_ddp_loads(pool: RankPool, tmp_path: Path) -> None
     assert equal(pool.run(load, str(tmp_path), "full_shard")[0][0], expected)
 
 
-def hooked(folder: str) -> tuple[list[str], bool]:
+@on_ranks(2)
+def test_script_hooks_get_models_and_weights(tmp_path):
     """Return the names that a script's hook got, and whether its checkpoint loads."""
+    folder = str(tmp_path)
     run = Run()
     run.epoch()
     seen: list[str] = []
@@ -165,16 +165,13 @@ def hooked(folder: str) -> tuple[list[str], bool]:
     expected = run.state()
     run.epoch()
     run.accelerator.load_state(folder)
-    return seen, equal(run.state(), expected)
+    loads = equal(run.state(), expected)
+    assert seen == list(small_model().state_dict()) and loads
 
 
-@ranks(2)
-def test_script_hooks_get_models_and_weights(pool: RankPool, tmp_path: Path) -> None:
-    for seen, loads in pool.run(hooked, str(tmp_path)):
-        assert seen == list(small_model().state_dict()) and loads
-
-
-def two_models(folder: str) -> bool:
+@on_ranks(2)
+def test_two_models_and_an_optimizer_of_both_are_saved(tmp_path):
+    folder = str(tmp_path)
     forget_accelerate()
     accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
     models = [small_model(seed) for seed in (1, 2)]
@@ -198,12 +195,7 @@ def two_models(folder: str) -> bool:
     restored = optimizers[2].state_dict()["state"][0]["momentum_buffer"]
     found = [accelerator.get_state_dict(model) for model in models]
     assert torch.equal(restored, momentum)
-    return all(equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@ranks(2)
-def test_two_models_and_an_optimizer_of_both_are_saved(pool: RankPool, tmp_path: Path) -> None:
-    assert pool.run(two_models, str(tmp_path)) == [True, True]
+    assert all(equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def pretrained(folder: str) -> None:

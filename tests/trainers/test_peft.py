@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from spawn import RankPool, ranks
+from spawn import RankPool, on_ranks, ranks
 
 pytest.importorskip("peft", reason="needs zshard[trainers]: make test-trainers")
 pytest.importorskip("accelerate", reason="needs zshard[trainers]: make test-trainers")
@@ -78,7 +78,11 @@ def make(folder: str, kind: str, strategy: str | None, transport: str = "shm", *
     return made
 
 
-def compare(kind: str, strategy: str, folder: str) -> tuple[bool, bool]:
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("kind", CONFIGS)
+@on_ranks(2)
+def test_training_matches_ddp(kind, strategy, tmp_path):
+    folder = str(tmp_path)
     found = []
     for each in (None, strategy):
         trainer = make(folder, kind, each)
@@ -87,14 +91,8 @@ def compare(kind: str, strategy: str, folder: str) -> tuple[bool, bool]:
         counts = model.get_nb_trainable_parameters(), model.num_parameters(only_trainable=True)
         found.append(((losses_of(trainer), trainer.evaluate()["eval_loss"], counts), trainer))
     weights = [weights_of(trainer) for _, trainer in found]
-    return found[0][0] == found[1][0], equal(*weights)
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@pytest.mark.parametrize("kind", CONFIGS)
-@ranks(2)
-def test_training_matches_ddp(pool: RankPool, tmp_path: Path, kind: str, strategy: str) -> None:
-    assert pool.run(compare, kind, strategy, str(tmp_path)) == [(True, True)] * 2
+    assert found[0][0] == found[1][0]
+    assert equal(*weights)
 
 
 def resume(kind: str, transport: str, folder: str) -> bool:
@@ -126,7 +124,9 @@ def test_adapters_are_saved_in_full_and_resumed(
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
 
 
-def best(folder: str) -> bool:
+@on_ranks(2)
+def test_best_adapter_is_loaded_at_the_end(tmp_path):
+    folder = str(tmp_path)
     found = []
     for strategy in (None, "full_shard"):
         where = f"{folder}/{strategy}"
@@ -137,15 +137,12 @@ def best(folder: str) -> bool:
         score = trainer.state.best_metric
         found.append((score, trainer.state.best_global_step, weights_of(trainer)))
         assert trainer.evaluate()["eval_loss"] == score
-    return found[0][:2] == found[1][:2] and equal(found[0][2], found[1][2])
+    assert found[0][:2] == found[1][:2] and equal(found[0][2], found[1][2])
 
 
-@ranks(2)
-def test_best_adapter_is_loaded_at_the_end(pool: RankPool, tmp_path: Path) -> None:
-    assert pool.run(best, str(tmp_path)) == [True, True]
-
-
-def merged(kind: str, folder: str) -> bool:
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+@on_ranks(2)
+def test_adapters_merge_into_a_plain_model(kind, tmp_path):
     plain = adapted(kind).merge_and_unload()
     model = FSDP(adapted(kind))
     whole = model.merge_and_unload()
@@ -154,13 +151,7 @@ def merged(kind: str, folder: str) -> bool:
     assert torch.equal(whole(ids).logits, plain(ids).logits)
     bare = model.unload()
     assert equal(dict(bare.state_dict()), dict(adapted(kind).unload().state_dict()))
-    return equal(dict(whole.state_dict()), dict(plain.state_dict()))
-
-
-@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
-@ranks(2)
-def test_adapters_merge_into_a_plain_model(pool: RankPool, tmp_path: Path, kind: str) -> None:
-    assert pool.run(merged, kind, str(tmp_path)) == [True, True]
+    assert equal(dict(whole.state_dict()), dict(plain.state_dict()))
 
 
 def states() -> int:
@@ -181,7 +172,9 @@ def test_ranks_share_the_state_of_an_adapter(pool: RankPool) -> None:
     assert max(first, second) < 0.6 * (first + second)
 
 
-def late(step: str) -> str:
+@pytest.mark.parametrize("step", ["first", "second"])
+@on_ranks(2)
+def test_adapter_must_be_added_before_sharding(step):
     """An adapter that is added after FSDP(...)."""
     model = tiny_llama()
     ids = torch.tensor([[3, 5, 7, 9]])
@@ -193,13 +186,8 @@ def late(step: str) -> str:
             model.add_adapter("second", CONFIGS["lora"]())
             model.set_adapter("second")
         model(input_ids=ids, labels=ids).loss.backward()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("step", ["first", "second"])
-def test_adapter_must_be_added_before_sharding(pool2: RankPool, step: str) -> None:
-    for text in pool2.run(late, step):
-        assert "after FSDP(...)" in text and "add it before FSDP(...)" in text
+    text = str(caught.value)
+    assert "after FSDP(...)" in text and "add it before FSDP(...)" in text
 
 
 def saved_by_zshard(how: str, folder: str) -> bool:

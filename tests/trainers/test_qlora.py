@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from spawn import RankPool, ranks
+from spawn import RankPool, on_ranks, ranks
 from torch import nn
 
 pytest.importorskip("bitsandbytes", reason="needs zshard[trainers]: make test-trainers")
@@ -96,48 +96,42 @@ def bits(state: Any) -> dict[str, torch.Tensor]:
     return {name: value.reshape(-1).view(torch.uint8) for name, value in state.items()}
 
 
-def parity(folder: str, strategy: str, transport: str) -> bool:
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero2", "no_shard"])
+@on_ranks(2)
+def test_training_matches_ddp(strategy, transport, tmp_path):
+    folder = str(tmp_path)
     plain = exact(qlora(folder))
     losses = train(nn.parallel.DistributedDataParallel(plain))
     model = FSDP(qlora(folder), strategy=strategy, transport=transport)
     assert train(model) == losses
     assert {type(p) for p in model.parameters() if p.dtype == torch.uint8} == {bnb.nn.Params4bit}
     assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
-    return equal(bits(model.state_dict()), bits(plain.state_dict()))
+    assert equal(bits(model.state_dict()), bits(plain.state_dict()))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero2", "no_shard"])
-@ranks(2)
-def test_training_matches_ddp(
-    pool: RankPool, tmp_path: Path, strategy: str, transport: str
-) -> None:
-    assert pool.run(parity, str(tmp_path), strategy, transport) == [True, True]
-
-
-def in_16_bits(folder: str, storage: torch.dtype, transport: str) -> bool:
+@pytest.mark.parametrize("storage", [torch.float32, torch.float16, BF16], ids=str)
+@on_ranks(2)
+def test_mixed_precision_does_not_cast_bits(storage, transport, tmp_path):
     """Bits in a float dtype train under mixed precision as bits in bytes do."""
+    folder = str(tmp_path)
     half = MixedPrecision(param_dtype=BF16)
     options: dict[str, Any] = {"mixed_precision": half, "transport": transport}
     expected = train(FSDP(qlora(folder), **options))
     plain = qlora(folder, bnb_4bit_quant_storage=storage)
     model = FSDP(qlora(folder, bnb_4bit_quant_storage=storage), **options)
     assert equal(bits(model.state_dict()), bits(plain.state_dict()))
-    return train(model) == expected
+    assert train(model) == expected
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("storage", [torch.float32, torch.float16, BF16], ids=str)
-@ranks(2)
-def test_mixed_precision_does_not_cast_bits(
-    pool: RankPool, tmp_path: Path, storage: torch.dtype, transport: str
-) -> None:
-    assert pool.run(in_16_bits, str(tmp_path), storage, transport) == [True, True]
-
-
-def with_bias(half: bool, dtype: torch.dtype) -> bool:
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("half", [False, True])
+@on_ranks(2)
+def test_biases_of_4_bit_layers(half, dtype):
     """A frozen bias gets the dtype that its 4-bit layer computes in, since the layer would convert
     it."""
     torch.manual_seed(0)
@@ -146,17 +140,14 @@ def with_bias(half: bool, dtype: torch.dtype) -> bool:
     precision = MixedPrecision(param_dtype=BF16) if half else None
     model = FSDP(nn.Sequential(nn.Linear(64, 64), layer), mixed_precision=precision)
     model(torch.ones(2, 64)).float().sum().backward()
-    return layer.bias.dtype == dtype
+    assert layer.bias.dtype == dtype
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-@pytest.mark.parametrize("half", [False, True])
-def test_biases_of_4_bit_layers(pool2: RankPool, half: bool, dtype: torch.dtype) -> None:
-    assert pool2.run(with_bias, half, dtype) == [True, True]
-
-
-def copies(folder: str, transport: str) -> bool:
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_copies_merges_and_generates(transport, tmp_path):
+    folder = str(tmp_path)
     import copy
 
     model = FSDP(qlora(folder), transport=transport)
@@ -177,14 +168,7 @@ def copies(folder: str, transport: str) -> bool:
     options = {"input_ids": prompt, "max_new_tokens": 6, "do_sample": False}
     expected = exact(qlora(folder)).eval().generate(**options)
     assert torch.equal(model.eval().generate(**options), expected)
-    return train(model.train()) == train(second.train())
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@ranks(2)
-def test_copies_merges_and_generates(pool: RankPool, tmp_path: Path, transport: str) -> None:
-    assert pool.run(copies, str(tmp_path), transport) == [True, True]
+    assert train(model.train()) == train(second.train())
 
 
 def trained(folder: str, options: dict[str, Any] | None, **more: Any) -> Any:
@@ -197,7 +181,11 @@ def trained(folder: str, options: dict[str, Any] | None, **more: Any) -> Any:
     return made
 
 
-def in_trainer(folder: str, options: dict[str, Any]) -> bool:
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_trainer_trains_saves_and_resumes(tmp_path, transport):
+    folder = str(tmp_path)
+    options = {"transport": transport}
     ddp = trained(folder, None)
     ddp.train()
     ours = trained(folder, options, save_strategy="steps", save_steps=2)
@@ -211,13 +199,7 @@ def in_trainer(folder: str, options: dict[str, Any]) -> bool:
     assert equal(adapter, get_peft_model_state_dict(loaded))
     resumed = trained(folder, options)
     resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    return losses_of(resumed) == losses_of(ours)
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@ranks(2)
-def test_trainer_trains_saves_and_resumes(pool: RankPool, tmp_path: Path, transport: str) -> None:
-    assert pool.run(in_trainer, str(tmp_path), {"transport": transport}) == [True, True]
+    assert losses_of(resumed) == losses_of(ours)
 
 
 def loaded(folder: str) -> None:
@@ -244,7 +226,8 @@ def test_bits_are_not_loaded(pool: RankPool, tmp_path: Path) -> None:
     pool.run(loaded, str(tmp_path))
 
 
-def of_rank_0() -> bool:
+@on_ranks(2)
+def test_scales_come_from_rank_0():
     """Ranks have quantized different numbers: all take rank 0's bits and scales."""
     torch.manual_seed(torch.distributed.get_rank())
     model = exact(nn.Sequential(bnb.nn.Linear4bit(64, 64).to("cpu")))
@@ -257,11 +240,7 @@ def of_rank_0() -> bool:
     kinds = "nf4" if torch.distributed.get_rank() else "fp4"
     with pytest.raises(DivergenceError, match=r"the quantization of '0\.weight'"):
         FSDP(nn.Sequential(bnb.nn.Linear4bit(64, 64, quant_type=kinds).to("cpu")))
-    return True
-
-
-def test_scales_come_from_rank_0(pool2: RankPool) -> None:
-    assert pool2.run(of_rank_0) == [True, True]
+    assert True
 
 
 def layer(**more: Any) -> Any:
@@ -294,33 +273,27 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-def refused(kind: str) -> str:
+@pytest.mark.parametrize("kind", WRONG)
+@on_ranks(2)
+def test_unsupported_parameters_are_named(kind):
     make, error, _ = WRONG[kind]
     for _ in range(2):  # the second time as the first
         model = make()
         with pytest.raises(error) as caught:
             FSDP(model)
         assert type(model) is nn.Sequential
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_unsupported_parameters_are_named(pool2: RankPool, kind: str) -> None:
-    for text in pool2.run(refused, kind):
-        assert WRONG[kind][2] in text and "parameter '" in text, text
-
-
-def in_8_bits(folder: str, transport: str) -> bool:
-    losses = train(nn.parallel.DistributedDataParallel(qlora(folder, bits=8)))
-    model = qlora(folder, bits=8)
-    kept = [p for p in model.parameters() if p.dtype == torch.int8]
-    return len(kept) > 0 and train(FSDP(model, ignored_states=kept, transport=transport)) == losses
+    text = str(caught.value)
+    assert WRONG[kind][2] in text and "parameter '" in text, text
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-@ranks(2)
-def test_ignored_8_bit_parameters_train(pool: RankPool, tmp_path: Path, transport: str) -> None:
-    assert pool.run(in_8_bits, str(tmp_path), transport) == [True, True]
+@on_ranks(2)
+def test_ignored_8_bit_parameters_train(transport, tmp_path):
+    folder = str(tmp_path)
+    losses = train(nn.parallel.DistributedDataParallel(qlora(folder, bits=8)))
+    model = qlora(folder, bits=8)
+    kept = [p for p in model.parameters() if p.dtype == torch.int8]
+    assert len(kept) > 0 and train(FSDP(model, ignored_states=kept, transport=transport)) == losses
 
 
 def torchaos() -> str:

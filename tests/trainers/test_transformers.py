@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from nursery import fork_ranks
-from spawn import RankPool, ranks
+from spawn import RankPool, on_ranks, ranks
 
 pytest.importorskip("accelerate", reason="needs zshard[trainers]: make test-trainers")
 pytest.importorskip("transformers", reason="needs zshard[trainers]: make test-trainers")
@@ -69,7 +69,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def compare(kind: str, strategy: str, folder: str) -> tuple[bool, float, int]:
+@pytest.mark.parametrize("strategy", ["full_shard", "zero2", "no_shard"])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_training_matches_ddp(kind, strategy, tmp_path):
+    folder = str(tmp_path)
     found = []
     for each in (None, strategy):
         torch._dynamo.reset()  # after other sizes, compiled code has other kernels
@@ -84,19 +88,13 @@ def compare(kind: str, strategy: str, folder: str) -> tuple[bool, float, int]:
     assert theirs[2] == ours[2], "whole parameters are counted"
     assert theirs[3].keys() == ours[3].keys()
     apart = max(float((theirs[3][name] - ours[3][name]).abs().max()) for name in theirs[3])
-    return theirs[:2] == ours[:2], apart, len(theirs[0])
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "zero2", "no_shard"])
-@pytest.mark.parametrize("kind", KINDS)
-@ranks(2)
-def test_training_matches_ddp(pool: RankPool, tmp_path: Path, kind: str, strategy: str) -> None:
-    for same, apart, steps in pool.run(compare, kind, strategy, str(tmp_path)):
-        assert steps == KINDS[kind].get("max_steps", 6)
-        if kind == "clipped":
-            assert apart < 1e-5
-        else:
-            assert same and apart == 0
+    same = theirs[:2] == ours[:2]
+    steps = len(theirs[0])
+    assert steps == KINDS[kind].get("max_steps", 6)
+    if kind == "clipped":
+        assert apart < 1e-5
+    else:
+        assert same and apart == 0
 
 
 class Grads(TrainerCallback):
@@ -154,9 +152,11 @@ def frozen(folder: str) -> bool:
     return found[0][0] == found[1][0] and equal(found[0][1], found[1][1])
 
 
-def uneven(folder: str) -> bool:
+@on_ranks(2)
+def test_smaller_last_batches_and_a_model_init(tmp_path):
     """An epoch whose last window and last batch are smaller, of a model that the Trainer
     creates."""
+    folder = str(tmp_path)
     found = []
     for strategy in (None, "full_shard"):
         new_run()
@@ -171,16 +171,13 @@ def uneven(folder: str) -> bool:
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         found.append((losses_of(trainer), trainer.evaluate()["eval_loss"]))
-    return found[0] == found[1]
+    assert found[0] == found[1]
 
 
-@ranks(2)
-def test_smaller_last_batches_and_a_model_init(pool: RankPool, tmp_path: Path) -> None:
-    assert pool.run(uneven, str(tmp_path)) == [True, True]
-
-
-def on_rank_0(folder: str) -> bool:
+@on_ranks(2)
+def test_rank_0_may_save_alone_on_one_host(tmp_path):
     """Rank 0 saves and generates alone; then all continue training from a checkpoint."""
+    folder = str(tmp_path)
     shm = {"transport": "shm"}  # "auto" is what an earlier test has asked for
     trainer = make(
         folder, "full_shard", options=shm, max_steps=2, save_strategy="steps", save_steps=1
@@ -191,12 +188,7 @@ def on_rank_0(folder: str) -> bool:
         trainer.model.generate(torch.tensor([[3, 4]]), max_new_tokens=4)
     before = losses_of(trainer)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
-    return losses_of(trainer) == before
-
-
-@ranks(2)
-def test_rank_0_may_save_alone_on_one_host(pool: RankPool, tmp_path: Path) -> None:
-    assert pool.run(on_rank_0, str(tmp_path)) == [True, True]
+    assert losses_of(trainer) == before
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -281,7 +273,9 @@ def test_killed_run_is_resumed(pool2: RankPool, tmp_path: Path) -> None:
     assert resumed[0][0] == pool2.run(save, str(tmp_path / "again"), "full_shard")[0][0]
 
 
-def best(folder: str) -> bool:
+@on_ranks(2)
+def test_best_model_is_loaded_at_the_end(tmp_path):
+    folder = str(tmp_path)
     found = []
     for strategy in (None, "full_shard"):
         where = f"{folder}/{strategy}"
@@ -291,12 +285,7 @@ def best(folder: str) -> bool:
         score = trainer.state.best_metric
         found.append((score, trainer.state.best_global_step, weights_of(trainer)))
         assert trainer.evaluate()["eval_loss"] == score
-    return found[0][:2] == found[1][:2] and equal(found[0][2], found[1][2])
-
-
-@ranks(2)
-def test_best_model_is_loaded_at_the_end(pool: RankPool, tmp_path: Path) -> None:
-    assert pool.run(best, str(tmp_path)) == [True, True]
+    assert found[0][:2] == found[1][:2] and equal(found[0][2], found[1][2])
 
 
 def save_pretrained(folder: str) -> bool:
@@ -321,8 +310,10 @@ def test_save_model_is_for_from_pretrained(pool: RankPool, tmp_path: Path, trans
 # --- evaluation and generation --------------------------------------------------------------------
 
 
-def evaluated_first(folder: str) -> bool:
+@on_ranks(2)
+def test_evaluation_shards_the_model(tmp_path):
     """An evaluation before training shards the model, too; losses are the same as without it."""
+    folder = str(tmp_path)
     trainer = make(folder, "full_shard", max_steps=3)
     first = trainer.evaluate()["eval_loss"]
     assert isinstance(trainer.model, FSDP)
@@ -331,12 +322,7 @@ def evaluated_first(folder: str) -> bool:
     trainer.train()
     other = make(folder, None, max_steps=3)
     other.train()
-    return losses_of(trainer) == losses_of(other)
-
-
-@ranks(2)
-def test_evaluation_shards_the_model(pool: RankPool, tmp_path: Path) -> None:
-    assert pool.run(evaluated_first, str(tmp_path)) == [True, True]
+    assert losses_of(trainer) == losses_of(other)
 
 
 def predicted(folder: str) -> bool:
@@ -373,15 +359,6 @@ def test_predict_with_generate(pool: RankPool, tmp_path: Path, transport: str) -
 
 
 # --- misuse ---------------------------------------------------------------------------------------
-
-
-def misuse(name: str, folder: str) -> str:
-    new_run()
-    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
-        MISUSES[name](folder)
-    for variable in ("ACCELERATE_USE_FSDP", "WANDB_WATCH"):
-        os.environ.pop(variable, None)
-    return f"{caught.type.__name__}: {caught.value}"
 
 
 def _no_call(folder: str) -> None:
@@ -432,9 +409,16 @@ WORDS = {
 
 
 @pytest.mark.parametrize("name", MISUSES)
-def test_misuse_names_the_remedy(pool2: RankPool, tmp_path: Path, name: str) -> None:
-    for text in pool2.run(misuse, name, str(tmp_path)):
-        assert text.startswith(WORDS[name])
+@on_ranks(2)
+def test_misuse_names_the_remedy(name, tmp_path):
+    folder = str(tmp_path)
+    new_run()
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        MISUSES[name](folder)
+    for variable in ("ACCELERATE_USE_FSDP", "WANDB_WATCH"):
+        os.environ.pop(variable, None)
+    text = f"{caught.type.__name__}: {caught.value}"
+    assert text.startswith(WORDS[name])
 
 
 def test_importing_zshard_imports_no_trainer() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from spawn import RankPool, ranks
+from spawn import RankPool, on_ranks, ranks
 
 pytest.importorskip("trl", reason="needs zshard[trainers]: make test-trainers")
 
@@ -62,29 +62,26 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def compare(trainer: str, kind: str, strategy: str, folder: str) -> tuple[list[float], bool]:
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+@on_ranks(2)
+def test_training_matches_ddp(trainer, kind, strategy, tmp_path):
+    folder = str(tmp_path)
     found = []
     for each in (None, strategy):
         made = make(trainer, folder, each, **KINDS[kind])
         made.train()
         found.append((losses_of(made), weights_of(made)))
     apart = [abs(a - b) for a, b in zip(found[0][0], found[1][0], strict=True)]
-    return apart, equal(found[0][1], found[1][1])
+    same = equal(found[0][1], found[1][1])
+    assert apart == [0.0] * 4 and same
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("trainer", ["sft", "dpo"])
-@ranks(2)
-def test_training_matches_ddp(
-    pool: RankPool, tmp_path: Path, trainer: str, kind: str, strategy: str
-) -> None:
-    for apart, same in pool.run(compare, trainer, kind, strategy, str(tmp_path)):
-        assert apart == [0.0] * 4 and same
-
-
-def references(folder: str) -> tuple[bool, bool]:
+@on_ranks(2)
+def test_reference_model_is_sharded_and_synchronized(tmp_path):
     """The reference model is sharded, and follows the model when it is synchronized."""
+    folder = str(tmp_path)
     found = []
     for strategy in (None, "full_shard"):
         sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
@@ -92,12 +89,8 @@ def references(folder: str) -> tuple[bool, bool]:
         made.train()
         reference = made.accelerator.unwrap_model(made.ref_model)
         found.append({name: value.clone() for name, value in reference.state_dict().items()})
-    return isinstance(reference, FSDP), equal(*found)
-
-
-@ranks(2)
-def test_reference_model_is_sharded_and_synchronized(pool: RankPool, tmp_path: Path) -> None:
-    assert pool.run(references, str(tmp_path)) == [(True, True)] * 2
+    assert isinstance(reference, FSDP)
+    assert equal(*found)
 
 
 def resume(trainer: str, folder: str) -> bool:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from architectures import ARCHITECTURES
 from compare import assert_same
 from models import COMBINATIONS, ddp, differences, make, make_optimizer
+from spawn import on_ranks
 
 from zshard import FSDP
 
@@ -108,7 +109,11 @@ def checkpointing_with(reentrant, model):
     model.enable_input_require_grads()  # reentrant checkpoints work only below such an input
 
 
-def differences_if_checkpointed(name, reentrant):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("name", ["gpt2, tied", "llama, untied", "bert", "t5, untied"])
+@on_ranks(2)
+def test_gradient_checkpointing_is_bit_identical_to_ddp(name, reentrant):
     """What differs from DDP with the same checkpoints."""
     prepare = functools.partial(checkpointing_with, reentrant)
     losses, state = trained(name, prepare)
@@ -116,15 +121,7 @@ def differences_if_checkpointed(name, reentrant):
     for combination in COMBINATIONS:
         our_losses, ours = trained(name, prepare, combination)
         found[combination] = differences(ours, state) + [our_losses] * (our_losses != losses)
-    return found
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-@pytest.mark.parametrize("name", ["gpt2, tied", "llama, untied", "bert", "t5, untied"])
-def test_gradient_checkpointing_is_bit_identical_to_ddp(pool2, name, reentrant):
-    for found in pool2.run(differences_if_checkpointed, name, reentrant):
-        assert not any(found.values()), found
+    assert not any(found.values()), found
 
 
 def dropping(model):
@@ -241,8 +238,10 @@ class Adapted(torch.nn.Module):
         return self.base.generate(*args, **kwargs)
 
 
-def generated_through_another(name):
+@on_ranks(2)
+def test_generation_of_a_model_within_a_model():
     """Tokens are a plain model's where the model that generates is inside the wrapped one."""
+    name = "gpt2, tied"
     rank = dist.get_rank()
     model = FSDP(Adapted(make(ARCHITECTURES[name].build)), transport="c10d").eval()
     plain = make(ARCHITECTURES[name].build).eval()
@@ -254,12 +253,11 @@ def generated_through_another(name):
     assert alone.shape[1] <= prompt.shape[1] + 3
 
 
-def test_generation_of_a_model_within_a_model(pool2):
-    pool2.run(generated_through_another, "gpt2, tied")
-
-
-def save_and_load(name, folder):
+@pytest.mark.parametrize("name", ["gpt2, tied", "llama, untied"])
+@on_ranks(2)
+def test_save_pretrained(name, tmp_path):
     """`from_pretrained` loads what save_pretrained() of a sharded model saved."""
+    folder = str(tmp_path)
     import transformers
 
     model = FSDP(make(ARCHITECTURES[name].build))
@@ -271,8 +269,3 @@ def save_and_load(name, folder):
     loaded = getattr(transformers, ARCHITECTURES[name].model).from_pretrained(folder)
     assert_same(loaded.state_dict(), state, "the loaded state")
     assert loaded.config.architectures == [ARCHITECTURES[name].model]
-
-
-@pytest.mark.parametrize("name", ["gpt2, tied", "llama, untied"])
-def test_save_pretrained(pool2, name, tmp_path):
-    pool2.run(save_and_load, name, str(tmp_path))

@@ -16,7 +16,7 @@ from compare import assert_same
 from groups import hosts_of, mesh_of
 from models import COMBINATIONS, ddp, loss_of, make, wrapped
 from scenarios import Grads, Stack, floats, mean_grads, near, whole_grads, wrong_grads
-from spawn import RankPool
+from spawn import on_ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -136,44 +136,32 @@ def wrong(run: Run, exact: bool, model: nn.Module, strategy: str) -> list[str]:
     return wrong_grads(ours, expected)
 
 
-def run_on_one_host(run: Run, exact: bool) -> None:
+@pytest.mark.parametrize(("run", "exact"), SCENARIOS)
+@on_ranks(2)
+def test_passes_in_one_context(run, exact):
     for each in COMBINATIONS:
         assert wrong(run, exact, wrapped(Stack, each), each[0]) == [], each
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("run", "exact"), SCENARIOS)
-def test_passes_in_one_context(pool2: RankPool, run: Run, exact: bool) -> None:
-    pool2.run(run_on_one_host, run, exact)
-
-
-def run_on_two_hosts(run: Run, exact: bool, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_passes_in_one_context_on_two_hosts(run, exact, strategy):
     with hosts_of(1, 1) as group:
         model = FSDP(make(Stack), process_group=group, transport="hosts", strategy=strategy)
         assert "transport hosts" in model.summary()
         assert wrong(run, exact, model, strategy) == []
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("run", "exact"), SCENARIOS)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_passes_in_one_context_on_two_hosts(
-    pool2: RankPool, strategy: str, run: Run, exact: bool
-) -> None:
-    pool2.run(run_on_two_hosts, run, exact, strategy)
-
-
-def run_in_groups(run: Run, exact: bool, strategy: str) -> None:
-    model = FSDP(make(Stack), device_mesh=mesh_of(2, 2), strategy=strategy, transport="c10d")
-    assert wrong(run, exact, model, strategy) == []
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
 @pytest.mark.parametrize("run", [evaluation_first, micro_batches])
-def test_passes_in_one_context_under_hybrid_strategies(
-    pool4: RankPool, strategy: str, run: Run
-) -> None:
-    pool4.run(run_in_groups, run, False, strategy)
+@on_ranks(4)
+def test_passes_in_one_context_under_hybrid_strategies(run, strategy):
+    exact = False
+    model = FSDP(make(Stack), device_mesh=mesh_of(2, 2), strategy=strategy, transport="c10d")
+    assert wrong(run, exact, model, strategy) == []
 
 
 def trained(model: nn.Module, parameters: list[nn.Parameter]) -> list[float]:
@@ -192,7 +180,9 @@ def trained(model: nn.Module, parameters: list[nn.Parameter]) -> list[float]:
     return losses
 
 
-def train_like_ddp(combinations: list[tuple[str, str]]) -> None:
+@on_ranks(2)
+def test_training_with_evaluations_matches_ddp():
+    combinations = COMBINATIONS
     plain = make(Stack)
     expected = trained(ddp(plain), list(plain.parameters()))
     for combination in combinations:
@@ -200,10 +190,6 @@ def train_like_ddp(combinations: list[tuple[str, str]]) -> None:
         losses = trained(model, list(model.parameters()))
         assert losses == expected, combination
         assert_same(model.state_dict(), plain.state_dict(), f"{combination}: the state")
-
-
-def test_training_with_evaluations_matches_ddp(pool2: RankPool) -> None:
-    pool2.run(train_like_ddp, COMBINATIONS)
 
 
 # --- memory -------------------------------------------------------------------------------------------
@@ -243,8 +229,12 @@ class Deep(nn.Module):
         return x
 
 
-def casts_alive(combination: tuple[str, str], training: bool) -> tuple[int, int]:
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "recomputed"])
+@on_ranks(2)
+def test_only_one_units_casts_are_alive(training, transport):
     """How many casts two passes in one context have made, and how many were alive at once."""
+    combination = ("full_shard", transport)
     strategy, transport = combination
     model = FSDP(
         make(Deep), auto_wrap_policy={nn.Sequential}, strategy=strategy, transport=transport
@@ -258,12 +248,7 @@ def casts_alive(combination: tuple[str, str], training: bool) -> tuple[int, int]
                 with torch.no_grad():
                     model(x)
         alive = sum(not each.expired() for each in living.casts)
-    return living.made, max(living.most, alive)
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "recomputed"])
-def test_only_one_units_casts_are_alive(pool2: RankPool, transport: str, training: bool) -> None:
-    for made, most in pool2.run(casts_alive, ("full_shard", transport), training):
-        assert made >= 16, "each gather has casts of its own"
-        assert most == 1
+    made = living.made
+    most = max(living.most, alive)
+    assert made >= 16, "each gather has casts of its own"
+    assert most == 1

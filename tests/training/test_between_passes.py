@@ -17,6 +17,7 @@ from compare import assert_same
 from groups import own_group, passing_groups
 from models import COMBINATIONS
 from scenarios import message_of
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -127,17 +128,14 @@ def test_a_change_on_one_rank_raises_on_all(pool2, combination, change):
         assert "diverged" in said or "out of step" in said
 
 
-def unfreeze_in_between():
+@on_ranks(2)
+def test_unfreezing_over_unreduced_gradients_is_refused():
     model = sharded_model(("full_shard", "shm"), (0,), lambda module: False)
     with model.no_sync():
         backward(model, 0)
     model[0].requires_grad_(True)
-    return message_of(lambda: backward(model, 1), RuntimeError)
-
-
-def test_unfreezing_over_unreduced_gradients_is_refused(pool2):
-    for said in pool2.run(unfreeze_in_between):
-        assert "outside of no_sync() before requires_grad_(True)" in said
+    said = message_of(lambda: backward(model, 1), RuntimeError)
+    assert "outside of no_sync() before requires_grad_(True)" in said
 
 
 def copy_after_unfreezing(combination):
@@ -226,8 +224,10 @@ def test_kept_unreduced_gradients_do_not_change(pool2, how):
         pool2.run(keep_unreduced, combination, how)
 
 
-def keep_a_loop_variable(transport):
+@on_ranks(2)
+def test_gradient_in_a_loop_variable_costs_one_unit():
     """(bytes of gradients more than before, page faults of the last steps)."""
+    transport = "shm"
     model = FSDP(
         nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]),
         transport=transport,
@@ -244,13 +244,10 @@ def keep_a_loop_variable(transport):
             grad = param.grad  # which the loop leaves behind
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     del grad
-    return model.memory()["grads"] - grads, grads, min(faults[-4:])
-
-
-def test_gradient_in_a_loop_variable_costs_one_unit(pool2):
-    for more, grads, faults in pool2.run(keep_a_loop_variable, "shm"):
-        assert 0 < more <= grads // 8
-        assert faults < 16
+    more = model.memory()["grads"] - grads
+    faults = min(faults[-4:])
+    assert 0 < more <= grads // 8
+    assert faults < 16
 
 
 # --- closures, whole parameters, buffers --------------------------------------------------------------------

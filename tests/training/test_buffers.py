@@ -14,7 +14,7 @@ import torch.distributed as dist
 from compare import assert_same
 from models import COMBINATIONS, ddp
 from scenarios import message_of
-from spawn import RankPool, ranks
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -72,7 +72,14 @@ def states_of(model: Any, inner: Any, accumulate: bool) -> list[dict[str, torch.
     return found
 
 
-def train_like_ddp(combination: tuple[str, str], sync: Any, accumulate: bool) -> None:
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize(
+    ("sync", "accumulate"),
+    [("training", True), ("training", False), (True, False), ("ddp", False), (False, True)],
+)
+@on_ranks(2)
+def test_buffers_match_ddp(combination, sync, accumulate):
     strategy, transport = combination
     plain = Replacing()
     theirs = states_of(ddp(plain, sync_buffers=bool(sync)), plain, accumulate)
@@ -90,20 +97,9 @@ def train_like_ddp(combination: tuple[str, str], sync: Any, accumulate: bool) ->
     assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize(
-    ("sync", "accumulate"),
-    [("training", True), ("training", False), (True, False), ("ddp", False), (False, True)],
-)
-@ranks(2)
-def test_buffers_match_ddp(
-    pool: RankPool, combination: tuple[str, str], sync: Any, accumulate: bool
-) -> None:
-    pool.run(train_like_ddp, combination, sync, accumulate)
-
-
-def evaluate_on_rank_0(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@on_ranks(2)
+def test_one_rank_evaluates_alone(strategy):
     """Rank 0 alone evaluates over shm, and trains on with the others."""
     options: Any = {"strategy": strategy, "transport": "shm", "timeout": 20}
     model: Any = FSDP(Replacing(), forward_sync_buffers="training", **options)
@@ -123,13 +119,9 @@ def evaluate_on_rank_0(strategy: str) -> None:
     assert_same(dict(model.named_buffers()), dict(plain.named_buffers()), "the result")
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@ranks(2)
-def test_one_rank_evaluates_alone(pool: RankPool, strategy: str) -> None:
-    pool.run(evaluate_on_rank_0, strategy)
-
-
-def copied(transport: str) -> None:
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_copy_broadcasts_its_own_buffers(transport):
     """A deepcopy of the model broadcasts its own buffers; the original keeps its own."""
     import copy
 
@@ -143,9 +135,3 @@ def copied(transport: str) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, made.mean.clone())
     assert_same(everyone[0], everyone[1], "the copy's buffer")
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@ranks(2)
-def test_copy_broadcasts_its_own_buffers(pool: RankPool, transport: str) -> None:
-    pool.run(copied, transport)

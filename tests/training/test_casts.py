@@ -9,14 +9,13 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from compare import assert_same
 from models import COMBINATIONS
-from spawn import RankPool, ranks
+from spawn import on_ranks
 from torch import Tensor, nn
 from torch.distributed.utils import _apply_to_tensors
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -109,7 +108,9 @@ class Passes(nn.Module):
         return batch
 
 
-def cast_containers(transport: str) -> None:
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_containers_are_cast_as_in_fsdp2(transport):
     """Tensors in containers are cast as FSDP2 casts them, on the way in and out."""
     low: Any = FSDP(Passes(), mixed_precision=MixedPrecision(BF16), transport=transport)
     policy = MixedPrecisionPolicy(BF16, output_dtype=torch.float64)
@@ -123,12 +124,6 @@ def cast_containers(transport: str) -> None:
             wanted = [dtype if each.is_floating_point else each for each in before]
             assert found_in(model.seen) == floats and found_in(output) == wanted, name
             assert type(output) is type(given) and found_in(given) == before, name
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@ranks(2)
-def test_containers_are_cast_as_in_fsdp2(pool: RankPool, transport: str) -> None:
-    pool.run(cast_containers, transport)
 
 
 def test_uncast_objects_are_not_copied() -> None:
@@ -170,8 +165,12 @@ class Buffered(nn.Module):
         self.left[0].register_buffer("deep", torch.full((4,), 1 / 3))
 
 
-def cast_buffers(combination: tuple[str, str], folder: str) -> None:
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_buffer_dtype(combination, tmp_path):
     """Buffers are cast in the model, ignored ones are not; state dicts keep their dtype."""
+    folder = str(tmp_path / "saved")
     plain = Buffered()
     strategy, transport = combination
     model: Any = FSDP(
@@ -204,13 +203,6 @@ def cast_buffers(combination: tuple[str, str], folder: str) -> None:
     assert {buffer.dtype for buffer in model.inner.buffers()} == {BF16}
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@ranks(2)
-def test_buffer_dtype(pool: RankPool, combination: tuple[str, str], tmp_path: Path) -> None:
-    pool.run(cast_buffers, combination, str(tmp_path / "saved"))
-
-
 class Counted(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -218,16 +210,13 @@ class Counted(nn.Linear):
         return super().forward(x)
 
 
-def shared_buffer() -> tuple[bool, float]:
+@on_ranks(2)
+def test_a_buffer_that_modules_share_stays_shared():
     plain = nn.Sequential(Counted(4, 4), nn.Linear(4, 4))
     count = torch.zeros(1)
     for each in plain:
         each.register_buffer("count", count)
     model: Any = FSDP(plain, mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
     model(torch.ones(2, 4))
-    return model[0].count is model[1].count, float(model[1].count)
-
-
-@ranks(2)
-def test_a_buffer_that_modules_share_stays_shared(pool: RankPool) -> None:
-    assert pool.run(shared_buffer) == [(True, 1.0)] * 2
+    assert model[0].count is model[1].count
+    assert float(model[1].count) == 1.0

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from compare import assert_same
 from models import loss_of, make, wrapped
 from scenarios import WIDTH, Stack, floats, mean_grads, message_of, near, whole_grads
+from spawn import on_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -185,7 +186,8 @@ class Own(nn.Module):
         return x @ self.weight
 
 
-def parameters_of_an_own_class():
+@on_ranks(2)
+def test_parameters_of_an_own_class_need_zero_grad_first():
     torch._dynamo.reset()
     model = FSDP(nn.Sequential(Own(), Own()), auto_wrap_policy={Own})
     for block in model:
@@ -195,10 +197,6 @@ def parameters_of_an_own_class():
         loss_of(model(floats(dist.get_rank(), rows=rows))).backward()
     said = message_of(lambda: model(floats(0, rows=6)))
     assert "attempting to assign a gradient" in said
-
-
-def test_parameters_of_an_own_class_need_zero_grad_first(pool2):
-    pool2.run(parameters_of_an_own_class)
 
 
 # --- gradients that are there when the compiler starts anew ---------------------------------------
@@ -272,7 +270,8 @@ def test_training_loop_compiles_in_bf16(pool2, transport):
         assert graphs >= 2
 
 
-def fully_sharded_and_stepped_in_backward():
+@on_ranks(2)
+def test_optimizer_in_backward_of_compiled_blocks():
     """Losses of models made by fully_shard whose optimizer steps in backward, with other lengths."""
     torch._dynamo.reset()
     found = []
@@ -290,15 +289,14 @@ def fully_sharded_and_stepped_in_backward():
             loss.backward()
             losses.append(loss.item())
         found.append(losses)
-    return found
+    eager, compiled = found
+    assert compiled == pytest.approx(eager, rel=1e-6)
 
 
-def test_optimizer_in_backward_of_compiled_blocks(pool2):
-    for eager, compiled in pool2.run(fully_sharded_and_stepped_in_backward):
-        assert compiled == pytest.approx(eager, rel=1e-6)
-
-
-def gradients_seen(transport):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_only_the_compiler_sees_grad_as_none(transport):
     """Whether there is a gradient for eager code in forward, and for the compiler."""
     torch._dynamo.reset()
     model = wrapped(Stack, ("full_shard", transport))
@@ -323,17 +321,15 @@ def gradients_seen(transport):
         eager.append(weight.grad is not None)
     del model.blocks[0].up.forward
     loss_of(model(floats(0))).backward()
-    return set(eager), set(tracing), set(threads)
+    assert set(eager) == {True}
+    assert set(tracing) == {False}
+    assert set(threads) == {True}
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_only_the_compiler_sees_grad_as_none(pool2, transport):
-    assert pool2.run(gradients_seen, transport) == [({True}, {False}, {True})] * 2
-
-
-def compiled_autograd(transport):
+@on_ranks(2)
+def test_compiled_autograd_is_refused_with_a_remedy():
     """The remedy in the error: the model is compiled, and backward() runs outside of it."""
+    transport = "shm"
     torch._dynamo.reset()
     model = wrapped(Stack, ("full_shard", transport))
     loss = loss_of(model(floats(0)))
@@ -343,10 +339,6 @@ def compiled_autograd(transport):
     loss_of(torch.compile(model, backend="eager")(floats(0))).backward()
     expected = mean_grads(Stack, lambda plain, _: loss_of(plain(floats(0))).backward())
     assert_same(whole_grads(model), expected, "the gradients")
-
-
-def test_compiled_autograd_is_refused_with_a_remedy(pool2):
-    pool2.run(compiled_autograd, "shm")
 
 
 # --- a model of many classes ----------------------------------------------------------------------
@@ -386,15 +378,13 @@ def operations_compiled(wrap):
     return sum(found), [loss.item() for loss in losses]
 
 
-def many_classes(strategy):
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_units_of_many_classes_are_all_compiled(strategy):
     def sharded(model):
         kinds = {type(block) for block in model}
         return FSDP(model, auto_wrap_policy=kinds, strategy=strategy)
 
-    return operations_compiled(sharded), operations_compiled(lambda model: model)
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_units_of_many_classes_are_all_compiled(pool2, strategy):
-    for ours, plain in pool2.run(many_classes, strategy):
-        assert ours == plain
+    ours = operations_compiled(sharded)
+    plain = operations_compiled(lambda model: model)
+    assert ours == plain

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from compare import assert_same
 from models import COMBINATIONS, Block, loss_of, make, wrapped
 from scenarios import WIDTH, check_mean_grads, floats, mean_grads, whole_grads, wrong_grads
+from spawn import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -222,7 +223,11 @@ def build_leaking():
     return Kept(leaks=True)
 
 
-def learn_when_compiled(way, combination):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("a closure", "a generator")])
+@on_ranks(2)
+def test_backward_from_outputs_of_compiled_blocks(way, combination):
     """As learn_by_way with compiled blocks, to rounding."""
     torch._dynamo.reset()
     model = wrapped(lambda: Taking(way), combination, auto_wrap_policy={Giving})
@@ -239,13 +244,6 @@ def learn_when_compiled(way, combination):
         for name, grad in expected.items()
         if not torch.allclose(ours[name], grad, rtol=1e-5, atol=1e-6)
     ] == []
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("a closure", "a generator")])
-def test_backward_from_outputs_of_compiled_blocks(pool2, way, combination):
-    pool2.run(learn_when_compiled, way, combination)
 
 
 @pytest.mark.sampled(6)
@@ -279,7 +277,9 @@ def test_backward_of_a_very_old_graph(pool2):
     pool2.run(backward_after_many_forwards, ("full_shard", "shm"))
 
 
-def in_another_thread(combination):
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
+@on_ranks(2)
+def test_forward_in_another_thread(combination):
     """The forward runs in another thread than the backward."""
     import threading
 
@@ -294,16 +294,13 @@ def in_another_thread(combination):
     assert_same(whole_grads(model), expected, "the gradients")
 
 
-@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
-def test_forward_in_another_thread(pool2, combination):
-    pool2.run(in_another_thread, combination)
-
-
 def square_sum(model):
     return sum(p.square().sum() for p in model.parameters())
 
 
-def penalty_outside_of_forwards(combination):
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
+@on_ranks(2)
+def test_penalty_computed_in_summon_full_params(combination):
     """A term computed within summon_full_params(), with its backward outside."""
     model = wrapped(build_kept, combination, auto_wrap_policy={Block})
     with model.summon_full_params(model):
@@ -311,11 +308,6 @@ def penalty_outside_of_forwards(combination):
     penalty.backward()
     expected = mean_grads(build_kept, lambda model, rank: square_sum(model).backward())
     assert_same(whole_grads(model), expected, "the gradients")
-
-
-@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
-def test_penalty_computed_in_summon_full_params(pool2, combination):
-    pool2.run(penalty_outside_of_forwards, combination)
 
 
 @torch.jit.script
@@ -350,7 +342,9 @@ def test_backward_started_in_cpp_is_right_or_an_error(pool2, transport, words):
         assert first == second == []
 
 
-def one_graph(combination):
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
+@on_ranks(2)
+def test_two_models_in_one_graph(combination):
     """Two models in one graph, one fed by the other."""
     plain = [
         make(lambda: nn.Sequential(Block(WIDTH))),
@@ -367,11 +361,6 @@ def one_graph(combination):
     for sharded, whole in zip(ours, plain, strict=True):
         expected = {name: p.grad for name, p in whole.named_parameters()}
         assert_same(whole_grads(sharded), expected, "the gradients")
-
-
-@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
-def test_two_models_in_one_graph(pool2, combination):
-    pool2.run(one_graph, combination)
 
 
 # --- parameters that a backward reads ---------------------------------------------------------------

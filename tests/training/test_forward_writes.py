@@ -17,6 +17,7 @@ import torch.distributed as dist
 from compare import assert_same
 from models import COMBINATIONS, make, wrapped
 from scenarios import FULL, WIDTH, check_mean_grads, forward_backward, message_of
+from spawn import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -105,7 +106,8 @@ def test_forward_computes_with_what_it_wrote(pool2: Any, update, combination) ->
     pool2.run(train_writing, update, *combination)
 
 
-def train_writing_in_bf16() -> None:
+@on_ranks(2)
+def test_bf16_casts_follow_a_write():
     """Peers read casts of the shards, and the forward writes to the shards."""
     plain = make(functools.partial(Momentum, in_place))
     policy = zshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -119,10 +121,6 @@ def train_writing_in_bf16() -> None:
         )
         losses.append(train(model))
     assert losses[0] == losses[1]
-
-
-def test_bf16_casts_follow_a_write(pool2: Any) -> None:
-    pool2.run(train_writing_in_bf16)
 
 
 def evaluate_writing() -> None:
@@ -183,7 +181,9 @@ def test_data_in_forward(pool2: Any, kind, combinations) -> None:
     pool2.run(check_mean_grads, build, backward_of_ones, True, combinations, policy)
 
 
-def write_through_data(combination: tuple[str, str]) -> None:
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
+@on_ranks(2)
+def test_write_to_data_in_forward_is_refused(combination):
     """The write is refused, and no rank's parameters change."""
     model = wrapped(functools.partial(pair_of, Decaying), combination, auto_wrap_policy={Decaying})
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -191,11 +191,6 @@ def write_through_data(combination: tuple[str, str]) -> None:
     assert "was modified in place" in message and "p.data" in message
     model.zero_grad()
     assert_same(model.state_dict(), before, "the state")
-
-
-@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_write_to_data_in_forward_is_refused(pool2: Any, combination) -> None:
-    pool2.run(write_through_data, combination)
 
 
 # --- torch.nn.utils.parametrize, as PEFT's `target_parameters` uses it -------------------------------
@@ -264,14 +259,11 @@ def test_set_to_own_memory_changes_nothing(pool2: Any, source) -> None:
     pool2.run(check_mean_grads, functools.partial(Setting, source), forward_backward, True)
 
 
-def set_to_a_copy() -> None:
+@on_ranks(2)
+def test_set_to_other_memory_is_refused():
     model = wrapped(functools.partial(Setting, "copy"), FULL)
     said = message_of(lambda: forward_backward(model, 0), RuntimeError)
     assert "layer.weight" in said and "replaced" in said
-
-
-def test_set_to_other_memory_is_refused(pool2: Any) -> None:
-    pool2.run(set_to_a_copy)
 
 
 class Greedy(nn.Module):

@@ -24,7 +24,7 @@ from scenarios import (
     message_of,
     whole_grads,
 )
-from spawn import RankPool
+from spawn import on_ranks
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
@@ -64,7 +64,10 @@ def others() -> dict[str, Tensor]:
     return {name: value.requires_grad_() for name, value in values.items()}
 
 
-def called(combination: tuple[str, str]) -> list[Any]:
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_functional_call_with_other_tensors(combination):
     rank = dist.get_rank()
     model, plain, found = sharded(combination), make(Big), []
     for each in (model, plain):
@@ -75,12 +78,6 @@ def called(combination: tuple[str, str]) -> list[Any]:
     forward_backward(model, rank)
     wrong = differences(whole_grads(model), mean_grads(Big, forward_backward))
     assert [*differences(*found), *left, *wrong] == []
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_functional_call_with_other_tensors(pool2, combination):
-    pool2.run(called, combination)
 
 
 def test_hypernetwork(pool2):
@@ -95,7 +92,11 @@ def per_sample(module: nn.Module, values: dict[str, Tensor]) -> Any:
     return vmap(grad(loss), in_dims=(None, 0))(values, floats(dist.get_rank()))
 
 
-def sampled_gradients(combination: tuple[str, str], how: str) -> list[str]:
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("how", ("given", "summoned", "state dict"))
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_per_sample_gradients(combination, how):
     model, plain = sharded(combination), make(Big)
     theirs = per_sample(plain, {name: p.detach() for name, p in plain.named_parameters()})
     if how == "summoned":
@@ -108,14 +109,8 @@ def sampled_gradients(combination: tuple[str, str], how: str) -> list[str]:
     assert_same(ours, theirs, "the result")
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("how", ("given", "summoned", "state dict"))
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_per_sample_gradients(pool2, combination, how):
-    pool2.run(sampled_gradients, combination, how)
-
-
-def after_a_call_that_raised() -> str:
+@on_ranks(2)
+def test_replaced_parameter_is_refused_after_a_failed_call():
     model = sharded(FULL)
     with pytest.raises(RuntimeError, match="shapes"):
         functional_call(model, {"0.weight": torch.ones(3, 3)}, (floats(0),))
@@ -123,15 +118,12 @@ def after_a_call_that_raised() -> str:
     call = functools.partial(functional_call, model, {"0.weight": parameter}, (floats(0),))
     assert "no nn.Parameter" in message_of(call, ValueError)
     model[0].weight = parameter
-    return message_of(lambda: model(floats(0)), ValueError)
+    said = message_of(lambda: model(floats(0)), ValueError)
+    assert "'0.weight' of unit '0' was replaced" in said and "functional_call" in said
 
 
-def test_replaced_parameter_is_refused_after_a_failed_call(pool2):
-    for said in pool2.run(after_a_call_that_raised):
-        assert "'0.weight' of unit '0' was replaced" in said and "functional_call" in said
-
-
-def compiled() -> list[str]:
+@on_ranks(2)
+def test_functional_call_of_other_models_compiles():
     sharded(FULL)
     plain = nn.Linear(WIDTH, 2)
     values = {name: p.detach() for name, p in plain.named_parameters()}
@@ -139,7 +131,3 @@ def compiled() -> list[str]:
         lambda v, x: functional_call(plain, v, (x,)), fullgraph=True, backend="eager"
     )
     assert_same(call(values, floats(0)), plain(floats(0)), "the result")
-
-
-def test_functional_call_of_other_models_compiles(pool2: RankPool) -> None:
-    pool2.run(compiled)

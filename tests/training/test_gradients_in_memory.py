@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nursery import fork_ranks
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -46,7 +47,10 @@ def right_norm(gradients: int, names: str) -> float:
     return 2 * gradients * math.sqrt(sum({"a": 40, "b": 40, "c": 1000}[name] for name in names))
 
 
-def norms_on_a_dirty_heap(transport: str, value: float) -> list[tuple[float, float]]:
+@pytest.mark.parametrize("value", [1e10, math.nan])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_norms_do_not_see_what_memory_held_before(transport, value):
     found = []
     model = FSDP(Three(), transport=transport)
     model("abc").backward()
@@ -78,18 +82,13 @@ def norms_on_a_dirty_heap(transport: str, value: float) -> list[tuple[float, flo
         param.grad = grad
     model("abc").backward()
     found.append((norm_of(model), right_norm(2, "abc")))
-    return found
+    for ours, right in found:
+        assert ours == pytest.approx(right, rel=1e-6)
 
 
-@pytest.mark.parametrize("value", [1e10, math.nan])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_norms_do_not_see_what_memory_held_before(pool2: Any, transport: str, value: float) -> None:
-    for found in pool2.run(norms_on_a_dirty_heap, transport, value):
-        for ours, right in found:
-            assert ours == pytest.approx(right, rel=1e-6)
-
-
-def kept_under_steps_in_backward(transport: str) -> list[torch.Tensor]:
+@on_ranks(2)
+def test_a_grad_kept_from_a_step_in_backward_is_no_trap(transport):
     torch.manual_seed(0)
     model = FSDP(nn.Linear(100, 100), transport=transport)
     optimizer = zshard.SGD(model.parameters(), lr=0.1)
@@ -101,17 +100,14 @@ def kept_under_steps_in_backward(transport: str) -> list[torch.Tensor]:
     handle.remove()
     model(torch.ones(2, 100)).sum().backward()
     assert len(kept) == 4
-    return [zshard.full_tensor(param.grad) for param in model.parameters()]
+    weight, bias = [zshard.full_tensor(param.grad) for param in model.parameters()]
+    assert torch.equal(weight, torch.full((100, 100), 2.0))
+    assert torch.equal(bias, torch.full((100,), 2.0))
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_grad_kept_from_a_step_in_backward_is_no_trap(pool2: Any, transport: str) -> None:
-    for weight, bias in pool2.run(kept_under_steps_in_backward, transport):
-        assert torch.equal(weight, torch.full((100, 100), 2.0))
-        assert torch.equal(bias, torch.full((100,), 2.0))
-
-
-def lazily_negated(transport: str) -> list[torch.Tensor]:
+@on_ranks(2)
+def test_negated_views_are_read_as_torch_reads_them(transport):
     """A gradient and parameters whose bytes torch negates when it reads them."""
     model: Any = FSDP(nn.Linear(3, 3, bias=False), transport=transport)
     model.load_state_dict({"weight": torch.ones(3, 3)})
@@ -125,15 +121,10 @@ def lazily_negated(transport: str) -> list[torch.Tensor]:
     with torch.no_grad():
         weight.data = torch._neg_view(zshard.to_local(weight).detach().clone())
         found.append(model(torch.eye(3)).T.contiguous())
-    return found
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_negated_views_are_read_as_torch_reads_them(pool2: Any, transport: str) -> None:
-    for grad, stepped, moved in pool2.run(lazily_negated, transport):
-        assert torch.equal(grad, torch.full((3, 3), -2.0))
-        assert torch.equal(stepped, torch.full((3, 3), 2.0))
-        assert torch.equal(moved, torch.full((3, 3), -2.0))
+    grad, stepped, moved = found
+    assert torch.equal(grad, torch.full((3, 3), -2.0))
+    assert torch.equal(stepped, torch.full((3, 3), 2.0))
+    assert torch.equal(moved, torch.full((3, 3), -2.0))
 
 
 @pytest.mark.parametrize("cls", [zshard.SGD, zshard.AdamW])

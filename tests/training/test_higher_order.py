@@ -19,6 +19,7 @@ from scenarios import (
     whole_grads,
     wrong_grads,
 )
+from spawn import on_ranks
 
 from zshard import FSDP
 
@@ -174,7 +175,9 @@ def test_autograd_grad_within_forward(pool2, policy, combination):
     pool2.run(learn_forces, policy, combination)
 
 
-def backward_with_create_graph(combination):
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
+@on_ranks(2)
+def test_backward_with_create_graph_is_refused(combination):
     """backward(create_graph=True) is refused; training continues."""
     rank = dist.get_rank()
     model = wrap(combination)
@@ -187,11 +190,6 @@ def backward_with_create_graph(combination):
     other = wrap(combination)
     forward_backward(other, rank)
     assert_same(all_grads(model), all_grads(other), "the gradients")
-
-
-@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_backward_with_create_graph_is_refused(pool2, combination):
-    pool2.run(backward_with_create_graph, combination)
 
 
 def test_world_size_one():

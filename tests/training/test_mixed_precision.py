@@ -18,7 +18,7 @@ from compare import assert_same
 from groups import hosts_of, mesh_of
 from models import COMBINATIONS, Block, differences, loss_of, make, wrapped
 from scenarios import WIDTH, Stack, all_grads, floats, message_of
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -271,7 +271,10 @@ class Rooted(Stack):
         return super().forward(x * self.scale)
 
 
-def take_state_dicts(build, combination):
+@pytest.mark.parametrize("build", [Stack, Rooted])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_state_dict_keeps_the_dtype_of_the_model(build, combination):
     """State dicts are exact before a forward, before its backward, and after a load."""
     model = wrapped(build, combination, mixed_precision=BF16)
     expected = make(build).state_dict()
@@ -282,12 +285,6 @@ def take_state_dicts(build, combination):
     others = {name: value + 1 for name, value in expected.items()}
     model.load_state_dict(others)
     assert_same(model.state_dict(), others, "the loaded state")
-
-
-@pytest.mark.parametrize("build", [Stack, Rooted])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_state_dict_keeps_the_dtype_of_the_model(pool2, build, combination):
-    pool2.run(take_state_dicts, build, combination)
 
 
 # --- micro-batches ---------------------------------------------------------------------------------
@@ -353,33 +350,25 @@ def test_micro_batches_are_summed_in_the_dtype_of_the_parameters(pool2, combinat
     pool2.run(sum_micro_batches, name, combination)
 
 
-def sum_on_a_mesh(combination):
+@pytest.mark.parametrize("combination", HYBRIDS)
+@on_ranks(4)
+def test_micro_batches_of_hybrid_strategies(combination):
     sum_micro_batches("bf16", combination, device_mesh=mesh_of(2, 2))
 
 
-@pytest.mark.parametrize("combination", HYBRIDS)
-def test_micro_batches_of_hybrid_strategies(pool4, combination):
-    pool4.run(sum_on_a_mesh, combination)
-
-
-def sum_over_hosts(wire):
+@pytest.mark.parametrize("wire", [None, "bf16"])
+@on_ranks(2)
+def test_micro_batches_over_hosts(wire):
     with hosts_of(1, 1) as group:
         options = {"process_group": group, "wire": wire}
         sum_micro_batches("bf16", ("full_shard", "hosts"), **options)
 
 
-@pytest.mark.parametrize("wire", [None, "bf16"])
-def test_micro_batches_over_hosts(pool2, wire):
-    pool2.run(sum_over_hosts, wire)
-
-
-def sum_on_a_disk(folder):
+@on_ranks(2)
+def test_micro_batches_of_an_offloaded_model(tmp_path):
+    folder = str(tmp_path)
     offload = zshard.Offload(directory=folder, grads=True)
     sum_micro_batches("bf16", ("full_shard", "shm"), offload=offload)
-
-
-def test_micro_batches_of_an_offloaded_model(pool2, tmp_path):
-    pool2.run(sum_on_a_disk, str(tmp_path))
 
 
 def test_micro_batches_alone():
@@ -399,7 +388,10 @@ def dict_of_grads(model):
     return {name: param.grad for name, param in model.named_parameters()}
 
 
-def sum_in_bfloat16(combination, reduced):
+@pytest.mark.parametrize("reduced", [None, torch.float32])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_micro_batches_of_a_bfloat16_model(combination, reduced):
     """A bfloat16 model has the bits that it has without zshard."""
     rank, plain = dist.get_rank(), make(Shared).bfloat16()
     model = FSDP(
@@ -415,13 +407,10 @@ def sum_in_bfloat16(combination, reduced):
         assert_same(dict_of_grads(model), dict_of_grads(plain), f"the gradient after {step}")
 
 
-@pytest.mark.parametrize("reduced", [None, torch.float32])
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, zshard.GradScaler])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_micro_batches_of_a_bfloat16_model(pool2, combination, reduced):
-    pool2.run(sum_in_bfloat16, combination, reduced)
-
-
-def scale_losses(kind, combination):
+@on_ranks(2)
+def test_micro_batches_with_a_loss_scale(kind, combination):
     """A loss scale that is a power of two changes no bit."""
     found = []
     for scale in (1.0, 2.0**10):
@@ -436,12 +425,6 @@ def scale_losses(kind, combination):
         scaler.update()
         assert scaler.get_scale() == scale
     assert_same(*found, "the scaled gradient")
-
-
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, zshard.GradScaler])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_micro_batches_with_a_loss_scale(pool2, combination, kind):
-    pool2.run(scale_losses, kind, combination)
 
 
 def rounded_by_wire(combination, order):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from compare import assert_same
 from models import CASES, COMBINATIONS, Block, ddp, differences, loss_of, make, wrapped
 from scenarios import WIDTH, Stack, all_grads, check_mean_grads, floats, message_of
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -189,7 +189,9 @@ def trained_with_micro_batches(model, parallel, rank, case):
     return model.state_dict()
 
 
-def differences_from_ddp(name):
+@pytest.mark.parametrize("name", ["mlp", "net", "odds"])
+@on_ranks(2)
+def test_training_is_bit_identical_to_ddp(name):
     case, rank = CASES[name], dist.get_rank()
     plain = make(case.make)
     parallel = ddp(plain, find_unused_parameters=case.unused)
@@ -200,19 +202,15 @@ def differences_from_ddp(name):
         found[combination] = differences(
             trained_with_micro_batches(model, model, rank, case), expected
         )
-    return found
-
-
-@pytest.mark.parametrize("name", ["mlp", "net", "odds"])
-def test_training_is_bit_identical_to_ddp(pool2, name):
-    for found in pool2.run(differences_from_ddp, name):
-        assert not any(found.values()), found
+    assert not any(found.values()), found
 
 
 # --- what lies in .grad ------------------------------------------------------------------------------
 
 
-def grads_in_no_sync(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_grad_is_local_and_unsharded(combination):
     """.grad is this rank's own, unsharded, in no_sync(), and a shard after the last backward."""
     rank = dist.get_rank()
     plain, model = make(Stack), wrapped(Stack, combination)
@@ -226,43 +224,21 @@ def grads_in_no_sync(combination):
     assert all(p.grad.shape == p.shape for p in model.parameters())
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_grad_is_local_and_unsharded(pool2, combination):
-    pool2.run(grads_in_no_sync, combination)
-
-
-def clip_too_early(combination):
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
+@on_ranks(2)
+def test_clipping_and_steps_on_unreduced_gradients_are_refused(combination):
     model = wrapped(Stack, combination)
     with model.no_sync():
         step(model, dist.get_rank(), 0)
     optimizer = zshard.AdamW(model.parameters())
-    return [
+    messages = [
         message_of(lambda: model.clip_grad_norm_(1.0)),
         message_of(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
         message_of(optimizer.step),
         message_of(torch.optim.AdamW(model.parameters(), fused=True).step),
     ]
-
-
-@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_clipping_and_steps_on_unreduced_gradients_are_refused(pool2, combination):
-    for messages in pool2.run(clip_too_early, combination):
-        for message in messages:
-            assert "no_sync()" in message and "unit '" in message, messages
-
-
-def memory_over_time(combination):
-    model = wrapped(Stack, combination)
-    rank, held = dist.get_rank(), []
-    step(model, rank, 0)
-    for number in range(3):
-        model.zero_grad()
-        held.append(model.memory()["grads"])
-        with model.no_sync():
-            step(model, rank, 0)
-            held.append(model.memory()["grads"])
-        step(model, rank, number)
-    return held, sum(unit.bytes["bucket"] for unit in units_of(model))
+    for message in messages:
+        assert "no_sync()" in message and "unit '" in message, messages
 
 
 UNITS = 4
@@ -273,17 +249,31 @@ def units_of(model):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_memory_of_unsharded_gradients_is_freed(pool2, transport):
-    for held, whole in pool2.run(memory_over_time, ("full_shard", transport)):
-        before, during = held[:2]
-        assert held == [before, during] * 3
-        assert whole <= during - before <= whole + UNITS * mmap.PAGESIZE
+@on_ranks(2)
+def test_memory_of_unsharded_gradients_is_freed(transport):
+    combination = ("full_shard", transport)
+    model = wrapped(Stack, combination)
+    rank, held = dist.get_rank(), []
+    step(model, rank, 0)
+    for number in range(3):
+        model.zero_grad()
+        held.append(model.memory()["grads"])
+        with model.no_sync():
+            step(model, rank, 0)
+            held.append(model.memory()["grads"])
+        step(model, rank, number)
+    whole = sum(unit.bytes["bucket"] for unit in units_of(model))
+    before, during = held[:2]
+    assert held == [before, during] * 3
+    assert whole <= during - before <= whole + UNITS * mmap.PAGESIZE
 
 
 # --- trouble -------------------------------------------------------------------------------------
 
 
-def raise_in_between(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_exception_leaves_the_accumulated_sum(combination):
     """An exception on all ranks in a backward in no_sync() leaves the earlier sum."""
     rank = dist.get_rank()
     model, fresh = wrapped(Stack, combination), wrapped(Stack, combination)
@@ -300,12 +290,8 @@ def raise_in_between(combination):
     assert_same(all_grads(model), all_grads(fresh), "the gradients")
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_exception_leaves_the_accumulated_sum(pool2, combination):
-    pool2.run(raise_in_between, combination)
-
-
-def switched():
+@on_ranks(2)
+def test_set_requires_gradient_sync_is_restored():
     model = wrapped(Stack, ("full_shard", "shm"))
     names = {unit.name: unit for unit in units_of(model)}
     model.set_requires_gradient_sync(False, recurse=False)
@@ -313,12 +299,9 @@ def switched():
     with pytest.raises(KeyError), model.no_sync():
         everywhere = {name for name, unit in names.items() if not unit.sync}
         raise KeyError
-    return alone, everywhere == set(names), {n for n, unit in names.items() if not unit.sync}
-
-
-def test_set_requires_gradient_sync_is_restored(pool2):
-    for alone, everywhere, after in pool2.run(switched):
-        assert alone == {""} and everywhere and after == {""}
+    everywhere = everywhere == set(names)
+    after = {n for n, unit in names.items() if not unit.sync}
+    assert alone == {""} and everywhere and after == {""}
 
 
 def test_world_size_one():

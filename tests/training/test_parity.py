@@ -18,7 +18,7 @@ from models import (
     make_optimizer,
     train,
 )
-from spawn import ranks
+from spawn import on_ranks, ranks
 
 from zshard import FSDP
 
@@ -132,7 +132,8 @@ def test_world_size_one_is_bit_identical_to_the_plain_module(name, optimizer):
     assert differences(model.state_dict(), plain.state_dict()) == []
 
 
-def group_of_one():
+@on_ranks(2)
+def test_process_group_of_one():
     """A rank that shards over a group of itself alone trains as a plain model."""
     rank = dist.get_rank()
     groups = [dist.new_group([member]) for member in range(dist.get_world_size())]
@@ -145,11 +146,8 @@ def group_of_one():
     assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
-def test_process_group_of_one(pool2):
-    pool2.run(group_of_one)
-
-
-def subgroup():
+@on_ranks(4)
+def test_two_process_groups():
     """Two pairs of four ranks each train their own model, as DDP over the same pair."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -163,12 +161,11 @@ def subgroup():
     assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
-def test_two_process_groups(pool4):
-    pool4.run(subgroup)
-
-
-def with_clipping(name, norm_type):
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@on_ranks(2)
+def test_clipping_uses_the_global_norm(norm_type):
     """{combination: what differs from DDP} if the gradients are clipped, by both ways to do it."""
+    name = "net"
     case, rank = CASES[name], dist.get_rank()
     clip = torch.nn.utils.clip_grad_norm_
 
@@ -199,11 +196,6 @@ def with_clipping(name, norm_type):
             close = all(torch.allclose(state[k], whole[k], rtol=1e-5, atol=1e-6) for k in whole)
             near = torch.allclose(torch.tensor(norms), torch.tensor(expected), rtol=1e-6)
             found[strategy, transport, way] = (close, near)
-    return found, max(expected) > 0.05
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_uses_the_global_norm(pool2, norm_type):
-    for found, clips in pool2.run(with_clipping, "net", norm_type):
-        assert clips, "the limit is too high to test anything"
-        assert set(found.values()) == {(True, True)}, found
+    clips = max(expected) > 0.05
+    assert clips, "the limit is too high to test anything"
+    assert set(found.values()) == {(True, True)}, found

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from groups import case_of, hosts_of
 from models import CASES, train, wrapped
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch.profiler import profile
 
 LATE = 1.0  # seconds: far more than a busy machine delays the other rank by
@@ -58,7 +58,12 @@ def test_each_unit_has_its_ranges(pool, strategy):
                 assert f"{what} ({unit})" in ranges, (what, unit, ranges)
 
 
-def stopped_within_a_forward():
+def step_alone(model, case):
+    train(model, case, torch.optim.SGD(model.parameters(), 0.1), dist.get_rank(), steps=1)
+
+
+@on_ranks(2)
+def test_profiler_started_or_stopped_within_a_forward():
     """A profiler that stops, and one that starts, between a unit's hooks; then a forward that raises."""
     case = CASES["net"]
     model = wrapped(case.make, ("full_shard", "shm"), auto_wrap_policy="auto")
@@ -83,17 +88,8 @@ def stopped_within_a_forward():
     handle.remove()
     with profile() as profiler:
         step_alone(model, case)
-    return sorted(e.key for e in profiler.key_averages() if e.key.startswith("zshard::forward"))
-
-
-def step_alone(model, case):
-    train(model, case, torch.optim.SGD(model.parameters(), 0.1), dist.get_rank(), steps=1)
-
-
-@ranks(2)
-def test_profiler_started_or_stopped_within_a_forward(pool):
-    for names in pool.run(stopped_within_a_forward):
-        assert "zshard::forward (root)" in names, names
+    names = sorted(e.key for e in profiler.key_averages() if e.key.startswith("zshard::forward"))
+    assert "zshard::forward (root)" in names, names
 
 
 def seen_on_all_threads():

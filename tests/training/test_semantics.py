@@ -37,6 +37,7 @@ from scenarios import (
     whole_grads,
     wrong_grads,
 )
+from spawn import on_ranks
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
@@ -68,7 +69,9 @@ def fail_in_backward(model, rank):
     handle.remove()
 
 
-def after_failures(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_training_continues_after_exceptions(combination):
     """Gradients are right after a pass that failed."""
     expected = mean_grads(Stack, forward_backward)
     model = wrapped(Stack, combination)
@@ -79,13 +82,10 @@ def after_failures(combination):
         assert_same(whole_grads(model), expected, f"the gradients after {run.__name__}")
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_training_continues_after_exceptions(pool2, combination):
-    pool2.run(after_failures, combination)
-
-
-def fail_in_a_users_hook(combination):
+@on_ranks(2)
+def test_training_continues_after_an_exception_in_a_hook():
     """A hook that sees the reduced gradient raises; then a right step."""
+    combination = FULL
     model = wrapped(Stack, combination)
     handle = model.head.weight.register_post_accumulate_grad_hook(fail)
     with pytest.raises(Planted):
@@ -96,14 +96,13 @@ def fail_in_a_users_hook(combination):
     assert_same(whole_grads(model), mean_grads(Stack, forward_backward), "the gradients")
 
 
-def test_training_continues_after_an_exception_in_a_hook(pool2):
-    pool2.run(fail_in_a_users_hook, FULL)
-
-
 # --- hooks and optimizers of the user --------------------------------------------------------------
 
 
-def tensor_hooks(combination, early):
+@pytest.mark.parametrize("early", [True, False], ids=["before wrapping", "after wrapping"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_tensor_hooks_see_the_full_local_gradient(combination, early):
     """A hook on a weight sees the full local gradient, set before or after wrapping."""
     rank, seen = dist.get_rank(), []
     model = make(Stack)
@@ -128,17 +127,15 @@ def tensor_hooks(combination, early):
     assert_same(whole_grads(model), expected, "the gradients")
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["before wrapping", "after wrapping"])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_tensor_hooks_see_the_full_local_gradient(pool2, combination, early):
-    pool2.run(tensor_hooks, combination, early)
-
-
 def count(calls, name, grads, *_):
     calls.append((name, sum(g is not None for g in grads) if name == "all" else 1))
 
 
-def node_hooks(combination, precision, early):
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_hooks_on_gradient_nodes_run_as_in_a_plain_model(combination, precision, early):
     """Return what hooks on gradient nodes, and those over several tensors, see: how often, of how
     many gradients; of a plain model and of a sharded one."""
     seen = []
@@ -159,15 +156,8 @@ def node_hooks(combination, precision, early):
             model(floats(0))
         forward_backward(model, dist.get_rank())
         seen.append(sorted(calls))
-    return seen
-
-
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_hooks_on_gradient_nodes_run_as_in_a_plain_model(pool2, combination, precision, early):
-    for plain, sharded in pool2.run(node_hooks, combination, precision, early):
-        assert sharded == plain and ("all", 20) in plain
+    plain, sharded = seen
+    assert sharded == plain and ("all", 20) in plain
 
 
 def accumulate_hooks(combination, when):
@@ -212,17 +202,15 @@ def test_post_accumulate_hooks_run_once_with_the_reduced_shard(pool2, combinatio
     pool2.run(accumulate_hooks, combination, when)
 
 
-def accumulate_hooks_late(transport):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_post_accumulate_hooks_may_be_set_between_forward_and_backward(transport):
     for strategy in STRATEGIES:
         accumulate_hooks((strategy, transport), "before backward")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_post_accumulate_hooks_may_be_set_between_forward_and_backward(pool2, transport):
-    pool2.run(accumulate_hooks_late, transport)
-
-
-def optimizer_in_backward():
+@on_ranks(2)
+def test_optimizer_steps_in_post_accumulate_hooks():
     """Stepping each parameter from its own hook (then .grad is None) trains as one step does."""
     rank, case = dist.get_rank(), CASES["net"]
     plain, model = make(case.make), wrapped(case.make, FULL)
@@ -242,10 +230,6 @@ def optimizer_in_backward():
         loss_of(parallel(case.batch(number, rank))).backward()
         whole.step()
     assert_same(model.state_dict(), plain.state_dict(), "the state")
-
-
-def test_optimizer_steps_in_post_accumulate_hooks(pool2):
-    pool2.run(optimizer_in_backward)
 
 
 def by_ndim(model):
@@ -274,7 +258,13 @@ def by_module(model):
     return [{"params": first, "lr": 0.001}, {"params": rest}, {"params": last, "lr": 0.1}]
 
 
-def train_with_groups(combination, cls, groups, early):
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("early", [True, False], ids=["before wrapping", "after wrapping"])
+@pytest.mark.parametrize("groups", [by_ndim, by_name, by_module])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, zshard.SGD])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_parameter_groups(combination, cls, groups, early):
     """An optimizer made before or after wrapping trains as under DDP."""
     rank, case = dist.get_rank(), CASES["net"]
     plain, model = make(case.make), make(case.make)
@@ -288,16 +278,8 @@ def train_with_groups(combination, cls, groups, early):
     assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("early", [True, False], ids=["before wrapping", "after wrapping"])
-@pytest.mark.parametrize("groups", [by_ndim, by_name, by_module])
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, zshard.SGD])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_parameter_groups(pool2, combination, cls, groups, early):
-    pool2.run(train_with_groups, combination, cls, groups, early)
-
-
-def scheduled():
+@on_ranks(2)
+def test_schedulers_drive_the_optimizer():
     """A schedule of learning rate and momentum gives DDP's numbers."""
     rank, case = dist.get_rank(), CASES["mlp"]
     plain, model = make(case.make), wrapped(case.make, FULL)
@@ -312,26 +294,20 @@ def scheduled():
     assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
-def test_schedulers_drive_the_optimizer(pool2):
-    pool2.run(scheduled)
-
-
 # --- what is used where it must not be -------------------------------------------------------------
 
 
-def kept_view(combination):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_view_kept_from_a_forward_cannot_be_read(transport):
     """A whole weight that was kept from a forward is read after it: an error, with the unit."""
+    combination = ("full_shard", transport)
     rank, kept = dist.get_rank(), []
     model = wrapped(Stack, combination)
     model.blocks[1].register_forward_pre_hook(lambda m, _: kept.append(m.up.weight.view(-1)))
     forward_backward(model, rank)
-    return message_of(lambda: kept[0].sum(), RuntimeError)
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_view_kept_from_a_forward_cannot_be_read(pool2, transport):
-    for message in pool2.run(kept_view, ("full_shard", transport)):
-        assert "'blocks.1'" in message and "sharded" in message
+    message = message_of(lambda: kept[0].sum(), RuntimeError)
+    assert "'blocks.1'" in message and "sharded" in message
 
 
 def loss_and_penalty(model, rank):
@@ -344,7 +320,10 @@ def penalty_and_loss(model, rank):
     (loss_of(model(floats(rank))) + 0.1 * squares).backward()
 
 
-def penalized(combination, run):
+@pytest.mark.parametrize("run", [loss_and_penalty, penalty_and_loss])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_penalty_over_parameters_is_right_or_an_error(combination, run):
     """(message, wrong gradients) of a loss with a penalty over model.parameters(); one of them is
     empty. Then a step without."""
     rank = dist.get_rank()
@@ -361,19 +340,13 @@ def penalized(combination, run):
     model.zero_grad()
     forward_backward(model, rank)
     after = wrong_grads(whole_grads(model), mean_grads(Stack, forward_backward))
-    return message, wrong, after
+    assert wrong == after == []
+    assert combination[0] != "full_shard" or message, "slices cannot have given the penalty"
+    assert combination[0] != "no_shard" or not message
 
 
-@pytest.mark.parametrize("run", [loss_and_penalty, penalty_and_loss])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_penalty_over_parameters_is_right_or_an_error(pool2, combination, run):
-    for message, wrong, after in pool2.run(penalized, combination, run):
-        assert wrong == after == []
-        assert combination[0] != "full_shard" or message, "slices cannot have given the penalty"
-        assert combination[0] != "no_shard" or not message
-
-
-def changed_in_forward():
+@on_ranks(2)
+def test_weight_modified_within_forward_is_an_error():
     model = make(Stack)
 
     def forward(x, block=model.blocks[1], plain=model.blocks[1].forward):
@@ -383,13 +356,9 @@ def changed_in_forward():
 
     model.blocks[1].forward = forward
     model = FSDP(model, auto_wrap_policy={Block})
-    return message_of(lambda: forward_backward(model, dist.get_rank()), RuntimeError)
-
-
-def test_weight_modified_within_forward_is_an_error(pool2):
-    for message in pool2.run(changed_in_forward):
-        assert "'blocks.1.up.weight'" in message and "modified in place" in message
-        assert "make its module a unit of its own (auto_wrap_policy)" in message
+    message = message_of(lambda: forward_backward(model, dist.get_rank()), RuntimeError)
+    assert "'blocks.1.up.weight'" in message and "modified in place" in message
+    assert "make its module a unit of its own (auto_wrap_policy)" in message
 
 
 class Scaled(nn.Module):
@@ -407,23 +376,23 @@ class Scaled(nn.Module):
         return self.encode(x)
 
 
-def call_an_unregistered_method(combination):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_unregistered_method_on_shards_is_an_error(transport):
     """It raises rather than compute with shards; the next forward is right."""
+    combination = ("full_shard", transport)
     model, x = wrapped(Scaled, combination, auto_wrap_policy={Block}), floats(dist.get_rank())
     message = message_of(lambda: loss_of(model.encode(x)).backward(), RuntimeError)
     assert "shape" in message or "size" in message
     assert_same(model(x), make(Scaled)(x), "the output")
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_unregistered_method_on_shards_is_an_error(pool2, transport):
-    pool2.run(call_an_unregistered_method, ("full_shard", transport))
-
-
 # --- lifetimes -------------------------------------------------------------------------------------
 
 
-def orphaned_loss(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_loss_may_outlive_the_model(combination):
     """A backward after the model is gone: no crash; and the next model trains."""
     model = wrapped(Stack, combination)
     loss = loss_of(model(floats(dist.get_rank())))
@@ -437,11 +406,8 @@ def orphaned_loss(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_loss_may_outlive_the_model(pool2, combination):
-    pool2.run(orphaned_loss, combination)
-
-
-def orphaned_parameters(combination):
+@on_ranks(2)
+def test_parameters_may_outlive_the_model(combination):
     """Parameters and gradients kept by an optimizer after the model is gone can be read."""
     model = wrapped(Stack, combination)
     forward_backward(model, dist.get_rank())
@@ -452,16 +418,13 @@ def orphaned_parameters(combination):
     assert_same([(p, p.grad) for p in kept], values, "the result")
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_parameters_may_outlive_the_model(pool2, combination):
-    pool2.run(orphaned_parameters, combination)
-
-
 def blocks():
     return nn.Sequential(Block(WIDTH), Block(WIDTH))
 
 
-def two_models(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_two_models_train_on_each_others_outputs(combination):
     """Two models that train on each other's outputs, as GANs do, match DDP."""
     rank = dist.get_rank()
 
@@ -484,11 +447,6 @@ def two_models(combination):
     expected = trained(*plain, [ddp(each) for each in plain])
     ours = wrapped(blocks, combination), FSDP(make(Stack, seed=2), strategy=combination[0])
     assert_same(trained(*ours, ours), expected, "the result")
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_two_models_train_on_each_others_outputs(pool2, combination):
-    pool2.run(two_models, combination)
 
 
 class Chain(nn.Module):
@@ -514,7 +472,10 @@ def with_all_reduce(x):
     return x * 1.0
 
 
-def collectives_within_a_backward(strategy, between):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("between", ["all_reduce", "a model over c10d"])
+@on_ranks(2)
+def test_collectives_within_a_backward_over_shm(strategy, between):
     """Ranks that did different things before, and so have other buckets, end the same rounds before
     a collective that shm knows nothing of."""
     rank = dist.get_rank()
@@ -528,14 +489,11 @@ def collectives_within_a_backward(strategy, between):
     model(floats(rank), [0], between, [1, 2, 3]).backward()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("between", ["all_reduce", "a model over c10d"])
-def test_collectives_within_a_backward_over_shm(pool2, strategy, between):
-    pool2.run(collectives_within_a_backward, strategy, between)
-
-
-def copied_unit(combination):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_copied_unit_does_not_drive_the_original(transport):
     """A deepcopy of a unit computes the same and trains by itself; the model stays as it was."""
+    combination = ("full_shard", transport)
     model, x = wrapped(Stack, combination, auto_wrap_policy={Block}), floats(dist.get_rank())
     before = model.state_dict()
     twin = copy.deepcopy(model.blocks[1])
@@ -548,15 +506,12 @@ def copied_unit(combination):
     assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_copied_unit_does_not_drive_the_original(pool2, transport):
-    pool2.run(copied_unit, ("full_shard", transport))
-
-
 # --- a backward that fails ------------------------------------------------------------------------
 
 
-def fails_midway(transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_full_gradients_of_a_failed_backward_are_refused(transport):
     """A failed backward adds to held gradients: the mean, or this rank's gradient alone. Timing
     decides which, so neither may be used."""
     case = CASES["net"]
@@ -580,8 +535,3 @@ def fails_midway(transport):
     optimizer.zero_grad()
     loss_of(model(case.batch(2, rank))).backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_full_gradients_of_a_failed_backward_are_refused(pool2, transport):
-    pool2.run(fails_midway, transport)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from models import CASES, train, wrapped
 from nursery import fork_ranks
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -170,7 +170,8 @@ def stopped() -> None:
     _core.trace_stop()
 
 
-def nothing_outside() -> list[int]:
+@on_ranks(2)
+def test_only_what_runs_within_is_recorded():
     model, optimizer = made()
     step(model, optimizer)
     with zshard.profile(merge=False) as empty:
@@ -181,12 +182,7 @@ def nothing_outside() -> list[int]:
     stop.remove()
     with zshard.profile() as again, pytest.raises(RuntimeError, match="a trace runs already"):
         zshard.profile().__enter__()
-    return [len(each.ranks[0].ranges) for each in (empty, cut, again)]
-
-
-@ranks(2)
-def test_only_what_runs_within_is_recorded(pool: Any) -> None:
-    assert pool.run(nothing_outside) == [[0, 0, 0]] * 2
+    assert [len(each.ranks[0].ranges) for each in (empty, cut, again)] == [0, 0, 0]
 
 
 def left_by_one(file: str) -> tuple[list[int], list[str]]:

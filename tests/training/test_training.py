@@ -23,6 +23,7 @@ from models import (
 )
 from nursery import fork_ranks
 from scenarios import FULL, WIDTH, Stack, floats, message_of
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -140,7 +141,9 @@ def test_all_policies_match_ddp(pool2):
 # --- ranks that differ in what they do, or when ------------------------------------------------------
 
 
-def swap_in_the_average(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_averaged_weights_can_be_swapped_in(combination):
     """Training with an average of the weights that is swapped in for evaluation; what differs from
     DDP in it: the evaluations' losses, or the state in the end."""
     rank, case = dist.get_rank(), CASES["net"]
@@ -169,12 +172,10 @@ def swap_in_the_average(combination):
     assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_averaged_weights_can_be_swapped_in(pool2, combination):
-    pool2.run(swap_in_the_average, combination)
-
-
-def replaced_data(transport, whole):
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_replaced_data_is_written_back(transport, whole):
     """p.data = tensor between steps, of the whole shape or of the slice's; what differs then."""
     model, plain = wrapped(Stack, ("full_shard", transport)), make(Stack)
     param, other = model.head.weight, plain.head.weight
@@ -191,22 +192,13 @@ def replaced_data(transport, whole):
     assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
-@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_replaced_data_is_written_back(pool2, transport, whole):
-    pool2.run(replaced_data, transport, whole)
-
-
-def cast_after_wrapping(transport):
+@on_ranks(2)
+def test_cast_after_wrapping_is_refused(transport):
     model = wrapped(Stack, ("full_shard", transport))
     model.double()
-    return message_of(lambda: model(floats(dist.get_rank()).double()), ValueError)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_cast_after_wrapping_is_refused(pool2, transport):
-    for message in pool2.run(cast_after_wrapping, transport):
-        assert "'blocks.0.norm.weight'" in message and "before FSDP" in message
+    message = message_of(lambda: model(floats(dist.get_rank()).double()), ValueError)
+    assert "'blocks.0.norm.weight'" in message and "before FSDP" in message
 
 
 # --- initial values -----------------------------------------------------------------------------------
@@ -229,13 +221,10 @@ def test_initial_values_come_from_rank_0(pool2, combination):
     assert differences(start, first) == differences(other, first) == []
 
 
-def unequal_start():
-    return message_of(lambda: start_of(FULL, False), zshard.DivergenceError)
-
-
-def test_unequal_initial_values_raise_without_sync_module_states(pool2):
-    for message in pool2.run(unequal_start):
-        assert "'embed.weight'" in message and "rank 1" in message
+@on_ranks(2)
+def test_unequal_initial_values_raise_without_sync_module_states():
+    message = message_of(lambda: start_of(FULL, False), zshard.DivergenceError)
+    assert "'embed.weight'" in message and "rank 1" in message
 
 
 # --- a script that imports torch's functions before its first model ------------------------------------------

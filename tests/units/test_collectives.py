@@ -11,7 +11,7 @@ import torch.distributed as dist
 from collectives import Collectives
 from models import differences
 from scenarios import message_of
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 
@@ -81,18 +81,17 @@ def test_collectives_of_a_step(pool, build, strategy, expected):
     assert pool.run(counts, build, strategy) == [expected] * pool.world
 
 
-def without_sync():
+@on_ranks(2)
+def test_no_sync_reduces_nothing():
     model, x = wrap(stack), batch()
     step(model, x)
     with Collectives() as seen, model.no_sync():
         step(model, x)
     with Collectives() as after:
         step(model, x)
-    return seen.gathers, seen.scatters, after.scatters
-
-
-def test_no_sync_reduces_nothing(pool2):
-    assert pool2.run(without_sync) == [(2 * UNITS - 1, 0, UNITS)] * 2
+    assert seen.gathers == 2 * UNITS - 1
+    assert seen.scatters == 0
+    assert after.scatters == UNITS
 
 
 # --- when gathers start ---------------------------------------------------------------------------
@@ -195,7 +194,8 @@ def test_prefetch_is_limited(pool2, options, ahead):
         assert slots == (1 + ahead) * SLOT
 
 
-def after_an_error():
+@on_ranks(2)
+def test_unneeded_gather_is_dropped():
     """A backward fails while a gather is in flight: the next step has correct results."""
     model, x = wrap(stack), batch()
     step(model, x)
@@ -210,21 +210,15 @@ def after_an_error():
     message = message_of(lambda: model[2:](y).sum().backward(), ValueError)
     model.zero_grad()
     step(model, x)
-    return message, differences([p.grad for p in model.parameters()], expected)
+    assert message == "stumbled"
+    assert differences([p.grad for p in model.parameters()], expected) == []
 
 
-def test_unneeded_gather_is_dropped(pool2):
-    assert pool2.run(after_an_error) == [("stumbled", [])] * 2
-
-
-def mistakes():
+@on_ranks(2)
+def test_mistakes_are_named():
     model, other = wrap(stack), wrap(stack)
-    return [
+    models, value = [
         message_of(lambda: model[0].set_modules_to_forward_prefetch([other[0]]), ValueError),
         message_of(lambda: wrap(stack, backward_prefetch="soon"), ValueError),
     ]
-
-
-def test_mistakes_are_named(pool2):
-    for models, value in pool2.run(mistakes):
-        assert "different models" in models and "'soon'" in value
+    assert "different models" in models and "'soon'" in value

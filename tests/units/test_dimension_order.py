@@ -12,6 +12,7 @@ import torch.distributed as dist
 from compare import differences
 from groups import mesh_of
 from models import Conv, ddp, loss_of, make
+from spawn import on_ranks
 from test_plan import differences as differences_from_plan
 from torch import nn
 
@@ -61,7 +62,14 @@ def run(model, optimizer):
         return [*found, model.eval()(Case.batch(9, rank)).sum().item()]
 
 
-def against_ddp(strategy, transport):
+STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard", "hybrid_shard", "hybrid_full")
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_forward_sees_the_plain_models_strides(strategy, transport):
     """Return what differs from DDP, in numbers and in strides, with a policy and without."""
     plain = last()
     reference = ddp(plain)
@@ -83,31 +91,18 @@ def against_ddp(strategy, transport):
             plain.conv.stages[0][0].weight[:, 1] *= 2
     found += differences(model.state_dict(), plain.state_dict())
     model.load_state_dict(last().state_dict())
-    return found + differences(model.state_dict(), last().state_dict())
+    assert found + differences(model.state_dict(), last().state_dict()) == []
 
 
-STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard", "hybrid_shard", "hybrid_full")
-
-
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_forward_sees_the_plain_models_strides(pool2, strategy, transport):
-    assert pool2.run(against_ddp, strategy, transport) == [[], []]
-
-
-def planned(transport, precision):
+@pytest.mark.parametrize("precision", [None, zshard.MixedPrecision(torch.bfloat16)], ids=str)
+@on_ranks(2)
+def test_predicted_slots(transport, precision):
     model = FSDP(
         last(),
         transport=transport,
         auto_wrap_policy={nn.Conv2d},
         mixed_precision=precision,
     )
-    return differences_from_plan(model, Case, steps=3)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("precision", [None, zshard.MixedPrecision(torch.bfloat16)], ids=str)
-def test_predicted_slots(pool2, transport, precision):
-    assert pool2.run(planned, transport, precision) == [[], []]
+    assert differences_from_plan(model, Case, steps=3) == []

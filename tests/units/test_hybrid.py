@@ -21,7 +21,7 @@ from scenarios import (
     wrong_grads,
 )
 from scripts import SCENARIOS
-from spawn import ranks
+from spawn import on_ranks, ranks
 
 import zshard
 from zshard import FSDP
@@ -107,7 +107,8 @@ def test_memory_depends_on_the_shard_group(pool4):
     assert "rank 0 of 4" in head and "2 replicas of 2 rank(s) each" in head
 
 
-def by_groups():
+@on_ranks(4)
+def test_pair_of_groups_acts_as_a_mesh():
     """The same mesh as a pair of groups, as in FSDP1."""
     shard, _ = dist.new_subgroups(2)
     rank = dist.get_rank()
@@ -117,11 +118,7 @@ def by_groups():
             replicate = group
     model = wrap("net", "hybrid_shard", process_group=(shard, replicate))
     mesh = wrap("net", "hybrid_shard", device_mesh=mesh_of(2, 2))
-    return differences(trained(model, "net")[1], trained(mesh, "net")[1])
-
-
-def test_pair_of_groups_acts_as_a_mesh(pool4):
-    assert pool4.run(by_groups) == [[]] * 4
+    assert differences(trained(model, "net")[1], trained(mesh, "net")[1]) == []
 
 
 def clipped(strategy, shape):
@@ -188,17 +185,14 @@ def test_invalid_meshes_are_refused(pool2):
             assert word in message
 
 
-def one_dimension():
+@on_ranks(2)
+def test_one_dimensional_mesh_is_sharded_over():
     mesh = dist.init_device_mesh("cpu", (2,))
     model = FSDP(make(Stack), device_mesh=mesh)
     forward_backward(model, dist.get_rank())
     other = FSDP(make(Stack))
     forward_backward(other, dist.get_rank())
-    return differences(all_grads(model), all_grads(other))
-
-
-def test_one_dimensional_mesh_is_sharded_over(pool2):
-    assert pool2.run(one_dimension) == [[], []]
+    assert differences(all_grads(model), all_grads(other)) == []
 
 
 def test_strategies_within_a_shard_group():

@@ -17,7 +17,7 @@ from collectives import Collectives
 from groups import mesh_of, on_hosts, trained
 from models import CASES, ddp, differences, make, train
 from scenarios import Stack, all_grads, forward_backward, loss_of, message_of
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -67,7 +67,9 @@ def test_bfloat16(pool4, strategy):
     assert pool4.run(compare, "net", strategy, (2, 2), low) == [[]] * 4
 
 
-def against_ddp(name):
+@pytest.mark.parametrize("name", list(CASES))
+@on_ranks(2)
+def test_zero1_is_bit_identical_to_ddp(name):
     case, rank = CASES[name], dist.get_rank()
     plain = make(case.make, seed=1 + rank)
     parallel = ddp(plain, find_unused_parameters=case.unused)
@@ -75,12 +77,7 @@ def against_ddp(name):
     losses = train(parallel, case, optimizer, rank)
     ours_losses, ours = trained(wrap(name, "zero1"), name)
     assert ours_losses == losses
-    return differences(ours, plain.state_dict())
-
-
-@pytest.mark.parametrize("name", list(CASES))
-def test_zero1_is_bit_identical_to_ddp(pool2, name):
-    assert pool2.run(against_ddp, name) == [[], []]
+    assert differences(ours, plain.state_dict()) == []
 
 
 # --- when the copy is refreshed -------------------------------------------------------------------
@@ -131,7 +128,8 @@ def test_copy_is_refreshed_once_per_change(pool4, strategy):
         assert counts == [4 + passes, passes, forward, 4 + forward] and not same
 
 
-def frozen_body():
+@on_ranks(2)
+def test_frozen_parameters_are_gathered_once():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].requires_grad_(False)
     model = FSDP(model, strategy="zero1", transport="c10d", auto_wrap_policy={nn.Linear})
@@ -139,14 +137,11 @@ def frozen_body():
     step(model, optimizer, torch.ones(2, 64))
     with Collectives() as seen:
         step(model, optimizer, torch.ones(2, 64))
-    return seen.gathers
+    assert seen.gathers == 1
 
 
-def test_frozen_parameters_are_gathered_once(pool2):
-    assert pool2.run(frozen_body) == [1, 1]
-
-
-def changed_in_place():
+@on_ranks(2)
+def test_write_to_the_copy_is_an_error_and_undone():
     """A forward that writes to full parameters is an error; their values are then restored."""
 
     class Writer(nn.Linear):
@@ -166,11 +161,7 @@ def changed_in_place():
     after = model(torch.ones(2, 8))
     wanted = nn.functional.linear(torch.ones(2, 8), before["0.weight"], before["0.bias"])
     assert "modified in place" in message
-    return differences(after, wanted)
-
-
-def test_write_to_the_copy_is_an_error_and_undone(pool2):
-    assert pool2.run(changed_in_place) == [[], []]
+    assert differences(after, wanted) == []
 
 
 # --- memory and groups ----------------------------------------------------------------------------
@@ -280,7 +271,8 @@ def test_mistakes_are_named(pool4):
             assert word in message
 
 
-def copied():
+@on_ranks(2)
+def test_copied_model_keeps_secondary_shards():
     model = wrap("net", "zero1")
     average = copy.deepcopy(model)
     trained(model, "net")
@@ -288,8 +280,4 @@ def copied():
     trained(average, "net")
     assert average.memory()["kept"] > 0
     assert differences(before, model.state_dict()) != []  # it was not trained with the model
-    return differences(average.state_dict(), model.state_dict())
-
-
-def test_copied_model_keeps_secondary_shards(pool2):
-    assert pool2.run(copied) == [[], []]
+    assert differences(average.state_dict(), model.state_dict()) == []

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from groups import mesh_of
 from models import CASES, COMBINATIONS, Block, Nested, Net, loss_of, make, wrapped
-from spawn import ranks
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -112,18 +112,20 @@ def test_steps_use_exactly_the_reserved_memory(pool2, name, precision):
     assert pool2.run(all_differences, name, precision) == [{}, {}]
 
 
-def of_three(name):
+@on_ranks(3)
+def test_three_ranks():
+    name = "net"
     case = CASES[name]
     models = [wrapped(case.make, each, auto_wrap_policy=case.policy) for each in COMBINATIONS]
-    return [differences(model, case, steps=3) for model in models]
+    assert [differences(model, case, steps=3) for model in models] == [[]] * len(COMBINATIONS)
 
 
-@ranks(3)
-def test_three_ranks(pool):
-    assert pool.run(of_three, "net") == [[[]] * len(COMBINATIONS)] * 3
-
-
-def stepped_in_backward(name, combination, precision):
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("name", ["net", "frozen"])
+@on_ranks(2)
+def test_optimizer_in_backward(name, combination, precision):
     """The same where gradients borrow slots, and the memory once the handle is removed."""
     case = CASES[name]
     model = wrapped(case.make, combination, auto_wrap_policy=case.policy, mixed_precision=precision)
@@ -136,30 +138,19 @@ def stepped_in_backward(name, combination, precision):
     handle.remove()
     step(model, case, 0)
     assert parts_of(engine_of(model).memory()) == usual
-    return found, borrowed
+    found = found, borrowed
+    assert found == ([], 0)
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize("name", ["net", "frozen"])
-def test_optimizer_in_backward(pool2, name, combination, precision):
-    for found in pool2.run(stepped_in_backward, name, combination, precision):
-        assert found == ([], 0)
-
-
-def wrapped_by_hand(transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_units_wrapped_one_by_one(transport):
     case, model = CASES["net"], make(Net)
     for module in reversed(list(model.modules())):
         if isinstance(module, Block | Nested):
             FSDP(module, transport=transport, auto_wrap_policy=None)
     FSDP(model, transport=transport, auto_wrap_policy=None)
-    return differences(model, case)
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_units_wrapped_one_by_one(pool2, transport):
-    assert pool2.run(wrapped_by_hand, transport) == [[], []]
+    assert differences(model, case) == []
 
 
 class Twice(nn.Module):
@@ -176,17 +167,17 @@ class Twice(nn.Module):
         return x
 
 
-def shared(combination):
-    model = wrapped(Twice, combination, auto_wrap_policy={Block})
-    return differences(model, CASES["mlp"])
-
-
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_module_that_runs_twice(pool2, combination):
-    assert pool2.run(shared, combination) == [[], []]
+@on_ranks(2)
+def test_module_that_runs_twice(combination):
+    model = wrapped(Twice, combination, auto_wrap_policy={Block})
+    assert differences(model, CASES["mlp"]) == []
 
 
-def over_copies(strategy, transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
+@on_ranks(4)
+def test_hybrids(strategy, transport):
     case = CASES["net"]
     model = FSDP(
         make(case.make),
@@ -195,14 +186,7 @@ def over_copies(strategy, transport):
         device_mesh=mesh_of(2, 2),
         auto_wrap_policy=case.policy,
     )
-    return differences(model, case, steps=3)
-
-
-@ranks(4)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
-def test_hybrids(pool, strategy, transport):
-    assert pool.run(over_copies, strategy, transport) == [[]] * 4
+    assert differences(model, case, steps=3) == []
 
 
 def after_a_change(transport):
@@ -236,7 +220,9 @@ class Backwards(Net):
         return self.head(self.norm(x))
 
 
-def in_another_order(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_different_forward_order(combination):
     """A model whose forward is not in the order of its modules has the plain one's loss, and the
     same memory after each step."""
     losses = []
@@ -252,11 +238,6 @@ def in_another_order(combination):
         held.append(engine_of(model).memory())
     assert losses[0] == losses[1]
     assert held[0] == held[-1]
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_different_forward_order(pool2, combination):
-    pool2.run(in_another_order, combination)
 
 
 def alone(precision):
@@ -277,7 +258,9 @@ def test_single_rank(precision):
     assert (held["buckets"] > 0) == (precision is not None)
 
 
-def mapped_by_evaluation(combination):
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_evaluation_needs_no_more_memory(combination):
     """Return how often forwards without gradients, in no particular place, map memory."""
     case = CASES["net"]
     model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
@@ -288,9 +271,4 @@ def mapped_by_evaluation(combination):
             loss = loss_of(model(case.batch(number, dist.get_rank())))
         if loss.requires_grad:
             loss.backward()
-    return _core.mappings() - before
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_evaluation_needs_no_more_memory(pool2, combination):
-    assert pool2.run(mapped_by_evaluation, combination) == [0, 0]
+    assert _core.mappings() - before == 0

@@ -21,7 +21,7 @@ from scenarios import (
     wrong_grads,
     wrong_in,
 )
-from spawn import ranks
+from spawn import on_ranks, ranks
 
 import zshard
 from zshard import _core
@@ -143,7 +143,9 @@ def test_gradients_are_correct_on_more_ranks(pool):
     assert pool.run(wrong_in, Stack, penalty_of_a_held_weight, False) == [{}] * pool.world
 
 
-def shapes_over_time(transport):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_unit_stays_unsharded_until_reshard_or_the_end_of_backward(transport):
     """Return whose parameters are unsharded: before, in between, over forwards, afterwards; and
     what differs in their values."""
     plain = dict(make(Stack).named_parameters())
@@ -175,15 +177,13 @@ def shapes_over_time(transport):
     found.append(whole())
     matrices = [n for n in mine if plain[n].dim() > 1]
     assert found == [[], matrices, matrices, [], []]
-    return wrong, _core.has_held_units()
+    assert wrong == []
+    assert not (_core.has_held_units())
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_unit_stays_unsharded_until_reshard_or_the_end_of_backward(pool2, transport):
-    assert pool2.run(shapes_over_time, transport) == [([], False)] * 2
-
-
-def step_while_held(transport):
+@on_ranks(2)
+def test_step_of_unsharded_parameters_is_refused(transport):
     """Return (messages of steps that would be lost, what differs from a model without
     unshard())."""
     with over(transport):
@@ -199,18 +199,15 @@ def step_while_held(transport):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return messages, differences(model.state_dict(), other.state_dict())
+    wrong = differences(model.state_dict(), other.state_dict())
+    assert wrong == []
+    for message in messages:
+        assert "'blocks.1'" in message and "reshard()" in message
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_step_of_unsharded_parameters_is_refused(pool2, transport):
-    for messages, wrong in pool2.run(step_while_held, transport):
-        assert wrong == []
-        for message in messages:
-            assert "'blocks.1'" in message and "reshard()" in message
-
-
-def change_while_held(transport):
+@on_ranks(2)
+def test_changes_while_unsharded_are_errors(transport):
     with over(transport):
         model, other = stack(), stack()
     block, rank = model.blocks[0], dist.get_rank()
@@ -222,19 +219,16 @@ def change_while_held(transport):
     block.up.weight.data = torch.zeros_like(block.up.weight)
     messages.append(message_of(lambda: model(floats(rank)), RuntimeError))
     messages.append(message_of(block.reshard, RuntimeError))
-    return messages, wrong_in_a_step(model, other)
+    wrong = wrong_in_a_step(model, other)
+    assert wrong == []
+    for message in messages:
+        assert "up.weight" in message
+        assert "unshard()" in message or "while it was unsharded" in message
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_changes_while_unsharded_are_errors(pool2, transport):
-    for messages, wrong in pool2.run(change_while_held, transport):
-        assert wrong == []
-        for message in messages:
-            assert "up.weight" in message
-            assert "unshard()" in message or "while it was unsharded" in message
-
-
-def wrong_moments(transport):
+@on_ranks(2)
+def test_unshard_and_reshard_at_the_wrong_moment(transport):
     """reshard() in the unit's own forward, both in a backward, and a state_dict there: errors,
     after which training continues."""
     with over(transport):
@@ -257,16 +251,12 @@ def wrong_moments(transport):
             torch.optim.SGD(net.parameters(), lr=0.1).step()
             net.zero_grad()
             loss_of(net(floats(rank, number))).backward()
-    return messages, differences(model.state_dict(), other.state_dict())
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_unshard_and_reshard_at_the_wrong_moment(pool2, transport):
-    for (forward, unshard, reshard, save), wrong in pool2.run(wrong_moments, transport):
-        assert wrong == []
-        assert "'blocks.1' was called during its own forward" in forward
-        assert "during a backward" in unshard and "during a backward" in save
-        assert "'blocks.1' was called during a backward" in reshard
+    (forward, unshard, reshard, save) = messages
+    wrong = differences(model.state_dict(), other.state_dict())
+    assert wrong == []
+    assert "'blocks.1' was called during its own forward" in forward
+    assert "during a backward" in unshard and "during a backward" in save
+    assert "'blocks.1' was called during a backward" in reshard
 
 
 def bytes_while_held(transport):
@@ -287,7 +277,9 @@ def test_unsharded_unit_takes_its_full_size(pool2):
         assert before == during == after >= full  # a slot from earlier forwards
 
 
-def load_and_drop_while_held(transport):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_state_dict_and_freeing_of_an_unsharded_unit(transport):
     with over(transport):
         model = stack()
     state = {name: value + 1 for name, value in model.state_dict().items()}
@@ -298,15 +290,15 @@ def load_and_drop_while_held(transport):
     model.blocks[0].unshard()
     held = _core.has_held_units()
     del model
-    return saved, wrong, held, _core.has_held_units()
+    assert saved == []
+    assert wrong == []
+    assert held
+    assert not (_core.has_held_units())
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_state_dict_and_freeing_of_an_unsharded_unit(pool2, transport):
-    assert pool2.run(load_and_drop_while_held, transport) == [([], [], True, False)] * 2
-
-
-def raise_while_held(transport):
+@on_ranks(2)
+def test_failed_backward_reshards(transport):
     """A backward that raises on all ranks reshards as well."""
     with over(transport):
         model, other = stack(), stack()
@@ -318,9 +310,5 @@ def raise_while_held(transport):
         loss_of(out).backward()
     held = _core.has_held_units()
     model.zero_grad()
-    return held, wrong_in_a_step(model, other)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_failed_backward_reshards(pool2, transport):
-    assert pool2.run(raise_while_held, transport) == [(False, [])] * 2
+    assert not (held)
+    assert wrong_in_a_step(model, other) == []

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from compare import assert_same
 from models import Block, Conv, Mlp, Nested, Net, Tied, differences, loss_of, make, wrapped
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -431,13 +432,11 @@ def test_model_without_parameters():
     assert units_table(model).splitlines()[-1].startswith("1 unit")
 
 
-def without_parameters():
+@on_ranks(2)
+def test_model_without_parameters_on_two_ranks():
     model = FSDP(nn.Sequential(nn.ReLU(), nn.Flatten()))
     x = torch.ones(2, 3, requires_grad=True)
     model(x).sum().backward()
     assert_same(x.grad, torch.ones(2, 3), "the gradient")
-    return dict(model.state_dict()), model.memory()["shards"]
-
-
-def test_model_without_parameters_on_two_ranks(pool2):
-    assert pool2.run(without_parameters) == [({}, 0)] * 2
+    assert dict(model.state_dict()) == {}
+    assert model.memory()["shards"] == 0

@@ -91,7 +91,9 @@ class Own(nn.Parameter):
     """A parameter with a custom class, which is not guarded."""
 
 
-def values(transport: str) -> list[str]:
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_full_values_of_parameters_of_other_classes(transport):
     torch.manual_seed(0)
     plain, model = (nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)) for _ in range(2))
     model.load_state_dict(plain.state_dict())
@@ -104,19 +106,16 @@ def values(transport: str) -> list[str]:
     params = dict(plain.named_parameters())
     norms = zshard.named_norms(model)
     assert norms == pytest.approx({name: float(p.norm()) for name, p in params.items()})
-    return [
-        *differences(full, params),
-        *differences(dict(zshard.whole_named_parameters(model)), params),
-        *differences(
-            dict(zshard.whole_named_parameters(model, grads=True)),
-            {name: p.grad for name, p in params.items()},
-        ),
-    ]
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_full_values_of_parameters_of_other_classes(pool2: RankPool, transport: str) -> None:
-    assert pool2.run(values, transport) == [[], []]
+    assert (
+        [
+            *differences(full, params),
+            *differences(dict(zshard.whole_named_parameters(model)), params),
+            *differences(
+                dict(zshard.whole_named_parameters(model, grads=True)),
+                {name: p.grad for name, p in params.items()},
+            ),
+        ]
+    ) == []
 
 
 # --- gradients of a different dtype ---------------------------------------------------------------
@@ -127,7 +126,19 @@ def two_layers(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
 
 
-def refusals(combination: tuple[str, str], dtype: Any) -> list[str]:
+@on_ranks(2)
+def test_frozen_parameters_may_have_another_gradient_dtype() -> None:
+    model = FSDP(two_layers(), strategy="no_shard")
+    model[1].weight.requires_grad_(False).grad_dtype = torch.float32
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_different_gradient_dtype_is_refused_by_name(combination, dtype):
     """Return the errors before wrapping, and after it: at once, or in the next training forward."""
     strategy, transport = combination
 
@@ -161,28 +172,9 @@ def refusals(combination: tuple[str, str], dtype: Any) -> list[str]:
     remedy[1].weight.grad_dtype = torch.float32  # its own dtype: no change
     step(remedy)
     assert {p.grad.dtype for p in remedy.parameters()} == {torch.float32}
-    return found
-
-
-@on_ranks(2)
-def test_frozen_parameters_may_have_another_gradient_dtype() -> None:
-    model = FSDP(two_layers(), strategy="no_shard")
-    model[1].weight.requires_grad_(False).grad_dtype = torch.float32
-    model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
-    assert model[0].weight.grad is not None
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("dtype", [torch.float32, None])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@ranks(2)
-def test_different_gradient_dtype_is_refused_by_name(
-    pool: RankPool, combination: tuple[str, str], dtype: Any
-) -> None:
-    for found in pool.run(refusals, combination, dtype):
-        for text in found:
-            assert "parameter '1.weight' has" in text and "grad_dtype" in text
-            assert "MixedPrecision(param_dtype=torch.bfloat16)" in text
+    for text in found:
+        assert "parameter '1.weight' has" in text and "grad_dtype" in text
+        assert "MixedPrecision(param_dtype=torch.bfloat16)" in text
 
 
 # --- complex parameters ---------------------------------------------------------------------------
@@ -208,15 +200,11 @@ class MixingAsReal(Mixing):
         return (x.to(torch.complex64) @ torch.view_as_complex(self.weight)).abs()
 
 
-def refused_complex(strategy: str) -> str:
-    return message_of(lambda: FSDP(make(Mixing), strategy=strategy), ValueError)
-
-
 @pytest.mark.parametrize("strategy", ("full_shard", "no_shard"))
-@ranks(2)
-def test_complex_parameter_that_trains_is_refused(pool: RankPool, strategy: str) -> None:
-    for said in pool.run(refused_complex, strategy):
-        assert "'weight'" in said and "nn.Parameter(torch.view_as_real(w))" in said
+@on_ranks(2)
+def test_complex_parameter_that_trains_is_refused(strategy):
+    said = message_of(lambda: FSDP(make(Mixing), strategy=strategy), ValueError)
+    assert "'weight'" in said and "nn.Parameter(torch.view_as_real(w))" in said
 
 
 def test_real_view_of_a_complex_parameter_trains(pool2):

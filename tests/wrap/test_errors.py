@@ -14,7 +14,7 @@ import torch.distributed as dist
 from compare import assert_same, differences
 from nursery import fork_ranks
 from safetensors.torch import load_file
-from spawn import ranks
+from spawn import on_ranks, ranks
 from torch import nn
 
 import zshard
@@ -473,7 +473,10 @@ def test_changed_parameters_are_named_and_can_be_restored(pool2, what, kind, wor
         assert wrong == []
 
 
-def saved_in(dtype, folder):
+@on_ranks(2)
+def test_files_in_another_dtype_by_the_remedy(tmp_path):
+    dtype = torch.bfloat16
+    folder = str(tmp_path)
     model = FSDP(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
     expected = model.state_dict()
     model.to(dtype)
@@ -481,13 +484,9 @@ def saved_in(dtype, folder):
     model.float()
     zshard.save(f"{folder}/x", model, dtype=dtype)
     found = load_file(f"{folder}/x/model.safetensors")
-    return outcome, [n for n, value in expected.items() if not found[n].equal(value.to(dtype))]
-
-
-def test_files_in_another_dtype_by_the_remedy(pool2, tmp_path):
-    for outcome, wrong in pool2.run(saved_in, torch.bfloat16, str(tmp_path)):
-        check(outcome, ValueError, "zshard.save(path, model, dtype=...), or cast the tensors of")
-        assert wrong == []
+    wrong = [n for n, value in expected.items() if not found[n].equal(value.to(dtype))]
+    check(outcome, ValueError, "zshard.save(path, model, dtype=...), or cast the tensors of")
+    assert wrong == []
 
 
 def test_exceptions_have_the_bases_that_scripts_catch():

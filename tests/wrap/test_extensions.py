@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from scenarios import message_of
-from spawn import RankPool
+from spawn import RankPool, on_ranks
 from torch import Tensor, nn
 
 import zshard
@@ -99,13 +99,10 @@ def test_an_argument_of_an_extra_that_is_empty_is_refused(given: dict[str, Any])
         FSDP(nn.Linear(2, 2), **given)
 
 
-def different_extras() -> str:
+@on_ranks(2)
+def test_an_argument_of_an_extra_on_one_rank_is_refused():
     given = {"check_replicas": 2} if dist.get_rank() else {}
     with pytest.raises(zshard.DivergenceError) as caught:
         FSDP(nn.Linear(8, 8), strategy="no_shard", **given)
-    return str(caught.value)
-
-
-def test_an_argument_of_an_extra_on_one_rank_is_refused(pool2: Any) -> None:
-    for text in pool2.run(different_extras):
-        assert "check_replicas is None on rank 0, but 2 on rank 1" in text
+    text = str(caught.value)
+    assert "check_replicas is None on rank 0, but 2 on rank 1" in text

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from models import CASES, COMBINATIONS, TRANSPORTS, differences, loss_of, make, train
 from scenarios import Stack, message_of
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -109,7 +110,8 @@ def test_training_matches_the_plain_model(name):
     assert ours == theirs
 
 
-def by_hand():
+@on_ranks(2)
+def test_units_by_hand():
     expected = plain_state(Model)
     model = on_meta(Model)
     torch.manual_seed(5)
@@ -120,11 +122,7 @@ def by_hand():
     # missing.
     state = model.state_dict()
     assert state.keys() == expected.keys()
-    return [name for name, value in state.items() if not value.isfinite().all()]
-
-
-def test_units_by_hand(pool2):
-    assert pool2.run(by_hand) == [[], []]
+    assert [name for name, value in state.items() if not value.isfinite().all()] == []
 
 
 def rank_0_is_real():
@@ -199,7 +197,11 @@ def init_if_on_meta(module):
         init_odd(module)
 
 
-def asks_first(build, transport):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("build", [Odd, Stack, Flagged])
+@on_ranks(2)
+def test_param_init_fn_that_checks_for_the_meta_device(build, transport):
     expected = plain_state(build)
     model = on_meta(build)
     params = {name: id(param) for name, param in model.named_parameters()}
@@ -207,14 +209,7 @@ def asks_first(build, transport):
     model = FSDP(model, param_init_fn=init_if_on_meta, transport=transport)
     assert {name: id(param) for name, param in model.named_parameters()} == params
     assert all(type(each) is not torch.Tensor for each in model.parameters())
-    return differences(model.state_dict(), expected)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("build", [Odd, Stack, Flagged])
-def test_param_init_fn_that_checks_for_the_meta_device(pool2, build, transport):
-    assert pool2.run(asks_first, build, transport) == [[], []]
+    assert differences(model.state_dict(), expected) == []
 
 
 def test_param_init_fn_that_does_nothing_is_named():
@@ -249,18 +244,15 @@ def test_uninitialized_tensors_are_named(action, kind, match):
         action()
 
 
-def mixed():
+@on_ranks(2)
+def test_meta_and_real_parameters():
     """Adapters with values on a body without."""
     model = nn.Sequential(on_meta(lambda: nn.Linear(4, 4)), nn.Linear(4, 4))
     before = model[1].weight.detach().clone()
     model = FSDP(model)
     wrong = differences(model.state_dict()["1.weight"], before)
-    return wrong, message_of(lambda: FSDP(on_meta(Odd)), ValueError)
-
-
-def test_meta_and_real_parameters(pool2):
-    for wrong, message in pool2.run(mixed):
-        assert wrong == [] and "'gain'" in message
+    message = message_of(lambda: FSDP(on_meta(Odd)), ValueError)
+    assert wrong == [] and "'gain'" in message
 
 
 # --- cost -----------------------------------------------------------------------------------------
@@ -344,16 +336,13 @@ def test_memory_is_reused_for_equal_tensors():
     assert small.device.type == "cpu" and small.untyped_storage().resizable()
 
 
-def to_empty_afterwards():
+@on_ranks(2)
+def test_to_empty_keeps_what_is_initialized():
     """FSDP2's order: meta device, fully_shard(), to_empty(). zshard has initialized it by then."""
     model = zshard.fully_shard(on_meta(Stack))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert model.to_empty(device="cpu") is model
-    return differences(model.state_dict(), before)
-
-
-def test_to_empty_keeps_what_is_initialized(pool2):
-    assert pool2.run(to_empty_afterwards) == [[]] * 2
+    assert differences(model.state_dict(), before) == []
 
 
 class Masked(nn.Linear):

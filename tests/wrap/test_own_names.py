@@ -21,6 +21,7 @@ import torch.distributed as dist
 from compare import assert_same
 from models import COMBINATIONS, ddp, make
 from own_names import NAMES, refuse
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -178,7 +179,22 @@ def train(model, no_sync, clip):
     return losses, norms
 
 
-def trains_as_under_ddp(kind: str, names: list[str], inside: bool, combination) -> None:
+WHERE = [
+    (False, ("full_shard", "shm")),
+    (True, ("shard_grad_op", "c10d")),
+    (False, ("zero1", "c10d")),
+    (True, ("no_shard", "shm")),
+    (True, ("full_shard", "c10d")),
+]
+
+
+@pytest.mark.sampled(len(KINDS))
+@pytest.mark.parametrize(("inside", "combination"), WHERE)
+@pytest.mark.parametrize("first", range(12))
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_models_own_attribute_wins(kind, inside, combination, first):
+    names = NAMES[first::12]
     for name in names:
         cls = kinds_of(name)[kind]
         build = (lambda cls=cls: Around(cls)) if inside else cls
@@ -207,23 +223,6 @@ def trains_as_under_ddp(kind: str, names: list[str], inside: bool, combination) 
         assert FSDP.memory(model)["total"] > 0 and transport in FSDP.summary(model)
 
 
-WHERE = [
-    (False, ("full_shard", "shm")),
-    (True, ("shard_grad_op", "c10d")),
-    (False, ("zero1", "c10d")),
-    (True, ("no_shard", "shm")),
-    (True, ("full_shard", "c10d")),
-]
-
-
-@pytest.mark.sampled(len(KINDS))
-@pytest.mark.parametrize(("inside", "combination"), WHERE)
-@pytest.mark.parametrize("first", range(12))
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_models_own_attribute_wins(pool2, kind, first, inside, combination):
-    pool2.run(trains_as_under_ddp, kind, NAMES[first::12], inside, combination)
-
-
 # --- flags ----------------------------------------------------------------------------------------
 
 
@@ -239,7 +238,9 @@ FLAGS = {
 }
 
 
-def flag_of_its_own(how):
+@pytest.mark.parametrize("how", FLAGS)
+@on_ranks(2)
+def test_a_flag_of_the_model_does_not_stop_reductions(how):
     kind = type(
         "Model",
         (Model,),
@@ -254,11 +255,6 @@ def flag_of_its_own(how):
     assert_same(model.state_dict(), plain.state_dict(), "the state")
     assert FSDP.require_backward_grad_sync(model) is True
     assert model.require_backward_grad_sync == plain.require_backward_grad_sync
-
-
-@pytest.mark.parametrize("how", FLAGS)
-def test_a_flag_of_the_model_does_not_stop_reductions(pool2, how):
-    pool2.run(flag_of_its_own, how)
 
 
 def test_a_bool_sets_ddps_flag_of_a_model_without_its_own():
@@ -298,7 +294,11 @@ def trained(model, steps=1):
     return optimizer
 
 
-def child_as_a_wrappers(name, combination, folder):
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
+@pytest.mark.parametrize("name", WRAPPERS)
+@on_ranks(2)
+def test_a_child_may_have_the_name_that_wrappers_give(name, combination, tmp_path):
+    folder = str(tmp_path / "saved")
     strategy, transport = combination
     plain, model = (make(lambda: Holder(name)) for _ in range(2))
     theirs = ddp(plain)
@@ -321,12 +321,6 @@ def child_as_a_wrappers(name, combination, folder):
     assert_same(model.state_dict(), plain.state_dict(), "the state from its own state dict")
     whole = zshard.optim_state_dict(model, optimizer)["state"]
     assert len(whole) == len(list(plain.parameters()))
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_a_child_may_have_the_name_that_wrappers_give(pool2, tmp_path, name, combination):
-    pool2.run(child_as_a_wrappers, name, combination, str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("name", ["_orig_mod", "_checkpoint_wrapped_module"])
@@ -390,7 +384,8 @@ for each in OVERRIDDEN:
     setattr(Protocol, each, counting(each))
 
 
-def calls_the_models():
+@on_ranks(2)
+def test_methods_of_the_protocol_call_the_models():
     model = FSDP(Protocol())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model(torch.ones(1, WIDTH))
@@ -404,10 +399,6 @@ def calls_the_models():
     assert set(OVERRIDDEN) == set(model.calls)
     assert_same(model.state_dict(), before, "the state after to_empty()")
     assert type(model.join) is nn.Identity and model.memory is None
-
-
-def test_methods_of_the_protocol_call_the_models(pool2):
-    pool2.run(calls_the_models)
 
 
 def test_the_protocol_is_what_fsdp_overrides():
@@ -468,7 +459,10 @@ class Hostile(nn.Module):
 refuse(Hostile)
 
 
-def uses_every_feature(combination, folder):
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
+@on_ranks(2)
+def test_nothing_reads_a_models_attributes_for_fsdps(combination, tmp_path):
+    folder = str(tmp_path / "saved")
     strategy, transport = combination
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -501,11 +495,6 @@ def uses_every_feature(combination, folder):
     handle = FSDP.optimizer_in_backward(other, zshard.SGD(other.parameters(), lr=0.1))
     other(torch.ones(2, WIDTH)).sum().backward()
     handle.remove()
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
-def test_nothing_reads_a_models_attributes_for_fsdps(pool2, tmp_path, combination):
-    pool2.run(uses_every_feature, combination, str(tmp_path / "saved"))
 
 
 RECEIVER = re.compile(r"(^|[._])(model|module|sharded|root|lightning_module)$|^(bare|_unwrapped)\(")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from models import COMBINATIONS, differences, make
 from scenarios import message_of
+from spawn import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -321,7 +322,9 @@ class Tied(nn.Module):
         return F.linear(x, self.embed.weight)
 
 
-def facts_of_a_tied_model(transport: str) -> tuple[str, bool, list[int], list[int]]:
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_tied_head_is_reported_and_counted(transport):
     """Return the embedding's line of the summary, whether it mentioned reads before, and the
     predicted and actual bytes of slots after each step."""
     model = FSDP(make(Tied), transport=transport, auto_wrap_policy={nn.Embedding, Pair})
@@ -333,29 +336,20 @@ def facts_of_a_tied_model(transport: str) -> tuple[str, bool, list[int], list[in
         predicted.append(model.memory("predicted").get("slots", 0))
         peaks.append(model.memory("peak").get("slots", 0))
     line = next(line for line in model.summary().splitlines() if line.startswith("embed"))
-    return line, before, predicted, peaks
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_tied_head_is_reported_and_counted(pool2: Any, transport) -> None:
-    for line, before, predicted, peaks in pool2.run(facts_of_a_tied_model, transport):
-        assert "read by (root)" in line and not before
-        assert len(set(predicted[1:])) == len(set(peaks[1:])) == 1, "memory grows after a step"
-        assert peaks[-1] <= predicted[-1]
+    assert "read by (root)" in line and not before
+    assert len(set(predicted[1:])) == len(set(peaks[1:])) == 1, "memory grows after a step"
+    assert peaks[-1] <= predicted[-1]
 
 
 # --- writes, and reads outside of forwards ---------------------------------------------------------
 
 
-def outside_of_forwards() -> str:
+@on_ranks(2)
+def test_no_gather_outside_of_forwards():
     model = FSDP(make(functools.partial(build, reads_a_weight)), auto_wrap_policy={nn.Linear})
     side = model.module.side
-    return message_of(lambda: F.linear(torch.ones(2, WIDTH), side.weight), zshard.ShardError)
-
-
-def test_no_gather_outside_of_forwards(pool2: Any) -> None:
-    for message in pool2.run(outside_of_forwards):
-        assert "linear() was called on a shard" in message
+    message = message_of(lambda: F.linear(torch.ones(2, WIDTH), side.weight), zshard.ShardError)
+    assert "linear() was called on a shard" in message
 
 
 def on_one_rank_alone() -> tuple[int, float]:
@@ -392,7 +386,9 @@ class Raising(nn.Module):
         return x
 
 
-def after_a_raise(transport: str) -> list[str]:
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_forward_that_raises_after_a_read(transport):
     plain = make(Raising)
     model = FSDP(copy.deepcopy(plain), transport=transport, auto_wrap_policy={nn.Linear})
     found = []
@@ -401,9 +397,4 @@ def after_a_raise(transport: str) -> list[str]:
         loss = each(torch.ones(2, WIDTH)).sum()
         loss.backward()
         found.append(loss.detach())
-    return differences(*found)
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_forward_that_raises_after_a_read(pool2: Any, transport) -> None:
-    assert pool2.run(after_a_raise, transport) == [[], []]
+    assert differences(*found) == []
