@@ -5,6 +5,8 @@
             with row(name):
                 assert shown(name) == text
 
+    all_refused({"a negative rate": (lambda: zshard.SGD(params, lr=-1), ValueError, "lr must be")})
+
 For rows that take milliseconds: a case of its own, which pytest makes, names and reports, costs as much.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -49,6 +51,17 @@ def all_rows() -> Iterator[Callable[..., AbstractContextManager[None]]]:
         pytest.fail("\n\n".join([count, *texts[:SHOWN], *rest]), pytrace=False)
     if not names:
         pytest.fail("the table has no rows")
+
+
+def all_refused(table: Mapping[str, tuple[Callable[[], Any], type[BaseException], str]]) -> None:
+    """Fail unless each row's call raises that kind of error, with that text somewhere in its message."""
+    __tracebackhide__ = True
+    with all_rows() as row:
+        for name, (call, kind, text) in table.items():
+            with row(name):
+                with pytest.raises(kind) as caught:
+                    call()
+                assert text in str(caught.value), str(caught.value)
 
 
 def _described(error: BaseException) -> str:

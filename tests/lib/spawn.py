@@ -35,7 +35,7 @@ from typing import Any, TypeAlias
 
 import pytest
 from asserts import rewrite_in_ranks
-from nursery import connect, end_with_parent, show_stacks_when_asked, start_nursery
+from nursery import connect, end_with_parent, fork_ranks, show_stacks_when_asked, start_nursery
 from tasks import TAIL, RankFailure, RankResult, answer, call_of, python_path, task_of
 
 GRACE = 2.0  # seconds for the other ranks to end by themselves after one failed
@@ -49,11 +49,15 @@ def ranks(*worlds: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("pool", worlds, indirect=True, ids=lambda world: f"{world}ranks")
 
 
-def on_ranks(*worlds: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(
+    *worlds: Any, fresh: bool = False, **forks: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated test on each rank of the session's pool of that size, once per world size.
 
     Its fixtures and parameters are pickled. An assert that fails on a rank fails at its own line.
     Other marks stand above this one.
+
+    fresh: on forked ranks of its own, where nothing is initialised. forks: fork_ranks()'s env, timeout, ...
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -62,8 +66,12 @@ def on_ranks(*worlds: Any) -> Callable[[Callable[..., None]], Callable[..., None
         @functools.wraps(body)
         def test(pool: RankPool, **arguments: Any) -> None:
             __tracebackhide__ = True
+            values = [arguments[parameter.name] for parameter in own]
+            if fresh:
+                fork_ranks(test, pool.world, *values, check=True, **forks)
+                return
             try:
-                pool.run(test, *(arguments[each.name] for each in own))
+                pool.run(test, *values)
             except RankFailure as failure:
                 _raise_at_its_line(failure)
 
