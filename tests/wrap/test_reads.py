@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import COMBINATIONS, differences, make
+from compare import assert_same
+from models import COMBINATIONS, make
 from scenarios import message_of
 from spawn import on_ranks
 from torch import Tensor, nn
@@ -71,59 +72,12 @@ class Reader(nn.Module):
         return list(self.layers)
 
 
-def reads_a_weight(self: Any, x: Tensor) -> Tensor:
-    return F.linear(self.layers(x), self.side.weight)
-
-
-def reads_before_the_call(self: Any, x: Tensor) -> Tensor:
-    return self.side(self.layers(x * self.side.weight.mean()))  # type: ignore[no-any-return]
-
-
-def reads_after_the_call(self: Any, x: Tensor) -> Tensor:
-    return F.linear(self.layers(self.side(x)), self.side.weight)
-
-
-def reads_a_transpose(self: Any, x: Tensor) -> Tensor:
-    return self.layers(x) @ self.side.weight.T  # type: ignore[no-any-return]
-
-
-def reads_elementwise(self: Any, x: Tensor) -> Tensor:
-    return F.linear(self.layers(x), self.side.weight * 0.5 + self.scale)
-
-
-def reads_rows(self: Any, x: Tensor) -> Tensor:
-    return F.linear(self.layers(x), self.side.weight[2:5])
-
-
-def reads_detached(self: Any, x: Tensor) -> Tensor:
-    return F.linear(self.layers(x), self.side.weight.detach())
-
-
-def reads_data(self: Any, x: Tensor) -> Tensor:
-    return F.linear(self.layers(x), self.side.weight.data)
-
-
-def reads_sizes(self: Any, x: Tensor) -> Tensor:
-    rows, columns = self.side.weight.shape
-    return self.side(self.layers(x)) / columns + rows + self.side.bias.numel()  # type: ignore[no-any-return]
-
-
-def reads_through_a_getter(self: Any, x: Tensor) -> Tensor:
-    return F.linear(self.layers(x), self.get_side().weight, self.extra["side"].bias)
-
-
-def reads_in_a_closure(self: Any, x: Tensor) -> Tensor:
-    return (lambda y: F.linear(y, self.side.weight))(self.layers(x))
-
-
-def reads_in_a_loop(self: Any, x: Tensor) -> Tensor:
-    norms = [block[0].weight.norm() for block in self.layers]
-    return self.layers(x) * torch.stack(norms).sum()  # type: ignore[no-any-return]
-
-
-def reads_many_at_once(self: Any, x: Tensor) -> Tensor:
-    weight = torch.cat([block[0].weight for block in self.layers])
-    return F.linear(self.layers(x), weight)
+def attends(self: Any, x: Tensor) -> Tensor:
+    x, own = self.layers(x)[:, None], self.attention
+    weights = own.in_proj_weight, own.in_proj_bias, None, None, False, 0.0
+    return F.multi_head_attention_forward(
+        x, x, x, WIDTH, 2, *weights, own.out_proj.weight, own.out_proj.bias
+    )[0][:, 0]
 
 
 def reads_while_a_view_lives(self: Any, x: Tensor) -> Tensor:
@@ -132,45 +86,10 @@ def reads_while_a_view_lives(self: Any, x: Tensor) -> Tensor:
     return self.layers(x) @ view + others  # type: ignore[no-any-return]
 
 
-def reads_in_a_function(self: Any, x: Tensor) -> Tensor:
-    return Times.apply(self.layers(x), self.side.weight)  # type: ignore[no-any-return]
-
-
-def reads_an_attention(self: Any, x: Tensor) -> Tensor:
-    x, own = self.layers(x)[:, None], self.attention
-    weights = own.in_proj_weight, own.in_proj_bias, None, None, False, 0.0
-    found = F.multi_head_attention_forward(
-        x, x, x, WIDTH, 2, *weights, own.out_proj.weight, own.out_proj.bias
-    )
-    return found[0][:, 0]
-
-
-def reads_in_a_checkpoint(self: Any, x: Tensor) -> Tensor:
-    x = self.layers(x)
-    return checkpoint(lambda y: F.linear(y, self.side.weight), x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-def reads_in_a_reentrant_checkpoint(self: Any, x: Tensor) -> Tensor:
-    x = self.layers(x)
-    return checkpoint(lambda y: F.linear(y, self.side.weight), x, use_reentrant=True)  # type: ignore[no-any-return]
-
-
-def calls_forward(self: Any, x: Tensor) -> Tensor:
-    return self.side.forward(self.layers(x))  # type: ignore[no-any-return]
-
-
-def calls_another_method(self: Any, x: Tensor) -> Tensor:
-    return self.side(self.layers(self.layers[3].first_only(x)))  # type: ignore[no-any-return]
-
-
 def calls_parts(self: Any, x: Tensor) -> Tensor:
     for number, block in enumerate(self.layers):
         x = block[1](block[0](x)) + number
     return self.side(x)  # type: ignore[no-any-return]
-
-
-def calls_sliced_container(self: Any, x: Tensor) -> Tensor:
-    return self.side(self.layers[:2](x))  # type: ignore[no-any-return]
 
 
 def checkpoints_parts(self: Any, x: Tensor) -> Tensor:
@@ -187,21 +106,42 @@ def takes_a_gradient_between(self: Any, x: Tensor) -> Tensor:
     return F.linear(x + 0.01 * force, self.side.weight) * self.scale
 
 
-READS = [
-    *(reads_a_weight, reads_before_the_call, reads_after_the_call, reads_a_transpose),
-    *(
-        reads_elementwise,
-        reads_rows,
-        reads_detached,
-        reads_data,
-        reads_sizes,
-        reads_through_a_getter,
+def within_a_checkpoint(reentrant: bool) -> Any:
+    return lambda m, x: checkpoint(
+        lambda y: F.linear(y, m.side.weight), m.layers(x), use_reentrant=reentrant
+    )
+
+
+FORWARDS: dict[str, Any] = {  # of a Reader, which bypass a module
+    "a weight": lambda m, x: F.linear(m.layers(x), m.side.weight),
+    "before the call": lambda m, x: m.side(m.layers(x * m.side.weight.mean())),
+    "after the call": lambda m, x: F.linear(m.layers(m.side(x)), m.side.weight),
+    "a transpose": lambda m, x: m.layers(x) @ m.side.weight.T,
+    "elementwise": lambda m, x: F.linear(m.layers(x), m.side.weight * 0.5 + m.scale),
+    "rows": lambda m, x: F.linear(m.layers(x), m.side.weight[2:5]),
+    "detached": lambda m, x: F.linear(m.layers(x), m.side.weight.detach()),
+    "data": lambda m, x: F.linear(m.layers(x), m.side.weight.data),
+    "sizes": lambda m, x: m.side(m.layers(x)) / m.side.weight.shape[1] + m.side.bias.numel(),
+    "through a getter": lambda m, x: F.linear(
+        m.layers(x), m.get_side().weight, m.extra["side"].bias
     ),
-    *(reads_in_a_closure, reads_in_a_loop, reads_many_at_once, reads_while_a_view_lives),
-    *(reads_in_a_function, reads_an_attention, reads_in_a_checkpoint),
-    *(reads_in_a_reentrant_checkpoint, calls_forward, calls_another_method, calls_parts),
-    *(calls_sliced_container, checkpoints_parts, takes_a_gradient_between),
-]
+    "in a closure": lambda m, x: (lambda y: F.linear(y, m.side.weight))(m.layers(x)),
+    "in a loop": lambda m, x: m.layers(x) * sum(block[0].weight.norm() for block in m.layers),
+    "many at once": lambda m, x: F.linear(
+        m.layers(x), torch.cat([block[0].weight for block in m.layers])
+    ),
+    "while a view lives": reads_while_a_view_lives,
+    "in a function": lambda m, x: Times.apply(m.layers(x), m.side.weight),
+    "an attention": attends,
+    "in a checkpoint": within_a_checkpoint(False),
+    "in a reentrant checkpoint": within_a_checkpoint(True),
+    "forward()": lambda m, x: m.side.forward(m.layers(x)),
+    "another method": lambda m, x: m.side(m.layers(m.layers[3].first_only(x))),
+    "parts": calls_parts,
+    "a sliced container": lambda m, x: m.side(m.layers[:2](x)),
+    "checkpointed parts": checkpoints_parts,
+    "a gradient between": takes_a_gradient_between,
+}
 POLICIES = {
     "auto": "auto",
     "blocks": {Pair, nn.Linear, nn.MultiheadAttention},
@@ -209,8 +149,8 @@ POLICIES = {
 }
 
 
-def build(forward: Any) -> nn.Module:
-    return type("Model", (Reader,), {"forward": forward})()  # type: ignore[no-any-return]
+def build(forward: str) -> nn.Module:
+    return type("Model", (Reader,), {"forward": FORWARDS[forward]})()  # type: ignore[no-any-return]
 
 
 def train(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
@@ -230,37 +170,32 @@ def train(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def wrong_in(forward: Any, policy: str, combination: tuple[str, str], frozen: bool = False) -> Any:
-    """Return what differs from the plain model: losses, outputs in evaluation, and weights after
-    training. All ranks have the same batches, so that the mean of the gradients is bit-identical to
-    each rank's."""
+def check(forward: str, policy: str, combination: tuple[str, str], frozen: bool = False) -> None:
+    """Compare losses, outputs in evaluation and weights with the plain model's. All ranks have the same
+    batches, so that the mean of the gradients is bit-identical to each rank's."""
     strategy, transport = combination
-    plain = make(functools.partial(build, forward))
-    plain.side.requires_grad_(not frozen)  # type: ignore[union-attr]
-    model = FSDP(
-        copy.deepcopy(plain),
-        strategy=strategy,
-        transport=transport,
-        auto_wrap_policy=POLICIES[policy],
-    )
+    plain: Any = make(functools.partial(build, forward))
+    plain.side.requires_grad_(not frozen)
+    how = {"transport": transport, "auto_wrap_policy": POLICIES[policy]}
+    model = FSDP(copy.deepcopy(plain), strategy=strategy, **how)
     batches = list(torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(0)))
-    ours, theirs = train(model, batches), train(plain, batches)
-    return differences(
-        {"losses": ours, **model.state_dict()}, {"losses": theirs, **plain.state_dict()}
-    )
+    assert_same(train(model, batches), train(plain, batches), "the losses")
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("combination", [*COMBINATIONS, ("hybrid_full", "c10d")])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("forward", READS)
-def test_forward_that_bypasses_a_module(pool2: Any, forward, policy, combination) -> None:
-    assert pool2.run(wrong_in, forward, policy, combination) == [[], []]
+@pytest.mark.parametrize("forward", FORWARDS)
+@on_ranks(2)
+def test_forward_that_bypasses_a_module(forward, policy, combination):
+    check(forward, policy, combination)
 
 
 @pytest.mark.parametrize("combination", [("full_shard", "c10d"), ("shard_grad_op", "shm")])
-def test_reads_of_frozen_weights(pool2: Any, combination) -> None:
-    assert pool2.run(wrong_in, reads_after_the_call, "parts", combination, True) == [[], []]
+@on_ranks(2)
+def test_reads_of_frozen_weights(combination):
+    check("after the call", "parts", combination, frozen=True)
 
 
 # --- how long weights stay gathered ----------------------------------------------------------------
@@ -284,27 +219,20 @@ class Watching(nn.Module):
         return x
 
 
-def gathered_at_a_time(holds: bool, transport: str) -> list[list[int]]:
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("holds", [False, True])
+@on_ranks(2)
+def test_loop_over_weights_gathers_one_at_a_time(holds, transport):
+    """Where autograd needs them in backward, it refers to them, and they stay."""
     plain = make(functools.partial(Watching, holds))
     model = FSDP(plain, transport=transport, auto_wrap_policy={nn.Linear}, forward_prefetch=0)
-    found = []
     for _ in range(2):
         model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
-        found.append(list(model.module.seen))
+        assert model.module.seen == ([1, 2, 3, 4] if holds else [1] * 4)
     with torch.no_grad():
         model(torch.ones(2, WIDTH))
-    found.append(list(model.module.seen))
+    assert model.module.seen[-1] < 4 if holds else model.module.seen == [1] * 4
     assert not any(each._zshard_state.unit.is_full for each in plain.blocks)
-    return found
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_loop_over_weights_gathers_one_at_a_time(pool2: Any, transport) -> None:
-    """Where autograd needs them in backward, it refers to them, and they stay."""
-    assert pool2.run(gathered_at_a_time, False, transport) == [[[1] * 4] * 3] * 2
-    for training, again, evaluation in pool2.run(gathered_at_a_time, True, transport):
-        assert training == again == [1, 2, 3, 4]
-        assert evaluation[-1] < 4
 
 
 class Tied(nn.Module):
@@ -325,8 +253,6 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
 def test_tied_head_is_reported_and_counted(transport):
-    """Return the embedding's line of the summary, whether it mentioned reads before, and the
-    predicted and actual bytes of slots after each step."""
     model = FSDP(make(Tied), transport=transport, auto_wrap_policy={nn.Embedding, Pair})
     before = "read by" in model.summary()
     predicted, peaks = [], []
@@ -346,27 +272,20 @@ def test_tied_head_is_reported_and_counted(transport):
 
 @on_ranks(2)
 def test_no_gather_outside_of_forwards():
-    model = FSDP(make(functools.partial(build, reads_a_weight)), auto_wrap_policy={nn.Linear})
+    model = FSDP(make(functools.partial(build, "a weight")), auto_wrap_policy={nn.Linear})
     side = model.module.side
     message = message_of(lambda: F.linear(torch.ones(2, WIDTH), side.weight), zshard.ShardError)
     assert "linear() was called on a shard" in message
 
 
-def on_one_rank_alone() -> tuple[int, float]:
-    """Rank 0 evaluates alone, over shm."""
-    build_one = functools.partial(build, reads_a_weight)
-    model = FSDP(make(build_one), transport="shm", auto_wrap_policy={nn.Linear})
-    plain = make(functools.partial(build, reads_a_weight))
-    found, x = 0.0, torch.ones(2, WIDTH)
+@on_ranks(2)
+def test_one_rank_may_evaluate_alone():
+    plain = make(functools.partial(build, "a weight"))
+    model = FSDP(copy.deepcopy(plain), transport="shm", auto_wrap_policy={nn.Linear})
     if dist.get_rank() == 0:
         with torch.no_grad():
-            found = (model(x) - plain(x)).abs().max().item()
+            assert_same(model(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)), "the output")
     dist.barrier()
-    return dist.get_rank(), found
-
-
-def test_one_rank_may_evaluate_alone(pool2: Any) -> None:
-    assert pool2.run(on_one_rank_alone) == [(0, 0.0), (1, 0.0)]
 
 
 class Raising(nn.Module):
@@ -391,10 +310,7 @@ class Raising(nn.Module):
 def test_forward_that_raises_after_a_read(transport):
     plain = make(Raising)
     model = FSDP(copy.deepcopy(plain), transport=transport, auto_wrap_policy={nn.Linear})
-    found = []
     for each in (model, plain):
         message_of(lambda each=each: each(torch.ones(2, WIDTH)), ValueError)
-        loss = each(torch.ones(2, WIDTH)).sum()
-        loss.backward()
-        found.append(loss.detach())
-    assert differences(*found) == []
+        each(torch.ones(2, WIDTH)).sum().backward()
+    assert_same(model(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)), "the output")
