@@ -262,12 +262,6 @@ def test_auto_finds_the_blocks(case: str) -> None:
     assert uses_while_sharded(units, inputs) == []
 
 
-@pytest.mark.parametrize("factor", [1, 4])
-def test_tiny_copy_gets_the_same_units(factor: int) -> None:
-    units = plan_units(gpt(width=8 * factor))
-    assert names(units) == ["embed", *numbered("blocks.layers.#", 6), "head", ""]
-
-
 def test_large_layer_of_a_huge_model_is_a_unit() -> None:
     def layer(width: int) -> nn.Module:
         return Residual(nn.Linear(width, width), nn.Linear(width, width))

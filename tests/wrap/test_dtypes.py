@@ -7,16 +7,14 @@ a checkpoint on another number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compare import differences
+from compare import assert_same
 from models import COMBINATIONS, make
 from scenarios import WIDTH, forward_backward, message_of, wrong_in
-from spawn import RankPool, on_ranks, ranks
+from spawn import on_ranks
 from torch import Tensor, nn
 
 import zshard
@@ -49,42 +47,35 @@ def frozen(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: param.detach() for name, param in model.named_parameters(recurse=False)}
 
 
-def kept(half: bool, transport: str, folder: str) -> list[str]:
-    options: dict[str, Any] = {"transport": transport}
-    if half:
-        options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
-    expected = frozen(Body())
-    model = FSDP(Body(), **options)
+def check_frozen(model: nn.Module) -> None:
+    expected, state = frozen(Body()), model.state_dict()
+    assert_same({name: state[name] for name in expected}, expected, "the state")
+    full = {name: zshard.full_tensor(p) for name, p in model.named_parameters(recurse=False)}
+    assert_same(full, expected, "full tensors")
+
+
+def save(half: bool, transport: str, folder: str) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16) if half else None
+    model = FSDP(Body(), transport=transport, mixed_precision=precision)
     model(torch.ones(1, 8)).float().sum().backward()
-    found = differences(model.seen, expected)
-    state = model.state_dict()
-    found += differences({name: state[name] for name in expected}, expected)
-    found += differences(
-        {name: zshard.full_tensor(p) for name, p in model.named_parameters(recurse=False)}, expected
-    )
+    assert_same(model.seen, frozen(Body()), "values in forward")
+    check_frozen(model)
     zshard.save(f"{folder}/saved", model)
-    other = FSDP(Body(seed=1), **options)
-    zshard.load(f"{folder}/saved", other)
-    return found + differences({name: other.state_dict()[name] for name in expected}, expected)
+    load(folder)
+
+
+def load(folder: str) -> None:
+    model = FSDP(Body(seed=1))
+    zshard.load(f"{folder}/saved", model)
+    check_frozen(model)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("half", [False, True])
-@ranks(2)
-def test_frozen_parameters_keep_their_bits(
-    pool: RankPool, pool3: RankPool, tmp_path: Path, half: bool, transport: str
-) -> None:
-    assert pool.run(kept, half, transport, str(tmp_path)) == [[], []]
-    assert pool3.run(read, str(tmp_path)) == [[]] * 3
-
-
-def read(folder: str) -> list[str]:
-    """Load on another number of ranks."""
-    model, expected = FSDP(Body(seed=1)), frozen(Body())
-    zshard.load(f"{folder}/saved", model)
-    state = model.state_dict()
-    return differences({name: state[name] for name in expected}, expected)
+def test_frozen_parameters_keep_their_bits(pool2, pool3, tmp_path, half, transport):
+    pool2.run(save, half, transport, str(tmp_path))
+    pool3.run(load, str(tmp_path))
 
 
 class Own(nn.Parameter):
@@ -104,18 +95,12 @@ def test_full_values_of_parameters_of_other_classes(transport):
         each(torch.ones(2, 40)).sum().backward()
     full = {name: zshard.full_tensor(p) for name, p in model.named_parameters()}
     params = dict(plain.named_parameters())
-    norms = zshard.named_norms(model)
-    assert norms == pytest.approx({name: float(p.norm()) for name, p in params.items()})
-    assert (
-        [
-            *differences(full, params),
-            *differences(dict(zshard.whole_named_parameters(model)), params),
-            *differences(
-                dict(zshard.whole_named_parameters(model, grads=True)),
-                {name: p.grad for name, p in params.items()},
-            ),
-        ]
-    ) == []
+    grads = {name: p.grad for name, p in params.items()}
+    assert_same(full, params, "full tensors")
+    assert_same(dict(zshard.whole_named_parameters(model)), params, "parameters")
+    assert_same(dict(zshard.whole_named_parameters(model, grads=True)), grads, "gradients")
+    expected = {name: float(p.norm()) for name, p in params.items()}
+    assert zshard.named_norms(model) == pytest.approx(expected)
 
 
 # --- gradients of a different dtype ---------------------------------------------------------------
@@ -139,42 +124,35 @@ def test_frozen_parameters_may_have_another_gradient_dtype() -> None:
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_different_gradient_dtype_is_refused_by_name(combination, dtype):
-    """Return the errors before wrapping, and after it: at once, or in the next training forward."""
     strategy, transport = combination
+    words = ["parameter '1.weight' has", "grad_dtype", "MixedPrecision(param_dtype=torch.bfloat16)"]
 
-    def wrap(made: nn.Module, **options: Any) -> Any:
-        return FSDP(made, strategy=strategy, transport=transport, **options)
+    def wrap(model, **options):
+        return FSDP(model, strategy=strategy, transport=transport, **options)
 
-    def step(made: Any) -> None:
-        made(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
+    def step(model):
+        model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
 
-    def set_it(param: nn.Parameter) -> None:
-        param.grad_dtype = dtype
+    def set_and_step(model):
+        model[1].weight.grad_dtype = dtype
+        step(model)
 
-    def later(made: Any) -> None:
-        set_it(made[1].weight)
-        step(made)
+    def refused(call):
+        text = message_of(call, NotImplementedError)
+        assert all(word in text for word in words), text
 
-    def message(function: Callable[[], Any]) -> str:
-        return message_of(function, NotImplementedError)
-
-    early = two_layers()
-    set_it(early[1].weight)
-    found = [message(lambda: wrap(early))]
-    late = wrap(two_layers())
-    found += [message(lambda: later(late))]
+    early, late = two_layers(), wrap(two_layers())
+    early[1].weight.grad_dtype = dtype
+    refused(lambda: wrap(early))
+    refused(lambda: set_and_step(late))
     if late[1].weight.grad_dtype == dtype:  # unsharded: it was not checked when it was set
-        found += [message(lambda: step(late))]
-        set_it_back = late[1].weight
-        set_it_back.grad_dtype = torch.bfloat16
+        refused(lambda: step(late))
+        late[1].weight.grad_dtype = torch.bfloat16
     step(late)
     remedy = wrap(two_layers(torch.float32), mixed_precision=MixedPrecision(torch.bfloat16))
     remedy[1].weight.grad_dtype = torch.float32  # its own dtype: no change
     step(remedy)
     assert {p.grad.dtype for p in remedy.parameters()} == {torch.float32}
-    for text in found:
-        assert "parameter '1.weight' has" in text and "grad_dtype" in text
-        assert "MixedPrecision(param_dtype=torch.bfloat16)" in text
 
 
 # --- complex parameters ---------------------------------------------------------------------------

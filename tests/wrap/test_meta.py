@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, COMBINATIONS, TRANSPORTS, differences, loss_of, make, train
+from compare import assert_same
+from models import COMBINATIONS, TRANSPORTS, loss_of
+from rows import all_refused
 from scenarios import Stack, message_of
 from spawn import on_ranks
 from torch import nn
@@ -59,55 +61,29 @@ def plain_state(build, seed=5):
     return build().state_dict()
 
 
-def values(combination, seed_of_rank):
-    """Return (what differs from a plain model of rank 0's seed; whether the tie still exists; what
-    differs afterwards)."""
+@pytest.mark.parametrize("seed_of_rank", [0, 1])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_values_equal_the_plain_model(combination, seed_of_rank):
     strategy, transport = combination
     expected = plain_state(Model)
     model = on_meta(Model)
     names = {id(param): name for name, param in model.named_parameters()}
     torch.manual_seed(5 + seed_of_rank * dist.get_rank())
     model = FSDP(model, strategy=strategy, transport=transport)
-    same = {id(param): name for name, param in model.named_parameters()} == names
-    tied = model.head.weight is model.embed.weight
-    wrong = differences(model.state_dict(), expected)
+    assert {id(param): name for name, param in model.named_parameters()} == names
+    assert model.head.weight is model.embed.weight
+    assert_same(model.state_dict(), expected, "the state")
     ids = torch.randint(10, (4, 6), generator=torch.Generator().manual_seed(dist.get_rank()))
     loss_of(model(ids)).backward()
-    untrained = [name for name, p in model.named_parameters() if p.grad is None]
-    return wrong, same, tied, untrained
-
-
-@pytest.mark.parametrize("seed_of_rank", [0, 1])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_values_equal_the_plain_model(pool2, combination, seed_of_rank):
-    found = pool2.run(values, combination, seed_of_rank)
-    assert found == [([], True, True, [])] * 2
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
 
 def test_single_rank():
     expected = plain_state(Model)
     model = on_meta(Model)
     torch.manual_seed(5)
-    assert differences(FSDP(model).state_dict(), expected) == []
-
-
-@pytest.mark.parametrize("name", ["mlp", "conv"])
-def test_training_matches_the_plain_model(name):
-    case = CASES[name]
-    plain = make(case.make)
-    model = on_meta(case.make)
-    torch.manual_seed(0)
-    expected = case.make()
-    torch.manual_seed(0)
-    model = FSDP(model, auto_wrap_policy=case.policy)
-    assert differences(model.state_dict(), expected.state_dict()) == []
-    model.load_state_dict(plain.state_dict())
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain)]
-    ours, theirs = (
-        train(each, case, optimizer, 0)
-        for each, optimizer in zip((model, plain), optimizers, strict=True)
-    )
-    assert ours == theirs
+    assert_same(FSDP(model).state_dict(), expected, "the state")
 
 
 @on_ranks(2)
@@ -125,19 +101,17 @@ def test_units_by_hand():
     assert [name for name, value in state.items() if not value.isfinite().all()] == []
 
 
-def rank_0_is_real():
+@on_ranks(2)
+def test_only_rank_0_has_values():
     """FSDP1's way: the others have to_empty() as param_init_fn, and get rank 0's values."""
     expected = plain_state(Model)
     torch.manual_seed(5)
     if dist.get_rank() == 0:
-        return differences(FSDP(Model()).state_dict(), expected)
-    model = on_meta(Model)
-    model = FSDP(model, param_init_fn=lambda m: m.to_empty(device="cpu", recurse=False))
-    return differences(model.state_dict(), expected)
-
-
-def test_only_rank_0_has_values(pool2):
-    assert pool2.run(rank_0_is_real) == [[], []]
+        model = FSDP(Model())
+    else:
+        to_empty = lambda m: m.to_empty(device="cpu", recurse=False)  # noqa: E731
+        model = FSDP(on_meta(Model), param_init_fn=to_empty)
+    assert_same(model.state_dict(), expected, "the state")
 
 
 class Odd(nn.Module):
@@ -168,7 +142,7 @@ def test_param_init_fn():
     model = on_meta(Odd)
     torch.manual_seed(5)
     model = FSDP(model, param_init_fn=init_odd)
-    assert differences(model.state_dict(), expected) == []
+    assert_same(model.state_dict(), expected, "the state")
     assert model.table.tolist() == list(range(16))
 
 
@@ -209,13 +183,7 @@ def test_param_init_fn_that_checks_for_the_meta_device(build, transport):
     model = FSDP(model, param_init_fn=init_if_on_meta, transport=transport)
     assert {name: id(param) for name, param in model.named_parameters()} == params
     assert all(type(each) is not torch.Tensor for each in model.parameters())
-    assert differences(model.state_dict(), expected) == []
-
-
-def test_param_init_fn_that_does_nothing_is_named():
-    for function in (lambda module: None, lambda module: [p.is_meta for p in module.parameters()]):
-        with pytest.raises(ValueError, match=r"'layer.weight' .*param_init_fn does not initialize"):
-            FSDP(on_meta(Odd), param_init_fn=function)
+    assert_same(model.state_dict(), expected, "the state")
 
 
 class Forgetful(nn.Linear):
@@ -230,18 +198,22 @@ def forgets_table(module):
         module.table.fill_(torch.iinfo(torch.int64).min)
 
 
-MISTAKES = [
-    (lambda: FSDP(on_meta(Odd)), ValueError, "'gain' .*Odd has no reset_parameters"),
-    (lambda: FSDP(on_meta(Forgetful)), ValueError, "'angles' .*Forgetful does not initialize it"),
-    (lambda: FSDP(on_meta(Odd), param_init_fn=forgets_table), ValueError, "'table' .*param_init_fn"),
-    (lambda: FSDP(nn.Linear(1, 1), param_init_fn="normal"), TypeError, "callable that takes a module, got 'normal'"),
-]  # fmt: skip
+def test_mistakes_are_named():
+    def initialized_by(function):
+        return lambda: FSDP(on_meta(Odd), param_init_fn=function)
 
-
-@pytest.mark.parametrize(("action", "kind", "match"), MISTAKES, ids=[m for *_, m in MISTAKES])
-def test_uninitialized_tensors_are_named(action, kind, match):
-    with pytest.raises(kind, match=match):
-        action()
+    not_initialized = (ValueError, "param_init_fn does not initialize")
+    looks = initialized_by(lambda module: [p.is_meta for p in module.parameters()])
+    all_refused(
+        {
+            "no reset": (lambda: FSDP(on_meta(Odd)), ValueError, "Odd has no reset_parameters"),
+            "forgets": (lambda: FSDP(on_meta(Forgetful)), ValueError, "Forgetful does not initial"),
+            "forgets a table": (initialized_by(forgets_table), *not_initialized),
+            "does nothing": (initialized_by(lambda module: None), *not_initialized),
+            "looks": (looks, *not_initialized),
+            "no function": (initialized_by("normal"), TypeError, "takes a module, got 'normal'"),
+        }
+    )
 
 
 @on_ranks(2)
@@ -250,73 +222,55 @@ def test_meta_and_real_parameters():
     model = nn.Sequential(on_meta(lambda: nn.Linear(4, 4)), nn.Linear(4, 4))
     before = model[1].weight.detach().clone()
     model = FSDP(model)
-    wrong = differences(model.state_dict()["1.weight"], before)
-    message = message_of(lambda: FSDP(on_meta(Odd)), ValueError)
-    assert wrong == [] and "'gain'" in message
+    assert_same(model.state_dict()["1.weight"], before, "the weight")
+    assert "'gain'" in message_of(lambda: FSDP(on_meta(Odd)), ValueError)
 
 
 # --- cost -----------------------------------------------------------------------------------------
 
 
-def drawn(how, transport):
-    """Return (how many values were sent, what differs from rank 0's)."""
-    torch.manual_seed(5 + (dist.get_rank() if how == "other seeds" else 0))
-    rank = 0.0 if how == "alike" else float(dist.get_rank())
-
-    def init(module):
+@pytest.mark.parametrize("how", ["alike", "other seeds", "by rank"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_values_are_sent_only_if_ranks_drew_differently(transport, how):
+    def init(module, rank):
         for param in module.parameters(recurse=False):
             param.uniform_()
-            param.add_(rank if how == "by rank" else 0.0)
+            param.add_(float(rank) if how == "by rank" else 0.0)
         for buffer in module.buffers(recurse=False):
             buffer.zero_()
 
-    sent, usual = [], _values.take_from
-    _values.take_from = lambda *args: sent.append(args[-1]) or usual(*args)
-    try:
-        model = FSDP(on_meta(Stack), transport=transport, param_init_fn=init)
-    finally:
-        _values.take_from = usual
-    states = [None, None]
-    dist.all_gather_object(states, {k: v.clone() for k, v in model.state_dict().items()})
+    sent, usual, rank = [], _values.take_from, dist.get_rank()
+    torch.manual_seed(5 + (rank if how == "other seeds" else 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_values, "take_from", lambda *args: sent.append(args[-1]) or usual(*args))
+        model = FSDP(on_meta(Stack), transport=transport, param_init_fn=lambda m: init(m, rank))
+    assert len(sent) == (0 if how == "alike" else len(list(Stack().parameters())))
     torch.manual_seed(5)
     plain = on_meta(Stack).to_empty(device="cpu")
-    rank = 0.0
     with torch.no_grad():
         for module in (m for b in plain.blocks for m in (*b.children(), b)):
-            init(module)
-        init(plain.head)
-    return len(sent), differences(states[0], plain.state_dict()) + differences(*states)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_values_are_sent_only_if_ranks_drew_differently(pool2, transport):
-    everything = len(list(Stack().parameters()))
-    assert pool2.run(drawn, "alike", transport) == [(0, [])] * 2
-    assert pool2.run(drawn, "other seeds", transport) == [(everything, [])] * 2
-    assert pool2.run(drawn, "by rank", transport) == [(everything, [])] * 2
+            init(module, 0)
+        init(plain.head, 0)
+    assert_same(model.state_dict(), plain.state_dict(), "the state, from rank 0's")
 
 
 def wide():
     return nn.Sequential(*[nn.Linear(2048, 1024, bias=False) for _ in range(12)])
 
 
-def bytes_of_setup(transport):
-    """Return the most bytes beyond existing ones, and those kept."""
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_peak_memory_of_setup(transport):
+    unit = 8 * 2**20
     FSDP(on_meta(Stack), transport=transport)
     model = on_meta(wide)
     trim()
     reset_high_water()
     before = high_water()
     model = FSDP(model, transport=transport, auto_wrap_policy={nn.Linear})
-    most = high_water() - before
-    return most, model.memory()["shards"]
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_peak_memory_of_setup(pool2, transport):
-    unit = 8 * 2**20
-    for most, shards in pool2.run(bytes_of_setup, transport):
-        assert shards == 6 * unit and most <= shards + 1.5 * unit + 2**20
+    most, shards = high_water() - before, model.memory()["shards"]
+    assert shards == 6 * unit and most <= shards + 1.5 * unit + 2**20
 
 
 def test_memory_is_reused_for_equal_tensors():
@@ -342,7 +296,7 @@ def test_to_empty_keeps_what_is_initialized():
     model = zshard.fully_shard(on_meta(Stack))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert model.to_empty(device="cpu") is model
-    assert differences(model.state_dict(), before) == []
+    assert_same(model.state_dict(), before, "the state")
 
 
 class Masked(nn.Linear):

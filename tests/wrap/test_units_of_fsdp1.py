@@ -2,8 +2,7 @@
 models.
 
 Torch wraps one copy of a model, zshard shards another, and the two lists of names must be equal
-except for the differences in docs/wrapping.md: `expected()` is that text as code, and each
-exception has a test of its own.
+except for the differences in docs/wrapping.md: `expected()` is that text as code.
 """
 
 from __future__ import annotations
@@ -229,55 +228,6 @@ def test_shared_modules_are_units_where_fsdp1_wraps_them(policy: str, seeds: ran
         assert not problem, f"{ignored}: {problem}"
         compared += 1
     assert compared > len(seeds) // 5
-
-
-# --- differences documented in docs/wrapping.md --------------------------------------------------
-
-
-def both(model: nn.Module, policy: str | Callable[[Any], Any]) -> tuple[list[str], list[str]]:
-    """Return the names of torch's instances and of zshard's units without the root, sorted."""
-    make = POLICIES[policy] if isinstance(policy, str) else policy
-    theirs = instances(copy.deepcopy(model), make(torch_wrap), [])
-    return sorted(theirs - {""}), sorted(units(model, make(zwrap), []) - {""})
-
-
-def test_module_without_own_parameters_is_not_a_unit() -> None:
-    model = nn.Sequential(Plain(nn.Linear(3, 3), nn.ReLU()), Quiet())
-    theirs, ours = both(model, "always")
-    assert theirs == ["0", "0.inner", "0.inner.0", "0.inner.1", "1"] and ours == ["0.inner.0"]
-
-
-def test_parameters_of_containers_belong_to_the_parent_unit() -> None:
-    model = nn.Sequential(
-        nn.Sequential(nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)]), nn.Linear(1, 1))
-    )
-    theirs, ours = both(
-        model,
-        lambda lib: functools.partial(
-            lib.size_based_auto_wrap_policy, min_num_params=54, exclude_wrap_modules=set()
-        ),
-    )
-    assert (theirs, ours) == (["0.0"], ["0"])
-    theirs, ours = both(nn.Sequential(nn.ModuleList([nn.Linear(5, 9)])), "containers")
-    assert (theirs, ours) == (["0"], [])
-
-
-@pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
-def test_no_unit_below_torchs_transformer_layers(layer: Any) -> None:
-    theirs, ours = both(nn.Sequential(layer(4, 2, 8), nn.Linear(4, 4)), "lambda")
-    assert [name for name in theirs if name.startswith("0.linear")] and ours == ["1"]
-
-
-def test_shared_weight_belongs_to_the_enclosing_unit() -> None:
-    """FSDP1 counts it in each of them, and each gathers a copy of its own."""
-    model = Plain(Plain(nn.Linear(3, 3)), Plain(nn.Linear(3, 3)))
-    first, second = model.inner
-    second.inner[0].weight = first.inner[0].weight
-    theirs, ours = both(model, "lambda")
-    assert theirs == ["inner.0", "inner.0.inner.0", "inner.1", "inner.1.inner.0"]
-    assert ours == ["inner.0.inner.0", "inner.1.inner.0"]
-    counts = [each._zshard_state.unit.n_params for each in FSDP.fsdp_modules(model)]
-    assert counts == [1, 1, 1]  # the root has the weight, the two units their bias
 
 
 def test_batch_norm_is_not_a_unit_under_mixed_precision() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp.wrap as torch_wrap
-from rows import all_rows
+from rows import all_refused, all_rows
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -132,46 +132,6 @@ def test_every_form_of_a_policy_finds_the_blocks(policy: Any) -> None:
     check_partition(model, units)
 
 
-def test_none_makes_one_unit() -> None:
-    model = Net()
-    units = plan_units(model, None)
-    assert names(units) == [""]
-    assert units[0].numel == sum(p.numel() for p in model.parameters())
-    check_partition(model, units)
-
-
-def test_always_wrap_policy_makes_a_unit_of_each_module_with_parameters() -> None:
-    model = Net(1)
-    units = plan_units(model, zwrap.always_wrap_policy)
-    inner = ["blocks.0.norm", "blocks.0.up", "blocks.0.down"]
-    assert names(units) == ["embed", *inner, "head", ""]  # no ModuleList, no emptied Block
-    check_partition(model, units)
-
-
-@pytest.mark.parametrize("least", [1, 30, 100, 300, 600, 2000])
-@pytest.mark.parametrize("make", [Net, lambda: nn.Transformer(8, 2, 2, 2, 16)])
-def test_size_based_policy_matches_fsdp1(make: Any, least: int) -> None:
-    theirs: set[str] = set()
-    model = make()
-    name_of = {module: name for name, module in model.named_modules()}
-
-    def record(module: nn.Module) -> nn.Module:
-        theirs.add(name_of[module])
-        return module
-
-    policy = functools.partial(
-        size_based_auto_wrap_policy,
-        min_num_params=least,
-        force_leaf_modules={
-            nn.MultiheadAttention,
-            nn.TransformerEncoderLayer,
-            nn.TransformerDecoderLayer,
-        },
-    )
-    torch_wrap._recursive_wrap(model, policy, record, set(), set(), only_wrap_children=True)
-    assert set(names(plan_units(model, policy))) - {""} == theirs
-
-
 def test_default_leaf_and_excluded_classes_can_be_extended() -> None:
     excluded = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES | {Block}
     policy = functools.partial(
@@ -198,24 +158,23 @@ def test_custom_policy_carries_overrides() -> None:
         ]
 
 
-@pytest.mark.parametrize(
-    ("policy", "error", "words"),
-    [
-        ("blocks", ValueError, "'blocks'"),
-        (3, TypeError, "3 is not a policy"),
-        (Block, TypeError, "a set of nn.Module classes"),
-        (Net(1), TypeError, "is not a policy"),
-        ({"Block"}, TypeError, "'Block'"),
-        ([int], TypeError, "int"),
-        (set(), ValueError, "no classes"),
-        (lambda: True, TypeError, "is not a policy"),
-        (lambda a, b: True, TypeError, "is not a policy"),
-        (CustomPolicy(lambda module: "yes"), TypeError, "'yes'"),  # type: ignore[arg-type, return-value]
-    ],
-)
-def test_invalid_policies_are_named(policy: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        plan_units(Net(), policy)
+INVALID = [
+    ("blocks", ValueError, "'blocks'"),
+    (3, TypeError, "3 is not a policy"),
+    (Block, TypeError, "a set of nn.Module classes"),
+    (Net(1), TypeError, "is not a policy"),
+    ({"Block"}, TypeError, "'Block'"),
+    ([int], TypeError, "int"),
+    (set(), ValueError, "no classes"),
+    (lambda: True, TypeError, "is not a policy"),
+    (lambda a, b: True, TypeError, "is not a policy"),
+    (CustomPolicy(lambda module: "yes"), TypeError, "'yes'"),
+]
+
+
+def test_invalid_policies_are_named():
+    plan = functools.partial(functools.partial, plan_units, Net())
+    all_refused({str(row): (plan(row[0]), *row[1:]) for row in INVALID})
 
 
 def test_classes_that_find_nothing_are_reported() -> None:
@@ -310,32 +269,6 @@ def test_parameter_belongs_to_the_innermost_unit_around_all_its_places() -> None
         for seed in range(200):
             with row(seed):
                 check_innermost_units(seed)
-
-
-def test_tied_weights_go_to_the_unit_around_them() -> None:
-    model = Net()
-    model.head.weight = model.embed.weight
-    model.blocks[0].up.bias = model.blocks[0].down.bias  # inside one unit
-    model.blocks[1].norm.weight = model.blocks[2].norm.weight  # across two
-    units = plan_units(model, {Block, nn.Embedding})
-    assert names(units) == BLOCKS
-    by_name = {ref.name: ref for unit in units for ref in unit.params}
-    assert len(by_name["blocks.0.up.bias"].owners) == 2
-    assert len(by_name["blocks.1.norm.weight"].owners) == 2
-    assert by_name["embed.weight"].owners == (
-        (model.embed, "weight"),
-        (model.head, "weight"),
-    )
-    check_partition(model, units)
-
-
-def test_shared_module_is_one_unit() -> None:
-    model = Net()
-    model.blocks[2] = model.blocks[0]
-    units = plan_units(model, {Block})
-    assert names(units) == ["blocks.0", "blocks.1", ""]
-    assert units[0].params[0].name == "blocks.0.norm.weight"
-    check_partition(model, units)
 
 
 def test_module_that_contains_itself_is_walked_once() -> None:
