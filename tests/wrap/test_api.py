@@ -59,29 +59,18 @@ def test_arguments_match_fsdp1():
         (torch_fsdp.ShardingStrategy.NO_SHARD, "no_shard"),
         (torch_fsdp.ShardingStrategy.HYBRID_SHARD, "full_shard"),
         (torch_fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2, "shard_grad_op"),
-        ("zero3", "full_shard"),
-        ("ZeRO2", "shard_grad_op"),
-        ("ZeRO-3", "full_shard"),
-        ("zero_2", "shard_grad_op"),
-        ("ZeRO-1", "full_shard"),
-        ("ZeRO-0", "no_shard"),
-        ("ddp", "no_shard"),
-        ("fsdp", "full_shard"),
-        ("hsdp", "full_shard"),
-        ("HFSDP", "full_shard"),
-        ("Full-Shard", "full_shard"),
-        (None, "full_shard"),
+        *(
+            (name, "full_shard")
+            for name in ("zero3", "ZeRO-3", "ZeRO-1", "fsdp", "Full-Shard", None)
+        ),
+        *((name, "shard_grad_op") for name in ("ZeRO2", "zero_2")),
+        *((name, "no_shard") for name in ("ZeRO-0", "ddp")),
+        *((name, "full_shard") for name in ("hsdp", "HFSDP")),
     ],
 )
 @pytest.mark.parametrize("argument", ["sharding_strategy", "strategy"])
 def test_names_of_a_strategy(argument, value, expected):
     assert units(FSDP(Mlp(), auto_wrap_policy=None, **{argument: value})) == {"": expected}
-
-
-def test_other_names_of_hybrid_strategies():
-    given = ("hsdp", "HFSDP", "zero-1")
-    found = [FSDP(Mlp(), strategy=name).sharding_strategy.value for name in given]
-    assert found == ["hybrid_shard", "hybrid_full", "zero1"]
 
 
 def test_torch_argument_objects_are_accepted():
@@ -134,45 +123,29 @@ def test_one_unit_may_differ_in_its_strategy():
     assert units(model) == {"": "full_shard", **{f"blocks.{n}": "no_shard" for n in range(3)}}
 
 
-def ignored(how):
-    """Return (infos, units) where a module or a parameter is ignored, and its gradient after a
-    pass."""
-    model = make(Net)
-    ignored = {
-        "modules": {"ignored_modules": [model.blocks[1]]},
-        "states": {"ignored_states": list(model.blocks[1].parameters())},
-        "modules as states": {"ignored_states": [model.blocks[1]]},
-    }[how]
-    rank = dist.get_rank()
-    before = {name: value.clone() for name, value in model.blocks[1].named_parameters()}
-    if rank == 1:  # not taken from rank 0 either
-        model.blocks[1].gain.data.fill_(5)
-    model = FSDP(model, auto_wrap_policy={Nested}, **ignored)
-    ids = torch.arange(6).reshape(2, 3) + rank
-    loss_of(model(ids)).backward()
+IGNORED = {
+    "modules": lambda block: {"ignored_modules": [block]},
+    "states": lambda block: {"ignored_states": list(block.parameters())},
+    "modules as states": lambda block: {"ignored_states": [block]},
+}
+
+
+@pytest.mark.parametrize("how", IGNORED)
+@on_ranks(2)
+def test_ignored_modules_stay_unchanged(how):
+    model, rank = make(Net), dist.get_rank()
     part = model.blocks[1]
-    untouched = all(p.shape == before[n].shape for n, p in part.named_parameters())
-    grads = [p.grad.sum().item() for p in part.parameters()]
-    infos = [zshard.shard_info(p) for p in part.parameters()]
-    return (
-        untouched,
-        float(part.gain[0]),
-        grads,
-        infos,
-        list(units(model)),
-        list(model.state_dict()),
-    )
-
-
-@pytest.mark.parametrize("how", ["modules", "states", "modules as states"])
-def test_ignored_modules_stay_unchanged(pool2, how):
-    first, second = pool2.run(ignored, how)
-    for untouched, _, _, infos, names, keys in (first, second):
-        assert untouched and set(infos) == {None}
-        assert names == ["", "blocks.0", "blocks.2"]
-        assert keys == list(make(Net).state_dict())
-    assert first[1] != second[1] == 5
-    assert first[2] != second[2], "gradients of ignored parameters are not reduced"
+    part.gain.data.fill_(5 + rank)  # not taken from rank 0 either
+    before = {name: value.clone() for name, value in part.named_parameters()}
+    model = FSDP(model, auto_wrap_policy={Nested}, **IGNORED[how](part))
+    loss_of(model(torch.arange(6).reshape(2, 3) + rank)).backward()
+    assert_same(dict(part.named_parameters()), before, "the ignored parameters")
+    assert {zshard.shard_info(p) for p in part.parameters()} == {None}
+    assert list(units(model)) == ["", "blocks.0", "blocks.2"]
+    assert list(model.state_dict()) == list(make(Net).state_dict())
+    grads = [None, None]
+    dist.all_gather_object(grads, [p.grad.sum().item() for p in part.parameters()])
+    assert grads[0] != grads[1], "gradients of ignored parameters are not reduced"
 
 
 # --- the wrapped model -----------------------------------------------------------------------------
@@ -230,27 +203,6 @@ def test_module_is_the_model_itself():
     assert_same(plain(ids), model(ids), "the output")
 
 
-def test_unwrapping_loops_terminate():
-    model = FSDP(make(Net))
-    while hasattr(model, "module"):
-        model = model.module
-    assert type(model) is Net
-
-
-def test_child_named_module_takes_precedence():
-    class Holder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = nn.Linear(2, 3)
-
-        def forward(self, x):
-            return self.module(x)
-
-    model = FSDP(Holder())
-    assert isinstance(model.module, nn.Linear)
-    assert model(torch.ones(1, 2)).shape == (1, 3)
-
-
 def test_train_eval_apply_and_attributes_work():
     model = FSDP(make(Conv))
     assert not model.eval().training and not model.stages[0][1].training
@@ -279,25 +231,20 @@ def test_user_hooks_surround_the_forward():
     assert not bool((model(torch.ones(1, 7)) == 7).any())
 
 
-def whole_in_hooks():
-    """Return the weight's shape in users' forward hooks, set before or after wrapping."""
+@on_ranks(2)
+def test_user_hooks_see_full_weights():
+    """Hooks set before and after wrapping."""
     shapes = []
-
-    def look(module, *_):
-        shapes.append(tuple(module.up.weight.shape))
-
     model = make(Net)
     inner = model.blocks[0].inner[0]
+    look = lambda module, *_: shapes.append(tuple(module.up.weight.shape))  # noqa: E731
     inner.register_forward_pre_hook(look)
     inner.register_forward_hook(look)
     model = FSDP(model, auto_wrap_policy={Block})
     inner.register_forward_pre_hook(look)
     model(torch.arange(3)[None])
-    return shapes, inner.up.weight.ndim, inner.up.weight.shape[1:]
-
-
-def test_user_hooks_see_full_weights(pool2):
-    assert pool2.run(whole_in_hooks) == [([(22, 11)] * 3, 2, (1,))] * 2
+    assert shapes == [(22, 11)] * 3
+    assert inner.up.weight.ndim == 2 and inner.up.weight.shape[1:] == (1,)
 
 
 @pytest.mark.parametrize("part", [lambda model: model, lambda model: model.blocks[0]])
@@ -330,80 +277,64 @@ def test_fsdp_modules():
     assert FSDP.fsdp_modules(nn.Linear(1, 1)) == []
 
 
-def facts(combination):
-    model = wrapped(Net, combination, auto_wrap_policy={Nested})
-    shown = {name: zshard.shard_info(p) for name, p in model.named_parameters()}
-    return (
-        shown,
-        {n: tuple(p.shape) for n, p in model.named_parameters()},
-        model.summary(),
-        repr(model),
-    )
-
-
 @pytest.mark.parametrize("combination", [FULL, ("shard_grad_op", "c10d")])
-def test_shard_info(pool2, combination):
-    results = pool2.run(facts, combination)
+@on_ranks(2)
+def test_shard_info(combination):
+    model = wrapped(Net, combination, auto_wrap_policy={Nested})
     plain = {name: tuple(p.shape) for name, p in make(Net).named_parameters()}
-    ends = dict.fromkeys(plain, 0)
-    for shown, shapes, *_ in results:
-        for name, info in shown.items():
-            assert info["name"] == name
-            assert info["unit"] == (re.match(r"blocks\.\d+", name) or [""])[0]
-            assert info["shape"] == plain[name]
-            assert shapes[name] == (info["numel"], *[1] * (len(plain[name]) - 1))
-            if info["numel"]:
-                assert info["begin"] == ends[name], "ranks own the elements in their order"
-            ends[name] += info["numel"]
-    assert ends == {name: torch.Size(shape).numel() for name, shape in plain.items()}
+    infos = {name: zshard.shard_info(p) for name, p in model.named_parameters()}
+    for name, param in model.named_parameters():
+        info = infos[name]
+        assert info["name"] == name and info["shape"] == plain[name]
+        assert info["unit"] == (re.match(r"blocks\.\d+", name) or [""])[0]
+        assert tuple(param.shape) == (info["numel"], *[1] * (len(plain[name]) - 1))
+    both = [None, None]
+    dist.all_gather_object(both, infos)
+    for name, shape in plain.items():
+        first, second = (infos[name] for infos in both)
+        assert first["numel"] + second["numel"] == torch.Size(shape).numel()
+        assert not second["numel"] or second["begin"] == first["numel"], "elements in ranks' order"
 
 
-def test_shard_info_of_other_tensors(pool2):
-    assert zshard.shard_info(torch.ones(3)) is None
-    assert zshard.shard_info(nn.Parameter(torch.ones(3))) is None
-    ((shown, shapes, *_), _) = pool2.run(facts, ("no_shard", "shm"))
-    assert set(shown.values()) == {None}
-    assert shapes == {name: tuple(p.shape) for name, p in make(Net).named_parameters()}
-
-
-def test_summary_lists_the_units(pool2):
-    for rank, (_, _, summary, _) in enumerate(pool2.run(facts, FULL)):
-        lines = summary.split("\n\n")[0].splitlines()
-        assert lines[0] == f"zshard: rank {rank} of 2, transport shm"
-        assert lines[1].split() == ["unit", "parameters", "unsharded", "per", "rank", "strategy"]
-        rows = {line.split()[0]: line.split() for line in lines[3:-2]}
-        assert list(rows) == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
-        block = make(Net).blocks[0]
-        count = sum(p.numel() for p in block.parameters())
-        assert rows["blocks.1"][1] == f"{count:,}" and rows["blocks.1"][-1] == "full_shard"
-        total = sum(p.numel() for p in make(Net).parameters())
-        assert lines[-1].startswith("4 units") and f" {total:,} " in lines[-1]
+@on_ranks(2)
+def test_shard_info_of_other_tensors():
+    model = wrapped(Net, ("no_shard", "shm"), auto_wrap_policy={Nested})
+    assert {zshard.shard_info(p) for p in model.parameters()} == {None}
+    assert (
+        zshard.shard_info(torch.ones(3)) is zshard.shard_info(nn.Parameter(torch.ones(3))) is None
+    )
 
 
 def units_table(model):
     """Return the first table of a summary; the table of memory follows it."""
-    return model.summary().split("\n\n")[0]
+    return model.summary().split("\n\n")[0].splitlines()
 
 
-def summary_sizes():
-    """Return the last line of a summary, and the expected one."""
-    model = wrapped(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), FULL,
-                    auto_wrap_policy={nn.Linear})  # fmt: skip
-    return units_table(model).splitlines()[-1]
+@on_ranks(2)
+def test_summary_and_printing_show_the_units():
+    model = wrapped(Net, FULL, auto_wrap_policy={Nested})
+    lines = units_table(model)
+    assert lines[0] == f"zshard: rank {dist.get_rank()} of 2, transport shm"
+    assert lines[1].split() == ["unit", "parameters", "unsharded", "per", "rank", "strategy"]
+    rows = {line.split()[0]: line.split() for line in lines[3:-2]}
+    assert list(rows) == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
+    count = zshard.num_parameters(make(Net).blocks[0])
+    assert rows["blocks.1"][1] == f"{count:,}" and rows["blocks.1"][-1] == "full_shard"
+    total = zshard.num_parameters(make(Net))
+    assert lines[-1].startswith("4 units") and f" {total:,} " in lines[-1]
+    text = repr(model)
+    assert text.startswith("Net(\n  unit='(root)', full_shard, shm")
+    assert text.count("unit=") == 4
+    assert "(1): Nested(\n      unit='blocks.1', full_shard, shm" in text
+    assert "(norm): LayerNorm((11,), eps=1e-05, elementwise_affine=True" in text
 
 
-def test_summary_shows_full_and_per_rank_sizes(pool2):
-    # 4 x (1 MiB of weight and 2 KiB of bias, rounded up to whole pages for each of two ranks)
-    for line in pool2.run(summary_sizes):
-        assert re.split(r"\s{2,}", line.strip()) == ["5 units", "1,050,624", "4.0 MiB", "2.0 MiB"]
-
-
-def test_printing_shows_the_units(pool2):
-    for _, _, _, text in pool2.run(facts, FULL):
-        assert text.startswith("Net(\n  unit='(root)', full_shard, shm")
-        assert text.count("unit=") == 4
-        assert "(1): Nested(\n      unit='blocks.1', full_shard, shm" in text
-        assert "(norm): LayerNorm((11,), eps=1e-05, elementwise_affine=True" in text
+@on_ranks(2)
+def test_summary_shows_full_and_per_rank_sizes():
+    """4 x (1 MiB of weight and 2 KiB of bias, rounded up to whole pages for each of two ranks)."""
+    layers = lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))  # noqa: E731
+    line = units_table(wrapped(layers, FULL, auto_wrap_policy={nn.Linear}))[-1]
+    assert re.split(r"\s{2,}", line.strip()) == ["5 units", "1,050,624", "4.0 MiB", "2.0 MiB"]
 
 
 def test_printing_keeps_the_modules_extra_repr():
@@ -416,7 +347,7 @@ def test_printing_keeps_the_modules_extra_repr():
 def test_tied_weights_count_once():
     model = FSDP(make(Tied), auto_wrap_policy=None)
     count = sum(p.numel() for p in model.parameters())
-    assert f" {count:,} " in units_table(model).splitlines()[-1]
+    assert f" {count:,} " in units_table(model)[-1]
 
 
 def test_memory_keys():
@@ -426,17 +357,11 @@ def test_memory_keys():
     assert held["total"] == sum(held[part] for part in parts)
 
 
-def test_model_without_parameters():
-    model = FSDP(nn.Sequential(nn.ReLU(), nn.Flatten()))
-    assert_same(model(torch.tensor([[-1.0, 2.0]])), torch.tensor([[0.0, 2.0]]), "the output")
-    assert units_table(model).splitlines()[-1].startswith("1 unit")
-
-
 @on_ranks(2)
-def test_model_without_parameters_on_two_ranks():
+def test_model_without_parameters():
     model = FSDP(nn.Sequential(nn.ReLU(), nn.Flatten()))
     x = torch.ones(2, 3, requires_grad=True)
     model(x).sum().backward()
     assert_same(x.grad, torch.ones(2, 3), "the gradient")
     assert dict(model.state_dict()) == {}
-    assert model.memory()["shards"] == 0
+    assert model.memory()["shards"] == 0 and units_table(model)[-1].startswith("1 unit")
