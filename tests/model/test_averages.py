@@ -9,8 +9,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from compare import assert_same, differences
-from models import CASES, COMBINATIONS, Dtypes, ddp, loss_of, make, sharded, wrapped
+from compare import assert_same
+from models import CASES, COMBINATIONS, Dtypes, loss_of, make, sharded, wrapped
 from nursery import fork_ranks
 from offloaded import KINDS, to
 from offloaded import Wide as WideStack
@@ -33,16 +33,30 @@ def torchs(model, decay):
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
 
-def trained(model, case, ema, each=lambda: None, optimizer=None):
+def trained(model, case, ema, then=lambda: None):
     """Train, and average after each step."""
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(model(case.batch(step, dist.get_rank()))).backward()
         optimizer.step()
         ema.update()
-        each()
-    return optimizer
+        then()
+
+
+def check_average_of(name, model, decay=0.9):
+    """Train; fail unless EMA's is torch's average of the same weights, and the model is left alone."""
+    plain = make(CASES[name].make)
+    ema, theirs = EMA(model, decay), torchs(plain, decay)
+
+    def follow():
+        plain.load_state_dict(model.state_dict())
+        theirs.update_parameters(plain)
+
+    trained(model, CASES[name], ema, follow)
+    before = whole(model)
+    assert_same(ema.state_dict(), theirs.module.state_dict(), "the average")
+    assert_same(model.state_dict(), before, "the model")
 
 
 # --- the averages ---------------------------------------------------------------------------------
@@ -54,49 +68,13 @@ def trained(model, case, ema, each=lambda: None, optimizer=None):
 @pytest.mark.parametrize("name", [name for name in CASES if name != "dtypes"])
 @on_ranks(2, 3)
 def test_bits_of_torchs_average(name, combination, decay):
-    """Return what differs between EMA's and torch's average of the same weights."""
-    model, plain = sharded(name, combination), make(CASES[name].make)
-    ema, theirs = EMA(model, decay), torchs(plain, decay)
-
-    def follow():
-        plain.load_state_dict(model.state_dict())
-        theirs.update_parameters(plain)
-
-    trained(model, CASES[name], ema, follow)
-    before = whole(model)
-    found = differences(ema.state_dict(), theirs.module.state_dict())
-    assert found + differences(model.state_dict(), before) == []
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@on_ranks(2)
-def test_bits_of_an_average_under_ddp(combination):
-    """Train apart from DDP; return what differs between both averages."""
-    case = CASES["net"]
-    model, plain = sharded("net", combination), ddp(make(case.make))
-    ema, theirs = EMA(model, 0.9), torchs(plain, 0.9)
-    trained(model, case, ema)
-    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(plain(case.batch(step, dist.get_rank()))).backward()
-        optimizer.step()
-        theirs.update_parameters(plain)
-    assert differences(ema.state_dict(), theirs.module.module.state_dict()) == []
+    check_average_of(name, sharded(name, combination), decay)
 
 
 @pytest.mark.parametrize("way", HYBRID)
 @on_ranks(4)
 def test_hybrid_strategies(way):
-    model, plain = wrap("net", way), make(CASES["net"].make)
-    ema, theirs = EMA(model, 0.9), torchs(plain, 0.9)
-
-    def follow():
-        plain.load_state_dict(model.state_dict())
-        theirs.update_parameters(plain)
-
-    trained(model, CASES["net"], ema, follow)
-    assert differences(ema.state_dict(), theirs.module.state_dict()) == []
+    check_average_of("net", wrap("net", way))
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -131,21 +109,19 @@ def test_averages_of_each_dtype(combination):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_mixed_precision(combination):
-    """With mixed precision, also after a forward that has left units unsharded."""
+    """Also after a forward that has left units unsharded."""
     policy = MixedPrecision(param_dtype=torch.bfloat16)
-    model = wrapped(Stack, combination, mixed_precision=policy)
-    plain = make(Stack)
+    model, plain = wrapped(Stack, combination, mixed_precision=policy), make(Stack)
     ema, theirs = EMA(model, 0.9), torchs(plain, 0.9)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(STEPS):
         learn(model, optimizer, step)
-        with torch.no_grad():
-            model(floats(1))
+        evaluate(model)
         ema.update()
         plain.load_state_dict(model.state_dict())
         theirs.update_parameters(plain)
     assert {value.dtype for value in ema.averages[0]} == {torch.float32}
-    assert differences(ema.state_dict(), theirs.module.state_dict()) == []
+    assert_same(ema.state_dict(), theirs.module.state_dict(), "the average")
 
 
 def special_values():
@@ -229,12 +205,11 @@ def evaluate(model):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_evaluations_leave_no_trace(combination):
-    """Train with evaluations in between, at each place of a step; return what differs from training
-    without them, and from the averaged plain model's outputs."""
+    """Evaluations at each place of a step: they have the averaged plain model's outputs."""
     models = [wrapped(Stack, combination) for _ in range(2)]
     emas = [EMA(model, 0.9) for model in models]
     optimizers = [zshard.AdamW(model.parameters(), 0.01) for model in models]
-    plain, found = make(Stack), []
+    plain = make(Stack)
 
     def look():
         with emas[0].swapped():
@@ -256,17 +231,17 @@ def test_evaluations_leave_no_trace(combination):
             seen()
             optimizer.step()
             ema.update()
-        found += differences(models[0].state_dict(), models[1].state_dict())
-    assert found + differences(emas[0].state_dict(), emas[1].state_dict()) == []
+        assert_same(models[0].state_dict(), models[1].state_dict(), "the model")
+    assert_same(emas[0].state_dict(), emas[1].state_dict(), "the average")
 
 
 @pytest.mark.parametrize("way", HYBRID)
 @on_ranks(4)
 def test_evaluations_between_forward_and_backward(way):
     """In hybrid groups a backward reads shards at once, or what the forward has kept."""
-    finals = []
+    states, case = [], CASES["net"]
     for swaps in (False, True):
-        model, case = wrap("net", way), CASES["net"]
+        model = wrap("net", way)
         optimizer, ema = torch.optim.SGD(model.parameters(), 0.1), EMA(model, 0.9)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -277,8 +252,8 @@ def test_evaluations_between_forward_and_backward(way):
             loss.backward()
             optimizer.step()
             ema.update()
-        finals.append(whole(model))
-    assert differences(*finals) == []
+        states.append(whole(model))
+    assert_same(*states, "the model")
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -323,9 +298,10 @@ class Normed(nn.Module):
         return self.norm(self.first(x))
 
 
-def statistics(combination):
-    """update_bn() within the context gives the average its own statistics, and the model keeps
-    its."""
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_buffers_are_the_models(combination):
+    """update_bn() in the context gives the average its own statistics, and the model keeps its."""
     model, plain = wrapped(Normed, combination), make(Normed)
     optimizer, ema = torch.optim.SGD(model.parameters(), 0.1), EMA(model, 0.9)
     for step in range(STEPS):
@@ -337,15 +313,9 @@ def statistics(combination):
     update_bn(batches, plain)
     with ema.swapped():
         update_bn(batches, model)
-        exported = whole(model)
-    torch.testing.assert_close(exported, plain.state_dict())
-    assert not torch.equal(exported["norm.running_mean"], before["norm.running_mean"])
-    return differences(dict(model.named_buffers()), before)
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_buffers_are_the_models(pool2, combination):
-    assert pool2.run(statistics, combination) == [[], []]
+        torch.testing.assert_close(whole(model), plain.state_dict())
+        assert not torch.equal(model.norm.running_mean, before["norm.running_mean"])
+    assert_same(dict(model.named_buffers()), before, "the model's buffers")
 
 
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
@@ -363,10 +333,9 @@ def test_an_exception_restores_the_parameters(combination, who):
         evaluate(model)
         if dist.get_rank() in who:
             raise LookupError("no data")
-    found = differences(model.state_dict(), before)
+    assert_same(model.state_dict(), before, "the model")
     learn(model, optimizer, 2)
     ema.update()
-    assert found == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -383,5 +352,5 @@ def test_offloaded(tmp_path, kind):
         plain.load_state_dict(model.state_dict())
         theirs.update_parameters(plain)
     before = whole(model)
-    found = differences(ema.state_dict(0.99), theirs.module.state_dict())
-    assert found + differences(model.state_dict(), before) == []
+    assert_same(ema.state_dict(0.99), theirs.module.state_dict(), "the average")
+    assert_same(model.state_dict(), before, "the model")

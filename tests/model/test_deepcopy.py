@@ -9,60 +9,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from models import CASES, COMBINATIONS, Block, differences, loss_of, make, train, wrapped
-from scenarios import WIDTH, Stack, floats
+from models import COMBINATIONS, Block, loss_of, make, wrapped
+from scenario import Scenario, Training
+from scenarios import WIDTH, Stack, floats, unit_of
 from spawn import on_ranks
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 import zshard
 from zshard import FSDP, MixedPrecision
 
 
-def copies_are_equal_and_apart(name, combination):
-    """Return (what differs right away, whether training one leaves the other unchanged and trains
-    the same)."""
-    case, rank = CASES[name], dist.get_rank()
-    model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("name", ["mlp", "net", "odds", "tied"])
+@on_ranks(2)
+def test_copy_is_independent(name, combination):
+    training = Scenario(name, combination, "torch.SGD").sharded()
+    model = training.model
     before = copy.deepcopy(model.state_dict())
     twin = copy.deepcopy(model)
     assert type(twin) is type(model) and twin is not model
-    same = differences(twin.state_dict(), before)
-    losses = train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank)
-    apart = differences(twin.state_dict(), before)
-    again = train(twin, case, torch.optim.SGD(twin.parameters(), 0.1), rank)
-    alike = differences(twin.state_dict(), model.state_dict())
-    assert losses == again
-    return same, apart, alike
-
-
-@pytest.mark.parametrize("name", ["mlp", "net", "odds", "tied"])
-def test_copy_is_independent(pool2, name):
-    for combination in COMBINATIONS:
-        for same, apart, alike in pool2.run(copies_are_equal_and_apart, name, combination):
-            assert (same, apart, alike) == ([], [], []), combination
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@on_ranks(2)
-def test_moving_average(combination):
-    """Return what differs between the average of a sharded model's weights and of a plain one's."""
-    plain = make(Stack)
-    model = wrapped(Stack, combination)
-    means = []
-    for net in (plain, model):
-        mean = AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(net(floats(0, step))).backward()
-            optimizer.step()
-            mean.update_parameters(net)
-        means.append(mean)
-    theirs, ours = (mean.module.state_dict() for mean in means)
-    with torch.no_grad():
-        torch.testing.assert_close(means[1](floats(5)), means[0](floats(5)), rtol=1e-5, atol=1e-6)
-    assert differences(ours, theirs) == []
+    assert_same(twin.state_dict(), before, "the copy")
+    training.go()
+    assert_same(twin.state_dict(), before, "the copy after the model's training")
+    again = Training(training.scenario, twin, twin, training.rank).go()
+    assert_same(again.state(), training.state(), "the copy's training")
 
 
 class Special(nn.Module):
@@ -86,10 +57,6 @@ def count(module, args, output):
     module.calls.append("called")
 
 
-def unit_of(module):
-    return module._zshard_state.unit
-
-
 @on_ranks(2)
 def test_copied_attributes():
     model = Special()
@@ -97,16 +64,11 @@ def test_copied_attributes():
     model(floats(0))
     twin = copy.deepcopy(model)
     twin(floats(0))
+    assert (len(model.calls), len(twin.calls)) == (1, 2)
     assert_same(twin(floats(1)), model(floats(1)), "the copy's output")
-    facts = (
-        (len(model.calls), len(twin.calls)),
-        [unit.name for unit in map(unit_of, FSDP.fsdp_modules(twin))],
-        twin.frozen.weight.requires_grad,
-        twin.frozen.weight.tag,
-        zshard.shard_info(twin.alone.weight),
-        twin.scale is not model.scale,
-    )
-    assert facts == ((2, 3), ["", "block"], False, "a user's", None, True)
+    assert [unit_of(module).name for module in FSDP.fsdp_modules(twin)] == ["", "block"]
+    assert twin.frozen.weight.tag == "a user's" and not twin.frozen.weight.requires_grad
+    assert zshard.shard_info(twin.alone.weight) is None and twin.scale is not model.scale
 
 
 @on_ranks(2)
@@ -142,7 +104,7 @@ def test_copy_between_forward_and_backward(strategy):
     loss_of(fresh(floats(0))).backward()
     ours, theirs = ([p.grad.clone() for p in each.parameters()] for each in (model, fresh))
     assert_same(ours, theirs, "the gradients")
-    assert differences(twin.state_dict(), make(Stack).state_dict()) == []
+    assert_same(twin.state_dict(), make(Stack).state_dict(), "the copy")
 
 
 @on_ranks(2)
@@ -154,26 +116,20 @@ def test_copy_computes_in_the_same_dtypes():
     assert twin(floats(0)).dtype == torch.bfloat16
 
 
-def copied_after_a_forward(combination):
-    """Return what differs between the values of a model and of its copy, made while a forward in
-    bfloat16 has left units unsharded; and the copy's dtypes."""
-    options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
-    model = wrapped(Stack, combination, **options)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_copy_keeps_the_dtype_after_a_forward(combination):
+    """A forward in bfloat16 may have left units unsharded."""
+    model = wrapped(Stack, combination, mixed_precision=MixedPrecision(torch.bfloat16))
     model(floats(0))
     model(floats(0, 1))
     twin = copy.deepcopy(model)
-    wrong = differences(twin.state_dict(), model.state_dict())
-    return wrong, {param.dtype for param in twin.parameters()}
-
-
-def test_copy_keeps_the_dtype_after_a_forward(pool2):
-    for combination in COMBINATIONS:
-        found = pool2.run(copied_after_a_forward, combination)
-        assert found == [([], {torch.float32})] * 2, combination
+    assert_same(twin.state_dict(), model.state_dict(), "the copy")
+    assert {param.dtype for param in twin.parameters()} == {torch.float32}
 
 
 def test_single_rank():
     model = FSDP(make(Stack))
     twin = copy.deepcopy(model)
     assert_same(twin(floats(0)), model(floats(0)), "the copy's output")
-    assert differences(twin.state_dict(), model.state_dict()) == []
+    assert_same(twin.state_dict(), model.state_dict(), "the copy")

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from compare import differences
+from compare import assert_same
 from models import CASES, COMBINATIONS, loss_of, make, sharded, wrapped
 from scenarios import Stack, floats, learn, whole
 from spawn import on_ranks
@@ -47,7 +47,7 @@ class ListOfClones:
 def test_lists_of_clones(combination):
     model, plain = wrapped(Stack, combination), make(Stack)
     means = [ListOfClones(each.parameters(), 0.9) for each in (model, plain)]
-    optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(STEPS):
         learn(model, optimizer, step)
         plain.load_state_dict(model.state_dict())
@@ -55,13 +55,12 @@ def test_lists_of_clones(combination):
         for mean, each in zip(means, (model, plain), strict=True):
             mean.update(each.parameters())
             mean.swap(each.parameters())
-        found += differences(model.state_dict(), plain.state_dict())
+        assert_same(model.state_dict(), plain.state_dict(), "the averages")
         with torch.no_grad():
             torch.testing.assert_close(model(floats(9)), plain(floats(9)), rtol=1e-5, atol=1e-6)
         for mean, each in zip(means, (model, plain), strict=True):
             mean.restore(each.parameters())
-        found += differences(model.state_dict(), before)
-    assert found == []
+        assert_same(model.state_dict(), before, "the model")
 
 
 @pytest.mark.sampled(3)
@@ -70,26 +69,23 @@ def test_lists_of_clones(combination):
 @on_ranks(2)
 def test_torchs_averages_of_buffers(combination, use_buffers):
     """torch's average, of buffers too; and its simple mean."""
-    name = "conv"
-    model, plain, found = sharded(name, combination), make(CASES[name].make), []
-    decay = get_ema_multi_avg_fn(0.9)
+    model, plain, case = sharded("conv", combination), make(CASES["conv"].make), CASES["conv"]
     pairs = [
         [AveragedModel(each, multi_avg_fn=fn, use_buffers=use_buffers) for each in (model, plain)]
-        for fn in (decay, None)
+        for fn in (get_ema_multi_avg_fn(0.9), None)
     ]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_of(model(CASES[name].batch(step, dist.get_rank()))).backward()
+        loss_of(model(case.batch(step, dist.get_rank()))).backward()
         optimizer.step()
         plain.load_state_dict(model.state_dict())
         for ours, theirs in pairs:
             ours.update_parameters(model)
             theirs.update_parameters(plain)
     for ours, theirs in pairs:
-        found += differences(ours.module.state_dict(), theirs.module.state_dict())
+        assert_same(ours.module.state_dict(), theirs.module.state_dict(), "the average")
         assert int(ours.n_averaged) == int(theirs.n_averaged) == STEPS
-    assert found == []
 
 
 @pytest.mark.parametrize("how", ["torch", "clones", "deepcopy"])
@@ -100,7 +96,7 @@ def test_averages_from_before_sharding(how):
     early = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     clones, twin = ListOfClones(plain.parameters(), 0.9), copy.deepcopy(plain)
     model = FSDP(plain)
-    with torch.no_grad(), pytest.raises(ShardError) as caught:
+    with torch.no_grad(), pytest.raises(ShardError, match=r"after FSDP\(...\), so that they are"):
         if how == "torch":
             early.update_parameters(model)
             early.update_parameters(model)
@@ -109,5 +105,3 @@ def test_averages_from_before_sharding(how):
         else:
             for mean, param in zip(twin.parameters(), model.parameters(), strict=True):
                 mean.lerp_(param, 0.1)
-    said = str(caught.value)
-    assert "after FSDP(...), so that they are sharded" in said, said
