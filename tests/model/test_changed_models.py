@@ -101,50 +101,44 @@ def test_training_and_saving_continue(change, how, transport, anew):
     assert differences(found[1], found[0]) + differences(found[2], found[1]) == []
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
 @passing_groups()
-def mistakes(transport):
+def test_unsharded_replacements_are_named(transport):
     group = own_group()  # differing ranks leave it broken
     model = FSDP(make(Stack), group, transport=transport)
     model.head = other()  # on each rank independently
-    said = [message_of(lambda: model(floats(0)), ValueError) for _ in range(2)]
+    text = message_of(lambda: model(floats(0)), ValueError)
+    assert "'head' was added to a Stack after FSDP" in text and "fully_shard(module)" in text
+    assert message_of(lambda: model(floats(0)), ValueError) == text
     FSDP(model.head, group, transport=transport)
     loss_of(model(floats(0))).backward()
     if dist.get_rank() == 0:
         model.blocks[0].up.bias = None
-
-    def train_further():
+    with pytest.raises(zshard.DivergenceError, match="do not train the same parameters"):
         for number in range(3):
             loss_of(model(floats(0, number))).backward()
-
-    return [*said, message_of(train_further, zshard.DivergenceError)]
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_unsharded_replacements_are_named(pool2, transport):
-    for unsharded, again, alone in pool2.run(mistakes, transport):
-        assert "'head' was added to a Stack after FSDP" in unsharded
-        assert "fully_shard(module)" in unsharded and again == unsharded
-        assert "do not train the same parameters" in alone
 
 
 # --- additions ------------------------------------------------------------------------------------
 
 
-def additions(transport):
-    """Return the messages of the refusals, and how many gradients there are after all."""
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_unsharded_additions_are_refused(transport):
     model = make(Stack)
     model.extra = nn.Linear(2, 2)
     model = FSDP(model, transport=transport, ignored_modules=[model.extra])
-    average = copy.deepcopy(model)
-    said = []
-    for each in (model, average):
+    for each in (model, copy.deepcopy(model)):
         new = nn.Parameter(torch.ones(3))
-        said += [
-            message_of(lambda at=each, p=new: setattr(at, "gain", p), ValueError),
-            message_of(lambda at=each, p=new: at.head.register_parameter("gain", p), ValueError),
-            message_of(lambda at=each: setattr(at, "tail", nn.Linear(WIDTH, 3)), ValueError),
-            message_of(lambda at=each: at.blocks.append(nn.Linear(1, 1)), ValueError),
-        ]
+        for name, add in {
+            "'gain'": lambda at=each, p=new: setattr(at, "gain", p),
+            "'tail'": lambda at=each: setattr(at, "tail", nn.Linear(WIDTH, 3)),
+            "'3'": lambda at=each: at.blocks.append(nn.Linear(1, 1)),
+            "'other'": lambda at=each, p=new: at.head.register_parameter("other", p),
+        }.items():
+            text = message_of(add, ValueError)
+            assert name in text and "before FSDP(...)" in text
         each.head.gain = None
         each.head.dropout = nn.Dropout()
         each.head.register_buffer("mean", torch.zeros(1))
@@ -153,18 +147,8 @@ def additions(transport):
         each.again = each.head  # already part of the model
         del each.again
         loss_of(each(torch.ones(2, WIDTH))).backward()
-    counts = [sum(p.grad is not None for p in each.parameters()) for each in (model, average)]
-    return said, counts
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_unsharded_additions_are_refused(pool2, transport):
-    whole = sum(1 for _ in make(Stack).parameters())
-    for said, counts in pool2.run(additions, transport):
-        names = ["'gain'", "'gain'", "'tail'", "'3'"] * 2
-        for name, message in zip(names, said, strict=True):
-            assert name in message and "before FSDP(...)" in message
-        assert counts == [whole, whole]
+        grads = sum(p.grad is not None for p in each.parameters())
+        assert grads == sum(1 for _ in make(Stack).parameters())
 
 
 def test_single_rank_accepts_any_addition():

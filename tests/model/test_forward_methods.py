@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from models import COMBINATIONS, Block, loss_of, make
-from scenarios import WIDTH, floats, mean_grads, message_of, near, whole_grads, wrong_grads
+from scenarios import WIDTH, floats, mean_grads, message_of, near, whole_grads
 from spawn import on_ranks
 from torch import nn
 
@@ -59,16 +59,20 @@ def wrapped(combination, **options):
     return model
 
 
+def check_gradients(model, run):
+    expected = mean_grads(Encoder, run)
+    run(model, dist.get_rank())
+    ours = {name: near(grad, expected[name]) for name, grad in whole_grads(model).items()}
+    assert_same(ours, expected, "the gradients")
+
+
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_gradients_through_a_method(combination):
-    expected = mean_grads(Encoder, encode_and_learn)
     model = wrapped(combination)
-    encode_and_learn(model, dist.get_rank())
-    ours = {name: near(grad, expected[name]) for name, grad in whole_grads(model).items()}
+    check_gradients(model, encode_and_learn)
     twin = copy.deepcopy(model)
     assert_same(twin.encode(floats(0)), model.encode(floats(0)), "what the copy encodes")
-    assert wrong_grads(ours, expected) == []
 
 
 def weigh_and_learn(model, rank):
@@ -78,17 +82,9 @@ def weigh_and_learn(model, rank):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_method_may_run_the_forward(combination):
-    expected = mean_grads(Encoder, weigh_and_learn)
     model = wrapped(combination)
     zshard.register_forward_method(model, "weigh")
-    weigh_and_learn(model, dist.get_rank())
-    assert (
-        wrong_grads(
-            {name: near(grad, expected[name]) for name, grad in whole_grads(model).items()},
-            expected,
-        )
-        == []
-    )
+    check_gradients(model, weigh_and_learn)
 
 
 @on_ranks(2)
@@ -107,11 +103,6 @@ def test_failing_method_leaves_the_model_unchanged():
 def test_arguments_are_cast_as_in_forward():
     model = wrapped(("full_shard", None), mixed_precision=MixedPrecision(torch.bfloat16))
     assert model.encode(floats(0)).dtype == torch.bfloat16
-
-
-def test_single_rank():
-    model = wrapped(("full_shard", None))
-    assert_same(model.encode(floats(0)), make(Encoder).encode(floats(0)), "what is encoded")
 
 
 # --- submodules -----------------------------------------------------------------------------------
@@ -146,14 +137,10 @@ class Translator(nn.Module):
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda both: " ".join(both))
 @on_ranks(2)
 def test_submodule_called_directly_has_full_weights(combination):
-    """Return the error of a submodule that is called directly and uses the root's weights,
-    (without, with gradients): an embedding so large that each rank has a shard that it could
-    read."""
+    """An embedding so large that each rank has a shard, which it could read."""
     plain, ids = make(Translator), torch.arange(6).reshape(2, 3)
     model = FSDP(make(Translator), strategy=combination[0], transport=combination[1])
     with torch.no_grad():
-        first = (model.encoder(ids) - plain.encoder(ids)).abs().max().item()
-    second = (model.encoder(ids) - plain.encoder(ids)).abs().max().item()
+        assert_same(model.encoder(ids), plain.encoder(ids), "the output")
+    assert_same(model.encoder(ids), plain.encoder(ids), "the output with gradients")
     loss_of(model(ids)).backward()
-    assert first == 0.0
-    assert second == 0.0

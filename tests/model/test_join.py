@@ -13,8 +13,9 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same, differences
 from groups import own_group, passing_groups
-from models import COMBINATIONS, ddp, differences, loss_of, make
+from models import COMBINATIONS, ddp, loss_of, make
 from nursery import fork_ranks
 from scenarios import Stack, floats, message_of
 from spawn import on_ranks, ranks
@@ -67,8 +68,13 @@ def accumulate(model, optimizer, loader):
 # --- equal to DDP ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("counts", [(5, 3), (0, 4), (2, 2)])
+@pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
+@pytest.mark.parametrize("loop", [learn, accumulate])
+@on_ranks(2)
 @passing_groups()
-def compared(loop, combination, counts):
+def test_join_equals_ddp_on_the_shortest_loader(loop, combination, counts):
     """Train DDP on the fewest batches that a rank has, and then a model on all, twice."""
     least = min(counts)
     reference = ddp(make(Stack), process_group=own_group())
@@ -78,21 +84,9 @@ def compared(loop, combination, counts):
     for _ in range(2):
         loop(reference, theirs, batches(least))
         assert loop(model, ours, model.join(batches(counts[dist.get_rank()]))) == least
-    found = [differences(model.state_dict(), reference.module.state_dict())]
-    for number, state in ours.state_dict()["state"].items():
-        found.append(differences(state, theirs.state_dict()["state"][number]))
-    return [each for each in found if each]
-
-
-COUNTS = [(5, 3), (0, 4), (2, 2)]
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
-@pytest.mark.parametrize("loop", [learn, accumulate])
-def test_join_equals_ddp_on_the_shortest_loader(pool2, loop, combination, counts):
-    assert pool2.run(compared, loop, combination, counts) == [[]] * 2
+    assert_same(model.state_dict(), reference.module.state_dict(), "the model")
+    states = [optimizer.state_dict()["state"] for optimizer in (ours, theirs)]
+    assert_same({n: states[0][n] for n in states[1]}, states[1], "the optimizer")
 
 
 @passing_groups()
@@ -126,33 +120,28 @@ class Numbers(Dataset):
         return floats(dist.get_rank(), i)[0]
 
 
+@pytest.mark.parametrize("combination", FEW, ids="-".join)
+@on_ranks(2)
 @passing_groups()
-def take_loaders(combination):
+def test_any_iterable(combination):
     rank = dist.get_rank()
     model = built(combination)
     optimizer = adamw(model)
     loader = DataLoader(Numbers((7, 4)[rank]), batch_size=2)
     joined = model.join(loader)
-    counts = [learn(model, optimizer, joined) for _ in range(2)]  # a loader can be iterated again
+    for _ in range(2):  # a loader can be iterated again
+        assert learn(model, optimizer, joined) == 2
     endless = map(floats, itertools.repeat(rank))
-    counts.append(learn(model, optimizer, model.join(endless if rank == 0 else [floats(1)] * 3)))
+    assert learn(model, optimizer, model.join(endless if rank == 0 else [floats(1)] * 3)) == 3
     generator = batches((3, 1)[rank])
-    counts.append(learn(model, optimizer, model.join(generator)))
-    left = len(list(generator))
+    assert learn(model, optimizer, model.join(generator)) == 1
+    assert len(list(generator)) == 1 - rank, "of what is dropped, one batch at most was taken"
     nested = 0
     for batch in model.join(loader):  # evaluation within training
         learn(model, optimizer, [batch])
         with torch.no_grad():
             nested += sum(1 for _ in map(model, model.join(batches(2 + rank))))
-    return counts, left, nested
-
-
-@pytest.mark.parametrize("combination", FEW, ids="-".join)
-@ranks(2)
-def test_any_iterable(pool, combination):
-    """Of what is dropped, one batch at most has been taken from a rank's iterator."""
-    first, second = pool.run(take_loaders, combination)
-    assert first == ([2, 2, 3, 1], 1, 4) and second == ([2, 2, 3, 1], 0, 4)
+    assert nested == 4
 
 
 @on_ranks(1)
@@ -202,27 +191,21 @@ class Unreadable:
         raise FileNotFoundError("no such file: 'x'")
 
 
-@passing_groups()
-def raise_in_loader(combination, at):
-    """Rank 1's loader raises; afterwards the ranks train on."""
-    model = built(combination)
-    optimizer = adamw(model)
-    loader = batches(at if at >= 0 else 2)
-    if dist.get_rank() == 1:
-        loader = raising(at) if at >= 0 else Unreadable()
-    said = message_of(lambda: learn(model, optimizer, model.join(loader)), (ValueError, OSError))
-    assert learn(model, optimizer, model.join(batches(2))) == 2
-    return said
-
-
 @pytest.mark.parametrize("at", [-1, 0, 2])
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
-@ranks(2)
-def test_loader_that_raises_on_one_rank(pool, combination, at):
-    """Also where the other rank's loader ends in the same step."""
-    first, second = pool.run(raise_in_loader, combination, at)
+@on_ranks(2)
+@passing_groups()
+def test_loader_that_raises_on_one_rank(combination, at):
+    """Also where the other rank's loader ends in the same step; afterwards the ranks train on."""
+    model, raises = built(combination), dist.get_rank() == 1
+    optimizer = adamw(model)
+    loader = batches(at if at >= 0 else 2)
+    if raises:
+        loader = raising(at) if at >= 0 else Unreadable()
+    text = message_of(lambda: learn(model, optimizer, model.join(loader)), (ValueError, OSError))
     expected = "boom" if at >= 0 else "no such file: 'x'"
-    assert second == expected and first == f"rank 1: {expected}"
+    assert text == (expected if raises else f"rank 1: {expected}")
+    assert learn(model, optimizer, model.join(batches(2))) == 2
 
 
 def leave(transport, how):
@@ -274,31 +257,28 @@ def failing(model):
         hook.remove()
 
 
+@pytest.mark.parametrize("combination", FEW, ids="-".join)
+@on_ranks(2)
 @passing_groups()
-def catch_in_backward(combination):
-    """Rank 1's second backward raises; the ranks skip that step."""
+def test_caught_exception_skips_one_step(combination):
+    """Rank 1's second backward raises; the next batch ends it, for which the other rank may wait."""
     model = built(combination)
     optimizer = adamw(model)
-    said = []
+    texts = []
     for step, batch in enumerate(model.join(batches(3 + dist.get_rank()))):
-        at_fault = (dist.get_rank(), step) == (1, 1)
+        fails = (dist.get_rank(), step) == (1, 1)
         try:
-            with failing(model) if at_fault else contextlib.nullcontext():
+            with failing(model) if fails else contextlib.nullcontext():
                 loss_of(model(batch)).backward()
             optimizer.step()
         except (ValueError, RuntimeError) as error:
-            said.append(f"{step} {type(error).__name__}: {error}")
+            texts.append(f"{step} {type(error).__name__}: {error}")
         optimizer.zero_grad()
-    return said
-
-
-@pytest.mark.parametrize("combination", FEW, ids="-".join)
-@ranks(2)
-def test_caught_exception_skips_one_step(pool, combination):
-    """The next batch ends the backward that raised, for which the other rank may wait."""
-    (first,), second = pool.run(catch_in_backward, combination)
-    assert first.startswith("1 DivergenceError: ") and "rank 1 abandoned its backward" in first
-    assert second == ["1 ValueError: boom"]
+    (text,) = texts
+    if dist.get_rank():
+        assert text == "1 ValueError: boom"
+    else:
+        assert text.startswith("1 DivergenceError: ") and "rank 1 abandoned its backward" in text
 
 
 @on_ranks(2)

@@ -8,8 +8,9 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, COMBINATIONS, TRANSPORTS, differences, make, wrapped
-from scenarios import WIDTH, Stack, all_grads, forward_backward, message_of, whole_grads
+from compare import assert_same, differences
+from models import CASES, COMBINATIONS, TRANSPORTS, make, wrapped
+from scenarios import WIDTH, Stack, all_grads, forward_backward, units_of, whole_grads
 from spawn import on_ranks
 from torch import nn
 
@@ -33,10 +34,10 @@ def test_parameters_are_full_inside(name, combination):
         inside = whole(model)
     with model.summon_full_params(writeback=False, rank0_only=True):
         on_rank_0 = whole(model)
-    at_0 = dist.get_rank() == 0 or combination[0] == "no_shard"
-    assert differences(inside, whole(plain)) == []
-    assert (differences(on_rank_0, whole(plain)) if at_0 else []) == []
-    assert differences(model.state_dict(), plain.state_dict()) == []
+    assert_same(inside, whole(plain), "the parameters")
+    if dist.get_rank() == 0 or combination[0] == "no_shard":
+        assert_same(on_rank_0, whole(plain), "the parameters on rank 0")
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
 def scale(model):
@@ -59,11 +60,10 @@ def test_writes_are_kept_or_discarded(combination, writeback, precision):
         scale(model)
     if writeback:
         scale(plain)
-    wrong = differences(model.state_dict(), plain.state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
     model.zero_grad()
     forward_backward(model, dist.get_rank())
     assert bool(differences(all_grads(model), before)) == writeback
-    assert wrong == []
 
 
 # --- contexts within each other -------------------------------------------------------------------
@@ -142,19 +142,9 @@ def test_a_rank_that_is_ahead_reads_within_the_context_of_a_part(mixed):
         with first_on_rank_0():
             with summoned(model.blocks[1], [True]):
                 pass
-            assert differences(model.state_dict(), plain.state_dict()) == []
+            assert_same(model.state_dict(), plain.state_dict(), "the state")
         dist.barrier()
-    assert differences(model.state_dict(), plain.state_dict()) == []
-
-
-@on_ranks(2)
-def test_a_rank_that_is_ahead_reads_what_was_written_to_what_is_not_sharded():
-    model, plain = nested(("full_shard", "shm"), mixed=True), make(Stack)
-    for _ in range(20):
-        scale(plain.blocks[1])
-        with summoned(model.blocks[1], [True]):
-            pass
-        assert differences(model.state_dict(), plain.state_dict()) == []
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
 @pytest.mark.parametrize("writeback", [True, False])
@@ -172,24 +162,19 @@ def test_writes_after_unshard_are_kept_or_discarded(combination, writeback):
     assert differences(whole(model), whole(plain)) == []  # still unsharded
     for unit in units:
         unit.reshard()
-    assert differences(model.state_dict(), plain.state_dict()) == []
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
     forward_backward(model, dist.get_rank())
 
 
 # --- parts, forwards, errors ----------------------------------------------------------------------
 
 
-def own_unit_only(transport):
-    """Return the units that are unsharded."""
-    model = wrapped(Stack, ("full_shard", transport))
-    units = [module._zshard_state.unit for module in FSDP.fsdp_modules(model)]
-    with FSDP.summon_full_params(model.blocks[0], recurse=False):
-        return [unit.name for unit in units if unit.is_full]
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_recurse_false_unshards_one_unit(pool2, transport):
-    assert pool2.run(own_unit_only, transport) == [["blocks.0"]] * 2
+@on_ranks(2)
+def test_recurse_false_unshards_one_unit(transport):
+    model = wrapped(Stack, ("full_shard", transport))
+    with FSDP.summon_full_params(model.blocks[0], recurse=False):
+        assert [unit.name for unit in units_of(model) if unit.is_full] == ["blocks.0"]
 
 
 @on_ranks(2)
@@ -197,18 +182,15 @@ def test_forward_inside():
     """A forward inside uses what was written; in another dtype it is an error."""
     model, plain = wrapped(Stack, ("full_shard", "shm")), make(Stack)
     x = torch.ones(2, WIDTH)
+    scale(plain)
     with torch.no_grad(), FSDP.summon_full_params(model):
         scale(model)
-        inside = model(x)
-    scale(plain)
+        assert_same(model(x), plain(x), "the output")
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     low = wrapped(Stack, ("full_shard", "shm"), mixed_precision=precision)
-    with FSDP.summon_full_params(low):
-        message = message_of(lambda: low(x), RuntimeError)
+    with FSDP.summon_full_params(low), pytest.raises(RuntimeError, match="original dtype"):
+        low(x)
     low(x)
-    wrong = differences(inside, plain(x))
-    assert wrong == []
-    assert "summon_full_params" in message and "original dtype" in message
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -217,32 +199,15 @@ def test_errors_inside_leave_the_model_unchanged(combination):
     model, plain = wrapped(Stack, combination), make(Stack)
     optimizer = zshard.SGD(model.parameters(), 0.1)
     forward_backward(model, dist.get_rank())
-
-    def fail():
-        with FSDP.summon_full_params(model, writeback=False):
-            scale(model)
-            raise ValueError("stumbled")
-
-    def step():
-        with FSDP.summon_full_params(model):
+    with pytest.raises(ValueError), FSDP.summon_full_params(model, writeback=False):
+        scale(model)
+        raise ValueError("stumbled")
+    if combination[0] != "no_shard":
+        with FSDP.summon_full_params(model), pytest.raises(RuntimeError, match="cannot step while"):
             optimizer.step()
-
-    message_of(fail, ValueError)
-    said = message_of(step, RuntimeError) if combination[0] != "no_shard" else "cannot step while"
-    wrong = differences(model.state_dict(), plain.state_dict())
-    assert wrong == [] and "cannot step while" in said
-
-
-@on_ranks(2)
-def test_mistakes_are_named():
-    model = FSDP(make(Stack))
-
-    def enter(**options):
-        with FSDP.summon_full_params(model, **options):
-            pass
-
-    said = message_of(lambda: enter(rank0_only=True), ValueError)
-    assert "writeback=False" in said
+    with pytest.raises(ValueError, match="writeback=False"):
+        FSDP.summon_full_params(model, rank0_only=True).__enter__()
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
 # --- apply ----------------------------------------------------------------------------------------
@@ -267,7 +232,7 @@ def test_apply_initializes_as_in_a_plain_model(combination, seed_of_rank):
     plain.apply(initialise)
     torch.manual_seed(3 + seed_of_rank * dist.get_rank())
     assert model.apply(initialise) is model
-    assert differences(model.state_dict(), plain.state_dict()) == []
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
 def test_apply_in_a_world_of_one():
@@ -275,4 +240,4 @@ def test_apply_in_a_world_of_one():
     for each in (plain, model):
         torch.manual_seed(3)
         each.apply(initialise)
-    assert differences(model.state_dict(), plain.state_dict()) == []
+    assert_same(model.state_dict(), plain.state_dict(), "the state")

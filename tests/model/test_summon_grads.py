@@ -12,11 +12,12 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from groups import mesh_of
 from guarded import same
 from models import CASES, COMBINATIONS, differences, loss_of, make, sharded, wrapped
 from scenarios import Stack, floats, forward_backward, message_of, whole_grads
-from spawn import on_ranks, ranks
+from spawn import on_ranks
 
 import zshard
 from zshard import FSDP, MixedPrecision
@@ -65,42 +66,32 @@ def test_gradients_are_full_inside(name, combination):
     assert differences(present(whole_grads(model)), expected) == []
 
 
-def caught(combination):
-    """Gradients that a script keeps: plain full tensors, also of parameters that this rank has in
-    full."""
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2, 3)
+def test_captured_gradient_is_full_on_all_ranks(combination):
+    """Gradients that a script keeps are plain full tensors, also where this rank has all of them."""
     model = wrapped(Stack, combination)
     forward_backward(model, dist.get_rank())
     expected = whole_grads(model)
     with FSDP.summon_full_params(model, with_grads=True):
         kept = {name: param.grad for name, param in model.named_parameters()}
         sums = {name: grad.sum() for name, grad in kept.items()}  # refused on a shard
-    after = {name: param.grad for name, param in model.named_parameters()}
-    kinds = {type(grad).__name__ for grad in kept.values()}
-    wrong = differences(kept, expected)
-    wrong += differences(sums, {name: grad.sum() for name, grad in expected.items()})
-    between = {type(g).__name__ for g in after.values()}
-    return wrong, kinds, between
+    assert {type(grad) for grad in kept.values()} == {torch.Tensor}
+    assert_same(kept, expected, "the gradients")
+    assert_same(sums, {name: grad.sum() for name, grad in expected.items()}, "their sums")
+    after = {type(param.grad).__name__ for param in model.parameters()}
+    assert after == ({"Tensor"} if combination[0] == "no_shard" else {"ShardTensor"})
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@ranks(2, 3)
-def test_captured_gradient_is_full_on_all_ranks(pool, combination):
-    between = {"Tensor"} if combination[0] == "no_shard" else {"ShardTensor"}
-    assert pool.run(caught, combination) == [([], {"Tensor"}, between)] * pool.world
-
-
-def in_groups(strategy):
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
+@on_ranks(4)
+def test_shard_groups(strategy):
     model = FSDP(make(Stack), strategy=strategy, transport="c10d", device_mesh=mesh_of(2, 2))
     forward_backward(model, dist.get_rank())
     expected = whole_grads(model)
     with FSDP.summon_full_params(model, with_grads=True):
-        return differences(grads_of(model), expected)
-
-
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_shard_groups(pool4, strategy):
-    assert pool4.run(in_groups, strategy) == [[]] * 4
+        assert_same(grads_of(model), expected, "the gradients")
 
 
 @pytest.mark.sampled(5)
@@ -201,29 +192,19 @@ def test_local_gradients_on_one_rank_are_refused():
     if dist.get_rank() == 1:
         model.zero_grad()
     before = grads_of(model)
-
-    def enter():
-        with FSDP.summon_full_params(model, with_grads=True):
-            pass
-
-    said = message_of(enter, RuntimeError)
-    changed = differences(grads_of(model), before)
-    assert "some ranks, but not all, have an unreduced gradient" in said
-    assert changed == []
+    with pytest.raises(RuntimeError, match="some ranks, but not all, have an unreduced gradient"):
+        enter(model)
+    assert_same(grads_of(model), before, "the gradients")
 
 
-def assigned(combination):
-    """Return which parameters have a gradient that was assigned inside, to be discarded."""
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_a_first_gradient_is_discarded(combination):
     model = wrapped(Stack, combination)
     with FSDP.summon_full_params(model, writeback=False, with_grads=True):
         for param in model.parameters():
             param.grad = torch.ones_like(param)
-    return [name for name, param in model.named_parameters() if param.grad is not None]
-
-
-def test_a_first_gradient_is_discarded(pool2):
-    for combination in COMBINATIONS:
-        assert pool2.run(assigned, combination) == [[], []], combination
+    assert grads_of(model) == {}
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -232,15 +213,12 @@ def test_error_inside(combination):
     model = wrapped(Stack, combination)
     forward_backward(model, dist.get_rank())
     expected = whole_grads(model)
-
-    def fail():
-        with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-            for param in model.parameters():
-                param.grad.zero_()
-            raise ValueError("stumbled")
-
-    message_of(fail, ValueError)
-    assert differences(whole_grads(model), expected) == []
+    inside = FSDP.summon_full_params(model, writeback=False, with_grads=True)
+    with pytest.raises(ValueError), inside:
+        for param in model.parameters():
+            param.grad.zero_()
+        raise ValueError("stumbled")
+    assert_same(whole_grads(model), expected, "the gradients")
 
 
 @pytest.mark.parametrize("combination", SHARDED)
@@ -266,17 +244,3 @@ def test_gradients_of_parameters_that_are_unsharded_already_are_refused(combinat
 def enter(module):
     with FSDP.summon_full_params(module, with_grads=True):
         pass
-
-
-def test_single_rank():
-    model = FSDP(make(Stack))
-    forward_backward(model, 0)
-    before = grads_of(model)
-    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-        assert differences(grads_of(model), before) == []
-        model.head.weight.grad.zero_()
-        model.head.bias.grad = None
-    assert differences(grads_of(model), before) == []
-    with FSDP.summon_full_params(model, with_grads=True):
-        model.head.weight.grad.zero_()
-    assert not model.head.weight.grad.any()

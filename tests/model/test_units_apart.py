@@ -14,7 +14,7 @@ import torch.distributed as dist
 from groups import passing_groups
 from models import TRANSPORTS, make
 from scenarios import floats, loss_of, message_of
-from spawn import RankPool
+from spawn import RankPool, on_ranks
 from torch import Tensor, nn
 
 import zshard
@@ -147,18 +147,14 @@ def test_memory_counts_experts_of_pairs(pool4: RankPool, transport: str) -> None
         assert all(line.endswith("full_shard over 2 rank(s)") for line in experts)
 
 
+@on_ranks(2)
 @passing_groups()
-def limits() -> Any:
-    """Check the memory that FSDP() requires around existing experts: nothing for them."""
+def test_memory_check_excludes_existing_experts():
     own, model = groups_of(1), nn.Sequential(nn.Linear(8, 8), nn.Linear(1024, 1024))
     model[1] = FSDP(model[1], process_group=own)
     FSDP(model, memory_limit="3MiB", auto_wrap_policy=None)
     with pytest.raises(MemoryError):
         FSDP(nn.Sequential(nn.Linear(1024, 1024)), memory_limit="3MiB")
-
-
-def test_memory_check_excludes_existing_experts(pool2: RankPool) -> None:
-    pool2.run(limits)
 
 
 def test_predict_memory_refuses_a_model_with_sharded_modules() -> None:
