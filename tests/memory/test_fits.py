@@ -13,9 +13,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from compare import differences
+from compare import assert_same
 from models import CASES, Block, Net, loss_of, make
-from nursery import fork_ranks
 from scenarios import message_of
 from spawn import on_ranks
 from torch import nn
@@ -42,100 +41,69 @@ def predicted(strategy="full_shard", **options):
     )
 
 
-def refused(strategy, transport, limit, on_rank=None):
-    """Return (message of the MemoryError or None, how the module differs from before) for a limit
-    on one rank."""
-    model = stack()
+def refused(model, **options):
+    """Return the text of FSDP()'s MemoryError; fail unless the model is as before."""
     before = [(id(p), p.clone()) for p in model.parameters()]
-    mine = limit if on_rank in (None, dist.get_rank()) else "100GiB"
-    message = None
-    try:
-        FSDP(
-            model,
-            strategy=strategy,
-            transport=transport,
-            auto_wrap_policy={nn.Linear},
-            memory_limit=mine,
-        )
-    except MemoryError as error:
-        message = str(error)
-    changed = differences([(id(p), p) for p in model.parameters()], before)
-    changed += [] if type(model) is nn.Sequential else [type(model).__name__]
-    for name, module in model.named_modules():
-        if module._forward_pre_hooks or module._forward_hooks:
-            changed.append(f"{name} has hooks")
-    return message, changed
+    text = message_of(lambda: FSDP(model, auto_wrap_policy={nn.Linear}, **options), MemoryError)
+    assert_same([(id(p), p) for p in model.parameters()], before, "the refused model")
+    assert type(model) is nn.Sequential
+    for module in model.modules():
+        assert not (module._forward_pre_hooks or module._forward_hooks)
+    return text
 
 
+@pytest.mark.parametrize("on_rank", [None, 1])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_refused_on_all_ranks(pool2, strategy, transport):
-    for on_rank in (None, 1):
-        found = pool2.run(refused, strategy, transport, 11 * MIB, on_rank)
-        assert [changed for _, changed in found] == [[], []]
-        first, second = (message for message, _ in found)
-        assert first == second
-        assert f"rank {on_rank or 0} of 2" in first or on_rank is None
-        assert "only 11.0 MiB are available (memory_limit)" in first
-        assert re.search(r"shards \d+\.\d, grads \d+\.\d, (slots \d+\.\d, )?buckets", first)
-        for words in ("predict_memory()", "bfloat16", "smaller units", "memory_limit=None"):
-            assert words in first, first
+@on_ranks(2)
+def test_refused_on_all_ranks(strategy, transport, on_rank):
+    limit = 11 * MIB if on_rank in (None, dist.get_rank()) else "100GiB"
+    text = refused(stack(), strategy=strategy, transport=transport, memory_limit=limit)
+    texts = [None, None]
+    dist.all_gather_object(texts, text)
+    assert texts[0] == texts[1] and (on_rank is None or "rank 1 of 2" in text)
+    assert "only 11.0 MiB are available (memory_limit)" in text
+    assert re.search(r"shards \d+\.\d, grads \d+\.\d, (slots \d+\.\d, )?buckets", text)
+    for words in ("predict_memory()", "bfloat16", "smaller units", "memory_limit=None"):
+        assert words in text, text
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
 def test_limit_equals_the_prediction(transport):
-    """Check the limits just below and at the model's need."""
     total = predicted(transport=transport, optimizer=None)["total"]
-    below, _ = refused("full_shard", transport, total - 1)
-    at, changed = refused("full_shard", transport, total)
-    assert at is None and changed != [] and "does not fit" in below
+    assert "does not fit" in refused(stack(), transport=transport, memory_limit=total - 1)
+    limit = {"memory_limit": total, "auto_wrap_policy": {nn.Linear}}
+    FSDP(stack(), transport=transport, **limit)
 
 
-def warned(limit_of):
-    """Return the warnings where only the optimizer's state does not fit."""
-    parts = predicted(transport="shm")
+def for_the_model_alone(transport):
+    """Return options with which a model fits, but not an optimizer's state."""
+    parts = predicted(transport=transport)
     limit = parts["total"] - parts["optimizer"] + MIB
+    return {"auto_wrap_policy": {nn.Linear}, "transport": transport, "memory_limit": limit}
+
+
+@on_ranks(2)
+def test_warning_if_the_optimizer_does_not_fit():
+    options = for_the_model_alone("shm")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = FSDP(stack(), auto_wrap_policy={nn.Linear}, transport="shm", memory_limit=limit)
+        model = FSDP(stack(), **options)
     loss_of(model(torch.ones(2, 512))).backward()
-    return [str(each.message) for each in caught if each.category is RuntimeWarning]
-
-
-def test_warning_if_the_optimizer_does_not_fit(pool2):
-    first, second = pool2.run(warned, None)
-    assert second == []
-    assert len(first) == 1 and "and Adam's state" in first[0]
-
-
-def warned_as_error():
-    """As above, in a script that makes warnings errors."""
-    parts = predicted(transport="shm")
-    limit = parts["total"] - parts["optimizer"] + MIB
+    texts = [str(each.message) for each in caught if each.category is RuntimeWarning]
+    assert len(texts) == (1 if dist.get_rank() == 0 else 0)
+    assert all("and Adam's state" in text for text in texts)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        try:
-            FSDP(stack(), auto_wrap_policy={nn.Linear}, transport="shm", memory_limit=limit)
-        except (RuntimeWarning, RuntimeError) as error:
-            return str(error)
+        with pytest.raises((RuntimeWarning, RuntimeError), match="and Adam's state"):
+            FSDP(stack(), **options)
 
 
-def test_a_warning_that_is_an_error_is_raised_on_all_ranks(pool2):
-    for text in pool2.run(warned_as_error):
-        assert "and Adam's state" in text
-
-
-def differing_limits():
-    try:
+@on_ranks(2)
+def test_ranks_with_and_without_a_limit():
+    with pytest.raises(zshard.DivergenceError, match="memory_limit"):
         FSDP(stack(), memory_limit=None if dist.get_rank() == 0 else "auto")
-    except zshard.DivergenceError as error:
-        return str(error)
-
-
-def test_ranks_with_and_without_a_limit(pool2):
-    for message in pool2.run(differing_limits):
-        assert "memory_limit" in message
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -147,56 +115,43 @@ def test_outer_calls(transport):
     for module in reversed(list(model.modules())):
         if isinstance(module, Block):
             FSDP(module, **options)
-    try:
+    with pytest.raises(MemoryError, match="smaller units"):
         FSDP(model, memory_limit=1, **options)
-    except MemoryError as error:
-        message = str(error)
     FSDP(model, **options)
     loss_of(model(case.batch(0, dist.get_rank()))).backward()
-    assert "smaller units" in message
 
 
-def with_few_mappings(transport):
-    """A model on ranks; the last one may create 50 more mappings."""
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(3, fresh=True)
+def test_mappings_are_counted_before_any_is_made(transport):
+    """The last rank may create 50 more mappings."""
     dist.init_process_group("gloo")
     FSDP(stack(8, 1))
     if dist.get_rank() == 2:
         zshard.memory.fits.room_of_mappings = lambda: 50
-    model = stack(8, 30)
-    try:
-        FSDP(model, transport=transport, auto_wrap_policy={nn.Linear})
-    except MemoryError as error:
-        return str(error), type(model) is nn.Sequential
-    return None
-
-
-def test_mappings_are_counted_before_any_is_made():
-    for result in fork_ranks(with_few_mappings, 3, "shm", check=True):
-        text, same = result.value
+    if transport == "c10d":
+        FSDP(stack(8, 30), transport=transport, auto_wrap_policy={nn.Linear})
+    else:
+        text = refused(stack(8, 30), transport=transport)
         assert re.search(r"rank 2 of 3 needs \d+, and the kernel allows 50 more", text)
-        assert "raise vm.max_map_count" in text and same
-    for result in fork_ranks(with_few_mappings, 3, "c10d", check=True):
-        assert result.value is None
+        assert "raise vm.max_map_count" in text
 
 
-def what_is_there(parameters_on):
-    """A model of 64 MiB whose parameters are in memory, where a second copy does not fit."""
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@on_ranks(2, fresh=True)
+def test_existing_parameters_are_not_counted_twice(device):
+    """64 MiB of parameters, which exist or not, and as many of gradients."""
     dist.init_process_group("gloo")
-    with torch.device(parameters_on):
+    with torch.device(device):
         model = stack(1024, 16)
     host_limits.room_of_host = lambda: 2 * 96 * MIB  # for two ranks
-    try:
-        FSDP(model, strategy="no_shard", transport="c10d", auto_wrap_policy={nn.Linear})
-    except MemoryError as error:
-        return str(error)
-    return None
-
-
-def test_existing_parameters_are_not_counted_twice():
-    """64 MiB of parameters, which exist or not, and as many of gradients."""
-    assert [r.value for r in fork_ranks(what_is_there, 2, "cpu", check=True)] == [None, None]
-    for result in fork_ranks(what_is_there, 2, "meta", check=True):
-        assert "96.0 MiB are available (the host's MemAvailable, divided among" in result.value
+    how = {"strategy": "no_shard", "transport": "c10d", "auto_wrap_policy": {nn.Linear}}
+    if device == "cpu":
+        FSDP(model, **how)
+    else:
+        words = r"96.0 MiB are available \(the host's MemAvailable, divided among"
+        with pytest.raises(MemoryError, match=words):
+            FSDP(model, **how)
 
 
 # --- formats of limits ----------------------------------------------------------------------------
@@ -288,19 +243,22 @@ def test_oversized_state_is_refused_before_allocation(optimizer, limit, monkeypa
     made.step()
 
 
+TORCHS = [
+    "Adam",
+    "Adadelta",
+    "Adagrad",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+]
 MADE = {
-    "Adam": lambda params: torch.optim.Adam(params),
+    **{name: getattr(torch.optim, name) for name in TORCHS},
     "amsgrad": lambda params: torch.optim.AdamW(params, amsgrad=True),
-    "Adadelta": lambda params: torch.optim.Adadelta(params),
-    "Adagrad": lambda params: torch.optim.Adagrad(params),
-    "Adamax": lambda params: torch.optim.Adamax(params),
-    "ASGD": lambda params: torch.optim.ASGD(params),
-    "NAdam": lambda params: torch.optim.NAdam(params),
-    "RAdam": lambda params: torch.optim.RAdam(params),
-    "RMSprop": lambda params: torch.optim.RMSprop(params),
     "RMSprop of all kinds": lambda params: torch.optim.RMSprop(params, momentum=0.9, centered=True),
-    "Rprop": lambda params: torch.optim.Rprop(params),
-    "SGD": lambda params: torch.optim.SGD(params, 0.1),
     "momentum": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
     "zshard.AdamW": lambda params: zshard.AdamW(params),
     "zshard's amsgrad": lambda params: zshard.Adam(params, amsgrad=True),
@@ -347,34 +305,29 @@ def test_bytes_of_the_state_are_known(name, monkeypatch):
     assert (needed > 0) == (name not in ("SGD", "SGD8bit", "Adagrad"))
 
 
-def first_steps(transport, kind, on_rank):
-    """Return the errors of an optimizer's first step, where one rank's memory_limit, or all ranks',
-    leaves room for the model alone; and of one with less state."""
-    parts = predicted(transport=transport)
-    limit = parts["total"] - parts["optimizer"] + MIB
-    mine = limit if on_rank in (None, dist.get_rank()) else "100GiB"
-    options = {"auto_wrap_policy": {nn.Linear}, "transport": transport, "memory_limit": mine}
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("on_rank", [None, 1])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, zshard.AdamW])
+@on_ranks(2)
+def test_state_beyond_memory_limit_is_refused_on_all_ranks(transport, on_rank, kind):
+    """One rank's limit, or all ranks', leaves room for the model alone."""
+    options = for_the_model_alone(transport)
+    if on_rank not in (None, dist.get_rank()):
+        options["memory_limit"] = "100GiB"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = FSDP(stack(), **options)
     loss_of(model(torch.ones(2, 512))).backward()
     optimizer = kind(model.parameters(), lr=0.1)
     before = {name: param.clone() for name, param in model.state_dict().items()}
-    found = [message_of(optimizer.step, MemoryError) for _ in range(2)]
-    assert len(optimizer.state) == 0 and differences(model.state_dict(), before) == []
+    text = message_of(optimizer.step, MemoryError)
+    assert message_of(optimizer.step, MemoryError) == text
+    assert on_rank is None or "rank 1 of 2 needs 8.0 MiB for its state" in text
+    assert re.search(r"only 1.0 MiB are left \(of the \d+\.\d MiB of memory_limit\)", text)
+    assert len(optimizer.state) == 0
+    assert_same(model.state_dict(), before, "the model")
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     loss_of(model(torch.ones(2, 512))).backward()
-    return found
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("on_rank", [None, 1])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, zshard.AdamW])
-def test_state_beyond_memory_limit_is_refused_on_all_ranks(pool2, transport, on_rank, kind):
-    first, second = pool2.run(first_steps, transport, kind, on_rank)
-    assert first == second and first[0] == first[1]
-    assert f"rank {on_rank or 0} of 2 needs 8.0 MiB for its state" in first[0] or on_rank is None
-    assert re.search(r"only 1.0 MiB are left \(of the \d+\.\d MiB of memory_limit\)", first[0])
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])

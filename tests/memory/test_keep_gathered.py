@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from collectives import Collectives
 from groups import mesh_of
 from models import loss_of
-from scenarios import message_of, over, unit_of
+from scenarios import over, unit_of
 from spawn import on_ranks
 from torch import nn
 
@@ -29,31 +28,21 @@ from zshard.memory import spare
 from zshard.memory.host_limits import Resident, Room
 from zshard.model import shard_model
 
-real_crosses_hosts = shard_model.crosses_hosts
-
 WIDTH, UNITS = 64, 6
 UNIT = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a unit's full parameters
 FORWARD = UNITS
 BOTH = 2 * UNITS - 1  # gathers of a step: the last unit stays anyway
 
 
-@pytest.fixture(autouse=True)
-def several_hosts(request: Any) -> Iterator[None]:
-    """Make "auto" act as between hosts, on all ranks of a test."""
-    names = [name for name in ("pool", "pool2", "pool4") if name in request.fixturenames]
-    pools = [request.getfixturevalue(name) for name in names]
-    for pool in pools:
-        pool.run(pretend, True)
-    yield
-    for pool in pools:
-        pool.run(pretend, False)
+@contextlib.contextmanager
+def several_hosts():
+    """Context manager in which "auto" acts as between hosts; a decorator of tests on ranks, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_model, "crosses_hosts", lambda comm: True)
+        yield
 
 
-def pretend(on: bool) -> None:
-    shard_model.crosses_hosts = (lambda comm: True) if on else real_crosses_hosts
-
-
-def stack(**options: Any) -> Any:
+def stack(**options):
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)]
     options = {"transport": "c10d", "auto_wrap_policy": {nn.Linear}, **options}
@@ -102,37 +91,32 @@ def with_limit(extra: int) -> list[int]:
 # --- how much is gathered -------------------------------------------------------------------------
 
 
-def each_setting() -> Any:
-    expected = counted({"keep_gathered": False})
-    found = [
-        counted({"keep_gathered": True}),
-        counted({"keep_gathered": 2 * UNIT}),
-        counted({"keep_gathered": "auto", "memory_limit": "1GiB"}),
-        counted({"memory_limit": None}),
-        counted({"transport": "shm", "keep_gathered": True}),
-    ]
-    return expected, found
-
-
-def test_settings_determine_gathers_but_not_results(pool2: Any) -> None:
-    for (base, losses, usual), found in pool2.run(each_setting):
-        assert base == [BOTH + 1, BOTH, BOTH, BOTH]  # the last unit is unknown at first
-        gathers = [each[0] for each in found]
-        assert gathers[0] == [FORWARD] * 4
-        assert gathers[1] == [BOTH - 1, BOTH - 2, BOTH - 2, BOTH - 2]
-        assert gathers[2] == [BOTH + 1, BOTH, FORWARD, FORWARD]  # decided after the second step
-        assert gathers[3] == base
-        assert gathers[4] == [0] * 4
-        assert [each[1] for each in found] == [losses] * len(found)
-        for _, _, told in found:
-            assert told["now"]["slots"] == told["predicted"]["slots"]
-        slots = [told["now"]["slots"] - usual["now"]["slots"] for _, _, told in found[:4]]
-        assert slots == [4 * UNIT, 2 * UNIT, 4 * UNIT, 0]  # of six units; two slots existed
-        assert "stay gathered from forward to backward" in found[0][2]["head"]
-        assert "gather" not in usual["head"] + found[4][2]["head"]
+@on_ranks(2)
+@several_hosts()
+def test_settings_determine_gathers_but_not_results():
+    base, losses, usual = counted({"keep_gathered": False})
+    assert base == [BOTH + 1, BOTH, BOTH, BOTH]  # the last unit is unknown at first
+    assert "gather" not in usual["head"]
+    auto = [BOTH + 1, BOTH, FORWARD, FORWARD]  # decided after the second step
+    fewer = [BOTH - 1, BOTH - 2, BOTH - 2, BOTH - 2]
+    for options, gathers, slots in (  # of six units; two slots existed
+        ({"keep_gathered": True}, [FORWARD] * 4, 4 * UNIT),
+        ({"keep_gathered": 2 * UNIT}, fewer, 2 * UNIT),
+        ({"keep_gathered": "auto", "memory_limit": "1GiB"}, auto, 4 * UNIT),
+        ({"memory_limit": None}, base, 0),
+        ({"transport": "shm", "keep_gathered": True}, [0] * 4, None),
+    ):
+        seen, ours, memory = counted(options)
+        assert (seen, ours) == (gathers, losses), options
+        assert memory["now"]["slots"] == memory["predicted"]["slots"]
+        if slots is not None:
+            assert memory["now"]["slots"] - usual["now"]["slots"] == slots
+        stays = "stay gathered from forward to backward" in memory["head"]
+        assert stays == bool(slots)
 
 
 @on_ranks(2)
+@several_hosts()
 def test_auto_uses_the_least_of_all_ranks():
     own = 1 if dist.get_rank() == 0 else 3
     nothing, one, three, least = [with_limit(extra * UNIT) for extra in (0, 1, 3, own)]
@@ -142,6 +126,7 @@ def test_auto_uses_the_least_of_all_ranks():
 
 
 @on_ranks(4)
+@several_hosts()
 def test_replicas_keep_the_same_units():
     options = {"strategy": "hybrid_shard", "device_mesh": mesh_of(2, 2)}
     expected = counted({"keep_gathered": False, **options})
@@ -157,19 +142,16 @@ def test_replicas_keep_the_same_units():
 
 
 @on_ranks(2)
+@several_hosts()
 def test_predictions_include_kept_units():
-    found = []
-    for keep in (True, 3 * UNIT, False):
-        model = stack(keep_gathered=keep)
+    for keep, units in ((True, 6), (3 * UNIT, 5), (False, 2)):
         plain = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)])
-        told = zshard.predict_memory(
-            plain, 2, transport="c10d", auto_wrap_policy={nn.Linear}, keep_gathered=keep
-        )
-        found.append((model.memory()["slots"], told["slots"]))
+        how = {"transport": "c10d", "auto_wrap_policy": {nn.Linear}, "keep_gathered": keep}
+        assert zshard.predict_memory(plain, 2, **how)["slots"] == units * UNIT
+        assert stack(keep_gathered=keep).memory()["slots"] == units * UNIT
     tight = UNITS * UNIT  # for the gathered units, and for no shard
-    text = message_of(lambda: stack(keep_gathered=True, memory_limit=tight), MemoryError)
-    assert found == [(each, each) for each in (6 * UNIT, 5 * UNIT, 2 * UNIT)]
-    assert "does not fit" in text
+    with pytest.raises(MemoryError, match="does not fit"):
+        stack(keep_gathered=True, memory_limit=tight)
 
 
 WRONG = {None: TypeError, 1.5: TypeError, "all": ValueError, -1: ValueError, 0: ValueError}
@@ -178,18 +160,13 @@ WRONG = {None: TypeError, 1.5: TypeError, "all": ValueError, -1: ValueError, 0: 
 @on_ranks(2)
 def test_misuse_is_an_error_that_names_the_argument():
     rank = dist.get_rank()
-    differ, sizes, *texts = [
-        message_of(lambda: stack(keep_gathered=rank == 0), zshard.DivergenceError),
-        message_of(lambda: stack(keep_gathered=(rank + 1) * 1024), zshard.DivergenceError),
-        *(
-            message_of(lambda given=given: stack(keep_gathered=given), WRONG[given])
-            for given in WRONG
-        ),
-    ]
-    assert re.search(r"differ between ranks: keep_gathered.*True.*False", differ)
-    assert re.search(r"differ between ranks: keep_gathered.*1024 bytes.*2048 bytes", sizes)
-    for text in texts:
-        assert text.startswith("keep_gathered must be ")
+    for value, texts in ((rank == 0, "True.*False"), ((rank + 1) * 1024, "1024 bytes.*2048 bytes")):
+        words = f"differ between ranks: keep_gathered.*{texts}"
+        with pytest.raises(zshard.DivergenceError, match=words):
+            stack(keep_gathered=value)
+    for value, kind in WRONG.items():
+        with pytest.raises(kind, match=r"^keep_gathered must be "):
+            stack(keep_gathered=value)
 
 
 # --- when the choice is made ----------------------------------------------------------------------
@@ -232,6 +209,7 @@ BEFORE = {each.__name__: each for each in (raise_first, evaluate_first, forward_
 
 @pytest.mark.parametrize("name", BEFORE)
 @on_ranks(2)
+@several_hosts()
 def test_nothing_is_decided_before_a_step(name):
     results = []
     for keep in (False, "auto"):
@@ -245,6 +223,7 @@ def test_nothing_is_decided_before_a_step(name):
 
 
 @on_ranks(2)
+@several_hosts()
 def test_optimizer_in_backward():
     results = []
     for keep in (False, "auto"):
@@ -276,38 +255,31 @@ def host(room: list[int], used: list[int]) -> Iterator[None]:
         spare.rooms, spare.resident = before
 
 
-def measured() -> Any:
-    found = []
-    for used in (100, 96, 10):
+@on_ranks(2)
+@several_hosts()
+def test_auto_leaves_a_tenth_of_what_is_left():
+    for used, gathers in ((100, BOTH), (96, BOTH - 3), (10, FORWARD)):  # 96: of four that would fit
         with host([100 * UNIT - 1000], [used * UNIT]):
             model = stack()
-            found.append(go(model, torch.optim.SGD(model.parameters(), 0.1), range(5))[0])
-    kept = unit_of(model[0]).engine.gathered()
-    return found, kept, model.memory()["slots"] == model.memory("predicted")["slots"]
+            seen = go(model, torch.optim.SGD(model.parameters(), 0.1), range(5))[0]
+        assert seen[2:] == [gathers] * 3
+    assert unit_of(model[0]).engine.gathered()[:2] == (5 * UNIT, 5 * UNIT)
+    assert model.memory()["slots"] == model.memory("predicted")["slots"]
 
 
-def test_auto_leaves_a_tenth_of_what_is_left(pool2: Any) -> None:
-    for (full, three, all_), kept, fits in pool2.run(measured):
-        assert full[2:] == [BOTH] * 3
-        assert three[2:] == [BOTH - 3] * 3  # of four that would fit
-        assert all_[2:] == [FORWARD] * 3
-        assert kept[:2] == (5 * UNIT, 5 * UNIT) and fits
-
-
-def decided_once() -> Any:
+@on_ranks(2)
+@several_hosts()
+def test_later_steps_do_not_change_what_stays():
     """The second step has 4.5 units left, and later ones have none."""
     with host([100 * UNIT - 1000], [int(95.5 * UNIT), 200 * UNIT]):
         model = stack()
-        return go(model, torch.optim.SGD(model.parameters(), 0.1), range(6))[0]
+        gathers = go(model, torch.optim.SGD(model.parameters(), 0.1), range(6))[0]
+    assert gathers[2:] == [BOTH - 4] * 4
 
 
-def test_later_steps_do_not_change_what_stays(pool2: Any) -> None:
-    for gathers in pool2.run(decided_once):
-        assert gathers[2:] == [BOTH - 4] * 4
-
-
-def two_models() -> Any:
-    """Two models share the memory."""
+@on_ranks(2)
+@several_hosts()
+def test_two_models_share_the_memory():
     with host([100 * UNIT - 1000], [int(95.5 * UNIT)]):
         models = [stack(), stack()]
         steppers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
@@ -315,49 +287,36 @@ def two_models() -> Any:
             for model, optimizer in zip(models, steppers, strict=True):
                 loss_of(model(batch(step))).backward()
                 optimizer.step()
-        return [unit_of(model[0]).engine.gathered()[0] for model in models]
-
-
-def test_two_models_share_the_memory(pool2: Any) -> None:
-    assert pool2.run(two_models) == [[4 * UNIT, 0]] * 2
+        assert [unit_of(m[0]).engine.gathered()[0] for m in models] == [4 * UNIT, 0]
 
 
 # --- per-unit settings ----------------------------------------------------------------------------
 
 
+@on_ranks(2)
+@several_hosts()
 @over("c10d")
-def by_hand() -> Any:
-    found = []
+def test_per_unit_settings_take_precedence():
     for keep in (True, "auto"):
         model = stack(keep_gathered=keep)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         model[0].set_reshard_after_forward(True)
-        gathers = [go(model, optimizer)[0]]
+        assert go(model, optimizer)[0][2:] == [FORWARD + 1] * 2
         model[1].set_reshard_after_forward(True)  # after the decision
-        gathers.append(go(model, optimizer)[0])
+        assert go(model, optimizer)[0][1:] == [FORWARD + 2] * 3
         model[1].set_reshard_after_forward(False)
-        gathers.append(go(model, optimizer)[0])
-        found.append(gathers)
-    for reshard in (None, True):
+        assert go(model, optimizer)[0][1:] == [FORWARD + 1] * 3
+    for reshard, gathers in ((None, FORWARD), (True, BOTH)):
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)])
         for layer in model:
             fully_shard(layer, reshard_after_forward=reshard)
         fully_shard(model)
-        found.append(go(model, torch.optim.SGD(model.parameters(), 0.1))[0])
-    return found
-
-
-def test_per_unit_settings_take_precedence(pool2: Any) -> None:
-    for told, auto, *sharded in pool2.run(by_hand):
-        for first, second, third in (told, auto):
-            assert first[2:] == [FORWARD + 1] * 2
-            assert second[1:] == [FORWARD + 2] * 3
-            assert third[1:] == [FORWARD + 1] * 3
-        assert sharded[0][2:] == [FORWARD] * 2
-        assert sharded[1][2:] == [BOTH] * 2
+        seen = go(model, torch.optim.SGD(model.parameters(), 0.1))[0]
+        assert seen[2:] == [gathers] * 2
 
 
 @on_ranks(2)
+@several_hosts()
 def test_deepcopy():
     """A copy decides independently, and one that is never trained takes nothing."""
     model = stack()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from groups import case_of, hosts_of
 from models import CASES, loss_of, make, train
 from scenarios import unit_of
@@ -61,31 +62,34 @@ def step_of(model: Any, optimizer: Any, step: int) -> float:
 # --- "auto" -----------------------------------------------------------------------------------------
 
 
-def with_and_without(name: str, sizes: tuple[int, ...]) -> Any:
-    found, case = [], CASES[name]
+def with_and_without(name, *sizes):
+    """Compare five steps that keep units, and DDP's on two ranks, with those that keep none."""
+    trainings, case = [], CASES[name]
     with hosts_of(*sizes) as group:
         for keep in (False, "auto"):
             model = case_of(group, name, keep_gathered=keep)
             optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
             losses = train(model, case, optimizer, dist.get_rank(), steps=5)
-            found.append((losses, numbers_of(model), kept(model), model.summary()))
-    plain = DistributedDataParallel(make(case.make))
-    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
-    losses = train(plain, case, optimizer, dist.get_rank(), steps=5)
-    return found, (losses, numbers_of(plain))
+            trainings.append((losses, numbers_of(model)))
+            assert (kept(model) > 0) == ("stays gathered" in model.summary()) == bool(keep)
+        assert "transport hosts" in model.summary()
+    assert_same(trainings[1], trainings[0], "training with kept units")
+    if len(sizes) == dist.get_world_size() == 2:
+        plain = DistributedDataParallel(make(case.make))
+        optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+        losses = train(plain, case, optimizer, dist.get_rank(), steps=5)
+        assert_same(trainings[1], (losses, numbers_of(plain)), "training compared with DDP's")
 
 
 @pytest.mark.parametrize("name", ["net", "tied"])
-def test_auto_keeps_units_between_hosts_bit_identically(pool4: Any, name: str) -> None:
-    for (usual, ours), _ in pool4.run(with_and_without, name, (2, 2)):
-        assert usual[2] == 0 and "stay" not in usual[3]
-        assert ours[2] > 0 and "stays gathered" in ours[3] and "transport hosts" in ours[3]
-        assert usual[0] == ours[0] and torch.equal(usual[1], ours[1])
+@on_ranks(4)
+def test_auto_keeps_units_between_hosts_bit_identically(name):
+    with_and_without(name, 2, 2)
 
 
-def test_bit_identical_to_ddp(pool2: Any) -> None:
-    for (_, ours), (losses, numbers) in pool2.run(with_and_without, "net", (1, 1)):
-        assert ours[2] > 0 and ours[0] == losses and torch.equal(ours[1], numbers)
+@on_ranks(2)
+def test_bit_identical_to_ddp():
+    with_and_without("net", 1, 1)
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
@@ -231,54 +235,34 @@ def recompute(model: Any, optimizer: Any) -> list[float]:
     return losses
 
 
-ACTS = {
-    each.__name__: each
-    for each in (
-        summon,
-        summon_and_write,
-        fail_in_forward,
-        fail_in_backward,
-        load_after_forward,
-        accumulate,
-        two_forwards,
-        evaluate,
-        stay_after_backward,
-        recompute,
-    )
-}
+ACTS = [summon, summon_and_write, fail_in_forward, fail_in_backward, load_after_forward]
+ACTS += [accumulate, two_forwards, evaluate, stay_after_backward, recompute]
 
 
-@pytest.mark.parametrize("name", ACTS)
+@pytest.mark.parametrize("act", ACTS)
 @on_ranks(2)
-def test_script_actions_stay_bit_identical(name):
-    """Return what differs from keep_gathered=False, in any of three settings."""
-    found = []
+def test_script_actions_stay_bit_identical(act):
+    results = []
     with hosts_of(1, 1) as group:
         for keep in (False, True, "auto", 3 * 4 * WIDTH * WIDTH):
             model = stack(group, keep_gathered=keep)
             optimizer = zshard.AdamW(model.parameters(), lr=0.01)
             losses = [step_of(model, optimizer, step) for step in range(3)]
             assert (kept(model) > 0) is (keep is not False), (keep, kept(model))
-            losses += ACTS[name](model, optimizer)
+            losses += act(model, optimizer)
             grads = [full_tensor(p.grad) for p in model.parameters() if p.grad is not None]
             optimizer.step()
             optimizer.zero_grad()
             losses += [step_of(model, optimizer, step) for step in range(20, 23)]
             assert (kept(model) > 0) is (keep is not False), (keep, kept(model))
-            found.append((keep, losses, grads, numbers_of(model)))
-    (_, losses, grads, numbers), *others = found
-    wrong = [f"losses with {keep}" for keep, theirs, _, _ in others if theirs != losses]
-    for keep, _, theirs, values in others:
-        alike = len(theirs) == len(grads) and all(map(torch.equal, theirs, grads))
-        wrong += [] if alike else [f"gradients with {keep}"]
-        wrong += [] if torch.equal(values, numbers) else [f"parameters with {keep}"]
-    assert wrong == []
+            results.append((losses, grads, numbers_of(model)))
+            assert_same(results[-1], results[0], f"training with {keep}")
 
 
 @on_ranks(2)
 def test_step_while_units_are_gathered():
     """Units are gathered for a backward that never comes."""
-    found = []
+    results = []
     with hosts_of(1, 1) as group:
         for keep, forward in ((False, False), (False, True), (True, True)):
             model = stack(group, keep_gathered=keep)
@@ -288,6 +272,5 @@ def test_step_while_units_are_gathered():
             if forward:
                 model(batch(2))
             optimizer.step()
-            found.append({name: value.tolist() for name, value in model.state_dict().items()})
-    without, usual, kept_all = found
-    assert without == usual == kept_all
+            results.append(numbers_of(model))
+            assert_same(results[-1], results[0], "the parameters")

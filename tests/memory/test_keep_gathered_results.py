@@ -10,28 +10,25 @@ import os
 import re
 import resource
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from models import CASES, loss_of, make, train, wrapped
-from nursery import fork_ranks
 from scenarios import message_of, unit_of
 from spawn import on_ranks
-from test_keep_gathered import UNITS, WIDTH, batch, go, several_hosts, stack  # noqa: F401
+from test_keep_gathered import UNITS, WIDTH, batch, go, several_hosts, stack
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zshard
 from zshard import FSDP
 
-pytestmark = pytest.mark.usefixtures("several_hosts")
-
 BF16 = zshard.MixedPrecision(param_dtype=torch.bfloat16)
 
 
-def case_with(name: str, precision: Any, keep: Any) -> Any:
+def case_with(name, precision, keep):
     case = CASES[name]
     options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
     model = wrapped(case.make, ("full_shard", "c10d"), keep_gathered=keep, **options)
@@ -43,15 +40,11 @@ def case_with(name: str, precision: Any, keep: Any) -> Any:
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "dtypes"])
 @on_ranks(2, 3)
+@several_hosts()
 def test_kept_units_are_bit_identical(name, precision):
-    losses, state = case_with(name, precision, False)
-    wrong = []
+    usual = case_with(name, precision, False)
     for keep in (True, "auto", 600):
-        ours, values = case_with(name, precision, keep)
-        wrong += [f"losses with {keep}"] if ours != losses else []
-        wrong += [key for key in state if not torch.equal(values[key], state[key])]
-    differing = wrong
-    assert differing == []
+        assert_same(case_with(name, precision, keep), usual, f"training with {keep}")
 
 
 class Checkpointed(nn.Module):
@@ -68,6 +61,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
 @on_ranks(2)
+@several_hosts()
 def test_recomputed_layers(reentrant):
     found = []
     for keep in (False, True, "auto"):
@@ -93,6 +87,7 @@ def test_recomputed_layers(reentrant):
 
 
 @on_ranks(2)
+@several_hosts()
 def test_offload_and_checkpoints(tmp_path):
     """Parameters on a disk; saved while some units stay, and loaded into a model that keeps
     nothing."""
@@ -111,17 +106,15 @@ def test_offload_and_checkpoints(tmp_path):
     assert first == second and first[1] == first[2]
 
 
-def alone() -> Any:
+@on_ranks(1, fresh=True)
+def test_world_size_one():
     model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), keep_gathered=True)
     loss_of(model(torch.ones(1, 4))).backward()
-    return model.memory()["slots"]
+    assert model.memory()["slots"] == 0
 
 
-def test_world_size_one() -> None:
-    assert [result.value for result in fork_ranks(alone, 1, check=True)] == [0]
-
-
-def without_room() -> str:
+@on_ranks(2, fresh=True)
+def test_a_failed_allocation_names_keep_gathered():
     """Rank 1 has no address space for the units that are to stay."""
     dist.init_process_group("gloo")
     os.environ["ZSHARD_HOST"] = f"host {dist.get_rank()}"  # within one host nothing is kept
@@ -137,15 +130,7 @@ def without_room() -> str:
     if dist.get_rank() == 1:
         size = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
         resource.setrlimit(resource.RLIMIT_AS, ((size << 10) + (36 << 20), resource.RLIM_INFINITY))
-    return message_of(
-        lambda: model(torch.ones(1, big)), (MemoryError, zshard.PeerError, zshard.DivergenceError)
-    )
-
-
-def test_a_failed_allocation_names_keep_gathered() -> None:
-    first, second = (result.value for result in fork_ranks(without_room, 2))
-    assert (
-        "44 MiB of it are for parameters that stay gathered: pass FSDP(keep_gathered=False)"
-        in second
-    )
-    assert "rank 1" in first
+    kinds = MemoryError, zshard.PeerError, zshard.DivergenceError
+    text = message_of(lambda: model(torch.ones(1, big)), kinds)
+    kept = "44 MiB of it are for parameters that stay gathered: pass FSDP(keep_gathered=False)"
+    assert (kept if dist.get_rank() else "rank 1") in text

@@ -19,8 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import CASES, COMBINATIONS, Nested, Net, loss_of, make, train, wrapped
-from nursery import fork_ranks
-from spawn import on_ranks, ranks, run_ranks
+from scenario import Scenario
+from scenarios import units_of
+from spawn import on_ranks, run_ranks
 from torch import nn
 
 import zshard
@@ -31,10 +32,6 @@ MIB = 1 << 20
 PARAM_ALIGN = 64  # bytes from one parameter's start to the next are a multiple of it
 GROUP = 32  # and so are elements of this
 SHARD_ALIGN = {"shm": 4096, "c10d": 64, "self": 64}  # and so are the bytes of a shard
-
-
-def units_of(model):
-    return [module._zshard_state.unit for module in FSDP.fsdp_modules(model)]
 
 
 def round_up(number, step):
@@ -75,29 +72,20 @@ def facts_of(model, policy):
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", ["net", "tied", "odds", "dtypes", "frozen", "one unit"])
 @on_ranks(2, 3)
-def test_units_hold_what_the_layout_predicts(name):
-    """Return {combination: [(unit, bytes it reports, bytes predicted)]} where the two differ, or
-    where the total differs from the sum over units."""
+def test_units_hold_what_the_layout_predicts(name, combination):
     case, world = CASES[name], dist.get_world_size()
     facts = facts_of(make(case.make), case.policy)
-    found = {}
-    for strategy, transport in COMBINATIONS:
-        model = wrapped(case.make, (strategy, transport), auto_wrap_policy=case.policy)
-        train(model, case, torch.optim.SGD(model.parameters(), 0.1), dist.get_rank(), steps=2)
-        units = units_of(model)
-        expected = {u.name: predicted(u, facts[u.name], world, transport) for u in units}
-        wrong = [(u.name, u.bytes, expected[u.name]) for u in units if u.bytes != expected[u.name]]
-        held = model.memory("predicted")
-        for key, part in (("shards", "shard"), ("grads", "grad")):
-            total = sum(each[part] for each in expected.values())
-            if held[key] != total:
-                wrong.append((key, held[key], total))
-        if wrong:
-            found[strategy, transport] = wrong
-    assert found == {}
+    model = Scenario(name, combination, "torch.SGD").sharded(2).model
+    units = {unit.name: unit for unit in units_of(model)}
+    expected = {n: predicted(u, facts[n], world, combination[1]) for n, u in units.items()}
+    assert {name: unit.bytes for name, unit in units.items()} == expected
+    held = model.memory("predicted")
+    for part, key in (("shards", "shard"), ("grads", "grad")):
+        assert held[part] == sum(sizes[key] for sizes in expected.values())
 
 
 def storages(tensors):
@@ -106,110 +94,83 @@ def storages(tensors):
     return sum(found.values())
 
 
-def shares(combination):
-    """Return bytes as tensors see them: of the full model, and on this rank."""
-    case, rank = CASES["net"], dist.get_rank()
-    plain = make(case.make)
-    whole = sum(p.numel() * p.itemsize for p in plain.parameters())
-    model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
-    optimizer = zshard.AdamW(model.parameters())
-    train(model, case, optimizer, rank, steps=2)
-    params = list(model.parameters())
-    state = [optimizer.state[p][key] for p in params for key in ("exp_avg", "exp_avg_sq")]
-    return {
-        "whole": whole,
-        "elements": sum(p.numel() * p.itemsize for p in params),
-        "grad elements": sum(p.grad.numel() * p.itemsize for p in params),
-        "state elements": sum(t.numel() * t.itemsize for t in state),
-        "params": storages(params),
-        "grads": storages([p.grad for p in params]),
-        "padding": len(params) * PARAM_ALIGN + len(units_of(model)) * SHARD_ALIGN[combination[1]],
-        "memory": model.memory(),
-    }
+def gathered(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-@ranks(2, 3)
-def test_rank_holds_its_share(pool, combination):
-    found = pool.run(shares, combination)
-    for part in ("elements", "grad elements"):  # each element is on one rank
-        assert sum(each[part] for each in found) == found[0]["whole"]
-    assert sum(each["state elements"] for each in found) == 2 * found[0]["whole"]
-    for each in found:
-        share = each["whole"] / pool.world + each["padding"]
-        assert each["elements"] <= share
-        assert each["state elements"] <= 2 * share
-        assert each["params"] == each["memory"]["shards"] <= share
-        assert each["grads"] == each["memory"]["grads"] <= share
+@on_ranks(2, 3)
+def test_rank_holds_its_share(combination):
+    full = sum(p.numel() * p.itemsize for p in make(CASES["net"].make).parameters())
+    training = Scenario("net", combination).sharded(2)
+    model, held = training.model, training.model.memory()
+    params = list(model.parameters())
+    grads = [p.grad for p in params]
+    state = [training.optimizer.state[p][key] for p in params for key in ("exp_avg", "exp_avg_sq")]
+    padding = len(params) * PARAM_ALIGN + len(units_of(model)) * SHARD_ALIGN[combination[1]]
+    share = full / dist.get_world_size() + padding
+    for tensors, times in ((params, 1), (grads, 1), (state, 2)):
+        own = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        assert sum(gathered(own)) == times * full, "each element is on one rank"
+        assert own <= times * share
+    assert storages(params) == held["shards"] <= share
+    assert storages(grads) == held["grads"] <= share
 
 
-def looked_at(combination, hold):
-    """Return the bytes of gradients once a script has read their storages, and whether its
-    reference to one stays unchanged."""
-    case, rank = CASES["net"], dist.get_rank()
-    model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
-    train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank, steps=1)
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
+@on_ranks(2)
+def test_reading_gradient_storage_allocates_nothing(combination, holds):
+    """Python's object of a storage stays without references, and holds nothing then."""
+    case, training = CASES["net"], Scenario("net", combination, "torch.SGD").sharded(1)
+    model = training.model
     before = model.memory()["grads"]
-    seen = [param.grad.untyped_storage() for param in model.parameters()]
-    bytes_seen = bytes(seen[0])
-    del seen[1 if hold else 0 :]
+    storages = [param.grad.untyped_storage() for param in model.parameters()]
+    content = bytes(storages[0])
+    del storages[1 if holds else 0 :]
     for step in range(3):
         model.zero_grad()
-        loss_of(model(case.batch(step + 1, rank))).backward()
-    held = [bytes(storage) == bytes_seen for storage in seen]
-    return model.memory()["grads"] - before, held
+        loss_of(model(case.batch(step + 1, dist.get_rank()))).backward()
+    assert (model.memory()["grads"] > before) == holds
+    assert all(bytes(storage) == content for storage in storages)
 
 
-@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_reading_gradient_storage_allocates_nothing(pool2, combination):
-    """Python's object of a storage stays without references, and holds nothing then."""
-    for more, held in pool2.run(looked_at, combination, False):
-        assert (more, held) == (0, [])
-    for more, held in pool2.run(looked_at, combination, True):
-        assert more > 0 and held == [True]
-
-
-def temporary(combination, width):
-    """Return (bytes of slots and buckets after some steps, those of the root's, of the largest
-    other)."""
+def check_buffers(combination, width):
+    """Fail if slots and buckets take more than those of the root's unit and the largest others."""
+    strategy, transport = combination
     model = wrapped(lambda: Net(width, 5), combination, auto_wrap_policy={Nested, nn.Embedding})
     train(model, CASES["net"], torch.optim.SGD(model.parameters(), 0.1), dist.get_rank())
     root, *others = (
-        {kind: round_up(size, SHARD_ALIGN[combination[1]]) for kind, size in unit.bytes.items()}
+        {kind: round_up(size, SHARD_ALIGN[transport]) for kind, size in unit.bytes.items()}
         for unit in units_of(model)
     )
     largest = {kind: max(unit[kind] for unit in others) for kind in root}
-    return model.memory(), root, largest
+    held = model.memory()
+    if strategy != "shard_grad_op":  # it keeps all units unsharded from forward to backward
+        assert held["slots"] <= root["full"] + 2 * largest["full"]
+    # All ranks pass on no_shard's sums: one more, where every rank would otherwise wait for
+    # every other (see bucket.h).
+    most = 3 if strategy == "no_shard" else 2
+    assert 0 < held["buckets"] <= root["bucket"] + most * largest["bucket"]
+    gathers = transport == "c10d" and strategy not in ("no_shard", "zero1")
+    assert (held["slots"] > 0) == gathers
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_at_most_two_full_buffers_and_buckets(pool2, combination):
-    strategy, transport = combination
-    for held, root, largest in pool2.run(temporary, combination, 33):
-        if strategy != "shard_grad_op":  # it keeps all units unsharded from forward to backward
-            assert held["slots"] <= root["full"] + 2 * largest["full"]
-        # All ranks pass on no_shard's sums: one more, where every rank would otherwise wait for
-        # every other (see bucket.h).
-        most = 3 if strategy == "no_shard" else 2
-        assert 0 < held["buckets"] <= root["bucket"] + most * largest["bucket"]
-        gathers = transport == "c10d" and strategy not in ("no_shard", "zero1")
-        assert (held["slots"] > 0) == gathers
-
-
-def after_a_larger_model(strategy):
-    """Return temporary() on fresh ranks, after a larger model was created and freed."""
-    dist.init_process_group("gloo")
-    temporary((strategy, "shm"), 131)
-    gc.collect()
-    return temporary((strategy, "shm"), 33)
+@on_ranks(2)
+def test_at_most_two_full_buffers_and_buckets(combination):
+    check_buffers(combination, 33)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2, fresh=True)
 def test_buckets_shrink_after_a_larger_model(strategy):
-    for result in fork_ranks(after_a_larger_model, 2, strategy):
-        held, root, largest = result.value
-        most = 3 if strategy == "no_shard" else 2
-        assert 0 < held["buckets"] <= root["bucket"] + most * largest["bucket"]
+    dist.init_process_group("gloo")
+    check_buffers((strategy, "shm"), 131)
+    gc.collect()
+    check_buffers((strategy, "shm"), 33)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -230,26 +191,14 @@ def test_nothing_is_allocated_after_the_second_step(combination):
     assert seen[2:] == [seen[1]] * len(seen[2:])
 
 
-def transports_share(transport):
-    """Return what two models over one transport report about it after one has trained: (first's,
-    second's); and the bytes that the first's largest round packs."""
-    case = CASES["net"]
-    first, second = (wrapped(case.make, ("full_shard", transport)) for _ in range(2))
-    train(first, case, torch.optim.SGD(first.parameters(), 0.1), dist.get_rank(), steps=2)
-    told = [model.memory()["transport"] for model in (first, second)]
-    return told, max(unit.bytes["bucket"] for unit in units_of(first))
-
-
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_models_share_transport_buffers(pool2, transport):
-    for (first, second), bucket in pool2.run(transports_share, transport):
-        assert first == second > 0
-        if transport == "c10d":
-            assert first >= 2 * bucket  # sent and received
-
-
-def test_single_rank_has_no_transport_memory():
-    assert FSDP(make(Net)).memory()["transport"] == 0
+@on_ranks(2)
+def test_models_share_transport_buffers(transport):
+    first, second = (Scenario("net", ("full_shard", transport)).sharded().go(2) for _ in range(2))
+    held = [training.model.memory()["transport"] for training in (first, second)]
+    assert held[0] == held[1] > 0
+    if transport == "c10d":  # sent and received
+        assert held[0] >= 2 * max(unit.bytes["bucket"] for unit in units_of(first.model))
 
 
 # --- the kernel's view ---------------------------------------------------------------------------
@@ -383,29 +332,24 @@ BIG = functools.partial(size_based_auto_wrap_policy, min_num_params=100)
 
 def used_and_dropped(transport, policy):
     """Return weak references to a model and its submodules."""
-    case = CASES["net"]
-    model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy=policy)
+    options = {"auto_wrap_policy": policy}
+    training = Scenario("net", ("full_shard", transport), "torch.SGD", options=options).sharded(1)
+    model = training.model
     model.load_state_dict(model.state_dict())
-    train(model, case, torch.optim.SGD(model.parameters(), 0.1), dist.get_rank(), steps=1)
-    seen = {"model": model, "head": model.head, "parameter": model.head.weight}
-    return {name: weakref.ref(thing) for name, thing in seen.items()}
-
-
-def freed_at_once(transport, policy):
-    """Return what is left of a model without a garbage collection."""
-    used_and_dropped(transport, policy)  # torch's first optimizer leaves a cycle
-    gc.disable()
-    try:
-        alive = used_and_dropped(transport, policy)
-        return [name for name, reference in alive.items() if reference() is not None]
-    finally:
-        gc.enable()
+    return list(map(weakref.ref, (model, model.head, model.head.weight)))
 
 
 @pytest.mark.parametrize("policy", ["auto", None, {nn.Embedding}, BIG, always_wrap_policy])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_dropped_model_is_freed_at_once(pool2, transport, policy):
-    assert pool2.run(freed_at_once, transport, policy) == [[], []]
+@on_ranks(2)
+def test_dropped_model_is_freed_at_once(transport, policy):
+    """Without a garbage collection."""
+    used_and_dropped(transport, policy)  # torch's first optimizer leaves a cycle
+    gc.disable()
+    try:
+        assert [each() for each in used_and_dropped(transport, policy)] == [None] * 3
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups import mesh_of
-from models import CASES, COMBINATIONS, Block, Net, loss_of, make, make_optimizer, train, wrapped
-from nursery import fork_ranks
+from models import CASES, COMBINATIONS, Block, Net, loss_of, make, train, wrapped
+from scenario import Scenario
 from spawn import on_ranks
 
 import zshard
@@ -19,15 +19,7 @@ from zshard import FSDP, predict_memory
 
 BF16 = zshard.MixedPrecision(torch.bfloat16)
 PARTS = {
-    "shards",
-    "kept",
-    "grads",
-    "slots",
-    "buckets",
-    "transport",
-    "offloaded",
-    "optimizer",
-    "total",
+    *["shards", "kept", "grads", "slots", "buckets", "transport", "offloaded", "optimizer", "total"]
 }
 
 
@@ -43,128 +35,91 @@ def predicted_of(name, combination, options, **more):
     return predict_memory(model, world, strategy=strategy, transport=transport, **options, **more)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", ["mlp", "net", "tied", "conv", "frozen"])
 @on_ranks(2, 3)
-def test_predictions_equal_actual_memory(name, precision):
-    """Return where predict_memory() of the model on the meta device, memory("predicted") of the
-    wrapped one and memory() after two steps differ, on rank 0."""
-    case, found = CASES[name], {}
-    for strategy, transport in COMBINATIONS:
-        options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
-        told = predicted_of(name, (strategy, transport), options)
-        model = wrapped(case.make, (strategy, transport), **options)
-        predicted = model.memory("predicted")
-        train(model, case, torch.optim.SGD(model.parameters(), 0.1), dist.get_rank(), steps=2)
-        held = model.memory("peak")
-        if told != predicted and dist.get_rank() == 0:
-            found[strategy, transport] = told, predicted
-        if any(
-            held[part] != predicted[part] for part in PARTS - {"transport", "optimizer", "total"}
-        ):
-            found[strategy, transport, "held"] = held, predicted
-    assert found == {}
+def test_predictions_equal_actual_memory(name, combination, precision):
+    """Of the model on the meta device, of the wrapped one, and what it holds after two steps."""
+    case = CASES[name]
+    options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
+    model = wrapped(case.make, combination, **options)
+    predicted = model.memory("predicted")
+    if dist.get_rank() == 0:
+        assert predicted_of(name, combination, options) == predicted
+    train(model, case, torch.optim.SGD(model.parameters(), 0.1), dist.get_rank(), steps=2)
+    held = model.memory("peak")
+    for part in PARTS - {"transport", "optimizer", "total"}:
+        assert held[part] == predicted[part], part
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", ["mlp", "net", "tied", "conv", "frozen"])
 @on_ranks(2, 3)
-def test_micro_batches_within_no_sync_are_predicted(name, precision):
-    """Return where predict_memory(no_sync=True), memory("predicted") and memory("peak") differ after
-    micro-batches within no_sync(), and where gradients take memory that is not predicted."""
-    case, found = CASES[name], {}
-    for combination in COMBINATIONS:
-        options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
-        told = predicted_of(name, combination, options, no_sync=True)
-        model = wrapped(case.make, combination, **options)
-        batch, whole = case.batch(0, dist.get_rank()), model.memory("predicted")["grads"]
-        with model.no_sync():
-            loss_of(model(batch)).backward()
-            held = model.memory()["grads"]
+def test_micro_batches_within_no_sync_are_predicted(name, combination, precision):
+    case = CASES[name]
+    options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
+    model = wrapped(case.make, combination, **options)
+    batch, size = case.batch(0, dist.get_rank()), model.memory("predicted")["grads"]
+    with model.no_sync():
         loss_of(model(batch)).backward()
-        after = model.memory()["grads"]
-        predicted, peak = model.memory("predicted"), model.memory("peak")
-        if combination[0] == "no_shard":  # full gradients belong to the script
-            held, after = whole, whole
-        if told != predicted and dist.get_rank() == 0:
-            found[combination] = told, predicted
-        if not held == peak["grads"] == predicted["grads"] >= after == whole:
-            found[combination, "held"] = held, peak["grads"], predicted["grads"], after, whole
-    assert found == {}
+        within = model.memory()["grads"]
+    loss_of(model(batch)).backward()
+    after, predicted = model.memory()["grads"], model.memory("predicted")
+    if dist.get_rank() == 0:
+        assert predicted_of(name, combination, options, no_sync=True) == predicted
+    if combination[0] == "no_shard":  # full gradients belong to the script
+        within, after = size, size
+    assert within == model.memory("peak")["grads"] == predicted["grads"] >= after == size
 
 
 @on_ranks(2)
 def test_micro_batches_take_memory_beside_offloaded_gradients(tmp_path):
-    """Return the bytes of gradients in memory within no_sync() and after it, the peak and the
-    prediction."""
-    folder = str(tmp_path)
-    options = {"offload": zshard.Offload(directory=folder, grads=True), "mixed_precision": BF16}
-    model = wrapped(CASES["net"].make, ("full_shard", "shm"), **options)
+    offload = zshard.Offload(directory=str(tmp_path), grads=True)
+    how = {"offload": offload, "mixed_precision": BF16}
+    model = wrapped(CASES["net"].make, ("full_shard", "shm"), **how)
     batch = CASES["net"].batch(0, dist.get_rank())
     with model.no_sync():
         loss_of(model(batch)).backward()
         within = model.memory()["grads"]
     loss_of(model(batch)).backward()
-    within, after, peak, predicted = (
-        within,
-        *(model.memory(what)["grads"] for what in ("now", "peak", "predicted")),
-    )
-    assert within == peak == predicted > 0 and after == 0
+    assert within == model.memory("peak")["grads"] == model.memory("predicted")["grads"] > 0
+    assert model.memory()["grads"] == 0
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
 @on_ranks(4)
-def test_predictions_of_hybrids(strategy, transport):
+def test_predictions_of_hybrids(strategy):
+    """Over shm, a prediction has all ranks of a host in one copy."""
     case = CASES["net"]
-    told = predict_memory(
-        on_meta("net"),
-        4,
-        strategy=strategy,
-        transport=transport,
-        local_world_size=2 if transport == "c10d" else None,
-        auto_wrap_policy=case.policy,
-    )
-    if transport == "shm":  # a prediction has all ranks of a host in one copy
-        told = None
-    model = FSDP(
-        make(case.make),
-        strategy=strategy,
-        transport=transport,
-        device_mesh=mesh_of(2, 2),
-        auto_wrap_policy=case.policy,
-    )
-    predicted = model.memory("predicted")
-    assert told in (None, predicted) or dist.get_rank() != 0
-
-
-def of_a_fresh_process(transport):
-    """Return (predicted, held) of the transport's own memory, and in total with the optimizer's
-    state."""
-    dist.init_process_group("gloo")
-    case = CASES["net"]
-    told = predict_memory(on_meta("net"), 2, transport=transport, auto_wrap_policy=case.policy)
-    model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy=case.policy)
-    optimizer = zshard.AdamW(model.parameters())
-    train(model, case, optimizer, dist.get_rank())
-    return told, model.memory(), dist.get_rank()
+    options = {"transport": "c10d", "auto_wrap_policy": case.policy, "strategy": strategy}
+    model = FSDP(make(case.make), device_mesh=mesh_of(2, 2), **options)
+    if dist.get_rank() == 0:
+        predicted = predict_memory(on_meta("net"), 4, local_world_size=2, **options)
+        assert predicted == model.memory("predicted")
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2, fresh=True)
 def test_transport_memory(transport):
-    for result in fork_ranks(of_a_fresh_process, 2, transport, check=True):
-        told, held, rank = result.value
-        assert told["transport"] == held["transport"] > 0
-        steps = 4 * len(list(CASES["net"].make().parameters()))  # Adam counts steps in a tensor
-        assert rank != 0 or told["optimizer"] == held["optimizer"] - steps
+    """The transport's own memory, and the total with the optimizer's state."""
+    dist.init_process_group("gloo")
+    policy = {"auto_wrap_policy": CASES["net"].policy}
+    predicted = predict_memory(on_meta("net"), 2, transport=transport, **policy)
+    training = Scenario("net", ("full_shard", transport)).sharded(4)
+    held = training.model.memory()
+    assert predicted["transport"] == held["transport"] > 0
+    steps = 4 * len(list(CASES["net"].make().parameters()))  # Adam counts steps in a tensor
+    assert dist.get_rank() or predicted["optimizer"] == held["optimizer"] - steps
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
 def test_peaks(transport):
-    """Return the peaks where a script keeps units unsharded, or keeps gradients local."""
+    """Where a script keeps units unsharded, or keeps gradients local."""
     case, rank = CASES["net"], dist.get_rank()
     model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy=case.policy)
     before = model.memory("peak")
@@ -189,20 +144,14 @@ def test_peaks(transport):
 @pytest.mark.parametrize("name", ["zshard.AdamW", "torch.AdamW", "torch.Adagrad"])
 @on_ranks(2)
 def test_optimizer_memory(name):
-    """Return memory()'s bytes of the optimizer, before and after a step, and in predictions."""
-    case, rank = CASES["net"], dist.get_rank()
-    model = wrapped(case.make, ("full_shard", "shm"), auto_wrap_policy=case.policy)
-    optimizer = make_optimizer(name, model)
-    seen = [model.memory(what)["optimizer"] for what in ("now", "predicted")]
-    train(model, case, optimizer, rank, steps=1)
-    seen += [model.memory(what)["optimizer"] for what in ("now", "predicted", "peak")]
+    training = Scenario("net", optimizer=name).sharded()
+    model = training.model
     size = sum(p.numel() * p.itemsize for p in model.parameters())
-    count = sum(1 for _ in model.parameters())
-    (before, guessed, now, predicted, peak), size, count = seen, size, count
-    tensors = 1 if name.endswith("Adagrad") else 2
-    assert (before, guessed) == (0, 2 * size)
-    assert now == predicted == peak
-    assert tensors * size <= now <= tensors * size + 4 * count
+    assert [model.memory(what)["optimizer"] for what in ("now", "predicted")] == [0, 2 * size]
+    training.go(1)
+    held = {model.memory(what)["optimizer"] for what in ("now", "predicted", "peak")}
+    least = size if name.endswith("Adagrad") else 2 * size
+    assert len(held) == 1 and least <= held.pop() <= least + 4 * len(list(model.parameters()))
 
 
 @on_ranks(2)
@@ -258,28 +207,22 @@ def test_prediction_of_eight_bit_state(name, moments):
     assert told["optimizer"] == moments * (own + own // 32)
 
 
-def muon_predicted_and_held(name, combination, precision):
-    """Return (predicted, in memory(), what state tensors take) after a step."""
-    case = CASES[name]
-    options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
-    told = predicted_of(name, combination, options, optimizer="muon")
-    model = wrapped(case.make, combination, **options)
-    optimizer = zshard.Muon(model)
-    train(model, case, optimizer, dist.get_rank(), steps=1)
-    own = [state for state in optimizer.state.values() if state]
-    tensors = [value for state in own for key, value in state.items() if key != "step"]
-    steps = 4 * sum("step" in state for state in own)
-    held = sum(value.numel() * value.itemsize for value in tensors)
-    assert model.memory()["optimizer"] == held + steps
-    return told["optimizer"], held
-
-
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
 @pytest.mark.parametrize("name", ["net", "tied", "attention"])
-def test_prediction_of_muon(pool2, name, combination, precision):
-    (told, held), *_ = pool2.run(muon_predicted_and_held, name, combination, precision)
-    assert told == held
+@on_ranks(2)
+def test_prediction_of_muon(name, combination, precision):
+    case = CASES[name]
+    options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
+    predicted = predicted_of(name, combination, options, optimizer="muon")["optimizer"]
+    model = wrapped(case.make, combination, **options)
+    optimizer = zshard.Muon(model)
+    train(model, case, optimizer, dist.get_rank(), steps=1)
+    states = [state for state in optimizer.state.values() if state]
+    tensors = [value for state in states for key, value in state.items() if key != "step"]
+    held = sum(value.numel() * value.itemsize for value in tensors)
+    assert model.memory()["optimizer"] == held + 4 * sum("step" in state for state in states)
+    assert dist.get_rank() or predicted == held
 
 
 def test_prediction_by_hand():
