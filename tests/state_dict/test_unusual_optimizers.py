@@ -9,9 +9,9 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from compare import differences
+from compare import assert_same
 from models import make, wrapped
-from scenarios import Stack, floats
+from scenarios import Stack, floats, whole
 from spawn import on_ranks
 from torch.optim import Optimizer
 
@@ -64,6 +64,10 @@ class TwoLooks(WithoutOptions):
         return loss
 
 
+def built(combination):
+    return make(Stack) if combination is None else wrapped(Stack, combination)
+
+
 def train(model, optimizer, n):
     for i in range(n):
         optimizer.zero_grad()
@@ -71,22 +75,28 @@ def train(model, optimizer, n):
         optimizer.step()
 
 
-def resumed(kind, combination, folder, how):
+def same_as_plain(run, combination, *args):
+    """Fail unless `run(combination, ...)` leaves the weights that it leaves in a plain model."""
+    ours = whole(run(combination, *args))
+    dist.barrier()
+    assert_same(ours, whole(run(None, *args)), "the model")
+
+
+def resumed(combination, kind, folder, how):
     """Return the model after steps, a load of earlier state, and another step."""
-    model = make(Stack) if combination is None else wrapped(Stack, combination)
+    model = built(combination)
     optimizer = kind(model.parameters())
     train(model, optimizer, 2)
-    earlier = {**model.state_dict()}, optimizer.state_dict()
     if how == "file" and combination is not None:
         zshard.save(f"{folder}/saved", model, optimizer)
         train(model, optimizer, 1)
         zshard.load(f"{folder}/saved", model, optimizer)
     else:
-        earlier = {n: t.clone() for n, t in earlier[0].items()}, earlier[1]
+        earlier = whole(model), optimizer.state_dict()
         optimizer.load_state_dict(earlier[1])
         model.load_state_dict(earlier[0])
     train(model, optimizer, 2)
-    return {n: t.clone() for n, t in model.state_dict().items()}
+    return model
 
 
 @pytest.mark.parametrize("how", ["file", "state dict"])
@@ -96,15 +106,12 @@ def resumed(kind, combination, folder, how):
 )
 @on_ranks(2)
 def test_their_state_loads(kind, combination, how, tmp_path):
-    folder = str(tmp_path)
-    found = resumed(kind, combination, folder, how)
-    dist.barrier()
-    assert differences(found, resumed(kind, None, folder, how)) == []
+    same_as_plain(resumed, combination, kind, str(tmp_path), how)
 
 
 def looks(combination):
-    """Return the model after steps whose closure evaluates before it trains."""
-    model = make(Stack) if combination is None else wrapped(Stack, combination)
+    """Train with a closure that evaluates before it trains."""
+    model = built(combination)
     optimizer = TwoLooks(model.parameters())
 
     def closure():
@@ -117,13 +124,13 @@ def looks(combination):
 
     for _ in range(2):
         optimizer.step(closure)
-    return {n: t.clone() for n, t in model.state_dict().items()}
+    return model
 
 
 @pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
 @on_ranks(2)
 def test_a_closure_may_evaluate_and_be_called_twice(combination):
-    assert differences(looks(combination), looks(None)) == []
+    same_as_plain(looks, combination)
 
 
 class OfABase(torch.optim.SGD):
@@ -156,10 +163,10 @@ class Wraps(WithoutOptions):
         return result
 
 
-def steps_of_two(kind, combination):
-    """Return the model after steps, a tenth of them failing; state is read right after each."""
+def steps_of_two(combination, kind):
+    """A tenth of the steps fails; state is read right after each."""
     torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
-    model = make(Stack) if combination is None else wrapped(Stack, combination)
+    model = built(combination)
     optimizer = kind(model.parameters(), lr=1e-3, momentum=0.9)
     for i in range(30):
         optimizer.zero_grad()
@@ -168,14 +175,14 @@ def steps_of_two(kind, combination):
         with contextlib.suppress(OverflowError):
             optimizer.step()
         model.state_dict(), optimizer.state_dict()
-    return {n: t.clone() for n, t in model.state_dict().items()}
+    return model
 
 
 @pytest.mark.parametrize("kind", [OfABase, Wraps])
 @pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
 @on_ranks(2)
 def test_a_step_that_calls_another_is_one_step(kind, combination):
-    assert differences(steps_of_two(kind, combination), steps_of_two(kind, None)) == []
+    same_as_plain(steps_of_two, combination, kind)
 
 
 def ignoring(has_base):
@@ -198,12 +205,12 @@ def ignoring(has_base):
 
 
 def steps_without_its_closure(combination, has_base):
-    model = make(Stack) if combination is None else wrapped(Stack, combination)
+    model = built(combination)
     optimizer = ignoring(has_base)(model.parameters())
     (model(floats(1)).sum() * 100).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step(lambda: None)
-    return {n: t.clone() for n, t in model.state_dict().items()}
+    return model
 
 
 @pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
@@ -211,8 +218,7 @@ def steps_without_its_closure(combination, has_base):
 def test_a_closure_that_is_not_called_is_an_error_or_does_no_harm(combination):
     with pytest.raises(RuntimeError, match="has not called its closure"):
         steps_without_its_closure(combination, False)
-    found = steps_without_its_closure(combination, True)
-    assert differences(found, steps_without_its_closure(None, True)) == []
+    same_as_plain(steps_without_its_closure, combination, True)
 
 
 class StepsWithItsOwn(WithoutOptions):
@@ -228,7 +234,7 @@ class StepsWithItsOwn(WithoutOptions):
 
 
 def steps_with_its_own(combination):
-    model = make(Stack) if combination is None else wrapped(Stack, combination)
+    model = built(combination)
     optimizer = StepsWithItsOwn(model.parameters())
 
     def own():
@@ -241,20 +247,17 @@ def steps_with_its_own(combination):
     optimizer.own = own
     for _ in range(2):
         optimizer.step()
-    return {n: t.clone() for n, t in model.state_dict().items()}
-
-
-def with_its_own_like_a_plain_model(combination):
-    if combination[1] == "shm":
-        with pytest.raises(RuntimeError, match=r"within optimizer.step\(\) or one of its hooks"):
-            steps_with_its_own(combination)
-        return []
-    return differences(steps_with_its_own(combination), steps_with_its_own(None))
+    return model
 
 
 @pytest.mark.parametrize("combination", [SHM, C10D, REPLICATED])
-def test_a_closure_of_its_own_is_checked_or_refused(pool2, combination):
-    assert pool2.run(with_its_own_like_a_plain_model, combination) == [[], []]
+@on_ranks(2)
+def test_a_closure_of_its_own_is_checked_or_refused(combination):
+    if combination[1] == "shm":
+        with pytest.raises(RuntimeError, match=r"within optimizer.step\(\) or one of its hooks"):
+            steps_with_its_own(combination)
+    else:
+        same_as_plain(steps_with_its_own, combination)
 
 
 # --- hooks ----------------------------------------------------------------------------------------
@@ -302,22 +305,16 @@ def test_a_load_hook_may_load_another_optimizer(combination, fails, tmp_path):
         zshard.load(f"{folder}/saved", model, mine)
         before = saved
     dist.barrier()
-    pairs = (mine.state_dict(), saved), (theirs.state_dict(), before)
-    assert (
-        [
-            (number, key)
-            for found, wanted in pairs
-            for number, state in wanted["state"].items()
-            for key, value in state.items()
-            if not torch.equal(found["state"][number][key], value)
-        ]
-    ) == []
+    assert_same(mine.state_dict(), saved, "the optimizer")
+    assert_same(theirs.state_dict(), before, "the other one")
 
 
 # --- state that a script replaces -----------------------------------------------------------------
 
 
-def replaced_by_hand(meets):
+@pytest.mark.parametrize("meets", [True, False])
+@on_ranks(2)
+def test_a_lone_read_of_replaced_state_is_right_or_an_error(meets):
     """Rank 0 reads alone what all ranks have replaced."""
     model = wrapped(Stack, SHM)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -325,27 +322,19 @@ def replaced_by_hand(meets):
     dist.barrier()
     for state in optimizer.state.values():
         state["exp_avg"] = torch.zeros_like(state["exp_avg"])
-    seen = None
     if meets:
         dist.barrier()
-    if dist.get_rank() == 0:
-        if meets:
-            seen = sum(
-                int(s["exp_avg"].count_nonzero()) for s in optimizer.state_dict()["state"].values()
-            )
-        else:
-            with pytest.raises(zshard.DivergenceError, match=r"barrier\(\) on all ranks first"):
-                optimizer.state_dict()
+    if dist.get_rank() == 0 and meets:
+        assert not any(s["exp_avg"].any() for s in optimizer.state_dict()["state"].values())
+    elif dist.get_rank() == 0:
+        with pytest.raises(zshard.DivergenceError, match=r"barrier\(\) on all ranks first"):
+            optimizer.state_dict()
     train(model, optimizer, 1)
-    return seen, optimizer.state_dict()["state"][0]["step"].item()
+    assert optimizer.state_dict()["state"][0]["step"].item() == 2
 
 
-@pytest.mark.parametrize("meets", [True, False])
-def test_a_lone_read_of_replaced_state_is_right_or_an_error(pool2, meets):
-    assert pool2.run(replaced_by_hand, meets) == [(0 if meets else None, 2.0), (None, 2.0)]
-
-
-def added_groups():
+@on_ranks(2)
+def test_a_lone_read_after_a_group_was_added():
     model = wrapped(Stack, SHM)
     params = list(model.parameters())
     optimizer = torch.optim.Adam(params[:-2], 0.01)
@@ -355,28 +344,25 @@ def added_groups():
     if dist.get_rank() == 0:
         assert len(optimizer.state_dict()["param_groups"]) == 2
     train(model, optimizer, 1)
-    return len(optimizer.state_dict()["state"])
+    assert len(optimizer.state_dict()["state"]) == len(params)
 
 
-def test_a_lone_read_after_a_group_was_added(pool2):
-    assert len(set(pool2.run(added_groups))) == 1
-
-
-def compiled_steps(combination, compiles):
-    model = wrapped(Stack, combination)
+def compiled_steps(combination):
+    """Train; compiled if the model is sharded."""
+    model = built(combination)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    step = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+    step = torch.compile(optimizer.step, backend="eager") if combination else optimizer.step
     for i in range(3):
         optimizer.zero_grad()
         model(floats(i)).sum().backward()
         step()
-    return {n: t.clone() for n, t in model.state_dict().items()}
+    return model
 
 
 @pytest.mark.parametrize("combination", [SHM, C10D])
 @on_ranks(2)
 def test_a_compiled_step(combination):
-    assert differences(compiled_steps(combination, True), compiled_steps(combination, False)) == []
+    same_as_plain(compiled_steps, combination)
 
 
 class Partly(WithoutOptions):
@@ -394,7 +380,9 @@ class Partly(WithoutOptions):
                 param.sub_(param.grad * 0.01)
 
 
-def steps_within_steps(transport):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_steps_within_steps_of_other_models(transport):
     """The outer optimizer has one model, the inner ones two."""
     first, second = (wrapped(Stack, ("full_shard", transport)) for _ in range(2))
     both = [*first.parameters(), *second.parameters()]
@@ -405,13 +393,7 @@ def steps_within_steps(transport):
         outer.step()
         outer.zero_grad()
         second.zero_grad()
-    return [bool(value.isfinite().all()) for value in second.state_dict().values()]
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_steps_within_steps_of_other_models(pool2, transport):
-    first, second = pool2.run(steps_within_steps, transport)
-    assert first == second and all(first)
+    assert all(value.isfinite().all() for value in second.state_dict().values())
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
