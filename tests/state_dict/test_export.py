@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
+from groups import mesh_of
 from models import COMBINATIONS, Net, make
 from nursery import fork_ranks
 from spawn import on_ranks
@@ -94,11 +95,12 @@ def test_an_export_has_the_bits_of_the_state_dict(combination, options):
     assert not torch.equal(joined(zshard.export(model))["norm.weight"], expected["norm.weight"])
 
 
-def hybrid_is_exact(strategy, transport):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2))
-    model = FSDP(make(Model), device_mesh=mesh, strategy=strategy, transport=transport, timeout=20)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
+@on_ranks(4)
+def test_hybrid_strategies(strategy, transport):
+    how = {"device_mesh": mesh_of(2, 2), "strategy": strategy, "timeout": 20}
+    model = FSDP(make(Model), transport=transport, **how)
     step(model, AdamW(model.parameters()))
     expected = full(model)
     same(joined(zshard.export(model, bucket=5000)), expected)
@@ -106,21 +108,6 @@ def hybrid_is_exact(strategy, transport):
     if transport == "shm" and dist.get_rank() == 3:
         same(joined(zshard.export(model)), expected)
     dist.barrier()
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_hybrid_strategies(strategy, transport):
-    def named():
-        return strategy, transport
-
-    fork_ranks(with_group, 4, hybrid_is_exact.__name__, *named(), check=True)
-
-
-def with_group(name, *args):
-    dist.init_process_group("gloo")
-    globals()[name](*args)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
@@ -170,22 +157,20 @@ def test_one_rank_alone_has_one_step_while_others_train_on():
     assert not torch.equal(full(model)["norm.weight"], expected["norm.weight"])
 
 
-def saved_by_one_rank_then_written(folder):
+@on_ranks(2)
+def test_ranks_that_take_nothing_wait_with_their_writes(tmp_path):
     """One rank takes an export; then all write, and that rank comes last."""
     model, _ = built()
     for i in range(2):
-        zshard.export(model, ranks=i).save(f"{folder}/{i}")
+        zshard.export(model, ranks=i).save(f"{tmp_path}/{i}")
         if dist.get_rank() == i:
             time.sleep(0.05)
         with FSDP.summon_full_params(model):
             for param in model.parameters():
                 param.detach().add_(1)
-    return full(model)
-
-
-def test_ranks_that_take_nothing_wait_with_their_writes(pool2, tmp_path):
-    first, second = pool2.run(saved_by_one_rank_then_written, str(tmp_path))
-    same(first, second)
+    states = [None, None]
+    dist.all_gather_object(states, full(model))
+    same(*states)
 
 
 @on_ranks(2)
@@ -233,6 +218,7 @@ def test_all_ranks_may_leave_a_loop_and_nest_two(combination, how):
 
 
 def left_by_one(transport, then):
+    dist.init_process_group("gloo")
     model, optimizer = built(("full_shard", transport))
     if dist.get_rank() == 0:
         leave(model, "break")
@@ -243,12 +229,13 @@ def left_by_one(transport, then):
     else:
         dist.barrier()
     print("went on")
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("then", ["step", "barrier"])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_one_rank_alone_leaves_a_loop(transport, then):
-    results = fork_ranks(with_group, 2, left_by_one.__name__, transport, then, timeout=60)
+    results = fork_ranks(left_by_one, 2, transport, then, timeout=60)
     for result in results:
         assert result.returncode is not None, "it hangs"
         if transport == "shm":

@@ -24,67 +24,34 @@ from models import (
     train,
     wrapped,
 )
-from spawn import on_ranks, ranks
+from scenario import Scenario
+from spawn import on_ranks
 
 from zshard import FSDP
 
 FULL = ("full_shard", "shm")
 
 
-def against_plain(name):
-    """Return {combination: what differs between the state dict of a sharded and of a plain
-    model}."""
-    plain = make(CASES[name].make).state_dict()
-    found = {}
-    for combination in COMBINATIONS:
-        state = sharded(name, combination).state_dict()
-        found[combination] = differences(state, plain)
-        if list(state) != list(plain):
-            found[combination].append("the names come in another order")
-        found[combination] += [
-            f"{key}: {type(value).__name__}, {value.requires_grad=}"
-            for key, value in state.items()
-            if type(value) is not torch.Tensor or value.requires_grad
-        ]
-        if state._metadata != plain._metadata:
-            found[combination].append("other metadata")
-    return found
+def check_state_dict(name, combination):
+    """Fail unless a sharded model's state dict is the plain model's."""
+    plain, state = make(CASES[name].make).state_dict(), sharded(name, combination).state_dict()
+    assert_same(state, plain, "the state dict")
+    assert list(state) == list(plain) and state._metadata == plain._metadata
+    assert {(type(v), v.requires_grad) for v in state.values()} == {(torch.Tensor, False)}
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_names_and_values_equal_the_plain_model(pool2, name):
-    for found in pool2.run(against_plain, name):
-        assert not any(found.values()), found
+@on_ranks(2)
+def test_names_and_values_equal_the_plain_model(name, combination):
+    check_state_dict(name, combination)
 
 
-@ranks(3, 4)
-def test_more_ranks(pool):
-    for found in pool.run(against_plain, "odds"):
-        assert not any(found.values()), found
-
-
-def round_trip(name, source, target):
-    """Train under one combination, move the state through a file into a plain model and into
-    another combination, and back; return everything that differs."""
-    case, rank = CASES[name], dist.get_rank()
-    model = sharded(name, source)
-    train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank, steps=2)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-
-    plain = make(case.make, seed=2)
-    result = [str(plain.load_state_dict(state))]
-    other = sharded(name, target, seed=3)
-    result.append(str(other.load_state_dict(plain.state_dict())))
-    found = differences(plain.state_dict(), state) + differences(other.state_dict(), state)
-    with torch.no_grad():
-        batch = case.batch(7, rank)
-        assert_same(other.eval()(batch), plain.eval()(batch), "the output")
-    model.load_state_dict(make(case.make, seed=4).state_dict())
-    found += differences(model.state_dict(), make(case.make, seed=4).state_dict())
-    return result, found
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(3, 4)
+def test_more_ranks(combination):
+    check_state_dict("odds", combination)
 
 
 ROUND_TRIPS = [
@@ -99,9 +66,25 @@ ROUND_TRIPS = [
 
 
 @pytest.mark.parametrize(("name", "source", "target"), ROUND_TRIPS)
-def test_state_dicts_load_across_strategies_and_plain_models(pool2, name, source, target):
-    matched = "<All keys matched successfully>"
-    assert pool2.run(round_trip, name, source, target) == [([matched, matched], [])] * 2
+@on_ranks(2)
+def test_state_dicts_load_across_strategies_and_plain_models(name, source, target):
+    """From a trained model through a file into a plain model, into another combination, and back."""
+    case = CASES[name]
+    model = Scenario(name, source, "torch.SGD").sharded(2).model
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    plain, other = make(case.make, seed=2), sharded(name, target, seed=3)
+    for each in (plain, other):
+        assert str(each.load_state_dict(state)) == "<All keys matched successfully>"
+        assert_same(each.state_dict(), state, "the loaded model")
+    with torch.no_grad():
+        batch = case.batch(7, dist.get_rank())
+        assert_same(other.eval()(batch), plain.eval()(batch), "the output")
+    state = make(case.make, seed=4).state_dict()
+    model.load_state_dict(state)
+    assert_same(model.state_dict(), state, "the first model")
 
 
 def loads(state, strict=True, model=None):
@@ -128,16 +111,10 @@ def damaged_states():
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_missing_and_unexpected_names_are_reported_as_by_torch(combination):
-    """Return {problem: (as sharded, as plain)}, strictly and not."""
-    found = {}
     for what, state in damaged_states().items():
         for strict in (True, False):
-            ours = loads(state, strict, wrapped(Net, combination))
-            theirs = loads(state, strict)
-            found[what, strict] = ours, theirs
-    for what, (ours, theirs) in found.items():
-        assert ours == theirs, what
-    assert "norm.bias" in found["missing", True][0]
+            reported = loads(state, strict, wrapped(Net, combination))
+            assert reported == loads(state, strict), what
 
 
 @on_ranks(2)
@@ -146,33 +123,24 @@ def test_partial_state_can_be_loaded():
     model, state = wrapped(Net, FULL), make(Net, seed=2).state_dict()
     part = {key: value for key, value in state.items() if key.startswith("blocks.1")}
     model.load_state_dict(part, strict=False)
-    assert differences(model.state_dict(), {**make(Net).state_dict(), **part}) == []
+    assert_same(model.state_dict(), {**make(Net).state_dict(), **part}, "the model")
 
 
-def misshapen(combination):
-    """Return the errors for a state with two misshapen tensors and a missing one, zshard's and
-    torch's; and whether training continues."""
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_shape_errors_match_torch(combination):
     state = make(Net, seed=2).state_dict()
     state["blocks.1.inner.0.up.weight"] = torch.zeros(22, 12)
     state["norm.bias"] = torch.zeros(12)
     del state["head.bias"]
     model = wrapped(Net, combination)
-    ours, theirs = loads(state, True, model), loads(state)
-    loss = loss_of(model(CASES["net"].batch(0, dist.get_rank())))
-    loss.backward()
-    return ours, theirs, bool(loss.isfinite())
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_shape_errors_match_torch(pool2, combination):
-    for ours, theirs, trains in pool2.run(misshapen, combination):
-        for line in theirs.splitlines()[1:]:
-            name = line.split(":")[0]  # "size mismatch for NAME", "Missing key(s) in state_dict"
-            assert name.strip() in ours
-        for shape in ("22, 12", "22, 11", "12", "11"):
-            assert shape in ours
-        assert "head.bias" in ours and "Error(s) in loading state_dict" in ours
-        assert trains
+    text = loads(state, True, model)
+    for line in loads(state).splitlines()[1:]:
+        name = line.split(":")[0]  # "size mismatch for NAME", "Missing key(s) in state_dict"
+        assert name.strip() in text
+    for words in ("22, 12", "22, 11", "12", "11", "head.bias", "Error(s) in loading state_dict"):
+        assert words in text
+    loss_of(model(CASES["net"].batch(0, dist.get_rank()))).backward()
 
 
 @on_ranks(2)
@@ -184,13 +152,11 @@ def test_tied_weights_have_all_their_names():
     assert_same(state["twins.1.one.weight"], state["twins.1.two.weight"], "the twin")
     assert model.head.weight is model.embed.weight
     other = make(Tied, seed=2).state_dict()
-    found = []
     for left_out in ("embed.weight", "head.weight"):
         part = {key: value for key, value in other.items() if key != left_out}
         fresh = wrapped(Tied, FULL)
-        missing = fresh.load_state_dict(part, strict=False).missing_keys
-        found.append((missing, differences(fresh.state_dict(), other)))
-    assert found == [(["embed.weight"], []), (["head.weight"], [])]
+        assert fresh.load_state_dict(part, strict=False).missing_keys == [left_out]
+        assert_same(fresh.state_dict(), other, "the model")
 
 
 class WithBuffers(Net):
@@ -210,7 +176,8 @@ class WithBuffers(Net):
         self.note = state["note"]
 
 
-def buffers_and_extra_state():
+@on_ranks(2)
+def test_buffers_and_extra_state():
     model, plain = wrapped(WithBuffers, FULL), make(WithBuffers)
     model.count.add_(3)
     model.note = "second"
@@ -218,16 +185,11 @@ def buffers_and_extra_state():
     assert list(state) == list(plain.state_dict())
     plain.load_state_dict(state)
     assert_same(plain.blocks[0].mask, model.blocks[0].mask, "the buffer that is not saved")
-    values = int(plain.count), plain.note
+    assert (int(plain.count), plain.note) == (3, "second")
     state["count"] += 4
     state["_extra_state"] = {"note": "third"}
     model.load_state_dict(state)
-    return values, (int(model.count), model.note)
-
-
-def test_buffers_and_extra_state(pool2):
-    expected = ((3, "second"), (7, "third"))
-    assert pool2.run(buffers_and_extra_state) == [expected] * 2
+    assert (int(model.count), model.note) == (7, "third")
 
 
 @on_ranks(2)
@@ -242,7 +204,7 @@ def test_state_dicts_are_copies():
     for value in state.values():
         value.zero_()
     assert differences(trained, before) != []
-    assert differences(model.state_dict(), trained) == []
+    assert_same(model.state_dict(), trained, "the model")
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -251,7 +213,7 @@ def test_assigning_is_refused(combination):
     model = wrapped(Net, combination)
     with pytest.raises(ValueError, match="assign=True"):
         model.load_state_dict(make(Net, seed=2).state_dict(), assign=True)
-    assert differences(model.state_dict(), make(Net).state_dict()) == []
+    assert_same(model.state_dict(), make(Net).state_dict(), "the model")
 
 
 # --- unusual moments ------------------------------------------------------------------------------
@@ -264,9 +226,8 @@ def test_loading_between_a_forward_and_a_backward(combination):
     model, state = wrapped(Net, combination), make(Net, seed=2).state_dict()
     model(CASES["net"].batch(0, dist.get_rank()))
     model.load_state_dict(state)
-    found = differences(model.state_dict(), state)
+    assert_same(model.state_dict(), state, "the model")
     loss_of(model(CASES["net"].batch(0, dist.get_rank()))).backward()
-    assert found == []
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -280,7 +241,7 @@ def test_saving_within_a_forward(combination):
     loss = loss_of(model(batch))
     loss.backward()
     assert_same(loss, loss_of(plain(batch)), "the loss")
-    assert differences(states[0], plain.state_dict()) == []
+    assert_same(states[0], plain.state_dict(), "the state dict")
 
 
 @on_ranks(2)
@@ -295,29 +256,20 @@ def test_saving_in_inference_mode_returns_normal_tensors():
 def test_scalars_of_old_files_are_accepted():
     model, state = sharded("odds", FULL), make(CASES["odds"].make, 2).state_dict()
     model.load_state_dict({**state, "scale": state["scale"].reshape(1)})
-    assert differences(model.state_dict(), state) == []
+    assert_same(model.state_dict(), state, "the model")
 
 
-def what_is_put_on_modules(combination):
-    model = wrapped(Net, combination)
-    return [name for module in model.modules() for name in vars(module) if "state_dict" in name]
+@on_ranks(2)
+def test_plain_modules_keep_torchs_behavior():
+    def put_on_modules(model):
+        return [name for module in model.modules() for name in vars(module) if "state_dict" in name]
 
-
-def test_plain_modules_keep_torchs_behavior(pool2):
-    plain = [
-        name for module in make(Net).modules() for name in vars(module) if "state_dict" in name
-    ]
-    assert pool2.run(what_is_put_on_modules, ("no_shard", "shm")) == [plain] * 2
-    model = FSDP(make(Net))
-    assert [n for module in model.modules() for n in vars(module) if "state_dict" in n] == plain
+    assert put_on_modules(wrapped(Net, ("no_shard", "shm"))) == put_on_modules(make(Net))
 
 
 def test_single_rank():
-    plain = make(WithBuffers)
+    plain, other = make(WithBuffers), make(WithBuffers, seed=2)
     model = FSDP(copy.deepcopy(plain))
-    assert differences(model.state_dict(), plain.state_dict()) == []
-    other = make(WithBuffers, seed=2)
+    assert_same(model.state_dict(), plain.state_dict(), "the state dict")
     model.load_state_dict(other.state_dict())
-    assert differences(model.state_dict(), other.state_dict()) == []
-    plain.load_state_dict(model.state_dict())
-    assert differences(plain.state_dict(), other.state_dict()) == []
+    assert_same(model.state_dict(), other.state_dict(), "the model")
