@@ -35,80 +35,73 @@ def loads(optimizer, state):
     return "loaded"
 
 
+def entry(number, key, value):
+    return lambda state: state["state"][number].update({key: value(state["state"][number][key])})
+
+
+def replicated(value):
+    return distribute_tensor(value, mesh_of(1, 2), [Replicate()] * 2)
+
+
+OF_FIRST = "of parameter 'first.weight'"
 DAMAGES = {
-    "shape": ["'exp_avg' of parameter 'first.weight' has shape (7, 13), expected (13, 7)"],
-    "shard": ["'exp_avg_sq' of parameter 'first.weight' has shape (45, 1)"],
-    "short vector": ["'exp_avg' of parameter 'first.bias' has shape (12,), expected"],
-    "DTensor": ["'exp_avg' of parameter 'first.weight' is a DTensor", "full_tensor()"],
-    "fewer parameters": ["doesn't match the size of optimizer's group"],
-    "more groups": ["different number of parameter groups"],
+    f"'exp_avg' {OF_FIRST} has shape (7, 13), expected (13, 7)": entry(
+        0, "exp_avg", lambda _: torch.zeros(7, 13)
+    ),
+    f"'exp_avg_sq' {OF_FIRST} has shape (45, 1)": entry(
+        0, "exp_avg_sq", lambda _: torch.zeros(45, 1)
+    ),
+    "'exp_avg' of parameter 'first.bias' has shape (12,), expected": entry(
+        1, "exp_avg", lambda _: torch.zeros(12)
+    ),
+    f"'exp_avg' {OF_FIRST} is a DTensor": entry(0, "exp_avg", replicated),
+    "doesn't match the size of optimizer's group": lambda s: s["param_groups"][0]["params"].pop(),
+    "different number of parameter groups": lambda s: s["param_groups"].append(
+        {**s["param_groups"][0], "params": []}
+    ),
 }
 
 
-@pytest.mark.parametrize("what", DAMAGES)
 @on_ranks(2)
-def test_mismatches_are_named_and_change_nothing(what):
-    """Return the error of a load of a state dict with one problem."""
+def test_mismatches_are_named_and_change_nothing():
     _, optimizer = trained("mlp", FULL, "zshard.AdamW")
-    state = copy.deepcopy(optimizer.state_dict())
-    first = state["state"][0]
-    if what == "shape":
-        first["exp_avg"] = torch.zeros(7, 13)
-    elif what == "shard":
-        first["exp_avg_sq"] = torch.zeros(45, 1)
-    elif what == "short vector":
-        state["state"][1]["exp_avg"] = torch.zeros(12)
-    elif what == "DTensor":
-        first["exp_avg"] = distribute_tensor(first["exp_avg"], mesh_of(1, 2), [Replicate()] * 2)
-    elif what == "fewer parameters":
-        state["param_groups"][0]["params"].pop()
-    elif what == "more groups":
-        state["param_groups"].append({**state["param_groups"][0], "params": []})
-    text = loads(optimizer, state)
-    for part in DAMAGES[what]:
-        assert part in text
+    for words, damage in DAMAGES.items():
+        state = copy.deepcopy(optimizer.state_dict())
+        damage(state)
+        assert words in loads(optimizer, state)
 
 
-def diverged(what, transport):
-    """Return the error of state_dict() where ranks have different state, and whether they can
-    continue."""
+OF_NONE = "a key of no parameter"  # over shm, rank 0 reads the state
+DIVERGES = {  # what rank 1 does to its state of a parameter
+    "missing": lambda optimizer, param: optimizer.state.pop(param),
+    "another key": lambda optimizer, param: optimizer.state[param].update(more=3),
+    "dtype": lambda optimizer, param: optimizer.state[param].update(
+        exp_avg=optimizer.state[param]["exp_avg"].double()
+    ),
+    "fewer parameters": lambda optimizer, param: (
+        optimizer.param_groups[0]["params"].pop(),
+        optimizer.state.pop(param),
+    ),
+    OF_NONE: lambda optimizer, param: optimizer.state.update(more=3),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("what", "transport"),
+    [(what, t) for what in DIVERGES for t in ("shm", "c10d") if (what, t) != (OF_NONE, "shm")],
+)
+@on_ranks(2)
+def test_ranks_with_different_state_are_named(what, transport):
     model, optimizer = trained("mlp", ("full_shard", transport), "zshard.AdamW")
-    param = model.third.bias
     if rank() == 1:
-        if what == "missing":
-            del optimizer.state[param]
-        elif what == "another key":
-            optimizer.state[param]["more"] = 3
-        elif what == "a key of no parameter":
-            optimizer.state["more"] = 3
-        elif what == "dtype":
-            optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"].double()
-        else:
-            del optimizer.param_groups[0]["params"][-1], optimizer.state[param]
+        DIVERGES[what](optimizer, model.third.bias)
     dist.barrier()  # over shm, rank 0 would read the current state
-    try:
+    where = "under 'more'" if what == OF_NONE else "of 'third.bias'"
+    words = f"the optimizers differ between ranks.*the state {where}"
+    with pytest.raises(zshard.DivergenceError, match=words):
         optimizer.state_dict()
-    except zshard.DivergenceError as error:
-        text = str(error)
     model.state_dict()
-    return text
-
-
-def test_keys_of_no_parameter_are_compared(pool2):
-    texts = pool2.run(diverged, "a key of no parameter", "c10d")
-    assert len(set(texts)) == 1
-    assert "the optimizers differ between ranks" in texts[0]
-    assert "the state under 'more'" in texts[0]
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("what", ["missing", "another key", "dtype", "fewer parameters"])
-def test_ranks_with_different_state_are_named(pool2, what, transport):
-    texts = pool2.run(diverged, what, transport)
-    assert len(set(texts)) == 1
-    assert "the optimizers differ between ranks" in texts[0]
-    assert "the state of 'third.bias'" in texts[0] and "rank 0" in texts[0]
 
 
 def on_one_rank(transport):
@@ -146,32 +139,23 @@ READERS = {
 }
 
 
-def shards_under(key, combination, path):
-    """Return what each reader says of shards that are under no key of a parameter's dict, and of
-    the same optimizer without them."""
+@pytest.mark.parametrize("combination", [FULL, ("shard_grad_op", "c10d")], ids="-".join)
+@pytest.mark.parametrize(("key", "words"), [("m", "under 'm'"), (None, "in the place of a dict")])
+@on_ranks(2)
+def test_shards_in_the_dict_of_no_parameter_are_refused(key, words, combination, tmp_path):
+    """And every reader reads the same optimizer without them."""
+    path = str(tmp_path / "x")
     model, optimizer = trained("mlp", combination, "tests.Counting")
     where = model.first.weight if key is None else key
     before = optimizer.state.get(where)
     optimizer.state[where] = torch.zeros_like(model.first.weight)
-    found = []
     for reader in READERS.values():
-        with pytest.raises(RuntimeError) as error:
+        with pytest.raises(RuntimeError, match=f"{words}.*store each in the dict of its parameter"):
             reader(model, optimizer, path)
-        found.append(str(error.value))
     optimizer.state[where] = before
     train(model, CASES["mlp"], optimizer, rank(), 1)
     for reader in READERS.values():
         reader(model, optimizer, path)
-    return found
-
-
-@pytest.mark.parametrize("combination", [FULL, ("shard_grad_op", "c10d")], ids="-".join)
-@pytest.mark.parametrize(("key", "said"), [("m", "under 'm'"), (None, "in the place of a dict")])
-def test_shards_in_the_dict_of_no_parameter_are_refused(pool2, key, said, combination, tmp_path):
-    for found in pool2.run(shards_under, key, combination, str(tmp_path / "x")):
-        assert len(found) == len(READERS)
-        for text in found:
-            assert said in text and "store each in the dict of its parameter" in text
 
 
 @on_ranks(2)
@@ -185,21 +169,17 @@ def test_key_that_is_a_parameters_name(tmp_path):
             READERS[reader](model, optimizer, path)
 
 
-def held():
-    """Parameters that unshard() has gathered: state cannot be sharded like them."""
+@on_ranks(2)
+def test_load_while_a_unit_is_unsharded_is_refused():
+    """State cannot be sharded like parameters that unshard() has gathered."""
     model, optimizer = trained("mlp", FULL, "zshard.AdamW")
     state = optimizer.state_dict()
     model.first.unshard()
     with pytest.raises(RuntimeError, match=r"of unit 'first' unsharded: call reshard\(\)"):
         optimizer.load_state_dict(state)
-    found = differ(optimizer.state_dict(), state)
+    assert differ(optimizer.state_dict(), state) == []
     model.first.reshard()
     optimizer.load_state_dict(state)
-    return found
-
-
-def test_load_while_a_unit_is_unsharded_is_refused(pool2):
-    assert pool2.run(held) == [[], []]
 
 
 def test_optimizers_of_plain_models_use_torch():

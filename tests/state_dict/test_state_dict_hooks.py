@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import Nested, Net, differences, make, wrapped
+from compare import assert_same
+from models import Nested, Net, make, wrapped
 from spawn import on_ranks
 from torch import nn
 
@@ -54,25 +55,23 @@ def owns():
     return nn.Sequential(Own(), nn.Sequential(Own(), nn.Linear(3, 5)), Own())
 
 
-def methods_of_the_users_class(combination, policy):
+@pytest.mark.parametrize("combination", [FULL, ("full_shard", "c10d")])
+@pytest.mark.parametrize("policy", [None, {Own}], ids=["one unit", "units"])
+@on_ranks(2)
+def test_user_defined_methods_see_full_tensors(policy, combination):
     model, plain = wrapped(owns, combination, auto_wrap_policy=policy), make(owns)
-    found = differences(model.state_dict(), plain.state_dict())
-    found += differences(model[1].state_dict(), plain[1].state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "the state dict")
+    assert_same(model[1].state_dict(), plain[1].state_dict(), "a part's state dict")
     state = make(owns, 2).state_dict()
     model.load_state_dict(state)
     plain.load_state_dict(state)
-    return found + differences(model.state_dict(), plain.state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "the model")
 
 
-@pytest.mark.parametrize("policy", [None, {Own}], ids=["one unit", "units"])
-def test_user_defined_methods_see_full_tensors(pool2, policy):
-    for combination in [FULL, ("full_shard", "c10d")]:
-        assert pool2.run(methods_of_the_users_class, combination, policy) == [[], []]
-
-
-def shapes_in_hooks(early):
-    """Return {kind: {name: shape}} that hooks on each module see of its own entries; also load with
-    hooks that double each value."""
+@EARLY
+@on_ranks(2)
+def test_hooks_on_all_modules_see_full_shapes(early):
+    """Of each module's own entries; those of a load double each value."""
     seen = {"save": {}, "load": {}, "self": {}}
 
     def on_save(module, state, prefix, local_metadata):
@@ -90,19 +89,13 @@ def shapes_in_hooks(early):
             module.register_state_dict_post_hook(on_save)
             module.register_load_state_dict_pre_hook(on_load)
 
-    plain, state = make(Net), make(Net, seed=2).state_dict()
+    state = make(Net, seed=2).state_dict()
     model = with_hooks(register, early, {Nested})
     model.load_state_dict(state)
-    plain.load_state_dict({name: value * 2 for name, value in state.items()})
-    return seen, differences(model.state_dict(), plain.state_dict())
-
-
-@EARLY
-def test_hooks_on_all_modules_see_full_shapes(pool2, early):
-    shapes = {name: tuple(value.shape) for name, value in make(Net).state_dict().items()}
-    for seen, found in pool2.run(shapes_in_hooks, early):
-        assert seen == {"save": shapes, "load": shapes, "self": shapes}
-        assert found == []
+    doubled = {name: value * 2 for name, value in state.items()}
+    assert_same(model.state_dict(), doubled, "the model")
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    assert seen == {"save": shapes, "load": shapes, "self": shapes}
 
 
 class Positions(nn.Module):
@@ -129,7 +122,6 @@ class Positions(nn.Module):
 
 @on_ranks(2)
 def test_load_hook_may_read_shapes():
-    found = []
     for n in (9, 12, 17):
         plain = make(Positions)
         model = FSDP(nn.Sequential(make(Positions)), auto_wrap_policy=None)
@@ -137,21 +129,19 @@ def test_load_hook_may_read_shapes():
         del state["more"]
         plain.load_state_dict(state)
         model.load_state_dict({f"0.{name}": value for name, value in state.items()})
-        found += differences(model[0].state_dict(), plain.state_dict())
-    assert found == []
+        assert_same(model[0].state_dict(), plain.state_dict(), "the table")
 
 
 @pytest.mark.parametrize("ask", ["clone", "copy_", "fill_", "cat", "data"])
 @on_ranks(2)
 def test_load_hook_that_reads_values_is_an_error(ask):
-    """Return the error of a load hook that reads missing values, and whether nothing has
-    changed."""
+    """A load hook that reads missing values changes nothing."""
     asks = {
-        "clone": lambda param, given: param.clone(),
-        "copy_": lambda param, given: param.data.copy_(given),
-        "fill_": lambda param, given: nn.init.zeros_(param),
-        "cat": lambda param, given: torch.cat([given[:1], param[1:]]),
-        "data": lambda param, given: setattr(param, "data", given),
+        "clone": lambda param, value: param.clone(),
+        "copy_": lambda param, value: param.data.copy_(value),
+        "fill_": lambda param, value: nn.init.zeros_(param),
+        "cat": lambda param, value: torch.cat([value[:1], param[1:]]),
+        "data": lambda param, value: setattr(param, "data", value),
     }
     model = wrapped(Net, FULL, auto_wrap_policy=None)
     model.norm.register_load_state_dict_pre_hook(
@@ -160,16 +150,11 @@ def test_load_hook_that_reads_values_is_an_error(ask):
     before = dict(model.norm._parameters), dict(model.norm._load_state_dict_pre_hooks)
     with pytest.raises(RuntimeError, match=r"'norm\.weight'") as caught:
         model.norm.load_state_dict(make(Net, 2).norm.state_dict())
+    assert "state_dict()" in str(caught.value)
     after = dict(model.norm._parameters), dict(model.norm._load_state_dict_pre_hooks)
-    kept = all(
-        a[key] is value for a, b in zip(after, before, strict=True) for key, value in b.items()
-    )
-    tidy = kept and [len(each) for each in after] == [len(each) for each in before]
-    message = str(caught.value)
-    found = differences(model.state_dict(), make(Net).state_dict())
-    assert "state_dict()" in message
-    assert tidy
-    assert found == []
+    for now, then in zip(after, before, strict=True):
+        assert list(now) == list(then) and all(now[key] is then[key] for key in then)
+    assert_same(model.state_dict(), make(Net).state_dict(), "the model")
 
 
 @on_ranks(2)
@@ -187,9 +172,9 @@ def test_patched_methods_get_full_tensors():
         each.blocks.state_dict = lambda *args, old=blocks, **kwargs: old(*args, **kwargs) and None
         each.norm._save_to_state_dict = saved
     model = FSDP(model, auto_wrap_policy=None)
-    found = differences(model.state_dict(), plain.state_dict())
-    found += differences(model.norm.state_dict(), plain.norm.state_dict())
-    assert (found if model.blocks.state_dict() is None else [*found, "not the user's"]) == []
+    assert_same(model.state_dict(), plain.state_dict(), "the state dict")
+    assert_same(model.norm.state_dict(), plain.norm.state_dict(), "the norm's")
+    assert model.blocks.state_dict() is None, "the user's"
 
 
 class OwnLoad(nn.Linear):
@@ -203,4 +188,4 @@ class OwnLoad(nn.Linear):
 def test_custom_load_state_dict():
     model, plain = wrapped(lambda: OwnLoad(5, 3), FULL), make(lambda: OwnLoad(5, 3), seed=2)
     model.load_state_dict({f"own.{name}": value for name, value in plain.state_dict().items()})
-    assert differences(model.state_dict(), plain.state_dict()) == []
+    assert_same(model.state_dict(), plain.state_dict(), "the model")

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from compare import assert_same
 from models import COMBINATIONS, Mlp, differences, make, wrapped
 from spawn import on_ranks
 from torch import nn
@@ -35,17 +36,15 @@ def test_rank_0_only():
     assert differences(everywhere, expected) + differences(model.state_dict(), expected) == []
 
 
-def of_a_part():
+@on_ranks(2)
+def test_units_within():
     """An inner unit's dict follows the setting; that of the plain module above does not."""
     model = make(Mlp)
     FSDP(model.first)
     config = FullStateDictConfig(rank0_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-        return len(model.first.state_dict()), len(model.state_dict())
-
-
-def test_units_within(pool2):
-    assert pool2.run(of_a_part) == [(2, 5), (0, 5)]
+        assert len(model.first.state_dict()) == (2 if dist.get_rank() == 0 else 0)
+        assert len(model.state_dict()) == 5
 
 
 @on_ranks(2)
@@ -79,36 +78,38 @@ def deep():
     return nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
 
 
-def bytes_of_whole_copies(combination):
-    """Return the peak, while state_dict() ran, of copies and of slots beyond those that steps have
-    reserved; the bytes of all parameters; of a unit."""
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
+@on_ranks(2)
+def test_other_ranks_hold_no_full_copy(combination):
+    """In copies, and in slots beyond those that steps have reserved."""
     model = wrapped(deep, combination, auto_wrap_policy={nn.Linear})
     reserved = model.memory()["slots"]
-    whole = sum(p.numel() * p.element_size() for p in deep().parameters())
-    new_full, read_full, made, held = stand_ins.new_full, stand_ins.read_full, weakref.WeakSet(), []
+    full = sum(p.numel() * p.element_size() for p in deep().parameters())
+    new_full, read_full, copies, held = (
+        stand_ins.new_full,
+        stand_ins.read_full,
+        weakref.WeakSet(),
+        [],
+    )
 
     def new(entry):
         copy = new_full(entry)
-        made.add(copy.untyped_storage())
+        copies.add(copy.untyped_storage())
         return copy
 
     def read(entries, targets):
         read_full(entries, targets)
-        held.append(sum(each.nbytes() for each in made) + model.memory()["slots"] - reserved)
+        held.append(sum(each.nbytes() for each in copies) + model.memory()["slots"] - reserved)
 
-    stand_ins.new_full, stand_ins.read_full = new, read
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stand_ins, "new_full", new)
+        patch.setattr(stand_ins, "read_full", read)
         config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
             state = model.state_dict()
-    finally:
-        stand_ins.new_full, stand_ins.read_full = new_full, read_full
-    assert dist.get_rank() != 0 or differences(state, make(deep).state_dict()) == []
-    return max(held), whole, max(state.unit.bytes["full"] for _, state in units_of(model))
-
-
-@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_other_ranks_hold_no_full_copy(pool2, combination):
-    (most, whole, _), (most_elsewhere, _, unit) = pool2.run(bytes_of_whole_copies, combination)
-    assert most >= whole
-    assert most_elsewhere <= unit + 4096 < whole / 3
+    if dist.get_rank() == 0:
+        assert_same(state, make(deep).state_dict(), "the state dict")
+        assert max(held) >= full
+    else:
+        unit = max(state.unit.bytes["full"] for _, state in units_of(model))
+        assert max(held) <= unit + 4096 < full / 3
