@@ -1,4 +1,4 @@
-"""One rank of benchmarks.soak: rounds of training with faults, each compared with a run without.
+"""What a rank of a soak does (kills.py): rounds of training with faults, compared with runs without.
 
 A round has a strategy, a transport, an optimizer and faults, all drawn from the seed and the
 round's number. The model is trained twice, first undisturbed. Losses of each step and the weights
@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import copy
 import gc
-import json
 import math
 import os
 import random
@@ -20,7 +19,7 @@ import shutil
 import signal
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,6 @@ import zshard
 
 STEPS = 6
 WIDTH = 64
-TRANSPORTS = ("shm", "c10d")
-STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard")
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda params: zshard.AdamW(params, lr=1e-2),
     "SGD": lambda params: zshard.SGD(params, lr=1e-2, momentum=0.9),
@@ -58,12 +55,15 @@ class Round:
     def __init__(self, seed: int, number: int, life: int) -> None:
         draw = random.Random(f"{seed} {number}")
         self.number = number
-        self.transport, self.strategy = draw.choice(TRANSPORTS), draw.choice(STRATEGIES)
+        self.transport = draw.choice(("shm", "c10d"))
+        self.strategy = draw.choice(("full_shard", "shard_grad_op", "zero1", "no_shard"))
         self.optimizer = draw.choice([*OPTIMIZERS])
         self.faults = {step: draw.choice(FAULTS) for step in range(STEPS) if draw.random() < 0.6}
         self.rank = draw.randrange(2)  # where a fault of one rank happens
         if number % life == life - 1:
             self.faults[draw.randrange(STEPS)] = draw.choice(ENDS)
+        # A kept run of each second round: others have faults that such runs refuse.
+        self.kept = bool(number % 2) or any(fault in ENDS for fault in self.faults.values())
 
     def __str__(self) -> str:
         what = ", ".join(f"{step}: {fault}" for step, fault in sorted(self.faults.items()))
@@ -74,21 +74,22 @@ class Round:
 class Net(nn.Module):
     """Raises on request, within forward or backward."""
 
+    raises = ""
+
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
         self.head = nn.Linear(WIDTH, 1)
-        self.raises = ""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.body(x).tanh()
         if self.raises == "forward":
             raise Caught
         if self.raises == "backward":
-            x.register_hook(self._fail)  # type: ignore[no-untyped-call]
-        return self.head(x)  # type: ignore[no-any-return]
+            x.register_hook(self.fail)
+        return self.head(x)
 
-    def _fail(self, grad: Tensor) -> None:
+    def fail(self, grad: Tensor) -> None:
         raise Caught
 
 
@@ -108,22 +109,20 @@ class Training:
             timeout=60,
         )
         self.optimizer = OPTIMIZERS[plan.optimizer](list(self.model.parameters()))
-        own = (self.model, self.optimizer)
-        self.kept = zshard.Keep(*own, name=f"round {plan.number}") if kept else None
+        name = f"round {plan.number}"
+        self.kept = zshard.Keep(self.model, self.optimizer, name=name) if kept else None
 
     def loss(self, step: int, scale: float = 1.0) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * self.plan.number + 10 * step + self.rank)
         x = torch.randn(8, WIDTH, generator=generator)
-        found: Tensor = (self.model(x * scale) - x.sum(1, keepdim=True)).square().mean()
-        return found
+        return (self.model(x * scale) - x.sum(1, keepdim=True)).square().mean()
 
     def step(self, step: int, scale: float = 1.0) -> str:
         """Train a step and return its loss, exactly."""
         loss = self.loss(step, scale)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.model.clip_grad_norm_(0.5)
-        block = self.kept.commit({"step": step + 1}) if self.kept else contextlib.nullcontext()
-        with block:
+        with self.kept.commit({"step": step + 1}) if self.kept else contextlib.nullcontext():
             self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item().hex()
@@ -133,107 +132,77 @@ class Training:
         return [value.double().sum().item().hex() for value in values]
 
 
-class Faults:
-    """What goes wrong, or is done besides, before a step."""
-
-    def __init__(self, training: Training, folder: Path) -> None:
-        self.training, self.folder = training, folder
-        self.plan, self.is_here = training.plan, training.rank == training.plan.rank
-
-    def before(self, step: int) -> None:
-        fault = self.plan.faults.get(step)
-        if fault in ENDS:
-            self._end(step, fault)
-        elif fault is not None:
-            getattr(self, f"_{fault}")(step)
-
-    def _end(self, step: int, how: str) -> None:
-        mark = self.folder / f"ended {self.plan.number} {step}"
-        dist.barrier()
-        if not self.is_here or mark.exists():
-            return
-        mark.touch()
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise Intended(f"{self.plan} ends here")
-
-    def _nan(self, step: int) -> None:
-        if self.training.kept is None:  # a skipped step would count as one of the kept run
-            self.training.step(step, math.nan if self.is_here else 1.0)
-
-    def _forward(self, step: int) -> None:
-        self._raising("forward", step)
-
-    def _backward(self, step: int) -> None:
-        self._raising("backward", step)
-
-    def _raising(self, where: str, step: int) -> None:
-        model = self.training.model
-        model.raises = where
-        try:
-            self.training.loss(step).backward()  # type: ignore[no-untyped-call]
-        except Caught:
-            self.training.optimizer.zero_grad()
-        else:
-            raise AssertionError(f"{where} did not raise")
-        finally:
-            model.raises = ""
-
-    def _loader(self, step: int) -> None:
-        with contextlib.suppress(Caught):
-            if self.is_here:
-                time.sleep(0.02)
-                raise Caught
-
-    def _save(self, step: int) -> None:
-        training, folder = self.training, self.folder / "checkpoint"
-        before = training.weights()
-        zshard.save(folder, training.model, training.optimizer)
-        if training.kept is None:  # loading is a write that a kept run refuses
-            zshard.load(folder, training.model, training.optimizer)
-        if before != training.weights():
-            raise AssertionError("a checkpoint does not give back what was saved")
-        dist.barrier()
-        if training.rank == 0:
-            shutil.rmtree(folder)
-        dist.barrier()
-
-    def _evaluate(self, step: int) -> None:
-        if self.is_here or self.plan.transport != "shm":
-            with torch.no_grad():
-                self.training.loss(step)
-
-    def _state(self, step: int) -> None:
-        if self.is_here or self.plan.transport != "shm":
-            self.training.weights()
-
-    def _copy(self, step: int) -> None:
-        copied = copy.deepcopy(self.training.model)
-        with torch.no_grad():
-            copied(torch.ones(1, WIDTH))
+@torch.no_grad()
+def disturb(training: Training, fault: str, step: int, folder: Path) -> None:
+    """Do what goes wrong, or is done besides, before a step."""
+    plan, model = training.plan, training.model
+    is_here = training.rank == plan.rank
+    if fault in ENDS:
+        end(plan, fault, folder / f"ended {plan.number} {step}", is_here)
+    elif fault == "nan" and training.kept is None:  # a skipped step would count as a kept one
+        with torch.enable_grad():
+            training.step(step, math.nan if is_here else 1.0)
+    elif fault in ("forward", "backward"):
+        model.raises = fault
+        with contextlib.suppress(Caught), torch.enable_grad():
+            training.loss(step).backward()
+            raise AssertionError(f"{fault} did not raise")
+        model.raises = ""
+        training.optimizer.zero_grad()
+    elif fault == "loader" and is_here:
+        time.sleep(0.02)
+    elif fault == "save":
+        save(training, folder / "checkpoint")
+    elif fault == "evaluate" and (is_here or plan.transport != "shm"):
+        training.loss(step)
+    elif fault == "state" and (is_here or plan.transport != "shm"):
+        training.weights()
+    elif fault == "copy":
+        copy.deepcopy(model)(torch.ones(1, WIDTH))
 
 
-def played(plan: Round, folder: Path, kept: bool) -> None:
+def end(plan: Round, how: str, mark: Path, is_here: bool) -> None:
+    dist.barrier()
+    if not is_here or mark.exists():
+        return
+    mark.touch()
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise Intended(f"{plan} ends here")
+
+
+def save(training: Training, folder: Path) -> None:
+    before = training.weights()
+    zshard.save(folder, training.model, training.optimizer)
+    if training.kept is None:  # loading is a write that a kept run refuses
+        zshard.load(folder, training.model, training.optimizer)
+    assert before == training.weights(), "a checkpoint does not give back what was saved"
+    dist.barrier()
+    if training.rank == 0:
+        shutil.rmtree(folder)
+    dist.barrier()
+
+
+def play(plan: Round, folder: Path) -> None:
     """Play a round; raises AssertionError if faults have changed its results."""
     plain = Training(plan, kept=False)
     expected = [plain.step(step) for step in range(STEPS)], plain.weights()
     del plain
-    training = Training(plan, kept)
+    training = Training(plan, plan.kept)
     start = training.kept.recover({"step": 0})["step"] if training.kept else 0
-    faults, losses = Faults(training, folder), []
+    losses = []
     for step in range(start, STEPS):
-        faults.before(step)
+        disturb(training, plan.faults.get(step, ""), step, folder)
         losses.append(training.step(step))
-    found = expected[0][:start] + losses, training.weights()
-    if found != expected:
-        raise AssertionError(f"{plan}: {found} instead of {expected}")
+    results = expected[0][:start] + losses, training.weights()
+    assert results == expected, f"{plan}: {results} instead of {expected}"
     dist.barrier()
     if training.kept:
         training.kept.close()
     dist.barrier()
 
 
-def rounds(args: argparse.Namespace) -> Iterator[int]:
+def numbers(args: argparse.Namespace) -> Iterator[int]:
     """Yield the numbers of the rounds, from the one that the processes before have begun."""
     mark = args.folder / "round"
     number = int(mark.read_text()) if mark.exists() else args.first
@@ -260,34 +229,19 @@ def vitals(pid: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    for name in ("seed", "first", "rounds", "life"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--until", type=float)
-    args = parser.parse_args()
+def play_all(args: argparse.Namespace, say: Callable[..., None]) -> None:
     warnings.filterwarnings("ignore", message="all ranks skip this step")
     dist.init_process_group("gloo")
-    name = f"rank {dist.get_rank()}"
-    with (args.folder / f"{name}.log").open("a") as log:
-        for number in rounds(args):
-            plan = Round(args.seed, number, args.life)
-            print(f"{name}: {plan}", flush=True)
-            # A kept run of each second round: others have faults that such runs refuse.
-            kept = bool(number % 2) or any(fault in ENDS for fault in plan.faults.values())
-            try:
-                played(plan, args.folder, kept)
-            except (Intended, zshard.PeerError):
-                raise
-            except Exception as error:
-                (args.folder / "wrong").write_text(f"{plan}: {type(error).__name__}: {error}")
-                raise
-            gc.collect()
-            line = {"at": time.time(), "pid": os.getpid(), "round": number, **vitals(os.getpid())}
-            print(json.dumps(line), file=log, flush=True)
+    for number in numbers(args):
+        plan = Round(args.seed, number, args.life)
+        print(f"rank {dist.get_rank()}: {plan}", flush=True)
+        try:
+            play(plan, args.folder)
+        except (Intended, zshard.PeerError):
+            raise
+        except Exception as error:
+            (args.folder / "wrong").write_text(f"{plan}: {type(error).__name__}: {error}")
+            raise
+        gc.collect()
+        say("round", {"pid": os.getpid(), "round": number, **vitals(os.getpid())})
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,5 @@
-"""A rank of a row: a small model, a training loop with places for faults, and what is expected.
+"""A rank of a row of the failure matrix: a small model, a training loop with places for faults, and
+what is expected.
 
 The model, the batches and the loop are the same under each library. Each rank has batches of its
 own; `plain` trains the unwrapped model on all of them in one process, which is what a correct run
@@ -13,15 +14,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from matrix_sides import BY_NAME, Full
 from torch import nn
-
-from benchmarks.failures.sides import BY_NAME, Full
 
 STEPS = 4
 BAD = 2
@@ -29,6 +29,19 @@ BAD = 2
 
 WIDTH = 32
 Fault = Callable[[], None]
+
+
+class Net(nn.Module):
+    """Modules and parameters, and a function of them and a batch as the forward."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, nn.Parameter(part) if isinstance(part, torch.Tensor) else part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)
 
 
 class Spot(nn.Module):
@@ -45,6 +58,10 @@ class Spot(nn.Module):
         return x
 
 
+def linear(out: int = WIDTH, **options: Any) -> nn.Linear:
+    return nn.Linear(WIDTH, out, **options)
+
+
 class Job:
     """This rank's side of a row."""
 
@@ -55,9 +72,10 @@ class Job:
         self.faults: Mapping[str, Fault] = {}
         self.number = 0  # of the step
         self.options: Mapping[str, Any] = {}  # of wrap() in train()
+        self.edit: Callable[..., None] = lambda batch, step, rank: None
 
-    def begin(self, backend: str = "gloo") -> None:
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=self.timeout))
+    def begin(self) -> None:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=self.timeout))
 
     # --- faults -------------------------------------------------------------------------------
 
@@ -76,13 +94,13 @@ class Job:
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
 
+    def stop(self) -> None:
+        self.signal(signal.SIGSTOP)
+
     def fail(self) -> None:
         """Raise an exception of the script's own."""
         self.fault(victim=True)
         raise LookupError("planted")
-
-    def stop(self) -> None:
-        self.signal(signal.SIGSTOP)
 
     def leave(self) -> None:
         """Exit with status 0."""
@@ -106,12 +124,12 @@ class Job:
             self.fault()
             fault()
 
-    # --- model and data -----------------------------------------------------------------------
+    # --- training -----------------------------------------------------------------------------
 
     def model(self, seed: int = 0) -> nn.Sequential:
         torch.manual_seed(seed)
-        linears = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
-        return nn.Sequential(linears[0], Spot(), linears[1], nn.Tanh(), linears[2])
+        first, second, third = (linear() for _ in range(3))
+        return nn.Sequential(first, Spot(), second, nn.Tanh(), third)
 
     def wrap(self, model: nn.Module, **options: Any) -> nn.Module:
         for module in model.modules():
@@ -123,12 +141,17 @@ class Job:
         params = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
+    def wrapped(self, model: nn.Module | None = None) -> tuple[Any, torch.optim.Optimizer]:
+        """Return a wrapped model (None: of a fresh one) and its optimizer."""
+        wrapped = self.wrap(self.model() if model is None else model, **self.options)
+        return wrapped, self.sgd(wrapped)
+
     def batch(self, step: int, rank: int | None = None) -> torch.Tensor:
         """Return the batch of a rank; None: of this one."""
         seed = 1000 * step + (self.rank if rank is None else rank)
-        return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-    # --- training -----------------------------------------------------------------------------
+        batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+        self.edit(batch, step, rank)
+        return batch
 
     def step(self, model: nn.Module, optimizer: Any, number: int, clip: float = 0.0) -> None:
         self.number = number
@@ -142,6 +165,10 @@ class Job:
         optimizer.step()
         self.at("end")
 
+    def steps(self, model: nn.Module, optimizer: Any, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.step(model, optimizer, number)
+
     def train(
         self,
         make: Callable[[], nn.Module] | None = None,
@@ -151,19 +178,18 @@ class Job:
     ) -> str:
         """Train with faults; return what is wrong with the parameters afterwards."""
         make, self.faults = make or self.model, faults or {}
-        model = self.wrap(make(), **self.options)
-        optimizer = self.sgd(model)
+        model, optimizer = self.wrapped(make())
         for number in range(steps):
             self.step(model, optimizer, number, clip)
         return differences(self.side.full(model), self.plain(make(), steps, clip))
 
-    def trained(self, steps: int = STEPS) -> tuple[nn.Module, Any]:
+    def trained(self, steps: int = STEPS) -> tuple[Any, Any]:
         """Return a wrapped model and its optimizer after some steps."""
-        model = self.wrap(self.model())
-        optimizer = self.sgd(model)
-        for number in range(steps):
-            self.step(model, optimizer, number)
+        model, optimizer = self.wrapped()
+        self.steps(model, optimizer, range(steps))
         return model, optimizer
+
+    # --- what is expected ---------------------------------------------------------------------
 
     def plain(
         self, model: nn.Module, steps: int = STEPS, clip: float = 0.0, world: int = 2
@@ -184,6 +210,10 @@ class Job:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1, clip)
         optimizer.step()
 
+    def wrong(self, model: nn.Module, steps: int = STEPS) -> str:
+        """Return what is wrong with a model that should have been trained for `steps`."""
+        return differences(self.side.full(model), self.plain(self.model(), steps))
+
     def alike(self, value: torch.Tensor) -> str:
         """Return "" if a plain tensor is the same on all ranks."""
         each = [torch.empty_like(value) for _ in range(self.world)]
@@ -195,11 +225,15 @@ def loss_of(out: torch.Tensor) -> torch.Tensor:
     return out.square().mean()
 
 
-def differences(found: Full, expected: Full) -> str:
+def flat(values: Full) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in values.values()])
+
+
+def differences(values: Full, expected: Full) -> str:
     """Return what is wrong with values that should be `expected`; "" if nothing is."""
-    if found.keys() != expected.keys():
-        return f"other names: {sorted(found.keys() ^ expected.keys())}"
-    pairs = [(found[name], value) for name, value in expected.items()]
+    if values.keys() != expected.keys():
+        return f"other names: {sorted(values.keys() ^ expected.keys())}"
+    pairs = [(values[name], value) for name, value in expected.items()]
     if any(a.isnan().any() for a, _ in pairs):
         return "NaN in the parameters"
     same = [torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-6) for a, b in pairs]

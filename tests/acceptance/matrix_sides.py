@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,10 +57,6 @@ class Ddp:
             torch.save(state, folder / self.data)
         dist.barrier()
 
-    def save_later(self, folder: Path, model: nn.Module, optimizer: Any) -> Any:
-        """Save in the background; return what waits for it."""
-        raise NotImplementedError
-
     def joined(self, model: Any, batches: Iterable[Any]) -> Iterable[Any]:
         """Iterate over batches of which ranks have different numbers."""
         with model.join():
@@ -103,8 +99,7 @@ class Fsdp2(Ddp):
         return {name: self.value(v).clone() for name, v in model.state_dict().items()}
 
     def value(self, param: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = param.full_tensor() if isinstance(param, DTensor) else param
-        return found.detach()
+        return (param.full_tensor() if isinstance(param, DTensor) else param).detach()
 
     def _state(self, model: nn.Module, optimizer: Any) -> dict[str, Any]:
         return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
@@ -113,6 +108,7 @@ class Fsdp2(Ddp):
         dcp.save(self._state(model, optimizer), checkpoint_id=folder)
 
     def save_later(self, folder: Path, model: nn.Module, optimizer: Any) -> Any:
+        """Save in the background; return what waits for it."""
         group = dist.new_group(backend="gloo")  # apart from training's collectives
         state = self._state(model, optimizer)
         return dcp.async_save(state, checkpoint_id=folder, process_group=group).result
@@ -120,12 +116,8 @@ class Fsdp2(Ddp):
     def load(self, folder: Path, model: nn.Module, optimizer: Any) -> None:
         state = self._state(model, optimizer)
         dcp.load(state, checkpoint_id=folder)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(model, optimizer, **states)
 
 
 class Zshard(Ddp):
@@ -150,7 +142,7 @@ class Zshard(Ddp):
         return zshard.full_tensor(param.detach())
 
     def joined(self, model: Any, batches: Iterable[Any]) -> Iterable[Any]:
-        return cast("Iterable[Any]", model.join(batches))
+        return model.join(batches)
 
     def begin(self, timeout: float) -> None:
         pass

@@ -1,9 +1,9 @@
 """Write docs/failures.md: what DDP, FSDP2 and zshard do at each fault of the failure matrix.
 
-    python tools/failure_page.py
+    python docs/tools/failure_page.py
 
-Of all benchmarks/results/*-failures.json (python -m benchmarks.failures), a later file replaces
-rows of the earlier ones.
+Of all benchmarks/results/*-failures.json (tests/acceptance/matrix.py), a later file replaces rows of
+the earlier ones.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from benchmarks.failures.rows import ROWS, SIDES, Row  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "acceptance"))
+from matrix import ROWS, SIDES, Row  # noqa: E402
 
 OUT = ROOT / "docs" / "failures.md"
 Results = Mapping[tuple[str, str], dict[str, Any]]
@@ -48,7 +48,7 @@ HEAD = """# What fails, and how
 Each row is a fault that is injected for real: a process is killed, a file is cut, a batch is
 missing. The same short script runs under DDP, FSDP2 and zshard with two ranks over gloo, in fresh
 processes; a test of zshard injects the fault in more places, strategies and transports.
-`python -m benchmarks.failures` runs the scripts, `python tools/failure_page.py` writes this page.
+`python tests/acceptance/matrix.py` runs the scripts, `python docs/tools/failure_page.py` writes this page.
 Measured on {date} with torch {torch}, on CPUs.
 
 - **correct**: the result equals that of the plain model on all batches, or what was saved.
@@ -64,11 +64,12 @@ DDP and FSDP2 run with their defaults. DDP saves by `torch.save` on rank 0, FSDP
 """
 
 
-def read(files: Sequence[Path]) -> tuple[Results, dict[str, Any]]:
+def read() -> tuple[Results, dict[str, Any]]:
     """Return the results by row and side, and the record of the first file."""
+    files = sorted((ROOT / "benchmarks" / "results").glob("*-failures.json"))
     records = [json.loads(path.read_text()) for path in files]
-    found = {(each["row"], each["side"]): each for record in records for each in record["results"]}
-    return found, records[0]
+    results = {(each["row"], each["side"]): each for one in records for each in one["results"]}
+    return results, records[0]
 
 
 def kind_of(result: Mapping[str, Any], row: Row) -> str:
@@ -134,11 +135,6 @@ def totals(results: Results) -> Iterator[str]:
     yield f"\n{tested} more rows are injected by tests of zshard alone."
 
 
-def main() -> None:
-    files = sorted((ROOT / "benchmarks" / "results").glob("*-failures.json"))
-    OUT.write_text("\n".join(page(*read(files))) + "\n", encoding="utf-8")
-    print(f"wrote {OUT}")
-
-
 if __name__ == "__main__":
-    main()
+    OUT.write_text("\n".join(page(*read())) + "\n", encoding="utf-8")
+    print(f"wrote {OUT}")
