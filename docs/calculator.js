@@ -2,7 +2,7 @@
 //
 // The planner runs zshard's schedule dry and traces the model. Here are formulas for what comes of it
 // for a decoder; tests/project/test_calculator.py holds them against the planner. What Python knows and
-// a formula cannot (GPUs, limits, activations) is in calculator_data.js (tools/calculator_data.py).
+// a formula cannot (GPUs, limits, activations) is in calculator_data.js (tools/calculator_data.py, beside this file).
 "use strict";
 var zshardCalculator = (() => {
   const facts = zshardFacts;

@@ -2,8 +2,8 @@
 
     python docs/tools/failure_page.py
 
-Of all benchmarks/results/*-failures.json (tests/acceptance/matrix.py), a later file replaces rows of
-the earlier ones.
+Of all benchmarks/results/*-failures.json (tests/acceptance/matrix.py), a later file replaces rows
+of the earlier ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HEAD = """# What fails, and how
 Each row is a fault that is injected for real: a process is killed, a file is cut, a batch is
 missing. The same short script runs under DDP, FSDP2 and zshard with two ranks over gloo, in fresh
 processes; a test of zshard injects the fault in more places, strategies and transports.
-`python tests/acceptance/matrix.py` runs the scripts, `python docs/tools/failure_page.py` writes this page.
+`python tests/acceptance/matrix.py` runs the scripts, `docs/tools/failure_page.py` writes this page.
 Measured on {date} with torch {torch}, on CPUs.
 
 - **correct**: the result equals that of the plain model on all batches, or what was saved.
@@ -91,15 +91,10 @@ def cell(row: Row, side: str, results: Results) -> str:
         return str(kind)
     if kind == "crash":
         return f"**{result['error']}**"
-    when = "**timeout**" if kind == "timeout" else seconds_of(result)
-    return ", ".join(
-        filter(None, (error, when, "*named*" if row.names and result["named"] else ""))
-    )
-
-
-def seconds_of(result: Mapping[str, Any]) -> str:
     seconds = result["seconds"]
-    return "at exit" if seconds is None else f"{max(seconds, 0.01):.2f} s"
+    when = "at exit" if seconds is None else f"{max(seconds, 0.01):.2f} s"
+    named = "*named*" if row.names and result["named"] else ""
+    return ", ".join(filter(None, (error, "**timeout**" if kind == "timeout" else when, named)))
 
 
 def page(results: Results, record: Mapping[str, Any]) -> Iterator[str]:

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ BAD = 2
 """The step in which the last rank fails."""
 
 WIDTH = 32
-Fault = Callable[[], None]
 
 
 class Net(nn.Module):
@@ -47,14 +46,13 @@ class Net(nn.Module):
 class Spot(nn.Module):
     """The identity; a place in forward and in backward."""
 
-    job: Job | None = None
+    at = staticmethod(lambda place: None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        job = self.job
-        if job is not None:
-            job.at("forward")
-            if x.requires_grad:
-                x.register_hook(lambda grad: job.at("backward"))
+        at = self.at
+        at("forward")
+        if x.requires_grad:
+            x.register_hook(lambda grad: at("backward"))
         return x
 
 
@@ -69,10 +67,10 @@ class Job:
         self.side, self.folder, self.timeout = BY_NAME[side], folder, timeout
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.last = self.rank == 1
-        self.faults: Mapping[str, Fault] = {}
+        self.place, self.planned = "", ""  # where to do what in step BAD
+        self.caught: tuple[type[Exception], ...] = ()
         self.number = 0  # of the step
         self.options: Mapping[str, Any] = {}  # of wrap() in train()
-        self.edit: Callable[..., None] = lambda batch, step, rank: None
 
     def begin(self) -> None:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=self.timeout))
@@ -86,43 +84,25 @@ class Job:
         if victim:
             (self.folder / f"victim{self.rank}").touch()
 
-    def signal(self, number: int) -> None:
-        """Send this rank a signal that ends or stops it."""
+    def do(self, fault: str) -> None:
+        """Do what becomes of a victim."""
         self.fault(victim=True)
-        os.kill(os.getpid(), number)
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-
-    def stop(self) -> None:
-        self.signal(signal.SIGSTOP)
-
-    def fail(self) -> None:
-        """Raise an exception of the script's own."""
-        self.fault(victim=True)
-        raise LookupError("planted")
-
-    def leave(self) -> None:
-        """Exit with status 0."""
-        self.fault(victim=True)
-        sys.exit(0)
-
-    def allocate(self) -> None:
-        """Ask for more memory than there is."""
-        self.fault(victim=True)
-        torch.empty(1 << 50)
-
-    def sleep(self) -> None:
-        """Be late by more than the timeout."""
-        self.fault(victim=True)
-        time.sleep(self.timeout + 3)
+        if fault in ("SIGKILL", "SIGSTOP"):
+            os.kill(os.getpid(), signal.Signals[fault])
+        elif fault == "raise":
+            raise LookupError("planted")
+        elif fault == "exit":
+            sys.exit(0)
+        elif fault == "allocate":  # more than there is
+            torch.empty(1 << 50)
+        elif fault == "sleep":  # beyond the timeout
+            time.sleep(self.timeout + 3)
 
     def at(self, place: str) -> None:
         """Do on the last rank, once, in step BAD, what is planned for this place."""
-        if self.last and self.number == BAD and place in self.faults:
-            fault, self.faults = self.faults[place], {}
-            self.fault()
-            fault()
+        if self.last and self.number == BAD and place == self.place:
+            self.place = ""
+            self.do(self.planned)
 
     # --- training -----------------------------------------------------------------------------
 
@@ -134,7 +114,7 @@ class Job:
     def wrap(self, model: nn.Module, **options: Any) -> nn.Module:
         for module in model.modules():
             if isinstance(module, Spot):
-                module.job = self
+                module.at = self.at
         return self.side.wrap(model, **options)
 
     def sgd(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -145,6 +125,9 @@ class Job:
         """Return a wrapped model (None: of a fresh one) and its optimizer."""
         wrapped = self.wrap(self.model() if model is None else model, **self.options)
         return wrapped, self.sgd(wrapped)
+
+    def edit(self, batch: torch.Tensor, step: int, rank: int | None) -> None:
+        """Change a batch; scripts set it."""
 
     def batch(self, step: int, rank: int | None = None) -> torch.Tensor:
         """Return the batch of a rank; None: of this one."""
@@ -165,22 +148,22 @@ class Job:
         optimizer.step()
         self.at("end")
 
-    def steps(self, model: nn.Module, optimizer: Any, numbers: Sequence[int]) -> None:
+    def steps(self, model: nn.Module, optimizer: Any, numbers: Iterable[int]) -> None:
         for number in numbers:
             self.step(model, optimizer, number)
 
     def train(
         self,
         make: Callable[[], nn.Module] | None = None,
-        faults: Mapping[str, Fault] | None = None,
         steps: int = STEPS,
         clip: float = 0.0,
     ) -> str:
-        """Train with faults; return what is wrong with the parameters afterwards."""
-        make, self.faults = make or self.model, faults or {}
+        """Train; return what is wrong with the parameters afterwards."""
+        make = make or self.model
         model, optimizer = self.wrapped(make())
         for number in range(steps):
-            self.step(model, optimizer, number, clip)
+            with contextlib.suppress(*self.caught):
+                self.step(model, optimizer, number, clip)
         return differences(self.side.full(model), self.plain(make(), steps, clip))
 
     def trained(self, steps: int = STEPS) -> tuple[Any, Any]:
@@ -191,24 +174,17 @@ class Job:
 
     # --- what is expected ---------------------------------------------------------------------
 
-    def plain(
-        self, model: nn.Module, steps: int = STEPS, clip: float = 0.0, world: int = 2
-    ) -> Full:
-        """Return the parameters of the unwrapped model trained on all ranks' batches."""
+    def plain(self, model: nn.Module, steps: int = STEPS, clip: float = 0, world: int = 2) -> Full:
+        """Train a model that is not wrapped on all ranks' batches; return its parameters."""
         optimizer = self.sgd(model)
         for number in range(steps):
-            self.plain_step(model, optimizer, number, clip, world)
+            optimizer.zero_grad()
+            for rank in range(world):
+                (loss_of(model(self.batch(number, rank))) / world).backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1, clip)
+            optimizer.step()
         return dict(model.state_dict())
-
-    def plain_step(
-        self, model: nn.Module, optimizer: Any, number: int, clip: float = 0.0, world: int = 2
-    ) -> None:
-        optimizer.zero_grad()
-        for rank in range(world):
-            (loss_of(model(self.batch(number, rank))) / world).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1, clip)
-        optimizer.step()
 
     def wrong(self, model: nn.Module, steps: int = STEPS) -> str:
         """Return what is wrong with a model that should have been trained for `steps`."""

@@ -60,12 +60,12 @@ def other(job: Job, folder: Path) -> nn.Module:
     return model
 
 
-def loads(job: Job, folder: Path, *values: float) -> str:
+def loads(job: Job, *values: Any, folder: str = "saved") -> str:
     """Load into another model; return "" if all its parameters have one of these values."""
-    full = flat(job.side.full(other(job, folder)))
-    if any(torch.equal(full, torch.full_like(full, value)) for value in values):
+    full = flat(job.side.full(other(job, job.folder / folder)))
+    if any(torch.equal(full, torch.full_like(full, float(value))) for value in values):
         return ""
-    return "half old, half new" if all(v in full for v in values) else "other values"
+    return "half old, half new" if all(float(v) in full for v in values) else "other values"
 
 
 def again(job: Job) -> str:
@@ -73,26 +73,40 @@ def again(job: Job) -> str:
     return job.wrong(other(job, job.folder / "saved"))
 
 
-def killed(job: Job, when: str) -> str:
-    """Kill a rank in a save: its first one, the next one, or one over the first."""
+WRONG = {
+    "exists": "the first one is replaced",
+    "entries": "the entry is not saved",
+    "full": "the save does not fail",
+}
+
+
+def saves(job: Job, what: str) -> str:
+    """Save ones, with a fault.
+
+    "first", "later" and "over": a rank is killed in its first save, the next, or one over the first.
+    """
     model, optimizer = filled(job)
-    if when != "first":
-        job.side.save(job.folder / ("saved" if when == "over" else "first"), model, optimizer)
-    fill(model, 2)
-    fill_disk(job, kill=True)
-    job.side.save(job.folder / "saved", model, optimizer, overwrite=when == "over")
-    return "nothing was killed"
-
-
-def old_or_new(job: Job) -> str:
-    return loads(job, job.folder / "saved", 1, 2)
-
-
-def full_disk(job: Job) -> str:
-    model, optimizer = filled(job)
-    fill_disk(job, kill=False)
-    job.side.save(job.folder / "saved", model, optimizer)
-    return "the save does not fail"
+    folder = job.folder / "saved"
+    if what in ("exists", "over", "later"):
+        job.side.save(job.folder / "first" if what == "later" else folder, model, optimizer)
+    if what in ("first", "over", "later", "full"):
+        fill(model, 2)
+        fill_disk(job, kill=what != "full")
+    elif what == "entries" and job.last:
+        job.side.inner(model).register_buffer("count", torch.ones(3))
+    elif what == "names":
+        folder = job.folder / f"step-{job.rank}"
+    elif what == "hosts":
+        job.folder /= f"host{job.rank}"
+        job.folder.mkdir()
+        os.chdir(job.folder)
+        folder = Path("/proc/self/cwd/saved")  # one name, a folder for each rank
+    if what != "hosts":
+        job.fault()
+    job.side.save(folder, model, optimizer, overwrite=what == "over")
+    if what in ("names", "hosts"):
+        return loads(job, 1, folder="step-0" if what == "names" else "saved")
+    return "" if what == "entries" and job.rank == 0 else WRONG.get(what, "nothing was killed")
 
 
 def saves_again(job: Job) -> str:
@@ -105,14 +119,6 @@ def saves_again(job: Job) -> str:
     job.steps(model, optimizer, (2, 3))
     job.side.save(job.folder / "saved", model, optimizer)
     return again(job)
-
-
-def exists(job: Job) -> str:
-    model, optimizer = filled(job)
-    job.side.save(job.folder / "saved", model, optimizer)
-    job.fault()
-    job.side.save(job.folder / "saved", model, optimizer)
-    return "the first one is replaced"
 
 
 def in_background(job: Job, what: str) -> str:
@@ -129,41 +135,14 @@ def in_background(job: Job, what: str) -> str:
     elif what != "ends":
         for wait in waits:
             wait()
-    return loads(job, job.folder / "second", 2) if what == "second" else ""
+    return loads(job, 2, folder="second") if what == "second" else ""
 
 
 def finished(job: Job) -> str:
     try:
-        return loads(job, job.folder / "saved", 1)
+        return loads(job, 1)
     except BaseException as error:  # DCP's is no Exception
         return f"exit status 0, and no checkpoint ({type(error).__name__})"
-
-
-def other_names(job: Job) -> str:
-    model, optimizer = filled(job)
-    job.fault()
-    job.side.save(job.folder / f"step-{job.rank}", model, optimizer)
-    return loads(job, job.folder / "step-0", 1)
-
-
-def other_entries(job: Job) -> str:
-    model, optimizer = filled(job)
-    if job.last:
-        job.fault()
-        job.side.inner(model).register_buffer("count", torch.ones(3))
-    job.side.save(job.folder / "saved", model, optimizer)
-    return "" if job.rank == 0 else "the entry is not saved"
-
-
-def not_shared(job: Job) -> str:
-    host = job.folder / f"host{job.rank}"
-    host.mkdir()
-    os.chdir(host)
-    here = Path("/proc/self/cwd/saved")  # one name, a folder for each rank
-    model, optimizer = filled(job)
-    job.fault()
-    job.side.save(here, model, optimizer)
-    return loads(job, here, 1)
 
 
 class Slow(nn.Linear):
@@ -173,7 +152,7 @@ class Slow(nn.Linear):
 
     def get_extra_state(self) -> torch.Tensor:
         if self.job.rank == 0:
-            self.job.sleep()
+            self.job.do("sleep")
         return torch.zeros(1)
 
     def set_extra_state(self, state: Any) -> None:
@@ -189,12 +168,8 @@ def slow_save(job: Job) -> str:
 
 def adapter() -> nn.Module:
     """A frozen layer with a small adapter that trains."""
-    base, down, up = (
-        linear().requires_grad_(False),
-        linear(2, bias=False),
-        nn.Linear(2, 32, bias=False),
-    )
-    return Net(lambda m, x: m.base(x) + m.up(m.down(x)), base=base, down=down, up=up)
+    parts = {"base": linear().requires_grad_(False), "down": linear(2), "up": nn.Linear(2, 32)}
+    return Net(lambda m, x: m.base(x) + m.up(m.down(x)), **parts)
 
 
 def left_out(job: Job, what: str) -> str:
@@ -279,27 +254,28 @@ def counted(count: torch.Tensor) -> nn.Module:
     return model
 
 
+def stack(*widths: int) -> nn.Module:
+    return nn.Sequential(*map(linear, widths))
+
+
 MISFITS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
-    "shape": (
-        lambda: nn.Sequential(linear(), linear(16)),
-        lambda: nn.Sequential(linear(), linear(8)),
-    ),
+    "shape": (lambda: stack(32, 16), lambda: stack(32, 8)),
     "dtype": (lambda: counted(torch.tensor([1.5])), lambda: counted(torch.tensor([1]))),
-    "less": (lambda: nn.Sequential(linear()), lambda: nn.Sequential(linear(), linear(8))),
-    "more": (lambda: nn.Sequential(linear(), linear(8)), lambda: nn.Sequential(linear())),
+    "less": (lambda: stack(32), lambda: stack(32, 8)),
+    "more": (lambda: stack(32, 8), lambda: stack(32)),
 }
 
 
 def misfit(job: Job, what: str) -> str:
     """Save one model and load its checkpoint into another one, which it does not fit."""
-    (saved, optimizer), (model, another) = (job.wrapped(make()) for make in MISFITS[what])
-    job.side.save(job.folder / "saved", saved, optimizer)
+    saved, model = (job.wrap(make()) for make in MISFITS[what])
+    job.side.save(job.folder / "saved", saved, torch.optim.SGD(saved.parameters()))
     job.fault()
-    job.side.load(job.folder / "saved", model, another)
+    job.side.load(job.folder / "saved", model, torch.optim.SGD(model.parameters()))
     return "loads"
 
 
-def saves(job: Job) -> None:
+def trains_and_saves(job: Job) -> None:
     job.side.save(job.folder / "saved", *job.trained())
 
 
@@ -314,7 +290,7 @@ def other_optimizer(job: Job) -> str:
 
 
 def unreadable(job: Job) -> str:
-    saves(job)
+    trains_and_saves(job)
     if job.last:
         job.fault()
         job.folder /= "elsewhere"

@@ -6,7 +6,6 @@ A script returns what is wrong, "" if nothing is.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import pickle
@@ -27,13 +26,7 @@ from torch.utils.data import DataLoader
 
 
 def seeds_differ(job: Job) -> str:
-    model = job.wrap(job.model(seed=job.rank))
-    return differences(job.side.full(model), dict(job.model(seed=0).state_dict()))
-
-
-def in_order(names: str) -> nn.Module:
-    """Two layers of other shapes, registered in this order."""
-    return Net(lambda m, x: m.b(m.a(x)), **{name: linear(bias=name == "a") for name in names})
+    return job.wrong(job.wrap(job.model(seed=job.rank)), 0)
 
 
 DIFFERING: dict[str, Callable[[bool], nn.Module]] = {
@@ -42,7 +35,7 @@ DIFFERING: dict[str, Callable[[bool], nn.Module]] = {
         torch.bfloat16 if odd else torch.float32
     ),
     "count": lambda odd: nn.Sequential(*[linear() for _ in range(3 if odd else 2)]),
-    "order": lambda odd: in_order("ba" if odd else "ab"),
+    "order": lambda odd: nn.Sequential(linear(bias=odd), linear(bias=not odd)),
     "frozen": lambda odd: nn.Sequential(linear().requires_grad_(not odd), linear()),
 }
 
@@ -56,14 +49,6 @@ def differs(job: Job, what: str) -> str:
         loss_of(model(job.batch(number).to(next(model.parameters()).dtype))).backward()
         optimizer.step()
     return "trains models that differ"
-
-
-def optimizer_first(job: Job) -> str:
-    model = job.model()
-    optimizer = job.sgd(model)
-    wrapped = job.wrap(model)
-    job.steps(wrapped, optimizer, range(STEPS))
-    return job.wrong(wrapped)
 
 
 def odd(extra: torch.Tensor) -> nn.Module:
@@ -101,17 +86,13 @@ UNUSUAL: dict[str, Callable[[], nn.Module]] = {
 
 def unusual(job: Job, kind: str) -> str:
     def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(linear(), UNUSUAL[kind]())
-
-    return job.train(make)
-
-
-def tied_across(job: Job) -> str:
-    def make() -> nn.Module:
         model = job.model()
-        model[4].weight = model[0].weight
-        return model
+        if kind == "wrapped":
+            return job.wrap(model)
+        if kind == "across":
+            model[4].weight = model[0].weight
+            return model
+        return nn.Sequential(model[0], UNUSUAL[kind]())
 
     return job.train(make)
 
@@ -127,10 +108,6 @@ def meta(job: Job) -> str:
     return "trains uninitialized values"
 
 
-def twice(job: Job) -> str:
-    return job.train(lambda: job.wrap(job.model()))
-
-
 def buffers_differ(job: Job) -> str:
     model = nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))
     if job.last:
@@ -139,16 +116,20 @@ def buffers_differ(job: Job) -> str:
 
 
 def changed(job: Job, how: str) -> str:
-    """Train a model that the script changes after wrapping."""
-    model, plain = job.wrap(job.model()), job.model()
+    """Train a model whose optimizer is created before wrapping, or which the script changes then."""
+    model, plain = job.model(), job.model()
+    optimizer = job.sgd(model)
+    model = job.wrap(model)
     job.fault()
     for each in (job.side.inner(model), plain):
         torch.manual_seed(1)
         if how == "added":
             each.append(linear())
-        else:
+        elif how == "replaced":
             each[0].weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-    job.steps(model, job.sgd(model), range(STEPS))
+    if how != "early":
+        optimizer = job.sgd(model)
+    job.steps(model, optimizer, range(STEPS))
     return differences(job.side.full(model), job.plain(plain))
 
 
@@ -162,8 +143,11 @@ def cast(job: Job) -> str:
     return ""
 
 
-def copied(job: Job) -> str:
+def copied(job: Job, how: str) -> str:
     model, _ = job.trained(2)
+    job.fault()
+    if how == "pickled":
+        return job.wrong(pickle.loads(pickle.dumps(model)), 2)
     average = copy.deepcopy(model)
     with torch.no_grad():
         for mean, param in zip(average.parameters(), model.parameters(), strict=True):
@@ -171,33 +155,15 @@ def copied(job: Job) -> str:
     return job.wrong(average, 2)
 
 
-def pickled(job: Job) -> str:
-    model, _ = job.trained(2)
-    job.fault()
-    return job.wrong(pickle.loads(pickle.dumps(model)), 2)
-
-
 # --- steps ----------------------------------------------------------------------------------------
 
 
-def at(job: Job, place: str, fault: str) -> str:
-    """Train until the last rank fails."""
-    return job.train(faults={place: getattr(job, fault)})
-
-
-def caught(job: Job, place: str) -> str:
-    """As `at`, but the script catches the exception and continues with the next batch."""
-    model, optimizer = job.wrapped()
-    job.faults = {place: job.fail}
-    for number in range(STEPS):
-        with contextlib.suppress(LookupError):
-            job.step(model, optimizer, number)
-    return job.wrong(model)
-
-
-def killed_before(job: Job) -> str:
-    if job.last:
-        job.kill()
+def at(job: Job, place: str, fault: str, caught: str = "") -> str:
+    """Train until the last rank fails. caught: the script continues with the next batch."""
+    job.place, job.planned = place, fault
+    job.caught = (LookupError,) if caught else ()
+    job.number = BAD
+    job.at("before")
     return job.train()
 
 
@@ -325,17 +291,18 @@ def gradients(job: Job, how: str) -> str:
 
 
 def freezes(job: Job, who: str) -> str:
-    model, optimizer = job.wrapped()
-    plain = job.model()
-    plain_optimizer = job.sgd(plain)
-    for number in range(STEPS):
-        if number == BAD and (who == "all" or job.last):
+    (model, optimizer), plain = job.wrapped(), job.model()
+
+    def edit(batch: torch.Tensor, step: int, rank: int | None) -> None:
+        if rank is not None:
+            plain[4].requires_grad_(step < BAD)
+        elif step == BAD and (who == "all" or job.last):
             job.fault()
             job.side.inner(model)[4].requires_grad_(False)
-        plain[4].requires_grad_(number < BAD)
-        job.step(model, optimizer, number)
-        job.plain_step(plain, plain_optimizer, number)
-    return differences(job.side.full(model), dict(plain.state_dict()))
+
+    job.edit = edit
+    job.steps(model, optimizer, range(STEPS))
+    return differences(job.side.full(model), job.plain(plain))
 
 
 def clipped(job: Job) -> str:
@@ -369,7 +336,7 @@ def interrupted(job: Job) -> str:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also in a run in the background
     if not job.last:
         threading.Timer(0, interrupt).start()
-    return job.train(faults={"forward": job.sleep})
+    return at(job, "forward", "sleep")
 
 
 # --- what one rank does alone, and calls that do not match ----------------------------------------
@@ -431,25 +398,19 @@ def other_calls(job: Job) -> str:
 # --- environments ---------------------------------------------------------------------------------
 
 
-def too_many(job: Job) -> str:
-    os.environ["WORLD_SIZE"] = "3"
-    job.fault()
-    job.begin()
-    return job.train()
-
-
-def rank_too_large(job: Job) -> str:
-    os.environ["RANK"] = str(job.rank + 2)
-    job.fault()
-    job.side.begin(job.timeout)
-    return job.train()
-
-
-def no_launcher(job: Job) -> str:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+def environment(job: Job, what: str) -> str:
+    """Train where variables of the launcher are wrong, or where there is none."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    for name in names if what == "alone" else ():
         del os.environ[name]
+    if what != "alone":
+        os.environ.update({"world": {"WORLD_SIZE": "3"}, "rank": {"RANK": f"{job.rank + 2}"}}[what])
+        job.fault()
+        if what == "world":
+            job.begin()
+        job.side.begin(job.timeout)
     model, _ = job.trained()
-    return differences(job.side.full(model), job.plain(job.model(), world=1))
+    return differences(job.side.full(model), job.plain(job.model(), world=job.world))
 
 
 def destroyed(job: Job) -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from svg import FAINT, INK, RANKS, WIDTH, Svg
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "lib"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "lib"))
 
 import stand_ins
 from nursery import fork_ranks
@@ -42,8 +42,7 @@ PHASES = ("gather", "sum", "step")
 TCP_RECEIVED = 128  # where struct tcp_info has the bytes received
 
 
-# --------------------------------------------------------------------------------------
-# What ranks say
+# --- What ranks say -------------------------------------------------------------------------------
 
 
 def received_by_sockets() -> int:
@@ -123,8 +122,7 @@ def steps() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             yield transport, [rank.value for rank in ranks]
 
 
-# --------------------------------------------------------------------------------------
-# The pictures
+# --- The pictures ---------------------------------------------------------------------------------
 
 TOP, LANE, STRIP, WIDE = 84, 64, 12, 54
 SHARDS, FULL, GRADS, PARTS, SUM, STEP = 92, 208, 326, 484, 606, 692

@@ -1,4 +1,4 @@
-"""The API reference as Markdown, from the docstrings: a page of the site (tools/site_pages.py).
+"""The API reference as Markdown, from the docstrings: a page of the site (site_pages.py).
 
 It has the names of `zshard.__all__`, what the dialects and the adapters for trainers add, and the
 methods of FSDP(model).

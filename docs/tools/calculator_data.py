@@ -1,8 +1,8 @@
 """What the calculator (docs/calculator.js) knows of zshard: GPUs, limits, and traced activations.
 
-    python tools/calculator_data.py > calculator_data.js
+    python docs/tools/calculator_data.py > calculator_data.js
 
-The site of `make docs` makes it anew (tools/site_pages.py), so it is never older than the planner.
+The site of `make docs` makes it anew (site_pages.py), so it is never older than the planner.
 
 The planner traces a decoder (extras/planner/kernels.py), which a browser cannot do. But a decoder's
 tensors have few sizes, each a product of dimensions. Here a small decoder is traced whose sizes all
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -158,12 +158,6 @@ def name_of(variant: Variant) -> str:
 
 def script(variants: Sequence[Variant] = VARIANTS) -> str:
     """Return the file, with the activations of these variants."""
-    return "\n".join(_lines(variants))
-
-
-def _lines(variants: Sequence[Variant]) -> Iterator[str]:
-    yield "// Made by tools/calculator_data.py from zshard's planner."
-    yield "var zshardFacts = {"
     facts = {
         "gpus": {name: each.memory - each.reserved for name, each in DEVICES.items()},
         "gap": GAP,
@@ -172,12 +166,15 @@ def _lines(variants: Sequence[Variant]) -> Iterator[str]:
         "parts": MEMORY,
         "comments": COMMENTS,
     }
-    for name, value in facts.items():
-        yield f"  {name}: {json.dumps(value)},"
-    yield "  activations: {"
-    for variant in variants:
-        yield f"    {json.dumps(name_of(variant))}: {json.dumps(activations(variant))},"
-    yield "  },\n};\n"
+    lines = [
+        "// Made by docs/tools/calculator_data.py from zshard's planner.",
+        "var zshardFacts = {",
+    ]
+    lines += [f"  {name}: {json.dumps(value)}," for name, value in facts.items()]
+    lines.append("  activations: {")
+    for each in variants:
+        lines.append(f"    {json.dumps(name_of(each))}: {json.dumps(activations(each))},")
+    return "\n".join([*lines, "  },\n};\n"])
 
 
 if __name__ == "__main__":

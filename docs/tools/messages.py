@@ -1,9 +1,8 @@
 """List every text that a user may read, so that all of them can be read in one pass.
 
-    python tools/messages.py                  # errors, warnings, help: file:line and the text
-    python tools/messages.py csrc/comm        # of these files and folders only
-    python tools/messages.py --docstrings     # public docstrings instead
-    python tools/messages.py --since HEAD~20  # how many of the texts a commit did not have
+    python docs/tools/messages.py                  # errors, warnings, help: file:line and the text
+    python docs/tools/messages.py csrc/comm        # of these files and folders only
+    python docs/tools/messages.py --docstrings     # public docstrings instead
 
 A text is a string literal of two words or more. That also finds texts that are put
 together elsewhere and raised later; the few literals that nobody reads (format names, protocol
@@ -15,13 +14,12 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("csrc", "zshard", "examples")
 C_SUFFIXES = (".c", ".h", ".cpp", ".hpp", ".cu", ".cuh")
 C_TOKEN = re.compile(
@@ -130,37 +128,14 @@ def texts_in(name: str, source: str, docstrings: bool) -> Iterator[Text]:
             yield Text(name, line, text)
 
 
-def known_to(commit: str, names: Iterable[str], docstrings: bool) -> set[str]:
-    """All texts of these files as `commit` has them; a file that it has not counts as empty."""
-    texts = set()
-    for name in names:
-        shown = subprocess.run(
-            ["git", "show", f"{commit}:{name}"], cwd=ROOT, capture_output=True, text=True
-        )
-        if shown.returncode == 0:
-            texts.update(text.text for text in texts_in(name, shown.stdout, docstrings))
-    return texts
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("paths", nargs="*", type=Path, help="files or folders to list (default: all)")
-    add("--docstrings", action="store_true", help="list public docstrings instead")
-    add("--since", metavar="COMMIT", help="count the texts that COMMIT did not have")
-    return parser.parse_args()
-
-
 def main() -> int:
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="*", type=Path, help="files or folders (default: all)")
+    parser.add_argument("--docstrings", action="store_true", help="list public docstrings instead")
+    args = parser.parse_args()
     paths = [path.resolve() for path in args.paths] or [ROOT / folder for folder in FOLDERS]
     sources = {str(path.relative_to(ROOT)): path.read_text() for path in files_below(paths)}
     texts = [text for name in sources for text in texts_in(name, sources[name], args.docstrings)]
-    if args.since:
-        before = known_to(args.since, sources, args.docstrings)
-        changed = sum(text.text not in before for text in texts)
-        print(f"{len(texts)} texts, {changed} of them not in {args.since}")
-        return 0
     for text in texts:
         print(f"{text.file}:{text.line}: {text.text}")
     print(f"{len(texts)} texts", file=sys.stderr)

@@ -1,9 +1,9 @@
 """Write docs/transformers_classes.md: classes of transformers under FSDP(model), beside DDP's bits.
 
-    python tools/class_table.py [--only GPT2LMHeadModel ...] [--facts facts.jsonl] [--out PAGE.md]
+    python docs/tools/class_table.py [--only GPT2LMHeadModel ...] [--out PAGE.md]
 
 One class for each kind of model that transformers has (tests/lib/tiny_classes.py). Two ranks
-train each it under DDP, under FSDP with no argument, and under DDP again if those differ.
+train it under DDP, under FSDP with no argument, and under DDP again if those differ.
 Facts are appended to a file, a line per class: a second run trains only what is not there.
 """
 
@@ -13,11 +13,11 @@ import argparse
 import datetime
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "lib"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "lib"))
 
 import tiny_classes
 import torch
@@ -27,8 +27,9 @@ from nursery import fork_ranks
 
 import zshard
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "transformers_classes.md"
+FACTS = ROOT / "build" / "class_table.jsonl"
 LIMIT = 240  # seconds for a class
 transformers.logging.set_verbosity_error()
 
@@ -38,7 +39,7 @@ One class for each kind of model in transformers {transformers}, tiny, from its 
 configuration. Two ranks train it for {steps} steps under DDP (`find_unused_parameters=True`)
 and under a bare `FSDP(model)`, with the class's own dropout. Each rank has its own batch; the loss
 is the mean square of the outputs. Equal: all losses, parameters and buffers, to the last bit. Made
-by `tools/class_table.py` on {date} with torch {torch} and zshard {zshard}.
+by `docs/tools/class_table.py` on {date} with torch {torch} and zshard {zshard}.
 
 | | classes |
 |---|---|
@@ -58,13 +59,6 @@ def facts_of(name: str) -> dict[str, Any]:
         return facts
     lines = [line for result in failed for line in result.stderr.strip().splitlines()[-1:]]
     return {"failed": f"took more than {LIMIT} s" if late else " / ".join(lines)[:300]}
-
-
-def read(path: Path) -> dict[str, dict[str, Any]]:
-    if not path.exists():
-        return {}
-    rows = map(json.loads, path.read_text().splitlines())
-    return {row["class"]: row for row in rows}
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -120,18 +114,18 @@ def totals(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"| blocks from: {name} | {len(here)}, equal: {good} |\n"
 
 
-def main(arguments: Iterable[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", help="these classes")
-    parser.add_argument("--facts", type=Path, default=ROOT / "build" / "class_table.jsonl")
     parser.add_argument("--out", type=Path, default=OUT)
-    options = parser.parse_args(None if arguments is None else list(arguments))
+    options = parser.parse_args()
     names = options.only or list(tiny_classes.representatives())
-    known = read(options.facts)
+    lines = FACTS.read_text().splitlines() if FACTS.exists() else []
+    known = {row["class"]: row for row in map(json.loads, lines)}
     for name in names:
         if name not in known:
             known[name] = {"class": name, **facts_of(name)}
-            with options.facts.open("a") as file:
+            with FACTS.open("a") as file:
                 file.write(json.dumps(known[name]) + "\n")
             print(line(known[name]), flush=True)
     options.out.write_text("".join(page([known[name] for name in sorted(known)])))

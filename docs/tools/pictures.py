@@ -1,6 +1,6 @@
 """Draw the pictures of docs/quick_start.md and docs/concepts.md from what models say on two ranks.
 
-    python tools/pictures.py [--out docs/images]
+    python docs/tools/pictures.py [--out docs/images]
 
 parameter.svg  one parameter of two ranks: its shapes between steps, in forward and afterwards
 units.svg      which units rank 0 has gathered as each module runs, for two strategies
@@ -26,13 +26,12 @@ from torch import nn
 import zshard
 from zshard import FSDP
 
-OUT = Path(__file__).resolve().parent.parent / "docs" / "images"
+OUT = Path(__file__).resolve().parents[1] / "images"
 PARTS = {name: part for name, part in MEMORY.items() if name != "activations"}
 STRATEGIES = ("no_shard", "zero1", "shard_grad_op", "full_shard")
 
 
-# --------------------------------------------------------------------------------------
-# What models say
+# --- What models say ------------------------------------------------------------------------------
 
 
 def shapes_of_a_parameter() -> dict[str, Any]:
@@ -54,9 +53,8 @@ def shapes_of_a_parameter() -> dict[str, Any]:
 def gathered_units(strategy: str) -> list[tuple[str, list[bool]]]:
     """(event, whether each unit is gathered) of a step, over c10d, which gathers by copying."""
     layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
-    model = FSDP(
-        nn.Sequential(*layers), strategy=strategy, transport="c10d", auto_wrap_policy={nn.Linear}
-    )
+    units = {"auto_wrap_policy": {nn.Linear}}
+    model = FSDP(nn.Sequential(*layers), strategy=strategy, transport="c10d", **units)
     seen: list[tuple[str, list[bool]]] = []
 
     def look(event: str) -> Any:
@@ -89,8 +87,7 @@ def parts_of_memory() -> dict[str, dict[str, dict[str, int]]]:
     }
 
 
-# --------------------------------------------------------------------------------------
-# The pictures
+# --- The pictures ---------------------------------------------------------------------------------
 
 
 def draw_parameter(ranks: list[dict[str, Any]]) -> Svg:
@@ -116,9 +113,8 @@ def draw_parameter(ranks: list[dict[str, Any]]) -> Svg:
                 svg.box(x, y + top, edge, height, RANKS[row])
             svg.box(x, y, edge, edge, "none", INK)
             svg.text(x + edge / 2, y + edge + 16, f"weight.shape {tuple(found[column])}", 11)
-        svg.text(
-            columns[2] + edge / 2, y + edge + 31, f"weight.grad.shape {tuple(found['grad'])}", 11
-        )
+        shape = f"weight.grad.shape {tuple(found['grad'])}"
+        svg.text(columns[2] + edge / 2, y + edge + 31, shape, 11)
         for x, what in zip(columns, ("all-gather", "reduce-scatter"), strict=False):
             svg.arrow(x + edge + 20, y + edge / 2, (x + edge + 120, y + edge / 2))
             svg.text(x + edge + 70, y + edge / 2 - 8, what, 11, FAINT)
@@ -146,9 +142,8 @@ def draw_units(by_strategy: dict[str, list[tuple[str, list[bool]]]]) -> Svg:
 def draw_parts(by_transport: dict[str, dict[str, dict[str, int]]]) -> Svg:
     """A stacked bar for each transport and strategy."""
     svg = Svg(400, "Predicted memory of a rank, by part, for each strategy")
-    svg.text(
-        WIDTH / 2, 24, "12 transformer layers, 151 M parameters, Adam, fp32: a rank of eight", 14
-    )
+    title = "12 transformer layers, 151 M parameters, Adam, fp32: a rank of eight"
+    svg.text(WIDTH / 2, 24, title, 14)
     largest = max(sum(p[n] for n in PARTS) for s in by_transport.values() for p in s.values())
     where = {"c10d": "over c10d, ranks anywhere", "shm": "over shm, ranks of one host"}
     y = 52
@@ -162,9 +157,8 @@ def draw_parts(by_transport: dict[str, dict[str, dict[str, int]]]) -> Svg:
                 width = 540 * parts[name] / largest
                 svg.box(x, y - 13, width, 19, colour)
                 x += width
-            svg.text(
-                x + 6, y + 1, f"{sum(parts[n] for n in PARTS) / 2**20:.0f} MiB", 11, INK, "start"
-            )
+            total = sum(parts[n] for n in PARTS) / 2**20
+            svg.text(x + 6, y + 1, f"{total:.0f} MiB", 11, INK, "start")
         y += 40
     for i, (label, colour) in enumerate(PARTS.values()):
         x, row = 14 + 190 * (i % 4), 350 + 24 * (i // 4)
@@ -185,20 +179,15 @@ def work(rank: int, store: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-def seen_on_two_ranks() -> dict[str, Any]:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/seen.json"
-        torch.multiprocessing.spawn(work, (f"{folder}/store", path), 2)
-        seen: dict[str, Any] = json.loads(Path(path).read_text())
-    return seen
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=OUT, help="the folder to write to")
     out = parser.parse_args().out
-    seen = seen_on_two_ranks()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "seen.json"
+        torch.multiprocessing.spawn(work, (f"{folder}/store", str(path)), 2)
+        seen = json.loads(path.read_text())
     draw_parameter(seen["ranks"]).write(out / "parameter.svg")
     draw_units(seen["units"]).write(out / "units.svg")
     draw_parts(parts_of_memory()).write(out / "parts.svg")

@@ -1,6 +1,6 @@
 """The site's page of every message of zshard, with its exception, its remedy and its file.
 
-The list is made from the sources alone, by tools/messages.py, so no message is written twice. What
+The list is made from the sources alone, by messages.py, so no message is written twice. What
 a message puts in at run time is shown as "…". A message names its own remedy after a colon or a
 semicolon, as an imperative (CONTRIBUTING.md): this part has a column of its own.
 """
@@ -61,26 +61,17 @@ table has warnings, lines that zshard prints, and pieces of which longer message
 Files are those of `csrc` and `zshard`, which this page is made from.
 """
 GROUPS = {  # heading -> folders and files, below csrc and zshard, whose messages it has
-    "Wrapping and options": (
-        "wrap",
-        "options",
-        "precision",
-        "strategy",
-        "fsdp",
-        "model",
-        "units",
-        "unit",
-    ),
-    "Shards and values": ("guard", "shim"),
-    "Training": ("engine", "schedule", "reduce", "grad_scaler"),
-    "Optimizers": ("optim", "optimizers", "update"),
-    "Ranks and transports": ("ranks", "comm"),
-    "Memory, files and devices": ("memory", "offload", "base", "pager", "device"),
-    "State dicts and checkpoints": ("state", "checkpoint", "weights"),
-    "Names of torch": ("compat", "_patches"),
-    "DeepSpeed": ("deepspeed",),
-    "Trainers": ("lightning", "accelerate", "transformers", "peft", "bitsandbytes"),
-    "Commands and the build": ("run", "keeping", "doctor"),
+    "Wrapping and options": "wrap options precision strategy fsdp model units unit",
+    "Shards and values": "guard shim",
+    "Training": "engine schedule reduce grad_scaler",
+    "Optimizers": "optim optimizers update",
+    "Ranks and transports": "ranks comm",
+    "Memory, files and devices": "memory offload base pager device",
+    "State dicts and checkpoints": "state checkpoint weights",
+    "Names of torch": "compat _patches",
+    "DeepSpeed": "deepspeed",
+    "Trainers": "lightning accelerate transformers peft bitsandbytes",
+    "Commands and the build": "run keeping doctor",
 }
 
 REST, PARTS = "Everything else", "Warnings, printed lines and pieces of messages"
@@ -151,7 +142,7 @@ def group_of(message: Message) -> str:
     """The heading below which the message stands."""
     parts = Path(message.file).with_suffix("").parts
     folder = parts[2] if parts[1] in ("integrations", "extras") else parts[1]
-    found = (name for name, folders in GROUPS.items() if folder in folders)
+    found = (name for name, folders in GROUPS.items() if folder in folders.split())
     return next(found, REST) if message.kind != PART else PARTS
 
 
