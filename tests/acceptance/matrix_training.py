@@ -35,7 +35,9 @@ DIFFERING: dict[str, Callable[[bool], nn.Module]] = {
         torch.bfloat16 if odd else torch.float32
     ),
     "count": lambda odd: nn.Sequential(*[linear() for _ in range(3 if odd else 2)]),
-    "order": lambda odd: nn.Sequential(linear(bias=odd), linear(bias=not odd)),
+    "order": lambda odd: Net(
+        lambda m, x: m.b(m.a(x)), **{n: linear(bias=n == "a") for n in ("ba" if odd else "ab")}
+    ),
     "frozen": lambda odd: nn.Sequential(linear().requires_grad_(not odd), linear()),
 }
 
