@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 from named import problem_with
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -69,26 +68,3 @@ def test_features_are_unique_and_tests_have_one():
     features = [row.feature for row in TABLE]
     assert len(set(features)) == len(features)
     assert set(TESTS) <= set(features)
-
-
-@pytest.mark.parametrize(
-    ("line", "test", "complaint"),
-    [
-        ("| a | yes | no | no | no | no |", None, "no test"),
-        ("| a | over shm | no | no | no | no |", "tests/optim/test_no.py", "no such file"),
-        (
-            "| a | yes | no | no | no | no |",
-            "tests/optim/test_clip.py::test_no",
-            "no test of that name",
-        ),
-        ("| a | yes | no | no | no |", "tests/optim/test_clip.py", "cells are missing"),
-        ("| a | yes | no | no |  | no |", "tests/optim/test_clip.py", "cells are missing"),
-        ("| a | yes | no | no | no | no |", "tests/optim/test_clip.py", ""),
-        ("| a | no | no | no | no | no |", None, ""),
-    ],
-)
-def test_claims_without_a_test_are_found(line, test, complaint):
-    header = "| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|\n"
-    (row,) = rows(f"{header}{line}\n\n| b | yes |\n")
-    problem = problem_of(row, {} if test is None else {"a": test})
-    assert complaint in problem and bool(complaint) == bool(problem)

@@ -90,22 +90,6 @@ def test_strategies(given, strategy, group):
     assert (way.strategy, way.group) == (strategy, group)
 
 
-def test_other_software_is_listed_apart():
-    (each,), _ = compared(software="JAX MaxText")
-    assert each.apart == "JAX MaxText"
-
-
-def test_medians_are_of_absolute_errors():
-    def of(source, error):
-        return plan_against.Compared(source, source, "h100", "speed", "s", 1 + error, 1.0, "")
-
-    found = [of("a", 0.1), of("a", -0.3), of("a", 0.2), of("b", -0.5)]
-    assert plan_against.medians(found, "source") == {
-        "a": (3, pytest.approx(0.2)),
-        "b": (1, pytest.approx(0.5)),
-    }
-
-
 def file_of(tmp_path, rows):
     file = tmp_path / "runs.csv"
     with file.open("w", newline="") as out:
