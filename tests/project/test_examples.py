@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,15 +60,6 @@ def test_corpus_is_split_by_file(tree: Path) -> None:
         assert files == expected
 
 
-def test_missing_sources_name_the_folder(tmp_path: Path) -> None:
-    corpus = example("corpus")
-    with pytest.raises(corpus.CorpusError, match=str(tmp_path)):
-        corpus.load(tmp_path)
-    (tmp_path / "only.py").write_text("x = 1\n")
-    with pytest.raises(corpus.CorpusError, match="side of the corpus"):
-        corpus.load(tmp_path)
-
-
 def test_train_batches_depend_on_seed_and_rank() -> None:
     corpus = example("corpus")
     text = torch.arange(256, dtype=torch.uint8).repeat(8)
@@ -90,20 +80,6 @@ def test_train_batches_depend_on_seed_and_rank() -> None:
         assert not torch.equal(inputs, other[0])
     with pytest.raises(corpus.CorpusError, match="too short"):
         next(corpus.train_batches(text, 4, text.numel(), seed=0, rank=0))
-
-
-def test_held_out_batches_are_split_over_ranks() -> None:
-    corpus = example("corpus")
-    text = torch.arange(20_000).remainder(251).byte()
-
-    def windows(rank: int, world: int) -> list[tuple[int, ...]]:
-        batches = corpus.held_out_batches(text, 4, 32, 10, rank=rank, world=world)
-        return [tuple(row) for inputs, _ in batches for row in inputs.tolist()]
-
-    both = [windows(rank, 2) for rank in range(2)]
-    assert [len(mine) for mine in both] == [10, 10]
-    assert set(both[0]).isdisjoint(both[1])
-    assert both[0] == windows(0, 2)
 
 
 # --- model ----------------------------------------------------------------------------------------
@@ -141,45 +117,6 @@ def test_invalid_flags_are_refused(
     with pytest.raises(SystemExit):
         example("train_gpt").parse(flags)
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("files", [True, False])
-def test_peak_memory_counts_freed_blocks(files: bool) -> None:
-    measure = example("measure")
-    with measure.PeakMemory(files=files) as memory:
-        time.sleep(3 * measure.SAMPLE_SECONDS)
-        before = memory.mib
-        block = bytearray(b"x") * (256 * measure.MIB)
-        time.sleep(3 * measure.SAMPLE_SECONDS)
-        del block
-    assert memory.kind == "PSS"
-    # Less than the block where other processes begin to share this one's libraries meanwhile.
-    assert memory.mib - before > 128
-
-
-def test_speed_skips_the_first_steps() -> None:
-    measure = example("measure")
-    meter = measure.Meter(1000, measure.PeakMemory())
-    meter.seconds = [9.0] * 10 + [0.5, 0.25, 1.0] * 10
-    assert meter.speed() == {
-        "tokens_per_second": 2000.0,
-        "step_seconds": {"min": 0.25, "median": 0.5, "max": 1.0},
-        "measured_steps": 30,
-    }
-    meter.seconds = [2.0]
-    assert meter.speed()["measured_steps"] == 1
-
-
-@pytest.mark.parametrize(("loss", "reached"), [(2.0, True), (2.5, False), (math.nan, False)])
-def test_demo_checks_the_loss(
-    loss: float, reached: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    demo = example("demo")
-    plan = demo.NORMAL._replace(goal=2.3)
-    assert demo.check(plan, "zshard", {"final": {"held_out": loss}}) is reached
-    said = capsys.readouterr().out
-    assert said.startswith("PASS: " if reached else "FAIL: ")
-    assert f"{loss:.3f} nats per byte after 200 steps; expected: below 2.3" in said
 
 
 # --- whole runs -----------------------------------------------------------------------------------
@@ -265,17 +202,6 @@ def test_train_gpt_without_torchrun(tmp_path: Path) -> None:
     assert [step for step, _ in numbers["held_out"]] == [4, 8, 10]
     assert numbers["loss"][-1] < numbers["loss"][0] - 0.2
     assert numbers["samples"][0].startswith("class ")
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_demo_shows_why_a_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    demo = example("demo")
-    monkeypatch.setattr(os, "environ", environment())
-    with pytest.raises(demo.RunFailed, match="--transport requires --library zshard") as raised:
-        plan = demo.QUICK._replace(flags=(*demo.QUICK.flags, "--transport", "shm"))
-        demo.run(plan, "ddp", tmp_path, main_run=False)
-    assert "ddp failed with exit status 1" in str(raised.value)
 
 
 @pytest.mark.thorough

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same, differences
 from nursery import fork_ranks
-from spawn import RankPool, ranks
+from spawn import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -27,23 +28,21 @@ def build(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to(dtype)
 
 
-def count() -> tuple[int, int]:
-    model = FSDP(build())
-    return sum(p.numel() for p in model.parameters()), zshard.num_parameters(model)
+@on_ranks(2)
+def test_counts() -> None:
+    model, total = FSDP(build()), sum(p.numel() for p in build().parameters())
+    assert sum(p.numel() for p in model.parameters()) < total == zshard.num_parameters(model)
 
 
-def reductions_are_refused() -> None:
+@on_ranks(2)
+def test_reductions_and_pickling_are_refused() -> None:
     model = FSDP(build())
     model(BATCHES[0]).sum().backward()
-    for reduce in (
-        lambda p: p.norm(),
-        lambda p: p.grad.norm(),
-        lambda p: torch.isfinite(p.grad).all(),
-    ):
+    param = next(model.parameters())
+    for value, reduce in ((param, torch.norm), (param.grad, torch.norm), (param.grad, torch.all)):
         with pytest.raises(ShardError):
-            reduce(next(model.parameters()))
-    norms, plain = zshard.named_norms(model), build()
-    assert norms.keys() == dict(plain.named_parameters()).keys()
+            reduce(value)
+    assert zshard.named_norms(model).keys() == dict(build().named_parameters()).keys()
     with pytest.raises(TypeError, match="cannot be pickled"):
         torch.save(model, "/dev/null")
 
@@ -63,77 +62,45 @@ def average_of(model: nn.Module, average: Any) -> dict[str, torch.Tensor]:
     return average.state_dict()
 
 
-def averages() -> None:
+@on_ranks(2)
+def test_averages() -> None:
     for make in (copy.deepcopy, AveragedModel):
         plain, model = build(), FSDP(build())
-        expected, found = average_of(plain, make(plain)), average_of(model, make(model))
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-    before = copy.deepcopy(plain)
+        expected = average_of(plain, make(plain))
+        assert_same(average_of(model, make(model)), expected, make.__name__)
     with pytest.raises(ShardError, match="lerp_"):
-        average_of(FSDP(build()), before)
+        average_of(FSDP(build()), copy.deepcopy(plain))
 
 
-def statistics(wrap: Any) -> torch.Tensor:
+def mean_of(wrap: Any, **options: Any) -> torch.Tensor:
     torch.manual_seed(0)
-    model = wrap(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    model = wrap(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), **options)
     for _ in range(2):  # DDP broadcasts at the beginning of a forward
         model(torch.arange(32.0).view(4, 8) * (dist.get_rank() + 1)).sum().backward()
     return next(m for m in model.modules() if isinstance(m, nn.BatchNorm1d)).running_mean
 
 
-def batch_norms() -> list[torch.Tensor]:
-    synced = {"forward_sync_buffers": "training"}
-    model = statistics(lambda m: FSDP(m, **synced))
-    return [statistics(DistributedDataParallel), statistics(FSDP), model]
+@on_ranks(2)
+def test_batch_norm() -> None:
+    ddp, own = mean_of(DistributedDataParallel), mean_of(FSDP)
+    assert_same(mean_of(FSDP, forward_sync_buffers="training"), ddp, "the mean")
+    assert (differences(own, ddp) == []) is (dist.get_rank() == 0)
 
 
-def norms(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    found = []
-    for wrap in (DistributedDataParallel, FSDP):
-        model = wrap(build(dtype))
-        model(torch.randn(8, 64, dtype=dtype)).float().square().mean().backward()
-        clip = torch.nn.utils.clip_grad_norm_
-        found.append(clip(model.parameters(), 1.0).detach().clone())
-        torch.manual_seed(0)
-    return found[0], found[1]
-
-
-@ranks(2)
-def test_counts(pool: RankPool) -> None:
-    own, full = zip(*pool.run(count), strict=True)
-    total = sum(p.numel() for p in build().parameters())
-    assert sum(own) == total and max(own) < total and full == (total, total)
-
-
-@ranks(2)
-def test_reductions(pool: RankPool) -> None:
-    pool.run(reductions_are_refused)
-
-
-@ranks(2)
-def test_averages(pool: RankPool) -> None:
-    pool.run(averages)
-
-
-@ranks(2)
-def test_batch_norm(pool: RankPool) -> None:
-    zero, one = pool.run(batch_norms)
-    assert torch.equal(zero[0], zero[1]) and torch.equal(zero[0], zero[2])
-    assert torch.equal(one[0], one[2]) and not torch.equal(one[0], one[1])
-
-
-def clipped() -> None:
-    torch.manual_seed(dist.get_rank())
-    theirs, ours = norms(torch.float32)
+@on_ranks(2)
+def test_clipping() -> None:
+    norms = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for wrap in (DistributedDataParallel, FSDP):
+            model = wrap(build(dtype))
+            torch.manual_seed(dist.get_rank())
+            model(torch.randn(8, 64, dtype=dtype)).float().square().mean().backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norms[dtype, wrap] = norm.detach().clone()
+    theirs, ours, theirs16, ours16 = norms.values()
     torch.testing.assert_close(ours, theirs, rtol=2**-22, atol=0)
-    theirs, ours = norms(torch.bfloat16)
-    assert theirs.dtype is torch.bfloat16 and ours.dtype is torch.float32
-    assert abs(float(theirs) - float(ours)) <= 0.004 * float(ours)
-
-
-@ranks(2)
-def test_clipping(pool: RankPool) -> None:
-    pool.run(clipped)
+    assert theirs16.dtype is torch.bfloat16 and ours16.dtype is torch.float32
+    assert abs(float(theirs16) - float(ours16)) <= 0.004 * float(ours16)
 
 
 def on_rank_0(name: str) -> None:
