@@ -84,7 +84,7 @@ class Run:
                 stderr=output,
             )
 
-    def last_words(self) -> str:
+    def output_end(self) -> str:
         return "\n".join((self.folder / "output").read_text().splitlines()[-60:])
 
     def log(self, rank: int) -> list[list[Any]]:
@@ -94,7 +94,7 @@ class Run:
 
     def wait(self) -> None:
         if self.process.wait() != 0:
-            raise RuntimeError(self.last_words())
+            raise RuntimeError(self.output_end())
 
     # --- recovery -----------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class Run:
         ranks = range(self.ranks)
         while not all("end" in run for r in ranks for run in self.processes(r)[restarts:] or [()]):
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(self.last_words())
+                raise RuntimeError(self.output_end())
             time.sleep(0.01)
 
     def kill(self, rank: int) -> float:
@@ -131,11 +131,11 @@ class Run:
             time.sleep(0.5)
             self.look_at_others()
             if wrong.exists():
-                return f"{wrong.read_text()}\n{self.last_words()}"
+                return f"{wrong.read_text()}\n{self.output_end()}"
             if time.time() - (mark if mark.exists() else self.folder).stat().st_mtime > STILL:
-                return f"no round has ended for {STILL:g} s:\n{self.last_words()}"
+                return f"no round has ended for {STILL:g} s:\n{self.output_end()}"
         status = self.process.returncode
-        return f"the run ended with {status}:\n{self.last_words()}" if status else ""
+        return f"the run ended with {status}:\n{self.output_end()}" if status else ""
 
     def look_at_others(self) -> None:
         """Count what the launcher has, and the keeper, whose process the launcher prints."""

@@ -190,7 +190,7 @@ class Job:
         """Return what is wrong with a model that should have been trained for `steps`."""
         return differences(self.side.full(model), self.plain(self.model(), steps))
 
-    def alike(self, value: torch.Tensor) -> str:
+    def same_on_all(self, value: torch.Tensor) -> str:
         """Return "" if a plain tensor is the same on all ranks."""
         each = [torch.empty_like(value) for _ in range(self.world)]
         dist.all_gather(each, value.contiguous())

@@ -58,7 +58,7 @@ class Ddp:
         dist.barrier()
 
     def joined(self, model: Any, batches: Iterable[Any]) -> Iterable[Any]:
-        """Iterate over batches of which ranks have different numbers."""
+        """Iterate over batches, where ranks have different numbers of them."""
         with model.join():
             yield from batches
 

@@ -114,7 +114,7 @@ def buffers_differ(job: Job) -> str:
     model = nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))
     if job.last:
         model[1].running_mean.fill_(5)
-    return job.alike(job.side.inner(job.wrap(model))[1].running_mean)
+    return job.same_on_all(job.side.inner(job.wrap(model))[1].running_mean)
 
 
 def changed(job: Job, how: str) -> str:
@@ -170,7 +170,7 @@ def at(job: Job, place: str, fault: str, caught: str = "") -> str:
 
 
 def branches(job: Job, kind: str) -> str:
-    """Train two layers of equal shapes, of which each rank uses what its batch asks for."""
+    """Train two layers of equal shapes: each rank uses what its batch asks for."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         usual = bool(x[0, 0] > 0)
@@ -202,7 +202,7 @@ def fewer_batches(job: Job) -> str:
 def joined(job: Job) -> str:
     model, optimizer = job.wrapped()
     job.steps(model, optimizer, job.side.joined(model, range(BAD if job.last else STEPS)))
-    return job.alike(flat(job.side.full(model)))
+    return job.same_on_all(flat(job.side.full(model)))
 
 
 def nan(job: Job) -> str:
@@ -236,7 +236,7 @@ def overflows(job: Job) -> str:
         scaler.scale(loss_of(model(job.batch(number)))).backward()
         scaler.step(optimizer)
         scaler.update()
-    scales = job.alike(torch.tensor(scaler.get_scale()))
+    scales = job.same_on_all(torch.tensor(scaler.get_scale()))
     return differences(job.side.full(model), before) or scales
 
 
@@ -325,7 +325,7 @@ def flipped(job: Job) -> str:
         if number == BAD and job.last:
             own[0].view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
         job.step(model, optimizer, number)
-    return job.alike(torch.cat([p.flatten() for p in own]))
+    return job.same_on_all(torch.cat([p.flatten() for p in own]))
 
 
 def interrupted(job: Job) -> str:
@@ -375,7 +375,7 @@ def alone(job: Job, rank: str, deed: str) -> str:
             do(job, deed, model, optimizer)
         job.step(model, optimizer, number)
     full = job.side.full(model)
-    return job.alike(flat(full)) or differences(full, job.plain(job.model()))
+    return job.same_on_all(flat(full)) or differences(full, job.plain(job.model()))
 
 
 def gathers(job: Job, *which: str) -> str:

@@ -1,4 +1,4 @@
-"""Short forms of kills.py: a kill of each side, and six rounds of a soak, of which two end the processes."""
+"""Short forms of kills.py: two kills, the cost of --keep, and six rounds of a soak: two end the processes."""
 
 from __future__ import annotations
 

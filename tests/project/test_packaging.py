@@ -95,10 +95,10 @@ except ImportError as error:
     assert "'zshard._build_check'" not in said  # a module that raises is not kept
 
 
-@pytest.mark.parametrize("version", [f"{MINOR}.99", f"{MINOR}.0a0+git1", f"{MINOR}.0+cu126"])
-def test_another_patch_version_will_do(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(torch, "__version__", version)
-    _build_check._check()
+def test_another_patch_version_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in (f"{MINOR}.99", f"{MINOR}.0a0+git1", f"{MINOR}.0+cu126"):
+        monkeypatch.setattr(torch, "__version__", version)
+        _build_check._check()
 
 
 CORE = f"zshard/_core{sysconfig.get_config_var('EXT_SUFFIX')}"
