@@ -153,10 +153,7 @@ class Job:
             self.step(model, optimizer, number)
 
     def train(
-        self,
-        make: Callable[[], nn.Module] | None = None,
-        steps: int = STEPS,
-        clip: float = 0.0,
+        self, make: Callable[[], nn.Module] | None = None, steps: int = STEPS, clip: float = 0.0
     ) -> str:
         """Train; return what is wrong with the parameters afterwards."""
         make = make or self.model
