@@ -127,55 +127,31 @@ def environment() -> dict[str, str]:
     }
 
 
-ALL = ("zshard", "ddp", "fsdp2")
-
-
-@pytest.fixture(scope="module", params=[ALL[:2], ALL])
-def quick_demo(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, str, tuple[str, ...]]:
-    """One `demo.py --quick`: the folder of its results, what it printed, and the libraries."""
-    out = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--quick", "--out", str(out)]
-    command += ["--libraries", *request.param]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return out, done.stdout, request.param
-
-
 def numbers_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "run.json").read_text())
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_demo_ends_with_a_table_and_a_plot(quick_demo: tuple[Path, str, tuple[str, ...]]) -> None:
-    out, printed, libraries = quick_demo
-    table = printed[printed.rindex("===") :]
-    for library in libraries:
-        numbers = numbers_of(out / library)
+def test_demo_ends_with_a_table_a_plot_and_bit_identical_losses(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--quick", "--out", str(tmp_path)]
+    command += ["--libraries", "zshard", "ddp", "fsdp2"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = done.stdout[done.stdout.rindex("===") :]
+    ours, *others = (numbers_of(tmp_path / library) for library in command[-3:])
+    for numbers in (ours, *others):
         compared = numbers["compared"]
         assert f"{compared['held_out']:.4f}" in table
         assert len(compared["peak_memory_mib"]) == numbers["ranks"] == 2
-        assert min(compared["peak_memory_mib"]) > 50
-        assert compared["tokens_per_second"] > 0
-    assert "PASS: zshard's held-out loss is" in printed
-    assert printed.count("corpus:") == 1  # said by the first run only
-    assert "\nclass " in printed and "\ndef " in printed  # a text of each rank
-    assert "`make bench`" in table
+        assert min(compared["peak_memory_mib"]) > 50 and compared["tokens_per_second"] > 0
+    assert "PASS: zshard's held-out loss is" in done.stdout and "`make bench`" in table
+    assert done.stdout.count("corpus:") == 1  # said by the first run only
+    assert "\nclass " in done.stdout and "\ndef " in done.stdout  # a text of each rank
     if importlib.util.find_spec("matplotlib"):
-        assert f"plot: {out / 'demo.png'}" in table
-        assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_loss_curves_are_bit_identical(quick_demo: tuple[Path, str, tuple[str, ...]]) -> None:
-    out, _, libraries = quick_demo
-    ours, *others = (numbers_of(out / library) for library in libraries)
-    assert ours["config"]["strategy"] == "full_shard"
+        assert f"plot: {tmp_path / 'demo.png'}" in table and (tmp_path / "demo.png").exists()
     steps = ours["compared"]["steps"]
-    assert steps == 5 and len(ours["loss"]) == 8
+    assert (ours["config"]["strategy"], steps, len(ours["loss"])) == ("full_shard", 5, 8)
     for theirs in others:
         assert theirs["compared"]["steps"] == steps
         assert ours["loss"][:steps] == theirs["loss"]
