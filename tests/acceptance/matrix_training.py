@@ -130,19 +130,13 @@ def changed(job: Job, how: str) -> str:
         elif how == "replaced":
             each[0].weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     if how != "early":
-        optimizer = job.sgd(model)
+        optimizer = job.sgd(model.double() if how == "cast" else model)
+    if how == "cast":
+        model(job.batch(0).double()).sum().backward()
+        optimizer.step()
+        return ""
     job.steps(model, optimizer, range(STEPS))
     return differences(job.side.full(model), job.plain(plain))
-
-
-def cast(job: Job) -> str:
-    model = job.wrap(job.model())
-    job.fault()
-    model.double()
-    optimizer = job.sgd(model)
-    model(job.batch(0).double()).sum().backward()
-    optimizer.step()
-    return ""
 
 
 def copied(job: Job, how: str) -> str:
@@ -190,19 +184,17 @@ def branches(job: Job, kind: str) -> str:
     return job.train(make)
 
 
-def fewer_batches(job: Job) -> str:
-    model, optimizer = job.wrapped()
-    job.steps(model, optimizer, range(BAD if job.last else STEPS))
+def fewer_batches(job: Job, where: str) -> str:
+    """Train where the last rank has fewer batches, then wait in a barrier; or in join()."""
+    (model, optimizer), numbers = job.wrapped(), range(BAD if job.last else STEPS)
+    if where == "join":
+        job.steps(model, optimizer, job.side.joined(model, numbers))
+        return job.same_on_all(flat(job.side.full(model)))
+    job.steps(model, optimizer, numbers)
     if job.last:
         job.fault(victim=True)
     dist.barrier()
     return job.wrong(model)
-
-
-def joined(job: Job) -> str:
-    model, optimizer = job.wrapped()
-    job.steps(model, optimizer, job.side.joined(model, range(BAD if job.last else STEPS)))
-    return job.same_on_all(flat(job.side.full(model)))
 
 
 def nan(job: Job) -> str:
@@ -240,35 +232,27 @@ def overflows(job: Job) -> str:
     return differences(job.side.full(model), before) or scales
 
 
-def weighted(m: Any, x: torch.Tensor) -> torch.Tensor:
-    """The forward of a layer that writes to its weight, or keeps a view of it."""
-    if m.writes:
-        with torch.no_grad():
-            m.inner.weight.mul_(0.5)
-    m.view = m.inner.weight.data.view(-1)
-    return m.inner(x)
+def weights(job: Job, how: str) -> str:
+    """Write to a weight in a forward, or read a view of it that a forward has kept."""
 
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        if how == "written":
+            with torch.no_grad():
+                m.inner.weight.mul_(0.5)
+        m.view = m.inner.weight.data.view(-1)
+        return m.inner(x)
 
-@torch.no_grad()
-def written(job: Job) -> str:
-    inner = linear()
-    model, plain = (
-        nn.Sequential(Net(weighted, inner=copy.deepcopy(inner), writes=True)) for _ in range(2)
-    )
-    model = job.wrap(model)
-    job.fault()
-    for each in (model, plain):
-        each(job.batch(0))
-    return differences(job.side.full(model), dict(plain.state_dict()))
-
-
-def view_kept(job: Job) -> str:
-    model = job.wrap(nn.Sequential(Net(weighted, inner=linear(), writes=False)))
-    model(job.batch(0))
-    job.fault()
-    kept = job.side.inner(model)[0].view.sum()
-    full = next(iter(job.side.full(model).values()))
-    return "" if torch.isclose(kept, full.sum()) else "wrong values"
+    plain = nn.Sequential(Net(forward, inner=linear()))
+    model = job.wrap(copy.deepcopy(plain))
+    with torch.no_grad():
+        plain(job.batch(0))
+        job.fault()
+        model(job.batch(0))
+    values = job.side.full(model)
+    if how == "written":
+        return differences(values, dict(plain.state_dict()))
+    total = job.side.inner(model)[0].view.sum()
+    return "" if torch.isclose(total, next(iter(values.values())).sum()) else "wrong values"
 
 
 def gradients(job: Job, how: str) -> str:
