@@ -74,7 +74,7 @@ lint: build $(VENV)/.lint ## ruff, mypy, clang-format, clang-tidy, and the stubs
 	$(PY) -m mypy.stubtest zshard._core --mypy-config-file build/stubtest.ini
 
 messages: ## every text that a user may read, with its file and line (ARGS=csrc/comm, --docstrings, ...)
-	@$(PYTHON) tools/messages.py $(ARGS)
+	@$(PYTHON) docs/tools/messages.py $(ARGS)
 
 docs: build $(VENV)/.docs ## the site, in build/site; broken links fail (look: python3 -m http.server -d build/site)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build

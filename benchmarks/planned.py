@@ -7,13 +7,14 @@ python -m benchmarks.planned FILE ...
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from benchmarks import harness, picture
+from benchmarks import harness
 from benchmarks.harness import MIB
 from benchmarks.models import WORKLOADS
 from zshard.extras.planner.gpus import DEVICES, Network
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("files", nargs="+", type=Path, help="results of benchmarks.memory")
     rows = []
     for file in made.parse_args(argv).files:
-        for result in picture.read(file)["results"]:
+        for result in json.loads(file.read_text())["results"]:
             for side, found in result["sides"].items():
                 if side in TRANSPORTS:
                     row = (result["model"], TRANSPORTS[side], result["ranks"], found["peak_bytes"])

@@ -1,8 +1,7 @@
 """Count what should become less: lines by floor and folder, names that upper floors take from the
 core, texts of errors, tables that outlive a call.
 
-    python tools/sizes.py                 today's counts
-    python tools/sizes.py --at 626998b3   beside those of a commit
+    python tools/sizes.py [--names]
 
 tests/project/test_ratchets.py holds the counts: they only fall.
 """
@@ -13,9 +12,6 @@ import argparse
 import ast
 import io
 import re
-import subprocess
-import tarfile
-import tempfile
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -275,35 +271,17 @@ def sizes(root: Path = ROOT) -> tuple[dict[str, Lines], dict[str, int]]:
     return dict(sorted(lines.items())), dict(sorted(counts.items()))
 
 
-def at_commit(commit: str) -> tuple[dict[str, Lines], dict[str, int]]:
-    """Return the sizes of a commit."""
-    packed = subprocess.run(
-        ["git", "archive", commit, "zshard", "csrc"], cwd=ROOT, check=True, capture_output=True
-    ).stdout
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-            archive.extractall(folder, filter="data")
-        return sizes(Path(folder))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--at", metavar="COMMIT", help="show a commit's counts beside today's")
     parser.add_argument("--names", action="store_true", help="list the names taken from the core")
-    args = parser.parse_args()
-    if args.names:
+    if parser.parse_args().names:
         print(*sorted(names_taken(sources(ROOT))), sep="\n")
         return
     lines, counts = sizes()
-    old_lines, old_counts = at_commit(args.at) if args.at else ({}, {})
-    for place in sorted({*lines, *old_lines}):
-        print(f"{place:32}", *(_both(each.get(place)) for each in (old_lines, lines)))
-    for name in sorted({*counts, *old_counts}):
-        print(f"{name:32}", *(f"{each.get(name, '')!s:>13}" for each in (old_counts, counts)))
-
-
-def _both(lines: Lines | None) -> str:
-    return f"{lines.code:6} {lines.all:6}" if lines else " " * 13
+    for place, each in lines.items():
+        print(f"{place:32} {each.code:6} {each.all:6}")
+    for name, count in counts.items():
+        print(f"{name:32} {count:13}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import re
 import subprocess
 import sys
 import types
@@ -22,14 +21,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is not installed
 
 from benchmarks import (
-    curves,
     gpu_report,
     gpu_sides,
     gpu_steps,
     harness,
     host_time,
     memory,
-    picture,
     predict,
     run,
     sides,
@@ -256,7 +253,7 @@ def test_unknown_benchmark_lists_the_known_ones(capsys: pytest.CaptureFixture[st
     assert "step-time, memory" in error
 
 
-# --- DeepSpeed, and README's picture ---------------------------------------------------------------
+# --- DeepSpeed ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module", [step_time, memory])
@@ -277,85 +274,6 @@ def test_step_time_of_deepspeed_quick(tmp_path: Path) -> None:
     assert list(result["sides"]) == flags[3:]
     for name in sides.DEEPSPEED:
         assert result["sides"][name]["loss_difference"] < 1e-4, name
-
-
-def results_files(folder: Path, date: str, names: list[str]) -> tuple[Path, Path]:
-    """Small step-time and memory results of the picture's model."""
-    machine = {"date": date, "cpu": "a CPU", "cores": 2, "memory_bytes": 2**34, "torch": "2.13"}
-    spread = {"min": 0.75, "median": 1.25, "max": 1.5}
-    step = {"ratio": spread, "samples_ms": [1.0] * 8}
-    peak = {"peak_bytes": 777 * harness.MIB, "held_bytes": 555 * harness.MIB}
-    paths = folder / f"{date}-step-time.json", folder / f"{date}-memory.json"
-    for path, side in zip(paths, (step, peak), strict=True):
-        result = {"model": picture.MODEL, "ranks": 2, "sides": dict.fromkeys(names, side)}
-        benchmark = path.stem.removeprefix(f"{date}-")
-        record = {"benchmark": benchmark, "machine": machine, "settings": {}, "results": [result]}
-        harness.write_json(path, record)
-    return paths
-
-
-def test_picture_is_reproducible(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    steps, peaks = results_files(tmp_path, "2026-01-02", list(picture.SIDES))
-    drawn = []
-    for name in ("a.svg", "b.svg"):
-        out = tmp_path / "new" / name
-        picture.main([f"--step-time={steps}", f"--memory={peaks}", f"--out={out}"])
-        drawn.append(out.read_text())
-    assert drawn[0] == drawn[1] and len(drawn[0]) < 60_000
-    for text in (
-        *picture.SIDES.values(),
-        "1.25",
-        "777 at the peak",
-        "555 between steps",
-        "a CPU, 2 cores, 16 GiB",
-        "2026-01-02",
-    ):
-        assert text in drawn[0]
-
-
-def test_each_colour_of_a_picture_has_another_on_a_dark_page(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    steps, peaks = results_files(tmp_path, "2026-01-03", list(picture.SIDES))
-    picture.main([f"--step-time={steps}", f"--memory={peaks}", f"--out={tmp_path / 'x.svg'}"])
-    style, _, drawn = (tmp_path / "x.svg").read_text().partition("</style>")
-    used = set(re.findall(r"(?:fill|stroke): (#\w+)", drawn))
-    assert picture.INK in used and used <= set(picture.DARK)
-    for colour in used:
-        assert f'[style*="fill: {colour}"] {{fill: {picture.DARK[colour]} !important}}' in style
-    assert not re.search("<text(?![^>]*fill:)", drawn), "black text, also on a dark page"
-
-
-def test_picture_names_missing_results(tmp_path: Path) -> None:
-    steps, peaks = results_files(tmp_path, "2026-01-04", ["ddp", "fsdp1"])
-    with pytest.raises(SystemExit, match=r"run\npython -m benchmarks.step_time --models gpt85m"):
-        picture.pick("step-time", None, tmp_path)
-    with pytest.raises(SystemExit, match="no memory results of gpt85m for fsdp2, deepspeed-3"):
-        picture.pick("memory", peaks, tmp_path)
-    with pytest.raises(SystemExit, match="no memory results"):
-        picture.pick("memory", steps, tmp_path)
-    with pytest.raises(SystemExit, match=r"cannot read .*absent.json"):
-        picture.pick("memory", tmp_path / "absent.json")
-
-
-def test_curves_are_reproducible(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    own = [[(20, 3.0), (40, 2.5)], [(20, 3.1), (40, 2.4)]]
-    machine = {"date": "2026-01-02", "cpu": "a CPU", "cores": 2, "torch": "2.13"}
-    record = {"benchmark": "eight-bit", "machine": machine}
-    for left_out in ("", curves.COPY):
-        found = {name: own for name in curves.LINES if name != left_out}
-        record["results"] = [{"curves": found, "times": {}}]
-        harness.write_json(tmp_path / f"without{left_out}.json", record)
-    drawn = []
-    for name in ("a.svg", "b.svg"):
-        curves.draw(curves.pick(None, tmp_path), tmp_path / name)
-        drawn.append((tmp_path / name).read_text())
-    assert drawn[0] == drawn[1] and len(drawn[0]) < 60_000
-    for text in ("AdamW8bit", "a CPU, 2 cores", "2026-01-02"):
-        assert text in drawn[0]
-    with pytest.raises(SystemExit, match="no curves of AdamW, bfloat16 with a float32 copy"):
-        curves.pick(tmp_path / f"without{curves.COPY}.json")
 
 
 def test_eight_bit_quick(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""README.md and docs/: their code runs, their links lead somewhere, and the README stays short.
+"""README.md and docs/: code runs, links lead somewhere, claims have tests, first pages stay short.
 
 All Python blocks of a page, in their order, are one script, run by two ranks.
 (docs/checkpoints.md has names of its own: test_load_checkpoint.py. docs/gpus.md and cuda_graphs.md
@@ -26,7 +26,7 @@ PAGES += [
 ]
 RUN_ELSEWHERE = {"ARCHITECTURE", "CONTRIBUTING", "checkpoints", "gpus", "cuda_graphs", "trainers"}
 RUN_ELSEWHERE |= {"recovery"}
-FOLDERS = ("csrc", "cuda", "zshard", "tests", "benchmarks", "tools")
+FOLDERS = ("csrc", "cuda", "zshard", "tests", "benchmarks", "tools", "docs/tools")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -71,18 +71,9 @@ def test_code_of_each_page_runs_on_two_ranks(page: Path, tmp_path: Path) -> None
     fork_ranks(script, 2, timeout=120, check=True)
 
 
-def test_pages_with_code_are_found() -> None:
-    assert {"README", "training", "strategies", "wrapping", "memory", "migration"} <= {
-        page.stem for page in WITH_CODE
-    }
-
-
 def test_links_resolve() -> None:
-    found = {page.name: broken(page, page.read_text()) for page in PAGES}
-    assert {name: links for name, links in found.items() if links} == {}
-
-
-def test_broken_links_are_found() -> None:
+    links = {page.name: broken(page, page.read_text()) for page in PAGES}
+    assert {name: wrong for name, wrong in links.items() if wrong} == {}
     text = "# A heading: two\n[a](no.md) [b](#a-heading-two) [c](#three) ![d](README.md#no) `[e](no)`\n"
     assert broken(ROOT / "README.md", text) == ["no.md", "#three", "README.md#no"]
 
@@ -96,9 +87,6 @@ def torn_tables(text: str) -> list[str]:
 
 def test_tables_have_a_header() -> None:
     assert [(page.name, row) for page in PAGES for row in torn_tables(page.read_text())] == []
-
-
-def test_tables_without_a_header_are_found() -> None:
     assert torn_tables("| a | b |\n|---|---|\n| 1 | 2 |\n\n| 3 | 4 |\n") == ["| 3 | 4 |"]
 
 
@@ -137,3 +125,31 @@ def test_gpu_rules_each_have_a_test() -> None:
     assert rules.count("- Check: ") == rules.count("- Test: ")
     named = re.findall(r"`(tests/\w+/test_\w+\.py(?:::\w+)?)`", page)
     assert [problem for problem in map(problem_with, named) if problem] == []
+
+
+# --- docs/features.md and the tests of its claims, which docs/contributing/feature_tests.md names ---
+
+COLUMNS = ["feature", "zshard", "DDP", "FSDP1", "FSDP2", "DeepSpeed"]
+
+
+def rows_of(text: str, columns: list[str]) -> list[list[str]]:
+    """The rows of all tables with these columns, in their order."""
+    rows, inside = [], False
+    for line in text.splitlines():
+        row = [cell.strip() for cell in line.strip("| ").split("|")] if line[:1] == "|" else []
+        inside = row == columns or (inside and bool(row))
+        if inside and row != columns and not row[0].startswith("---"):
+            rows.append(row)
+    return rows
+
+
+def test_each_feature_has_a_test() -> None:
+    table = rows_of((ROOT / "docs" / "features.md").read_text(), COLUMNS)
+    page = (ROOT / "docs" / "contributing" / "feature_tests.md").read_text()
+    tests = {feature: test for feature, test in rows_of(page, ["feature", "test"])}
+    assert len(table) >= 80 and all(len(row) == len(COLUMNS) and all(row) for row in table)
+    features = [row[0] for row in table]
+    assert len({*features}) == len(features) and {*tests} <= {*features}
+    without = {row[0] for row in table if row[1] in ("no", "-")}  # zshard's cell
+    assert {*features} - {*tests} <= without
+    assert [problem for test in tests.values() if (problem := problem_with(test))] == []

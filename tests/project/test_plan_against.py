@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rows import all_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is not installed
 
@@ -43,67 +44,43 @@ def test_seconds_count_where_no_rate_was_published():
     assert time.predicted == pytest.approx(2 * 4 * 128 / rate.predicted, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"seq": ""}, "not stated: seq"),
-        ({"micro_batch": "", "layers": ""}, "not stated: layers, micro_batch"),
-        ({"ffn": ""}, "not stated: ffn"),
-        ({"gpu": ""}, "the GPU is not stated"),
-        ({"gpu": "TPU v5"}, "no data sheet of TPU v5 80"),
-        ({"strategy": "FSDP4 x TP2"}, "splits the model: FSDP4 x TP2"),
-        ({"offload": "params to CPU"}, "offload: params to CPU"),
-        ({"act_ckpt": ""}, "activation checkpointing: not stated"),
-        ({"act_ckpt": "5 layers"}, "activation checkpointing: 5 layers"),
-        ({"model": "Llama 1B LoRA r8"}, "trains a part of the parameters"),
-        ({"strategy": "pipeline"}, "strategy pipeline"),
-        ({"tokens_per_s_per_gpu": ""}, "no speed and no memory was published"),
-        ({"n_gpus": "eight"}, "n_gpus is not a number: 'eight'"),
-        ({"heads": "0"}, "heads is 0"),
-        ({"heads": "3"}, "width is no multiple of heads"),
-        ({"kv_heads": "3"}, "Dims(layers=4, width=256, heads=4, kv_heads=3"),
-        ({"strategy": "HSDP", "shard_group": "3"}, "all shard groups must have the same size"),
-    ],
-    ids=lambda value: str(value)[:24],
-)
-def test_rows_left_out_say_why(changes, reason):
-    found, (left,) = compared(**changes)
-    assert found == []
-    assert left.id == "lab-001" and left.reason.startswith(reason)
+REASONS = [
+    ({"seq": ""}, "not stated: seq"),
+    ({"micro_batch": "", "layers": ""}, "not stated: layers, micro_batch"),
+    ({"gpu": ""}, "the GPU is not stated"),
+    ({"gpu": "TPU v5"}, "no data sheet of TPU v5 80"),
+    ({"strategy": "FSDP4 x TP2"}, "splits the model: FSDP4 x TP2"),
+    ({"offload": "params to CPU"}, "offload: params to CPU"),
+    ({"act_ckpt": "5 layers"}, "activation checkpointing: 5 layers"),
+    ({"model": "Llama 1B LoRA r8"}, "trains a part of the parameters"),
+    ({"strategy": "pipeline"}, "strategy pipeline"),
+    ({"tokens_per_s_per_gpu": ""}, "no speed and no memory was published"),
+    ({"n_gpus": "eight"}, "n_gpus is not a number: 'eight'"),
+    ({"heads": "0"}, "heads is 0"),
+    ({"kv_heads": "3"}, "Dims(layers=4, width=256, heads=4, kv_heads=3"),
+    ({"strategy": "HSDP", "shard_group": "3"}, "all shard groups must have the same size"),
+]
+STRATEGIES = [
+    ({"strategy": "HSDP", "shard_group": "4"}, ("hybrid_shard", 4)),
+    ({"strategy": "FULL_SHARD", "shard_group": "2"}, ("hybrid_shard", 2)),
+    ({"strategy": "FSDP2", "shard_group": "8"}, ("full_shard", 0)),
+    ({"strategy": "SHARD_GRAD_OP"}, ("shard_grad_op", 0)),
+    ({"strategy": "ZeRO-1"}, ("zero1", 0)),
+    ({"strategy": "ZeRO-3"}, ("full_shard", 0)),
+    ({"strategy": "DDP (FSDP=0)"}, ("no_shard", 0)),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "strategy", "group"),
-    [
-        ({"strategy": "HSDP", "shard_group": "4"}, "hybrid_shard", 4),
-        ({"strategy": "FSDP2", "shard_group": "8"}, "full_shard", 0),
-        ({"strategy": "FULL_SHARD", "shard_group": "2"}, "hybrid_shard", 2),
-        ({"strategy": "SHARD_GRAD_OP"}, "shard_grad_op", 0),
-        ({"strategy": "ZeRO-1"}, "zero1", 0),
-        ({"strategy": "ZeRO-3"}, "full_shard", 0),
-        ({"strategy": "DDP (FSDP=0)"}, "no_shard", 0),
-    ],
-    ids=lambda value: str(value)[:24],
-)
-def test_strategies(given, strategy, group):
-    way = plan_against.way_of({**ROW, **given})
-    assert (way.strategy, way.group) == (strategy, group)
-
-
-def test_other_software_is_listed_apart():
-    (each,), _ = compared(software="JAX MaxText")
-    assert each.apart == "JAX MaxText"
-
-
-def test_medians_are_of_absolute_errors():
-    def of(source, error):
-        return plan_against.Compared(source, source, "h100", "speed", "s", 1 + error, 1.0, "")
-
-    found = [of("a", 0.1), of("a", -0.3), of("a", 0.2), of("b", -0.5)]
-    assert plan_against.medians(found, "source") == {
-        "a": (3, pytest.approx(0.2)),
-        "b": (1, pytest.approx(0.5)),
-    }
+def test_strategies_and_rows_left_out() -> None:
+    with all_rows() as row:
+        for changes, reason in REASONS:
+            with row(reason):
+                found, (left,) = compared(**changes)
+                assert found == [] and left.id == "lab-001" and left.reason.startswith(reason)
+        for changes, strategy in STRATEGIES:
+            with row(changes):
+                way = plan_against.way_of({**ROW, **changes})
+                assert (way.strategy, way.group) == strategy
 
 
 def file_of(tmp_path, rows):

@@ -1,4 +1,5 @@
-"""The site of `make docs` builds: every link and anchor leads somewhere, every page is in the navigation.
+"""The site of `make docs` builds: every link and anchor leads somewhere, every page is in the navigation;
+and its pictures are those that docs/tools/pictures.py draws.
 
 Skipped where mkdocs is not installed: `make docs` installs it and builds strictly, in .ci/run too.
 """
@@ -54,3 +55,14 @@ def test_broken_link_fails(tmp_path: Path) -> None:
     (tmp_path / "mkdocs.yml").write_text("site_name: a\n" + "".join(checks))
     done = build(tmp_path / "site", tmp_path / "mkdocs.yml")
     assert done.returncode != 0 and "#no-such-heading" in done.stderr
+
+
+@pytest.mark.thorough
+def test_pictures_are_up_to_date(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "docs" / "tools" / "pictures.py"), "--out", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=280)
+    pictures = sorted(tmp_path.iterdir())
+    assert len(pictures) == 6
+    for path in pictures:
+        kept = (ROOT / "docs" / "images" / path.name).read_text()
+        assert path.read_text() == kept, "run: python docs/tools/pictures.py"

@@ -38,10 +38,6 @@ def seed_and_pid():
     return float(torch.rand(1)), os.getpid()
 
 
-def variables():
-    return os.environ.get("ZSHARD_TEST_OLD"), os.environ.get("ZSHARD_TEST_NEW")
-
-
 def fail_on(rank, how):
     print("a word on stdout")
     if int(os.environ["RANK"]) != rank:
@@ -79,22 +75,6 @@ def test_fresh_ranks_rendezvous_and_return_values():
     assert [(result.rank, result.returncode) for result in results] == [(0, 0), (1, 0)]
 
 
-def test_environment_is_added_and_removed(monkeypatch):
-    monkeypatch.setenv("ZSHARD_TEST_OLD", "old")
-    changed = {"ZSHARD_TEST_OLD": None, "ZSHARD_TEST_NEW": "new"}
-    (result,) = run_ranks(variables, 1, env=changed)
-    assert result.value == (None, "new")
-
-
-def test_script_on_ranks_gets_its_arguments(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import os, sys\nprint(os.environ['RANK'], sys.argv[1:], __name__)\n")
-    assert [result.stdout for result in run_ranks(script, 2, "a", 7)] == [
-        "0 ['a', '7'] __main__\n",
-        "1 ['a', '7'] __main__\n",
-    ]
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("how", "reason", "code"),
@@ -113,18 +93,8 @@ def test_failing_rank_is_reported(how, reason, code):
     assert results[0].value == "fine"
 
 
-def test_hanging_rank_is_killed_and_shows_its_stack():
-    pool = RankPool(2)
-    try:
-        pool.run(seed_and_pid)  # so that the limit below does not include the start of the ranks
-        with pytest.raises(RankFailure, match=r"rank 1 .* no answer within 1 s(.|\n)*in fail_on"):
-            pool.run(fail_on, 1, "hang", timeout=1)
-    finally:
-        pool.close()
-
-
 @pytest.mark.thorough
-def test_pool_restarts_after_a_failure():
+def test_pool_shows_a_failure_and_restarts():
     pool = RankPool(2)
     try:
         pids = {pid for _, pid in pool.run(seed_and_pid)}
@@ -134,7 +104,7 @@ def test_pool_restarts_after_a_failure():
             fresh = {pid for _, pid in pool.run(seed_and_pid)}
             assert not pids & fresh
             pids |= fresh
-        with pytest.raises(RankFailure, match="no answer within 1 s"):
+        with pytest.raises(RankFailure, match=r"rank 1 .* no answer within 1 s(.|\n)*in fail_on"):
             pool.run(fail_on, 1, "hang", timeout=1)
     finally:
         pool.close()
@@ -168,13 +138,8 @@ def test_signals_and_exceptions_of_forked_python():
         assert process.stdout.readline() == b"ready\n"
         process.terminate()
         assert process.wait() == -signal.SIGTERM
-    assert forked_python("-c", "import os; os.kill(os.getpid(), 9)").returncode == -9
-    done = forked_python("-c", "1 / 0")
-    assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n")
     done = forked_python("-c", "raise EOFError('planted')")
     assert done.returncode == 1 and done.stderr.endswith("EOFError: planted\n")
-    done = forked_python("-I", "x")
-    assert done.returncode == 1 and "a forked Python has no option -I" in done.stderr
 
 
 def with_a_child(folder):
@@ -195,8 +160,3 @@ def test_a_rank_that_ends_takes_its_children_along(tmp_path):
             end = os.pidfd_open(int((tmp_path / rank).read_text()))
             assert select.select([end], [], [], 60)[0]
             os.close(end)
-
-
-def test_local_functions_are_refused():
-    with pytest.raises(TypeError, match="module level"):
-        run_ranks(lambda: None, 1)

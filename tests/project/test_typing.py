@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import zshard
-
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_package_is_typed() -> None:
-    package = Path(str(zshard.__file__)).parent
-    assert (package / "py.typed").exists() and (package / "_core.pyi").exists()
 
 
 USER = '''\

@@ -1,1 +1,0 @@
-"""Other people's training scripts, run as they are and with zshard."""

@@ -1,0 +1,112 @@
+"""A hook of mkdocs (mkdocs.yml): what the site of `make docs` has beyond docs/.
+
+- Pages of other folders (README.md, ARCHITECTURE.md, benchmarks/...), the API from docstrings, the
+  messages from the sources, and the calculator's data from the planner.
+- Links between all of these. In the repository they are relative to its root; a link to a file
+  that is no page leads to the repository (`repo_url`), or becomes plain text.
+- Each page as Markdown, training.md beside training/, and llms.txt, which lists them.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "docs" / "tools"))
+
+import api_page  # noqa: E402
+import calculator_data  # noqa: E402
+import message_page  # noqa: E402
+
+PAGES = {  # path in the repository -> page of the site
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks/index.md",
+}
+RESULTS = "benchmarks/results"
+PAGES |= {
+    f"{RESULTS}/{path.name}": f"{RESULTS}/{path.name}" for path in (ROOT / RESULTS).glob("*.md")
+}
+SOURCES = {page: source for source, page in PAGES.items()}
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+
+texts: dict[str, str] = {}  # page of the site -> its Markdown, once it is read
+sections: dict[str, list[str]] = {}  # heading of llms.txt -> its pages
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add what is not in docs/: pages, and what the calculator knows of zshard."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    files.append(File.generated(config, "api.md", content=api_page.page()))
+    files.append(File.generated(config, "messages.md", content=message_page.page()))
+    files.append(File.generated(config, "calculator_data.js", content=calculator_data.script()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
+    """Make links of the repository links of the site."""
+    uri = page.file.src_uri
+    page.meta["search"] = {"exclude": uri.startswith(RESULTS)}
+    folder = posixpath.dirname(SOURCES.get(uri, f"docs/{uri}"))
+
+    def moved(link: re.Match[str]) -> str:
+        image, text, to = link.groups()
+        path, hash_, anchor = to.partition("#")
+        if not path or re.match(r"\w+:", to):
+            return link.group()
+        there = posixpath.normpath(posixpath.join(folder, path))
+        target = PAGES.get(there, there.removeprefix("docs/"))
+        if (there in PAGES or there.startswith("docs/")) and files.get_file_from_path(target):
+            near = posixpath.relpath(target, posixpath.dirname(uri) or ".")
+            return f"{image}[{text}]({near}{hash_}{anchor})"
+        if not (ROOT / there).exists():
+            return link.group()  # mkdocs reports it
+        return f"[{text}]({config.repo_url}/blob/main/{there})" if config.repo_url else text
+
+    codes = CODE.findall(markdown)
+    pieces = [LINK.sub(moved, piece) for piece in CODE.split(markdown)]
+    texts[uri] = "".join(a + b for a, b in zip(pieces, [*codes, ""], strict=True))
+    return texts[uri]
+
+
+def summary_of(text: str) -> str:
+    """The first sentence of a page below its heading."""
+    paragraphs = re.split(r"\n\s*\n", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    plain = [each for each in map(str.strip, paragraphs) if re.match(r"[\w`*\[(]", each)]
+    words = LINK.sub(r"\2", " ".join(plain[0].split())) if plain else ""
+    return re.split(r"(?<=[.:]) ", words)[0]
+
+
+def on_nav(nav: Any, config: Any, files: Files) -> None:
+    """Note the sections of llms.txt: those of the navigation, then what it leaves out."""
+    for item in nav.items:
+        sections[item.title] = [page.file.src_uri for page in item.children]
+    listed = {uri for uris in sections.values() for uri in uris}
+    rest = {file.src_uri for file in files.documentation_pages()} - listed
+    sections["Optional"] = sorted(rest)  # the name that llms.txt has for it
+
+
+def on_post_build(config: Any) -> None:
+    """Write each page as Markdown, and the list of them for language models."""
+    site = Path(config.site_dir)
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for section, uris in sections.items():
+        lines += ["", f"## {section}", ""]
+        for uri in uris:
+            text = texts[uri]
+            (site / uri).parent.mkdir(parents=True, exist_ok=True)
+            (site / uri).write_text(text)
+            title = next(iter(re.findall(r"^# (.*)$", text, re.MULTILINE)), uri)
+            lines.append(f"- [{title}]({config.site_url}{uri}): {summary_of(text)}")
+    (site / "llms.txt").write_text("\n".join([*lines, ""]))

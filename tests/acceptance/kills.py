@@ -1,0 +1,276 @@
+"""Runs whose ranks are killed: how long a restart takes, what --keep costs, whether results stay.
+
+    nice -n -10 python tests/acceptance/kills.py recovery --model demo --kills 20
+    python tests/acceptance/kills.py cost --rounds 40
+    python tests/acceptance/kills.py soak --minutes 60 --seed 7
+
+recovery: from kill -9 of a random rank of `zshard run --keep`, at a random time, to the end of the next
+completed step, on the slowest rank; `recovered` leaves out torch's import and the construction of the
+model. cost: step time with and without --keep, of two runs in turns.
+soak: rounds of training with random faults (kills_rounds.py). Fails if a round's losses or weights
+differ from those without faults, if the run ends or stands still, or if memory, descriptors or
+threads of a process grow. --seed and --first reproduce a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
+
+from kills_rank import MODELS, TURN  # noqa: E402
+from kills_rounds import vitals  # noqa: E402
+
+from benchmarks import harness  # noqa: E402
+
+STILL = 120.0
+"""Seconds without a new step or round after which a run counts as hung."""
+
+STAGES = {
+    "start": "the agent notices, ends the ranks and starts new ones",
+    "python": "Python starts",
+    "torch": "import torch",
+    "imports": "other imports",
+    "group": "init_process_group()",
+    "model": "the model is built",
+    "wrapped": "FSDP()",
+    "recovered": "recover()",
+    "end": "the first step",
+}
+SCRIPTS_OWN = ("torch", "model")
+
+LIMITS = {"private": 8.0, "shared": 4.0, "descriptors": 4, "threads": 2}
+"""How much the least of a process's last quarter may exceed that of its second: MiB and numbers.
+Caches fill in the first quarter; the launcher and the keeper are looked at within rounds, too."""
+
+LEAST = 24
+"""Looks at a process, without which it has lived too briefly to tell."""
+
+# The second: a store for each restart. In a shared one, init_process_group() of torch 2.13 finds
+# addresses of the processes before, and fails or waits.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+class Run:
+    """A run of kills_rank.py, and what its ranks write."""
+
+    def __init__(self, folder: Path, ranks: int, keep: bool, words: Sequence[str]) -> None:
+        self.folder, self.ranks = folder, ranks
+        launcher = ["zshard", "run", "--bind=none", "--keep"] if keep else ["torch.distributed.run"]
+        launcher += ["--standalone", "--max-restarts=100000", f"--nproc-per-node={ranks}"]
+        script = str(Path(__file__).with_name("kills_rank.py"))
+        self.others: dict[str, list[dict[str, Any]]] = {}  # what the launcher and the keeper had
+        with (folder / "output").open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *launcher, script, f"--folder={folder}", *words],
+                cwd=ROOT,
+                env={**os.environ, **ENVIRONMENT},
+                stdout=output,
+                stderr=output,
+            )
+
+    def output_end(self) -> str:
+        return "\n".join((self.folder / "output").read_text().splitlines()[-60:])
+
+    def log(self, rank: int) -> list[list[Any]]:
+        path = self.folder / f"{rank}.log"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def wait(self) -> None:
+        if self.process.wait() != 0:
+            raise RuntimeError(self.output_end())
+
+    # --- recovery -----------------------------------------------------------------------------
+
+    def processes(self, rank: int) -> list[dict[str, Any]]:
+        """Return, of each process of a rank, its id and when it first did what."""
+        processes: list[dict[str, Any]] = []
+        for at, what, number in self.log(rank):
+            if what == "start":
+                processes.append({"pid": number})
+            processes[-1].setdefault(what, at)
+        return processes
+
+    def wait_for_a_step(self, restarts: int) -> None:
+        """Wait until all ranks have trained a step after so many restarts."""
+        deadline = time.monotonic() + STILL
+        ranks = range(self.ranks)
+        while not all("end" in run for r in ranks for run in self.processes(r)[restarts:] or [()]):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(self.output_end())
+            time.sleep(0.01)
+
+    def kill(self, rank: int) -> float:
+        """Kill a rank's present process and return when."""
+        pid, now = self.processes(rank)[-1]["pid"], time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        return now
+
+    # --- soak ---------------------------------------------------------------------------------
+
+    def watch(self) -> str:
+        """Wait for the end; return what went wrong, "" if nothing."""
+        wrong, mark = self.folder / "wrong", self.folder / "round"
+        while self.process.poll() is None:
+            time.sleep(0.5)
+            self.look_at_others()
+            if wrong.exists():
+                return f"{wrong.read_text()}\n{self.output_end()}"
+            if time.time() - (mark if mark.exists() else self.folder).stat().st_mtime > STILL:
+                return f"no round has ended for {STILL:g} s:\n{self.output_end()}"
+        status = self.process.returncode
+        return f"the run ended with {status}:\n{self.output_end()}" if status else ""
+
+    def look_at_others(self) -> None:
+        """Count what the launcher has, and the keeper, whose process the launcher prints."""
+        keeper = re.search(r"process (\d+) keeps", (self.folder / "output").read_text())
+        pids = {"launcher": self.process.pid, **({"keeper": int(keeper[1])} if keeper else {})}
+        for name, pid in pids.items():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, KeyError):
+                self.others.setdefault(name, []).append({"at": time.monotonic(), **vitals(pid)})
+
+    def series(self) -> dict[str, list[dict[str, Any]]]:
+        """Return by process what it had: ranks between rounds."""
+        series: dict[str, list[dict[str, Any]]] = {}
+        for rank in range(self.ranks):
+            for at, _, look in filter(lambda line: line[1] == "round", self.log(rank)):
+                series.setdefault(f"rank {rank}, pid {look['pid']}", []).append({"at": at, **look})
+        return {**series, **self.others}
+
+
+@contextlib.contextmanager
+def running(ranks: int, keep: bool, **options: Any) -> Iterator[Run]:
+    """Context manager: a run, which is ended if it is not over."""
+    with tempfile.TemporaryDirectory(prefix="zshard-kills-") as folder:
+        words = [f"--{name}={value}" for name, value in options.items()]
+        run = Run(Path(folder), ranks, keep, words)
+        try:
+            yield run
+        finally:
+            if run.process.poll() is None:
+                run.process.terminate()
+            run.process.wait()
+
+
+# --- recovery and its cost ------------------------------------------------------------------------
+
+
+def recovery(args: argparse.Namespace) -> dict[str, Any]:
+    draw, kills = random.Random(args.seed), []
+    with running(args.ranks, True, model=args.model, steps=10**9) as run:
+        for number in range(args.kills):
+            run.wait_for_a_step(number)
+            time.sleep(draw.uniform(0, 2))
+            kills.append(run.kill(draw.randrange(args.ranks)))
+        run.wait_for_a_step(args.kills)
+        each = [run.processes(rank) for rank in range(args.ranks)]
+    recoveries = [stages(at, [one[i + 1] for one in each]) for i, at in enumerate(kills)]
+    names = {**STAGES, "all": "all", "recovered": "without the script's own"}
+    rows = [[name, statistics.median(kill[s] for kill in recoveries)] for s, name in names.items()]
+    title = f"{args.model}, {args.ranks} ranks, {len(kills)} kills: medians, seconds"
+    harness.print_table(title, ["", ""], [[name, f"{value:.2f}"] for name, value in rows])
+    return {"model": args.model, "ranks": args.ranks, "kills": recoveries}
+
+
+def stages(at: float, processes: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the seconds of a recovery's stages, in order, from a kill and the processes after it."""
+    ends = [max(process[stage] for process in processes) for stage in STAGES]
+    parts = {s: b - a for s, a, b in zip(STAGES, [at, *ends], ends, strict=False)}
+    everything = ends[-1] - at
+    recovered = everything - sum(parts[stage] for stage in SCRIPTS_OWN)
+    return {**parts, "all": everything, "recovered": recovered}
+
+
+def cost(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the milliseconds of a step with --keep and without, and of the optimizer's part."""
+    options = {"model": args.model, "steps": args.rounds * TURN}
+    logs = {}
+    with tempfile.NamedTemporaryFile() as lock, contextlib.ExitStack() as stack:
+        for name in ("plain", "kept"):
+            run = running(args.ranks, name == "kept", lock=lock.name, **options)
+            logs[name] = stack.enter_context(run)
+        for name, run in [*logs.items()]:
+            run.wait()
+            logs[name] = run.log(0)
+    result = {name: parts(log) for name, log in logs.items()}
+    print(json.dumps(result, indent=1))
+    return {"model": args.model, "ranks": args.ranks, **result}
+
+
+def parts(log: list[list[Any]]) -> dict[str, Any]:
+    """Return min/median/max without the first step of each turn and the first turns."""
+    at = {(what, number): time for time, what, number in log}
+    steps = [n for what, n in at if what == "end" and n % TURN and n > 2 * TURN]
+    return {
+        name: harness.Spread.of([1e3 * (at["end", n] - at[begin, n]) for n in steps]).as_dict()
+        for name, begin in (("step_ms", "begin"), ("optimizer_ms", "backward"))
+    }
+
+
+# --- soak -----------------------------------------------------------------------------------------
+
+
+def grown(looks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return what has grown by more than its limit, and by how much."""
+    n = len(looks)
+    growth = {}
+    for name, limit in LIMITS.items() if n >= LEAST else ():
+        values = [look[name] for look in looks]
+        more = min(values[-(n // 4) :]) - min(values[n // 4 : n // 2])
+        if more > limit:
+            growth[name] = more
+    return growth
+
+
+def soak(args: argparse.Namespace) -> dict[str, Any]:
+    options = {name: getattr(args, name) for name in ("seed", "first", "rounds", "life")}
+    with running(2, True, until=time.time() + 60 * args.minutes, **options) as run:
+        wrong, series = run.watch(), run.series()
+    growth = {name: more for name, looks in series.items() if (more := grown(looks))}
+    rounds = {look["round"] for looks in series.values() for look in looks if "round" in look}
+    restarts = max(0, sum(name.startswith("rank 0") for name in series) - 1)
+    judged = [name for name, looks in series.items() if len(looks) >= LEAST]
+    print(f"{len(rounds)} rounds, {restarts} restarts; judged: {', '.join(judged) or 'none'}")
+    print(f"grows: {growth or 'nothing'}\n{wrong}", flush=True)
+    counts = {"wrong": wrong, "growth": growth, "rounds": len(rounds), "restarts": restarts}
+    return {**counts, "judged": judged, "series": series}
+
+
+def main() -> int:
+    parser = harness.parser("Runs whose ranks are killed.", ranks=2)
+    parser.add_argument("what", choices=("recovery", "cost", "soak"))
+    parser.add_argument("--model", choices=MODELS, default="demo")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--rounds", type=int, help="turns of each run (cost), or at most (soak)")
+    parser.add_argument("--seed", type=int, default=1, help="of kills, strategies and faults")
+    parser.add_argument("--minutes", type=float, default=3, help="of a soak (default: 3)")
+    parser.add_argument("--first", type=int, default=0, help="the first round of a soak")
+    parser.add_argument("--life", type=int, default=60, help="rounds of a soak from kill to kill")
+    args = parser.parse_args()
+    if args.quick:
+        args.kills, args.model = 2, "tiny"
+    if args.rounds is None:
+        args.rounds = 10**9 if args.what == "soak" else 4 if args.quick else 40
+    result = {"recovery": recovery, "cost": cost, "soak": soak}[args.what](args)
+    harness.finish(args, "recovery-cost" if args.what == "cost" else args.what, [result])
+    return int(bool(result.get("wrong") or result.get("growth")))
+
+
+if __name__ == "__main__":
+    harness.start(main)

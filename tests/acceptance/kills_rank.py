@@ -1,0 +1,112 @@
+"""A rank of kills.py: trains, and writes when it does what, for a driver that kills it.
+
+Each line of FOLDER/RANK.log is a list: seconds of CLOCK_MONOTONIC, which all processes share; what
+ended then; a number. Imports are timed, so they are not at the top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MODELS = {"demo": (6, 256, 128, 4), "gpt85m": (12, 768, 64, 2), "tiny": (8, 64, 16, 2)}
+"""Layers, width, sequence and rows of each; "tiny" has next to no arithmetic."""
+
+TURN = 5  # steps of one run before the other's, with --lock
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run by kills.py.")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--model", choices=MODELS, help="train it; without it, a soak")
+    parser.add_argument("--lock", help="a file: train only while rank 0 has locked it")
+    for name in ("seed", "first", "rounds", "life", "steps"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--until", type=float)
+    args = parser.parse_args()
+    say = log_of(args.folder / f"{os.environ['RANK']}.log")
+    if args.model:
+        recover_and_train(args, say)
+    else:
+        import kills_rounds
+
+        kills_rounds.play_all(args, say)
+
+
+def log_of(path: Path) -> Callable[..., None]:
+    """Return a function that writes a line at once, so that it outlives kill -9."""
+    file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+
+    def say(what: Any, number: Any = 0, at: float | None = None) -> None:
+        at = time.monotonic() if at is None else at
+        os.write(file, f"{json.dumps([at, what, number])}\n".encode())
+
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    boot = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    say("start", os.getpid(), at=ticks / os.sysconf("SC_CLK_TCK") - boot)
+    say("python")
+    return say
+
+
+def recover_and_train(args: argparse.Namespace, say: Callable[..., None]) -> None:
+    with contextlib.suppress(OSError):  # torchrun gives ranks sessions, between which nice is void
+        Path("/proc/self/autogroup").write_text(str(os.nice(0)))
+    rank = int(os.environ["RANK"])
+    import torch
+    import torch._dynamo  # which the first optimizer imports
+
+    say("torch")
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    import zshard
+    from benchmarks.models import gpt
+
+    say("imports")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    say("group")
+    workload = gpt("", *MODELS[args.model])
+    module = workload.build()
+    say("model")
+    model = zshard.FSDP(module, auto_wrap_policy=workload.units)
+    optimizer = zshard.AdamW(model.parameters(), lr=workload.lr)
+    say("wrapped")
+    kept = zshard.Keep(model, optimizer) if "ZSHARD_KEEPER" in os.environ else None
+    start = kept.recover({"step": 0})["step"] if kept else 0
+    say("recovered")
+    for step in range(start, args.steps):
+        take_turns(args.lock, step)
+        batch = workload.batch(torch.Generator().manual_seed(1000 * step + rank))
+        say("begin", step)
+        workload.loss(model, batch).backward()
+        say("backward", step)
+        with kept.commit({"step": step + 1}) if kept else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+        say("end", step)
+    torch.distributed.destroy_process_group()
+
+
+lock_files: list[int] = []
+
+
+def take_turns(lock: str | None, step: int) -> None:
+    """On rank 0, wait for the lock; the other ranks wait for rank 0 in the forward."""
+    if lock is None or os.environ["RANK"] != "0" or step % TURN:
+        return
+    if not lock_files:
+        lock_files.append(os.open(lock, os.O_RDWR))
+    fcntl.flock(lock_files[0], fcntl.LOCK_UN)
+    time.sleep(0.02)
+    fcntl.flock(lock_files[0], fcntl.LOCK_EX)
+
+
+if __name__ == "__main__":
+    main()
