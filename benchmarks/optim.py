@@ -290,7 +290,7 @@ def muon(layers: int = 4, width: int = 192, ns_dtype: str = "bfloat16", rounds: 
     workload = gpt("gpt", layers, width, seq=64, rows=2)
     replica, sharded = workload.build(), FSDP(workload.build(), auto_wrap_policy={GPTBlock})
     groups = zshard.Muon(replica).param_groups
-    chosen = [[p for g in groups if g["use_muon"] is own for p in g["params"]] for own in (1, 0)]
+    chosen = [[p for g in groups if g["use_muon"] == own for p in g["params"]] for own in (1, 0)]
     matrices = torch.optim.Muon(chosen[0], lr=0.02)
     rest = torch.optim.AdamW(chosen[1], lr=1e-3, fused=True)
     ours = zshard.Muon(sharded, lr=0.02, ns_dtype=ns_dtype, adamw={"lr": 1e-3})
