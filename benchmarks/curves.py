@@ -2,8 +2,8 @@
 
     python -m benchmarks.curves [--results FILE] [--out docs/images/eight-bit.svg]
 
-The numbers come from the newest file of benchmarks.eight_bit in benchmarks/results that has curves
-of all of LINES, unless a file is named. The same file gives the same picture, byte for byte (with
+The numbers come from the newest file in benchmarks/results that has curves of all of LINES
+(benchmarks.optim --cases curves), unless a file is named. The same file gives the same picture, byte for byte (with
 the same matplotlib).
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import harness, picture
-from benchmarks.eight_bit import BASE, BENCHMARK, COPY
+from benchmarks.optim import BASE, COPY
 from benchmarks.picture import FAINT, GREEN, INK, OUR_COLOUR, PEER_COLOUR, STYLE
 
 OUT = harness.ROOT / "docs" / "images" / "eight-bit.svg"
@@ -37,7 +37,7 @@ LINES = {
     "AdamW, bfloat16 stochastic": Line("bfloat16: AdamW, stochastic rounding", FAINT, "-."),
     "AdamW, bfloat16 to nearest": Line("bfloat16: AdamW, rounded to nearest", FAINT, ":"),
 }
-"""Side of benchmarks.eight_bit -> how it is drawn."""
+"""Side of the case curves of benchmarks.optim -> how it is drawn."""
 
 Curves = Mapping[str, Sequence[Sequence[tuple[int, float]]]]
 """Side -> for each seed: steps and losses."""
@@ -67,14 +67,21 @@ def pick(path: Path | None, folder: Path = harness.RESULTS) -> dict[str, Any]:
         return picture.complete(path, missing_lines, "curves of")
     found = picture.newest(folder, missing_lines)
     if found is None:
-        raise SystemExit(f"no curves in {folder}: run\npython -m benchmarks.eight_bit")
+        raise SystemExit(f"no curves in {folder}: run\npython -m benchmarks.optim --cases curves")
     return found
 
 
 def missing_lines(record: Mapping[str, Any]) -> str:
     """Return the names of the lines that `record` lacks; "" if it has all of them."""
-    curves = record["results"][0]["curves"] if record.get("benchmark") == BENCHMARK else {}
+    curves = curves_of(record)
     return ", ".join(name for name in LINES if not curves.get(name))
+
+
+def curves_of(record: Mapping[str, Any]) -> Curves:
+    """Return the curves of a results file, {} if it has none."""
+    if record.get("benchmark") not in ("optim", "eight-bit"):
+        return {}
+    return next((each["curves"] for each in record["results"] if "curves" in each), {})
 
 
 # --- the picture ----------------------------------------------------------------------------------
@@ -87,7 +94,7 @@ def draw(record: Mapping[str, Any], out: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    curves: Curves = record["results"][0]["curves"]
+    curves = curves_of(record)
     with pyplot.rc_context(STYLE):
         figure, (left, right) = pyplot.subplots(1, 2, figsize=SIZE)
         losses(left, curves)
@@ -148,7 +155,7 @@ def finish(axes: Any, title: str) -> None:
 
 def caption(record: Mapping[str, Any]) -> str:
     """Return the lines below the panels: what was trained, where and when."""
-    here, curves = record["machine"], record["results"][0]["curves"]
+    here, curves = record["machine"], curves_of(record)
     seeds, fewest = len(curves[BASE]), min(len(curves[name]) for name in LINES)
     fewer = f" (some in bfloat16: {fewest})" if fewest < seeds else ""
     return (
