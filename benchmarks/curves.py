@@ -3,8 +3,8 @@
     python -m benchmarks.curves [--results FILE] [--out docs/images/eight-bit.svg]
 
 The numbers come from the newest file in benchmarks/results that has curves of all of LINES
-(benchmarks.optim --cases curves), unless a file is named. The same file gives the same picture, byte for byte (with
-the same matplotlib).
+(benchmarks.optim --cases curves), unless a file is named. The same file gives the same picture,
+byte for byte (with the same matplotlib).
 """
 
 from __future__ import annotations

@@ -71,9 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing := gpu_sides.what_is_missing():
         raise SystemExit(f"benchmarks.gpu needs a GPU that zshard supports:\n{missing}")
     if gpu_sides.is_stand_in() and not args.quick:
-        raise SystemExit(
-            "this is a fake GPU (tests/lib/stand_ins.py), whose times are meaningless: add --quick"
-        )
+        raise SystemExit("times of a fake GPU (tests/lib/stand_ins.py) mean nothing: add --quick")
     results = [gpu_sides.describe()]
     for number, cell in enumerate(cells(args)):
         record = run_cell(cell, rendezvous(args, number))
@@ -88,6 +86,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a cell for everything requested, in the order of PARTS."""
     quick, turns = args.quick, {"rounds": args.rounds, "warmup": 1 if args.quick else 3}
     few = {"ranks": args.gpus, "steps": 2 if quick else 3, **turns}
+    sizes = (1,) if quick else (1, 16, 64, 256)
     sides = [side for side in args.sides if side in ("ddp", "fsdp2", "zshard")]
     steps = [
         {"model": model, "mode": mode, "batch": batch, "sides": args.sides, **few}
@@ -100,10 +99,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "memory": steps,
         "steps": steps,
         "saves": [{"model": model, **few, "ranks": 1} for model in args.models],
-        "bandwidth": [
-            {"mib": mib, **few, "steps": 3 if quick else 20}
-            for mib in ((1,) if quick else (1, 16, 64, 256))
-        ],
+        "bandwidth": [{"mib": mib, **few, "steps": 3 if quick else 20} for mib in sizes],
         "killed": [{"ranks": args.gpus, "timeout": 30 if quick else 60}],
         "host": [{"sides": sides, **few, "ranks": 1, "steps": 10}],
     }

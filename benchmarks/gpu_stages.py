@@ -53,15 +53,12 @@ ACROSS = {
 }
 STAGES = ONE | ACROSS
 BEGAN = time.monotonic()
-FAKES = os.environ.get("REHEARSE") == "1"
-DRY = os.environ.get("DRY") == "1"
+FAKES, DRY = (os.environ.get(name) == "1" for name in ("REHEARSE", "DRY"))
 GPUS, HOSTS = (int(os.environ.get(name) or 1) for name in ("GPUS", "HOSTS"))
-LIMIT = int(os.environ.get("LIMIT") or (1800 if GPUS > 1 else 530)) - int(
-    os.environ.get("SPENT", 0)
-)
+LIMIT = int(os.environ.get("LIMIT") or (1800 if GPUS > 1 else 530))
+LIMIT -= int(os.environ.get("SPENT", 0))  # in on_gpu.sh
 STATE = Path(os.environ.get("STATE", "build/on_gpu"))
-GIT = ["git", "rev-parse", "HEAD"]
-COMMIT = subprocess.run(GIT, capture_output=True, text=True).stdout.strip() or "unknown"
+COMMIT = subprocess.getoutput("git rev-parse HEAD 2>/dev/null || echo unknown")
 
 
 def command(name: str) -> list[str]:
@@ -69,13 +66,16 @@ def command(name: str) -> list[str]:
     run, fakes = STAGES[name]
     if run.startswith("test"):
         file, _, which = run.partition(" ")
-        options = ["-q", "-rs", "-p", "no:cacheprovider", "--whole", f"tests/gpu/{file}"]
-        options += [
+        which = fakes if FAKES else f"({which}) and not stand-in"
+        options = [
+            "-q",
+            "-rs",
+            "-p",
+            "no:cacheprovider",
+            "--whole",
             f"--junitxml={STATE / name}.xml",
-            "-k",
-            fakes if FAKES else f"({which}) and not stand-in",
         ]
-        return [sys.executable, "-m", "pytest", *options]
+        return [sys.executable, "-m", "pytest", *options, f"tests/gpu/{file}", "-k", which]
     found = [sys.executable, "-m", "benchmarks.gpu", "--out", f"{STATE / f'gpu-{name}.json'}"]
     found += run.split()
     if name in ACROSS:
@@ -99,8 +99,10 @@ def step(name: str) -> None:
     have, and end their ranks."""
     begin, left = time.monotonic(), LIMIT - int(time.monotonic() - BEGAN)
     print(f"== {name}: {' '.join(command(name))} ({left}s left)", flush=True)
-    if DRY or left < 10:
-        print("" if DRY else f"== {name}: not begun, no time is left", flush=True)
+    if DRY:
+        return
+    if left < 10:
+        print(f"== {name}: not begun, no time is left", flush=True)
         return
     status, cut = 0, ["timeout", "--signal=INT", "--kill-after=20", str(left), *command(name)]
     if STAGES[name][1] or not FAKES:
@@ -118,12 +120,12 @@ def step(name: str) -> None:
 def main(names: list[str]) -> int:
     if unknown := [name for name in names if name not in STAGES]:
         raise SystemExit(f"no stage {unknown[0]}; stages: {' '.join(STAGES)}")
-    usual = list(ONE) if GPUS == 1 else [*ACROSS, "nccl", "faults", "features"]
+    usual = list(ONE) if GPUS < 2 else [*ACROSS, "nccl", "faults", "features"]
     todo = names or (usual if HOSTS == 1 else list(ACROSS))
-    if not names and not DRY:
-        passed = [name for name in todo if has_passed(name)]
-        print("".join(f"== {name}: passed before\n" for name in passed), end="")
-        todo = [name for name in todo if name not in passed]
+    for name in todo if not names and not DRY else ():
+        if has_passed(name):
+            print(f"== {name}: passed before")
+            todo = [each for each in todo if each != name]
     side_by_side, running = ThreadPoolExecutor(16), []
     for name in todo:
         if STAGES[name][0].startswith("test") and int(os.environ.get("CORES", 1)) >= 8:
@@ -131,7 +133,8 @@ def main(names: list[str]) -> int:
             continue
         wait(running)
         step(name)
-        hand_over()
+        if not DRY:
+            hand_over()
     wait(running)
     if DRY:
         return 0
@@ -144,8 +147,6 @@ def main(names: list[str]) -> int:
 
 def hand_over() -> None:
     """Write the summary and the archive, as the call may be cut off in the next stage."""
-    if DRY:
-        return
     (STATE / "summary.md").write_text(summary(STATE))
     if out := os.environ.get("OUT"):
         Path(out).mkdir(parents=True, exist_ok=True)
@@ -153,8 +154,6 @@ def hand_over() -> None:
         with tarfile.open(Path(out) / "on_gpu.tgz", "w:gz") as archive:
             archive.add(STATE, ".")
 
-
-# --- the summary ---------------------------------------------------------------------------------
 
 CALL = re.compile(r"\b(?:cu[A-Z]\w+|nccl[A-Z]\w+)\b")
 

@@ -21,11 +21,10 @@ from benchmarks.harness import MIB, Spread
 from benchmarks.models import Batch
 
 STEPS_ALONE = 5
+COUNTS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
 ROOM = 0.9  # fraction of the GPU's memory that the models may fill together
 GOALS = {"large": (BASE, 1.01), "small": (PEER, 1.0)}
 """Batch -> the side to compare zshard's step time with, and the largest allowed ratio."""
-
-COUNTS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
 Record = dict[str, Any]
 
 

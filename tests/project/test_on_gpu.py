@@ -44,6 +44,11 @@ def parsed(command: str) -> list[dict]:
     return [{**cell, "gpus": args.gpus, "meeting": flags} for cell, flags in cells]
 
 
+def sides(path: Path) -> dict[str, dict]:
+    """What the last cell of a stage measured."""
+    return json.loads(path.read_text())["results"][-1]["sides"]
+
+
 @pytest.mark.thorough
 def test_stages_measure_all_parts_and_run_all_tests_on_a_gpu(tmp_path: Path) -> None:
     """Except tests of ranks over gloo, and copies. No test is in two stages."""
@@ -90,17 +95,18 @@ def test_several_gpus_and_hosts_have_stages_and_ports_of_their_own() -> None:
 def test_all_stages_but_one_that_has_passed_run_on_fakes(tmp_path: Path) -> None:
     state, out = tmp_path / "state", tmp_path / "out"
     state.mkdir()
-    passed, *stages = gpu_stages.ONE
-    (state / f"{passed}.status").write_text(f"0 1 {gpu_stages.COMMIT} 1\n")
+    (state / "driver.status").write_text(f"0 1 {gpu_stages.COMMIT} 1\n")
     how = {"REHEARSE": "1", "STATE": str(state), "OUT": str(out), "LIMIT": "1500"}
     done = run(**how, GPUS="1", CORES="8")  # tests run side by side
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert re.findall(r"== (\S+): passed before", done.stdout) == [passed]
-    summary, (_, tgz) = (out / "summary.md").read_text(), sorted(out.iterdir())[::-1]
-    for name in stages:
+    assert re.findall(r"== (\S+): passed before", done.stdout) == ["driver"]
+    summary = (out / "summary.md").read_text()
+    for name in gpu_stages.ONE.keys() - {"driver"}:
         ends = r"passed \(OVER FAKES.*\| [1-9]" if gpu_stages.STAGES[name][1] else "nothing ran"
         assert re.search(rf"^\| {name} \| {ends}", summary, re.MULTILINE), summary
-    assert tgz.stat().st_size > 1000
+    ours = sides(state / "gpu-peaks.json")["zshard"]
+    assert ours["prediction holds"] and ours["held is constant"] and ours["taken"] > ours["held"]
+    assert (out / "on_gpu.tgz").stat().st_size > 1000
 
 
 @pytest.mark.thorough
@@ -108,6 +114,7 @@ def test_stages_of_several_gpus_and_hosts_run_on_fakes(tmp_path: Path) -> None:
     how = {"REHEARSE": "1", "LIMIT": "1500", "ZSHARD_BACKEND": "nccl", "STATE": str(tmp_path)}
     done = run("bandwidth", "several", **how, GPUS="2")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert sides(tmp_path / "gpu-several.json")["zshard"]["loss - ddp"] < 1e-3
     hosts = {**how, "GPUS": "1", "HOSTS": "2", "HEAD": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     both = f"STATE={tmp_path}/other bash benchmarks/on_gpu.sh killed & "
     both += "bash benchmarks/on_gpu.sh killed && wait $!"
