@@ -4,10 +4,9 @@
 #     bash benchmarks/on_gpu.sh                # the stages that have not passed yet, until LIMIT; call it again to go on
 #     bash benchmarks/on_gpu.sh STAGE...       # these, passed or not
 #
-# Environment: PYTHON (python3), OUT, STATE (build/on_gpu), LIMIT (seconds of the whole call: 530, with several GPUs 1800), DRY=1
-# (print the commands only), REHEARSE=1 (the same stages over fakes of CUDA and NCCL, in small, with PYTHON as it is), CORES
-# (nproc: from 8 on, tests run side by side), GPUS (those of this host that nvidia-smi lists), HOSTS (1) and HEAD (the name of one
-# of them: docs/contributing/several_gpus.md).
+# Environment: PYTHON (python3), OUT, STATE (build/on_gpu), LIMIT (seconds of the call: 530, with several GPUs 1800), DRY=1 (print
+# the commands only), REHEARSE=1 (the same stages over fakes of CUDA and NCCL, in small, with PYTHON as it is), CORES (from 8 on,
+# tests run side by side), GPUS (those that nvidia-smi lists), HOSTS (1), HEAD (docs/contributing/several_gpus.md).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 PYTHON=${PYTHON:-python3}
@@ -15,6 +14,7 @@ export STATE=${STATE:-$PWD/build/on_gpu} GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/nul
 export CORES=${CORES:-$(env -u OMP_NUM_THREADS nproc)} # nproc would count that
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1 ZSHARD_CUDA=${ZSHARD_CUDA:-1}
 mkdir -p "$STATE"
+DRY=1 "$PYTHON" benchmarks/gpu_stages.py "$@" >/dev/null || exit # before a build: are these stages?
 if [ "${DRY:-0}${REHEARSE:-0}" = 00 ]; then
     # make's own virtual environment where it can be made here; else the Python that is here, as it is.
     if make build PYTHON="$PYTHON" 2>&1 | tee "$STATE/build.log"; then

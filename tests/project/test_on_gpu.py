@@ -21,8 +21,6 @@ from c_compile import ROOT
 
 from benchmarks import gpu, gpu_stages, gpu_steps
 
-ACROSS = list(gpu_stages.ACROSS)
-
 
 def run(*stages: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(ROOT / "benchmarks" / "on_gpu.sh"), *stages]
@@ -31,17 +29,10 @@ def run(*stages: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=here, capture_output=True, text=True, cwd=ROOT)
 
 
-def dry(gpus: str, hosts: str = "1") -> dict[str, str]:
-    """What each stage with so many GPUs would run, in their order."""
-    lines = run(DRY="1", GPUS=gpus, HOSTS=hosts, HEAD="first").stdout.splitlines()
-    found = (re.match(r"== (\S+): (.*) \(\d+s left\)", line) for line in lines)
-    return dict(each.groups() for each in found if each)  # type: ignore[misc]
-
-
 def parsed(command: str) -> list[dict]:
     args = gpu.arguments(command.partition("-m benchmarks.gpu ")[2].split())
     cells = [(cell, gpu.rendezvous(args, n)) for n, cell in enumerate(gpu.cells(args))]
-    return [{**cell, "gpus": args.gpus, "meeting": flags} for cell, flags in cells]
+    return [{**cell, "meeting": flags} for cell, flags in cells]
 
 
 def sides(path: Path) -> dict[str, dict]:
@@ -50,45 +41,41 @@ def sides(path: Path) -> dict[str, dict]:
 
 
 @pytest.mark.thorough
-def test_stages_measure_all_parts_and_run_all_tests_on_a_gpu(tmp_path: Path) -> None:
+def test_stages_measure_all_parts_and_run_all_tests_on_a_gpu() -> None:
     """Except tests of ranks over gloo, and copies. No test is in two stages."""
-    commands = dry("1") | dry("2")
-    assert set(commands) == set(gpu_stages.STAGES) and list(dry("1")) == list(gpu_stages.ONE)
-    cells = [
-        cell for line in commands.values() if "benchmarks.gpu" in line for cell in parsed(line)
-    ]
+    commands = [" ".join(gpu_stages.command(name)) for name in gpu_stages.STAGES]
+    cells = [cell for line in commands if "benchmarks.gpu" in line for cell in parsed(line)]
     assert {cell["part"] for cell in cells} == set(gpu.PARTS)
-    tests = {
-        name: re.search(r"(tests/gpu/\S+) .* -k (.*)", line).groups()  # type: ignore[union-attr]
-        for name, line in commands.items()
-        if " -k " in line
-    }
+    tests = [line.partition(" tests/gpu/")[2].split(" -k ") for line in commands]
+    files = sorted({f"tests/gpu/{each[0]}" for each in tests if len(each) == 2})
     listing = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    listing += ["-m", "thorough or not thorough", *sorted({file for file, _ in tests.values()})]
+    listing += ["-m", "thorough or not thorough", *files]
     done = subprocess.run(listing, capture_output=True, text=True, cwd=ROOT)
     left = {line for line in done.stdout.splitlines() if "::" in line}
-    for stage, (file, which) in tests.items():
-        expression = Expression.compile(which)
-        chosen = {
-            name
-            for name in left
-            if name.startswith(file) and expression.evaluate(lambda word, **_: word in name)  # noqa: B023
-        }
-        assert chosen and not any("stand-in" in name for name in chosen), stage
+    for file, which in (each for each in tests if len(each) == 2):
+        meant = Expression.compile(which).evaluate
+        chosen = {n for n in left if f"/{file}:" in n and meant(lambda word, n=n, **_: word in n)}
+        assert chosen and not any("stand-in" in name for name in chosen), which
         left -= chosen
     assert [name for name in left if not re.search("stand-in|c10d|copies", name)] == []
 
 
 @pytest.mark.thorough
 def test_several_gpus_and_hosts_have_stages_and_ports_of_their_own() -> None:
-    assert list(dry("2")) == [*ACROSS, "nccl", "faults", "features"]
-    commands = dry("8", "2")
-    assert list(commands) == ACROSS
-    cells = [cell for name in ACROSS for cell in parsed(commands[name])]
-    assert all(cell["gpus"] == cell["ranks"] == 8 for cell in cells)
+    across = list(gpu_stages.ACROSS)
+    for (gpus, hosts), stages in (
+        (("1", "1"), list(gpu_stages.ONE)),
+        (("2", "1"), [*across, "nccl", "faults", "features"]),
+        (("8", "2"), across),
+    ):
+        said = run(DRY="1", GPUS=gpus, HOSTS=hosts, HEAD="first").stdout
+        lines = re.findall(r"^== (\S+): (.*) \(\d+s left\)$", said, re.MULTILINE)
+        assert [name for name, _ in lines] == stages
+    cells = [cell for _, line in lines for cell in parsed(line)]
+    assert {cell["ranks"] for cell in cells} == {8}
     meetings = [cell["meeting"] for cell in cells]
     assert all(flags[0] == "--nnodes=2" and "endpoint=first:" in flags[2] for flags in meetings)
-    assert len({flags[2] for flags in meetings}) == len(meetings) > len(ACROSS)
+    assert len({flags[2] for flags in meetings}) == len(meetings) > len(across)
 
 
 @pytest.mark.thorough
