@@ -84,7 +84,7 @@ def test_all_stages_but_one_that_has_passed_run_on_fakes(tmp_path: Path) -> None
     state.mkdir()
     (state / "driver.status").write_text(f"0 1 {gpu_stages.COMMIT} 1\n")
     how = {"REHEARSE": "1", "STATE": str(state), "OUT": str(out), "LIMIT": "1500"}
-    done = run(**how, GPUS="1", CORES="8")  # tests run side by side
+    done = run(**how, GPUS="1", CORES="1")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert re.findall(r"== (\S+): passed before", done.stdout) == ["driver"]
     summary = (out / "summary.md").read_text()
@@ -113,9 +113,10 @@ def test_stages_of_several_gpus_and_hosts_run_on_fakes(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_stage_without_time_is_not_started(tmp_path: Path) -> None:
-    done = run("graph", REHEARSE="1", STATE=str(tmp_path), LIMIT="5")
+    how = {"REHEARSE": "1", "STATE": str(tmp_path), "LIMIT": "5", "CORES": "8"}  # side by side
+    done = run("graph", "wire", **how)
     assert done.returncode == 1 and "== graph: not begun, no time is left" in done.stdout
-    assert done.stdout.endswith("== failed: graph\n")
+    assert done.stdout.endswith("== failed: graph wire\n")
     assert "stages: peaks" in run("1.6b").stderr
 
 
