@@ -10,28 +10,22 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import zshard
-from benchmarks.models import WORKLOADS, Batch, Workload, gpt
+from benchmarks.models import Batch, Workload, gpt
 from benchmarks.sides import SEED, Side
 from zshard.ranks import devices
 
 BF16 = torch.bfloat16
-
-# --------------------------------------------------------------------------------------
-# The device
 
 
 def is_stand_in() -> bool:
@@ -41,35 +35,16 @@ def is_stand_in() -> bool:
 
 def what_is_missing() -> str:
     """Return why these benchmarks cannot run here; "" if they can."""
-    if is_stand_in():
-        return ""
     found = zshard.available_features()
-    if found["gpu"]:
+    if is_stand_in() or found["gpu"]:
         return ""
-    names = ("driver", "torch_cuda", "kernels")
-    reasons = [f"{name}: {found['missing'][name]}" for name in names if name in found["missing"]]
-    return "\n".join(reasons) or "no GPU found"
+    return "\n".join(f"{name}: {why}" for name, why in found["missing"].items())
 
 
 def device() -> torch.device:
     """Return the device of models and batches."""
-    return torch.device("cpu") if is_stand_in() else torch.device("cuda", _index())
-
-
-def _index() -> int:
-    """Return this rank's GPU: one of its own if there are enough on this host, otherwise 0."""
-    return int(os.environ.get("LOCAL_RANK", 0)) if have_own_gpus() else 0
-
-
-def have_own_gpus() -> bool:
-    """Return whether each rank of this host has a GPU of its own."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
-
-
-def backend() -> str:
-    """Return the process group's backend: NCCL, or gloo for ranks that share a GPU, which NCCL does
-    not support."""
-    return "cpu:gloo,cuda:nccl" if have_own_gpus() and not is_stand_in() else "gloo"
+    index = int(os.environ.get("LOCAL_RANK", 0))
+    return torch.device("cpu") if is_stand_in() else torch.device("cuda", index)
 
 
 def synchronize() -> None:
@@ -97,26 +72,19 @@ def forget() -> None:
 def describe() -> dict[str, Any]:
     """Return the record of the GPU and its software."""
     found = zshard.available_features()
-    gpu = {} if is_stand_in() else torch.cuda.get_device_properties(0)
-    return {
-        "part": "device",
-        "stand_in": is_stand_in(),
-        "gpu": "none: fake GPU on the host" if is_stand_in() else gpu.name,
-        "gpus": 0 if is_stand_in() else torch.cuda.device_count(),
-        "memory_bytes": None if is_stand_in() else gpu.total_memory,
-        **{name: found[name] for name in ("torch_cuda", "driver", "nccl", "kernels")},
-    }
+    facts = {name: str(found[name]) for name in ("torch_cuda", "driver", "nccl", "kernels")}
+    name = "FAKE GPU ON THE HOST: times and sizes say nothing"
+    if not is_stand_in():
+        gpu = torch.cuda.get_device_properties(0)
+        name = f"{torch.cuda.device_count()} x {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
+    return {"part": "device", "title": "Device", "sides": {name: facts}}
 
-
-# --------------------------------------------------------------------------------------
-# Models
 
 GPT2 = {"seq": 1024, "vocabulary": 50304, "tied": True}
 TINY = {"layers": 2, "width": 64, "seq": 32, "vocabulary": 256, "tied": True}
 SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "gpt125m": ({"layers": 12, "width": 768, **GPT2}, {"small": 1, "large": 32}),
     "gpt1.5b": ({"layers": 48, "width": 1600, **GPT2}, {"small": 1, "large": 8}),
-    "gpt125m-4096": ({"layers": 12, "width": 768, **GPT2, "seq": 4096}, {"small": 1, "large": 8}),
     "tiny": (TINY, {"small": 1, "large": 4}),
 }
 """Name -> model sizes, and rows per batch. tiny is for quick runs."""
@@ -135,15 +103,9 @@ def batches_of(workload: Workload, count: int) -> list[Batch]:
     return [(x.to(device()), y.to(device())) for x, y in drawn]
 
 
-# --------------------------------------------------------------------------------------
-# Sides
-
-
 @dataclass
 class GpuSide(Side):
-    """A side that computes in bfloat16, with autocast if its library has no mixed precision."""
-
-    autocast: bool = False
+    autocast: bool = False  # where the library has no mixed precision
 
     def forward(self, batch: Batch) -> Tensor:
         with torch.autocast(device().type, BF16, enabled=self.autocast):
@@ -151,8 +113,7 @@ class GpuSide(Side):
 
 
 class Masters(torch.optim.AdamW):
-    """Mixed precision by hand: casts a float32 module to bfloat16 and runs fused AdamW on float32
-    master weights."""
+    """Mixed precision by hand: a bfloat16 module, and fused AdamW on float32 master weights."""
 
     def __init__(self, module: nn.Module, lr: float) -> None:
         self.low = list(module.parameters())
@@ -170,25 +131,17 @@ class Masters(torch.optim.AdamW):
             master.grad = None
 
 
-def _adamw(module: nn.Module, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=lr, fused=True)
-
-
 Parts = tuple[nn.Module, Any]
 Wrap = Callable[[nn.Module, Workload], Parts]
 
 
 def _plain(module: nn.Module, workload: Workload) -> Parts:
-    return module, _adamw(module, workload.lr)
-
-
-def _by_hand(module: nn.Module, workload: Workload) -> Parts:
-    return module, Masters(module, workload.lr)
+    return module, torch.optim.AdamW(module.parameters(), lr=workload.lr, fused=True)
 
 
 def _ddp(module: nn.Module, workload: Workload) -> Parts:
     wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
-    return wrapped, _adamw(wrapped, workload.lr)
+    return _plain(wrapped, workload)
 
 
 def _fsdp2(module: nn.Module, workload: Workload, **options: Any) -> Parts:
@@ -199,7 +152,7 @@ def _fsdp2(module: nn.Module, workload: Workload, **options: Any) -> Parts:
         if type(child) in workload.units:
             shard(child)
     shard(module)
-    return module, _adamw(module, workload.lr)
+    return _plain(module, workload)
 
 
 def _fsdp2_offload(module: nn.Module, workload: Workload) -> Parts:
@@ -218,66 +171,33 @@ def _zshard(module: nn.Module, workload: Workload, **options: Any) -> Parts:
     return wrapped, zshard.AdamW(wrapped.parameters(), lr=workload.lr)
 
 
-def _ours(**options: Any) -> tuple[Wrap, bool]:
-    return functools.partial(_zshard, **options), False
-
-
 BASE, BY_HAND, DDP, PEER, OURS = "plain", "plain-by-hand", "ddp", "fsdp2", "zshard"
-SIDES: dict[str, tuple[Wrap, bool]] = {
-    BASE: (_plain, True),
-    BY_HAND: (_by_hand, False),
-    DDP: (_ddp, True),
-    PEER: (_fsdp2, False),
-    OURS: (_zshard, False),
-    "zshard-no_shard": _ours(strategy="no_shard"),
-    "zshard-c10d": _ours(transport="c10d"),
-    "zshard-hybrid": _ours(strategy="hybrid_full"),
-    "fsdp2-offload": (_fsdp2_offload, False),
-    "zshard-offload": _ours(offload=zshard.Offload(grads=True)),
+SIDES: dict[str, Wrap] = {
+    BASE: _plain,
+    BY_HAND: lambda module, workload: (module, Masters(module, workload.lr)),
+    DDP: _ddp,
+    PEER: _fsdp2,
+    OURS: _zshard,
+    "zshard-no_shard": functools.partial(_zshard, strategy="no_shard"),
+    "zshard-c10d": functools.partial(_zshard, transport="c10d"),
+    "zshard-hybrid": functools.partial(_zshard, strategy="hybrid_full"),
+    "fsdp2-offload": _fsdp2_offload,
+    "zshard-offload": functools.partial(_zshard, offload=zshard.Offload(grads=True)),
 }
-"""Name -> how to wrap the module, and whether to compute under autocast."""
+"""Name -> how to wrap the module."""
 
 USUAL = (BASE, BY_HAND, DDP, PEER, OURS)
-"""The sides that are compared unless others are asked for."""
-
-
-MODES = ("eager", "compiled", "recomputed")
-"""compiled: each unit is; recomputed: activation checkpointing of each unit."""
-
-
-def compile_blocks(module: nn.Module, units: Iterable[type[nn.Module]]) -> None:
-    """Compile each unit in place, with inductor on a real GPU."""
-    torch._dynamo.config.recompile_limit = 64  # one code object serves all sides' blocks
-    for child in module.modules():
-        if type(child) in set(units):
-            child.compile(backend="aot_eager" if is_stand_in() else "inductor")
+MODES = ("eager", "compiled")  # each unit
 
 
 def build(name: str, workload: Workload, mode: str = "eager") -> GpuSide:
-    """Build the side `name` on the device, from a fixed seed. mode: one of MODES.
-
-    Raises KeyError for an unknown name.
-    """
-    wrap, autocast = SIDES[name]
+    """Build the side `name` on the device, from a fixed seed. mode: one of MODES."""
     torch.manual_seed(SEED)
     with torch.device(device()):
         module = workload.build()
-    if mode == "compiled":
-        compile_blocks(module, workload.units)
-    elif mode == "recomputed":
-        units = tuple(workload.units)
-        apply_activation_checkpointing(module, check_fn=lambda child: isinstance(child, units))
-    module, optimizer = wrap(module, workload)
-    return GpuSide(name, workload, module, optimizer, autocast)
-
-
-def build_tiny(name: str) -> GpuSide:
-    """Build a side of the host-time model, without optimizer and in float32 unless the side has its
-    own precision; "compute" is the plain module."""
-    workload = WORKLOADS["tiny32"]
-    torch.manual_seed(SEED)
-    with torch.device(device()):
-        module = workload.build()
-    if name != "compute":
-        module, _ = SIDES[name][0](module, workload)
-    return GpuSide(name, workload, module, None)
+    torch._dynamo.config.recompile_limit = 64  # one code object serves all sides' blocks
+    for child in module.modules() if mode == "compiled" else ():
+        if type(child) in workload.units:
+            child.compile(backend="aot_eager" if is_stand_in() else "inductor")
+    module, optimizer = SIDES[name](module, workload)
+    return GpuSide(name, workload, module, optimizer, autocast=name in (BASE, DDP))

@@ -12,18 +12,18 @@ kernel's), another host name, another namespace of processes, and no shared netw
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
 import shutil
+import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -124,29 +124,15 @@ class Host:
     def within(self, function: Callable[[], Any]) -> Any:
         """Return function(), called in a thread of this process that is on this host, as far as its
         sockets, and files that it opens, are concerned."""
-        found: list[Any] = []
-        failed: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                _enter(self.pid)
-                found.append(function())
-            except BaseException as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        if failed:
-            raise failed[0]
-        return found[0]
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(_enter, self.pid).result()
+            return thread.submit(function).result()
 
     def cut(self) -> None:
         """Pull the plug: no packet leaves or reaches this host any more, and nobody is told."""
         self.call("ip", "link", "set", INTERFACE, "down")
 
     def mend(self) -> None:
-        """Put the plug back in."""
         self.call("ip", "link", "set", INTERFACE, "up")
 
     def close(self) -> None:
@@ -220,16 +206,19 @@ class Hosts:
 
     def reached_gbit(self) -> float:
         """Return the Gbit/s of payload that one connection from host 0 to host 1 reaches."""
-        size = max(16, round(self.gbit * 40))  # MiB: a third of a second
-        receiver, sender = self.all[1], self.all[0]
-        python = [sys.executable, "-I", "-S", "-c"]
-        pipes = {"stdout": subprocess.PIPE}
-        sink = receiver.start([*python, _SINK, receiver.address], {}, **pipes)
-        assert sink.stdout
-        port = sink.stdout.readline().strip()
-        sender.call(*python, _SOURCE, receiver.address, port, str(size))
-        text, _ = sink.communicate(timeout=60)
-        return float(text) * 8 / 1e9
+        piece, count = bytes(1 << 20), max(16, round(self.gbit * 40))  # a third of a second
+        place = (self.all[1].address, 0)
+        server = self.all[1].within(lambda: socket.create_server(place))
+        sender = self.all[0].within(lambda: socket.create_connection(server.getsockname()))
+        with server, sender, server.accept()[0] as receiver:
+            thread = threading.Thread(target=sender.sendall, args=[piece * count])
+            thread.start()
+            room, left = bytearray(piece), len(piece) * count - receiver.recv_into(bytearray(1))
+            begin, sent = time.perf_counter(), left
+            while left:
+                left -= receiver.recv_into(room)
+            thread.join()
+        return sent * 8 / 1e9 / (time.perf_counter() - begin)
 
     def store(self) -> Any:
         """Return a TCPStore of this process that listens on host 0, as torchrun's agent does."""
@@ -256,16 +245,16 @@ class Hosts:
 def run_ranks(
     hosts: Hosts, ranks_per_host: int, command: Sequence[str], env: Mapping[str, str]
 ) -> None:
-    """Run `command` on all ranks to its end. Ends them all and raises SystemExit if one fails."""
+    """Run `command` on all ranks to its end. Ends them all and raises SystemExit if one fails: a
+    rank dies with the nsenter that started it, and with its host at the latest."""
     store = hosts.store()
     common = {**hosts.environment(store, ranks_per_host), **env}
     running: list[subprocess.Popen[str]] = []
-    with _killed_at_the_end(running):
-        for host in hosts.all:
-            for local in range(ranks_per_host):
-                rank = host.index * ranks_per_host + local
-                own = {"RANK": str(rank), "LOCAL_RANK": str(local)}
-                running.append(host.start(command, {**common, **own}))
+    try:
+        for rank in range(len(hosts.all) * ranks_per_host):
+            index, local = divmod(rank, ranks_per_host)
+            own = {**common, "RANK": str(rank), "LOCAL_RANK": str(local)}
+            running.append(hosts.all[index].start(command, own))
         while any(codes := [child.poll() for child in running]) or None in codes:
             for rank, code in enumerate(codes):
                 if code:
@@ -273,39 +262,10 @@ def run_ranks(
                     said = f"rank {rank} of {len(running)} ended with exit status {code}"
                     raise SystemExit(f"benchmark failed: {said}: {' '.join(command)}")
             time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def _killed_at_the_end(running: list[subprocess.Popen[str]]) -> Iterator[None]:
-    """A context that leaves no child: a rank dies with the nsenter that started it, and with its
-    host at the latest (harness.process_group)."""
-    try:
-        yield
     finally:
         for child in running:
-            if child.poll() is None:
-                child.kill()
+            child.kill()
             child.wait()
-
-
-_SINK = """
-import socket, sys, time
-with socket.create_server((sys.argv[1], 0)) as server:
-    print(server.getsockname()[1], flush=True)
-    peer, _ = server.accept()
-    room, count = bytearray(1 << 20), peer.recv_into(bytearray(1))
-    begin = time.perf_counter()
-    while got := peer.recv_into(room):
-        count += got
-print(count / (time.perf_counter() - begin))
-"""
-
-_SOURCE = """
-import socket, sys
-with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as peer:
-    for _ in range(int(sys.argv[3])):
-        peer.sendall(bytes(1 << 20))
-"""
 
 
 def _enter(pid: int) -> None:

@@ -369,7 +369,7 @@ def test_kernels_are_bit_identical_to_the_cpu(kernels: str) -> None:
     """All kernels' tests on the GPU; with stand-ins, what brings their arrays there."""
     only = "" if kernels == "gpu" else "factor_is_not_rounded or norms_are_joined or reads_device"
     env = environment(kernels if kernels == "gpu" else "stand-in")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--whole"]
     done = subprocess.run(
         [
             *command,

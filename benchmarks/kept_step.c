@@ -1,19 +1,17 @@
-/* kept_step_driver.c - times the plain step and the kept one (optim/kept_step.h), for benchmarks/kept_step.py.
+/* kept_step.c - times the plain step and the kept one (optim/kept_step.h), for benchmarks/optim.py.
  *
- *   driver MILLIONS PASSES     AdamW in float32 on one thread, MILLIONS of elements whose parameters, gradients and state
- *                              lie in memfds; prints nanoseconds per element: plain kept, a line for each pair of turns
+ *   kept_step ELEMENTS PASSES  AdamW in float32 on one thread; parameters, gradients and state lie in shared memory;
+ *                              prints nanoseconds per element: plain kept, a line for each pair of turns
  *
  * A turn is a part of the elements, and the next turn has the next part: neither finds the other's memory in a cache,
  * and both see the same disturbances.
  */
-#define _GNU_SOURCE
+#define _DEFAULT_SOURCE
 #include "optim/kept_step.h"
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include "base/clock.h"
 #include "optim/optim.h"
@@ -26,13 +24,10 @@ void zs_parallel_for(int64_t n, int64_t grain, void (*fn)(void *ctx, int64_t beg
     if (n > 0) fn(ctx, 0, n);
 }
 
-static void *file_of(size_t bytes)
+static void *shared(size_t bytes)
 {
-    const int fd = memfd_create("kept", 0);
-    if (fd < 0 || ftruncate(fd, (off_t)bytes) != 0) exit(2);
-    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (at == MAP_FAILED) exit(2);
-    close(fd);
     return at;
 }
 
@@ -70,12 +65,12 @@ static double turn(float *const *memory, int64_t at, void *area, size_t bytes, c
 int main(int argc, char **argv)
 {
     if (argc != 3) return 2;
-    const int64_t turns = (int64_t)atol(argv[1]) * 1000000 / TURN / 2 * 2;
+    const int64_t turns = (int64_t)atol(argv[1]) / TURN / 2 * 2;
     const size_t bytes = (size_t)turns * TURN * sizeof(float);
     float *memory[MEMORIES];
     zs_kept_range ranges[MEMORIES];
     for (int i = 0; i < MEMORIES; i++) {
-        memory[i] = file_of(bytes);
+        memory[i] = shared(bytes);
         for (int64_t at = 0; at < turns * TURN; at++)
             memory[i][at] = (float)(at % 1009) / 1009;
         ranges[i] = (zs_kept_range){(char *)memory[i], bytes, 0, (uint32_t)i};
@@ -83,7 +78,7 @@ int main(int argc, char **argv)
     const zs_kept_files files = {ranges, MEMORIES};
     const zs_kept_room room = {1, 1};
     const size_t area_bytes = zs_kept_bytes(&room);
-    void *area = file_of(area_bytes);
+    void *area = shared(area_bytes);
     if (zs_kept_format(area, &room) != ZS_OK) return 2;
     for (long pass = 0; pass < atol(argv[2]); pass++) {
         for (int64_t i = 0; i < turns; i += 2) {
