@@ -447,5 +447,5 @@ static const rank_test tests[] = {
 
 int main(int argc, char **argv)
 {
-    return run_tests(tests, sizeof tests / sizeof tests[0], argc, argv);
+    return run_tests(tests, COUNT(tests), argc, argv);
 }

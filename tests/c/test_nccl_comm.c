@@ -230,5 +230,5 @@ static const rank_test tests[] = {
 
 int main(int argc, char **argv)
 {
-    return run_tests(tests, sizeof tests / sizeof *tests, argc, argv);
+    return run_tests(tests, COUNT(tests), argc, argv);
 }

@@ -621,5 +621,5 @@ static const one_test tests[] = {
 
 int main(int argc, char **argv)
 {
-    return run_one_test(tests, sizeof tests / sizeof *tests, argc, argv);
+    return run_one_test(tests, COUNT(tests), argc, argv);
 }
