@@ -28,13 +28,6 @@
 #define DECLARE(result, name, parameters) result nccl##name parameters;
 ZS_NCCL_REQUIRED(DECLARE)
 ZS_NCCL_OPTIONAL(DECLARE)
-void fake_nccl_enqueue(void *stream, void (*run)(void *), void *arg);
-
-/* For tests: queues something of their own. */
-void fake_nccl_enqueue(void *stream, void (*work)(void *), void *arg)
-{
-    enqueue_on(stream, work, arg);
-}
 
 zs_nccl_result ncclGetVersion(int *version)
 {

@@ -8,11 +8,14 @@
 
 #include "comm/nccl/nccl_lib.h"
 
-#include "fake_streams.h"
-
+#include <dlfcn.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -103,6 +106,34 @@ __attribute__((format(printf, 1, 2))) static void die(const char *format, ...)
     fputc('\n', stderr);
     va_end(args);
     abort();
+}
+
+/* A function that the stand-in for the CUDA driver shows, which says what a stream is. */
+static void *drivers_function(const char *name)
+{
+    void *symbol = dlsym(RTLD_DEFAULT, name);
+    void *library = symbol == NULL ? dlopen(getenv("ZSHARD_CUDA_LIB"), RTLD_NOW) : NULL;
+    if (library != NULL) symbol = dlsym(library, name);
+    if (symbol == NULL) die("no %s: is ZSHARD_CUDA_LIB the stand-in?", name);
+    return symbol;
+}
+
+/* Queues `run(arg)` on the stream. */
+static void enqueue_on(void *stream, void (*run)(void *), void *arg)
+{
+    void (*enqueue)(void *stream, void (*run)(void *), void *arg) = NULL;
+    void *symbol = drivers_function("fake_cuda_enqueue");
+    memcpy(&enqueue, &symbol, sizeof symbol);
+    enqueue(stream, run, arg);
+}
+
+/* The stream's number in the log of the stand-in for the driver. */
+static int number_of_stream(void *stream)
+{
+    int (*number)(void *) = NULL;
+    void *symbol = drivers_function("fake_cuda_stream_number");
+    memcpy(&number, &symbol, sizeof symbol);
+    return number(stream);
 }
 
 static int complain(int result, const char *words)

@@ -21,9 +21,9 @@ static zs_status do_everything(rank_env *env, zs_nccl_comm *comm)
     static char full[MAX_RANKS * 64], other[MAX_RANKS * 64];
     char *mine = full + env->rank * 64;
     for (int i = 0; i < 3; i++) {
-        ZS_TRY(zs_nccl_all_gather(comm, mine, full, 64, &stream_a));
-        ZS_TRY(zs_nccl_messages(comm, &(zs_message){full, other, 64, env->rank}, 1, &stream_a));
-        ZS_TRY(zs_nccl_broadcast(comm, full, 64, 0, &stream_a));
+        ZS_TRY(zs_nccl_all_gather(comm, mine, full, 64, STREAM_A));
+        ZS_TRY(zs_nccl_messages(comm, &(zs_message){full, other, 64, env->rank}, 1, STREAM_A));
+        ZS_TRY(zs_nccl_broadcast(comm, full, 64, 0, STREAM_A));
         ZS_TRY(zs_nccl_comm_check(comm));
     }
     return ZS_OK;
@@ -53,7 +53,7 @@ void a_failing_call_is_an_error_and_no_more(rank_env *env)
         FAILS(zs_nccl_comm_check(comm), ZS_ERR_NCCL, first);
         CHECK(atomic_load(&lost) == 1);
     }
-    if (made) synchronize(&stream_a);
+    if (made) synchronize(STREAM_A);
     zs_nccl_comm_free(comm);
 }
 
@@ -90,15 +90,15 @@ void one_rank_fails_and_the_others_hear(rank_env *env)
     OK(zs_nccl_comm_new(env->comm, &options, &comm));
     gather(env, comm, 100, true);
     char full[MAX_RANKS] = {0}, bytes[MAX_RANKS] = {0}, mine = 0;
-    if (!last) OK(zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a));
+    if (!last) OK(zs_nccl_all_gather(comm, full + env->rank, full, 1, STREAM_A));
     OK(zs_comm_exchange(env->comm, &mine, 1,
                         bytes)); /* all others wait in the second gather, and none is in the first */
     double start = now();
     if (last)
-        FAILS(zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a), ZS_ERR_NCCL, "unhandled system error");
+        FAILS(zs_nccl_all_gather(comm, full + env->rank, full, 1, STREAM_A), ZS_ERR_NCCL, "unhandled system error");
     zs_clear_error();
-    if (!last) synchronize(&stream_a); /* the user's loss.item() */
-    CHECK(now() < start + 30.0);       /* half of the timeout */
+    if (!last) synchronize(STREAM_A); /* the user's loss.item() */
+    CHECK(now() < start + 30.0);      /* half of the timeout */
     if (!last) FAILS(zs_nccl_comm_check(comm), ZS_ERR_PEER, "another rank gave up");
     zs_nccl_comm_free(comm);
 }
@@ -136,10 +136,10 @@ void a_peer_that_has_left_breaks_nothing_off(rank_env *env)
     char data[8] = {0};
     if (env->rank == 1) fill(data, 8, 1, 7);
     event done = {0};
-    OK(zs_nccl_broadcast(comm, data, 8, 1, &stream_a));
-    record(&done, &stream_a);
+    OK(zs_nccl_broadcast(comm, data, 8, 1, STREAM_A));
+    record(&done, STREAM_A);
     OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done, "the last"}));
-    synchronize(&stream_a);
+    synchronize(STREAM_A);
     if (env->rank == 1) raise(SIGKILL);
     check_filled(data, 8, 1, 7);
     for (double start = now(); zs_nccl_comm_check(comm) == ZS_OK; sleep_us(1000))
@@ -162,10 +162,10 @@ void a_killed_rank_is_reported_within_seconds(rank_env *env)
     if (env->rank == 1) raise(SIGKILL);
     char full[MAX_RANKS] = {0};
     double start = now();
-    zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a);
-    synchronize(&stream_a);
+    zs_nccl_all_gather(comm, full + env->rank, full, 1, STREAM_A);
+    synchronize(STREAM_A);
     CHECK(now() < start + 10.0);
-    FAILS(zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a), ZS_ERR_PEER, "rank 1 has ended");
+    FAILS(zs_nccl_all_gather(comm, full + env->rank, full, 1, STREAM_A), ZS_ERR_PEER, "rank 1 has ended");
     zs_nccl_comm_free(comm);
     close(pidfd);
 }
@@ -182,12 +182,12 @@ void work_that_does_not_end_is_broken_off(rank_env *env)
     event done[3] = {{0}};
     char full[MAX_RANKS] = {0};
     for (int i = 0; i < 3; i++) { /* the second one hangs, the third waits behind it */
-        if (i > 0) OK(zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a));
-        record(&done[i], &stream_a);
+        if (i > 0) OK(zs_nccl_all_gather(comm, full + env->rank, full, 1, STREAM_A));
+        record(&done[i], STREAM_A);
         OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done[i], i == 1 ? "the second" : "another"}));
     }
     double start = now();
-    synchronize(&stream_a);
+    synchronize(STREAM_A);
     CHECK(now() < start + 10.0);
     FAILS(zs_nccl_comm_check(comm), ZS_ERR_TIMEOUT, "the second did not finish within 1 s");
     FAILS(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done[0], "more"}), ZS_ERR_TIMEOUT, "the second");
@@ -206,15 +206,15 @@ void progress_is_no_timeout(rank_env *env)
     char full[MAX_RANKS] = {0};
     OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &never, "never"}));
     for (int i = 0; i < N; i++) {
-        OK(zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a));
-        record(&done[i], &stream_a);
+        OK(zs_nccl_all_gather(comm, full + env->rank, full, 1, STREAM_A));
+        record(&done[i], STREAM_A);
         OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done[i], "a gather"}));
         if (i == N / 2) OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &nor_this, "nor this"}));
     }
     zs_nccl_comm_forget(comm, &never);
     zs_nccl_comm_forget(comm, &nor_this);
     zs_nccl_comm_forget(comm, &nor_this);
-    synchronize(&stream_a);
+    synchronize(STREAM_A);
     OK(zs_nccl_comm_check(comm));
     zs_nccl_comm_free(comm);
 }
