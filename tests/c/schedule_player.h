@@ -339,7 +339,7 @@ static const zs_traits whole = {.reduces = true, .bucket_bytes = 64, .replicated
 static const zs_traits outer = {.empty = true};
 
 /* Units a, b, c, ... with one parameter each. `mapped`: as over shm. */
-static model *new_model(bool mapped, int n, const zs_traits *traits)
+static model *new_model_of(bool mapped, int n, const zs_traits *traits)
 {
     model *m = calloc(1, sizeof *m);
     CHECK(m != NULL);
@@ -358,6 +358,21 @@ static model *new_model(bool mapped, int n, const zs_traits *traits)
         OK(zs_schedule_add(&m->schedule, &u->record));
     }
     return m;
+}
+
+/* The same, of units by letters: outer, sharded, zero2, whole. */
+static model *new_model(bool mapped, const char *letters)
+{
+    zs_traits traits[MOST_UNITS];
+    int n = (int)strlen(letters);
+    for (int i = 0; i < n; i++)
+        traits[i] = letters[i] == 'o' ? outer : letters[i] == 's' ? sharded : letters[i] == 'z' ? zero2 : whole;
+    return new_model_of(mapped, n, traits);
+}
+
+static void set_ahead(model *m, int forward, int backward)
+{
+    zs_schedule_set_ahead(&m->schedule, (const int[2]){forward, backward});
 }
 
 static void free_model(model *m)
@@ -427,6 +442,21 @@ static void says(model *m, const char *expected)
         exit(1);
     }
     m->log[0] = 0;
+}
+
+static void says_of_forward(model *m, bool keep, const char *expected)
+{
+    m->log[0] = 0;
+    OK(forward(m, keep));
+    says(m, expected);
+}
+
+static void says_of_backward(model *m, const char *expected)
+{
+    OK(forward(m, true));
+    m->log[0] = 0;
+    OK(backward(m));
+    says(m, expected);
 }
 
 #endif
