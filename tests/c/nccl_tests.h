@@ -69,13 +69,24 @@ static inline void synchronize(void *stream)
     free(e);
 }
 
-/* A communicator of all ranks. */
-static inline zs_nccl_comm *make(rank_env *env, const char *name)
+/* A communicator of all ranks, with options. */
+static inline zs_nccl_comm *make_with(rank_env *env, zs_nccl_options options)
 {
-    zs_nccl_options options = {.name = name, .timeout = 30.0};
     zs_nccl_comm *comm = NULL;
     OK(zs_nccl_comm_new(env->comm, &options, &comm));
     return comm;
+}
+
+static inline zs_nccl_comm *make(rank_env *env, const char *name)
+{
+    return make_with(env, (zs_nccl_options){.name = name, .timeout = 30.0});
+}
+
+/* Has the communicator watch that it gets as far as this on the stream. */
+static inline void watch(zs_nccl_comm *comm, event *e, const char *what)
+{
+    record(e, STREAM_A);
+    OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, e, what}));
 }
 
 /* What a rank has in the i-th byte: `salt` tells one use from another. */

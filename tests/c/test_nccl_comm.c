@@ -115,8 +115,7 @@ static void all_options_are_taken(rank_env *env)
             for (int most = 0; most <= 8; most += 8) {
                 zs_nccl_options options = {
                     .name = "all", .timeout = 30.0, .ctas = (zs_nccl_ctas)ctas, .min_ctas = least, .max_ctas = most};
-                zs_nccl_comm *comm = NULL;
-                OK(zs_nccl_comm_new(env->comm, &options, &comm));
+                zs_nccl_comm *comm = make_with(env, options);
                 gather(env, comm, 100, true);
                 zs_nccl_comm_free(comm);
             }
@@ -259,24 +258,18 @@ static void communicators_come_and_go(rank_env *env)
 }
 
 /* For ThreadSanitizer: calls from two threads in turn, and the monitor in between. */
-typedef struct caller {
-    rank_env *env;
-    zs_nccl_comm *comm;
-} caller;
-
 static void *call_for_a_while(void *arg)
 {
-    caller *c = arg;
+    zs_nccl_comm *comm = arg;
     double start = now();
     char over = 0;
     while (!over) {
         char stop = (char)(now() > start + 1.0); /* rank 0's */
-        OK(zs_nccl_broadcast(c->comm, &stop, 1, 0, STREAM_A));
+        OK(zs_nccl_broadcast(comm, &stop, 1, 0, STREAM_A));
         event *done = calloc(1, sizeof *done);
-        record(done, STREAM_A);
-        OK(zs_nccl_comm_watch(c->comm, (zs_nccl_work){has_happened, done, "a broadcast"}));
+        watch(comm, done, "a broadcast");
         synchronize(STREAM_A);
-        zs_nccl_comm_forget(c->comm, done);
+        zs_nccl_comm_forget(comm, done);
         free(done);
         over = stop;
     }
@@ -285,13 +278,13 @@ static void *call_for_a_while(void *arg)
 
 static void calls_and_the_monitors_thread(rank_env *env)
 {
-    caller c = {env, make(env, "all")};
+    zs_nccl_comm *comm = make(env, "all");
     for (int i = 0; i < 2; i++) {
         pthread_t thread;
-        CHECK(pthread_create(&thread, NULL, call_for_a_while, &c) == 0);
+        CHECK(pthread_create(&thread, NULL, call_for_a_while, comm) == 0);
         pthread_join(thread, NULL);
     }
-    zs_nccl_comm_free(c.comm);
+    zs_nccl_comm_free(comm);
 }
 
 static const rank_test tests[] = {

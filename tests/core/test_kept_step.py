@@ -39,17 +39,11 @@ def counted(program: Path, *args: object, isa: str = "avx512") -> list[int]:
     return [int(number) for number in re.findall(r" (\d+)", done.stdout)]
 
 
-@pytest.mark.parametrize("isa", ["base", "avx2", "avx512"])
-def test_bits_are_those_of_the_plain_step(checker, isa):
-    assert counted(checker, "kinds", isa=isa) == [len(KINDS)]
-
-
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_every_store(checker, kind):
     states, kills = counted(checker, "stores", kind)
     assert states > 30 and kills > 10 * states
-    assert counted(checker, "threads", kind)[0] > 1000
     assert counted(checker, "write", kind)[0] > 10
     counted(checker, "damage", kind)
 
@@ -63,8 +57,7 @@ def test_killed_at_every_word(tmp_path, kind):
     assert states > 5000 and kills > 1e6
 
 
-@pytest.mark.parametrize(
-    ("isa", "steps"), [("avx512", 17_000), pytest.param("avx2", 10**6, marks=pytest.mark.thorough)]
-)
-def test_random_kills(checker, isa, steps):
+@pytest.mark.parametrize("isa", ["base", "avx2", "avx512"])
+@pytest.mark.parametrize("steps", [17_000, pytest.param(10**6, marks=pytest.mark.thorough)])
+def test_random_steps_killed_at_random(checker, isa, steps):
     assert counted(checker, "random", 1, steps, isa=isa)[1] > steps // 2
