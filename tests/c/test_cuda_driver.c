@@ -44,16 +44,14 @@ static void describe(void)
     OK(zs_cuda_describe_device(0, &device));
     CHECK(strcmp(device.name, "Fake GPU") == 0 && device.major == 9 && device.minor == 0);
     CHECK(device.multiprocessors == 2);
-    CHECK(zs_cuda_describe_device(5, &device) == ZS_ERR_CUDA);
-    CHECK(strstr(zs_last_message(), "cuDeviceGet: ") == zs_last_message());
+    FAILS(zs_cuda_describe_device(5, &device), ZS_ERR_CUDA, "cuDeviceGet: ");
 }
 
 /* --- contexts ------------------------------------------------------------------------------------------------------------ */
 
 static void *enter_and_allocate(void *out)
 {
-    CHECK(ZS_CU(cuMemAlloc, out, 100) == ZS_ERR_CUDA); /* a fresh thread has no context */
-    zs_clear_error();
+    FAILS(ZS_CU(cuMemAlloc, out, 100), ZS_ERR_CUDA, ""); /* a fresh thread has no context */
     OK(zs_cuda_enter(0));
     OK(ZS_CU(cuMemAlloc, out, 100));
     OK(zs_cuda_enter(0));
@@ -77,10 +75,8 @@ static void threads_share_the_primary_context(void)
 
 static void no_such_device(void)
 {
-    CHECK(zs_cuda_enter(1) == ZS_ERR_VALUE &&
-          strstr(zs_last_message(), "CUDA device 1 is out of range: the driver reports 1"));
-    zs_clear_error();
-    CHECK(zs_cuda_enter(-1) == ZS_ERR_VALUE);
+    FAILS(zs_cuda_enter(1), ZS_ERR_VALUE, "CUDA device 1 is out of range: the driver reports 1");
+    FAILS(zs_cuda_enter(-1), ZS_ERR_VALUE, "");
 }
 
 /* --- errors ------------------------------------------------------------------------------------------------------------- */
@@ -159,29 +155,21 @@ static void spoiled_context_refuses_all(void)
     bool done;
     OK(zs_cuda_enter(0));
     zs_cu_stream stream = new_stream();
-    CHECK(ZS_CU(cuStreamSynchronize, stream) == ZS_ERR_CUDA);
-    char first[256];
-    snprintf(first, sizeof first, "%s", zs_last_message());
-    CHECK(strcmp(first, "cuStreamSynchronize: CUDA_ERROR_FAKE_700 (700): fake error 700") == 0);
-    for (int i = 0; i < 5; i++) {
-        zs_clear_error();
-        zs_status got = i == 0   ? ZS_CU(cuMemAlloc, &memory, 100)
-                        : i == 1 ? zs_cuda_enter(0)
-                        : i == 2 ? zs_cuda_kernels_load()
-                        : i == 3 ? zs_cuda_event_done(NULL, &done)
-                                 : ZS_CU(cuStreamSynchronize, stream);
-        CHECK(got == ZS_ERR_CUDA && strstr(zs_last_message(), first) != NULL);
-        CHECK(strstr(zs_last_message(), "restart the process") != NULL);
-    }
+    const char *first = "cuStreamSynchronize: CUDA_ERROR_FAKE_700 (700): fake error 700";
+    FAILS(ZS_CU(cuStreamSynchronize, stream), ZS_ERR_CUDA, first);
+    FAILS(ZS_CU(cuMemAlloc, &memory, 100), ZS_ERR_CUDA, first);
+    FAILS(zs_cuda_enter(0), ZS_ERR_CUDA, first);
+    FAILS(zs_cuda_kernels_load(), ZS_ERR_CUDA, first);
+    FAILS(zs_cuda_event_done(NULL, &done), ZS_ERR_CUDA, first);
+    FAILS(ZS_CU(cuStreamSynchronize, stream), ZS_ERR_CUDA, "restart the process");
 }
 
 static void out_of_memory_is_told_apart(void)
 {
     zs_cu_ptr memory;
     OK(zs_cuda_enter(0));
-    CHECK(ZS_CU(cuMemAlloc, &memory, (size_t)1 << 50) == ZS_ERR_MEMORY);
-    CHECK(strcmp(zs_last_message(), "cuMemAlloc: the GPU is out of memory (CUDA_ERROR_OUT_OF_MEMORY)") == 0);
-    zs_clear_error();
+    FAILS(ZS_CU(cuMemAlloc, &memory, (size_t)1 << 50), ZS_ERR_MEMORY,
+          "cuMemAlloc: the GPU is out of memory (CUDA_ERROR_OUT_OF_MEMORY)");
     OK(ZS_CU(cuMemAlloc, &memory, 100)); /* and all goes on */
 }
 
