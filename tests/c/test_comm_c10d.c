@@ -162,59 +162,45 @@ static void make_few_units(rank_env *env, int n, size_t shard_bytes, zs_cunit **
 #define SECOND "rank 1 was " MESSAGE " in load()"
 
 /* What ranks that differ are in, and what they then say; the last one is for all further ranks. */
-static const struct difference {
-    int least, begins[3];
-    size_t bytes[3];
-    const char *calls[3], *words[3];
-} differences[] = {
+static const struct part {
+    int begins;
+    size_t bytes;
+    const char *call, *words;
+} differences[][3] = {
     /* Of equal sizes in another order: the bytes would fit. */
-    {2,
-     {POST_OTHER, POST, POST},
-     {0},
-     {0},
-     {"rank 0 was " GRADIENTS "'right' (round 1), but rank 1 was " GRADIENTS "'left'",
-      GRADIENTS "'left' (round 1), but rank 0 was " GRADIENTS "'right' (round 1)",
-      GRADIENTS "'left' (round 1), but rank 0 was " GRADIENTS "'right' (round 1)"}},
-    {2,
-     {GATHER, BROADCAST, BROADCAST},
-     {64, 256, 256},
-     {0},
-     {"rank 0 was all-gathering parameters of unit 'head' (64 bytes), but rank 1 was broad",
-      "broadcasting 256 bytes from rank 0 (message 1), but rank 0 was all-gathering",
-      "broadcasting 256 bytes from rank 0 (message 1), but rank 0 was all-gathering"}},
+    {{POST_OTHER, 0, NULL, "rank 0 was " GRADIENTS "'right' (round 1), but rank 1 was " GRADIENTS "'left'"},
+     {POST, 0, NULL, GRADIENTS "'left' (round 1), but rank 0 was " GRADIENTS "'right' (round 1)"}},
+    {{GATHER, 64, NULL, "rank 0 was all-gathering parameters of unit 'head' (64 bytes), but rank 1 was broad"},
+     {BROADCAST, 256, NULL, "broadcasting 256 bytes from rank 0 (message 1), but rank 0 was all-gathering"}},
     /* Three calls, of which one has no name. */
-    {3,
-     {EXCHANGE, EXCHANGE, EXCHANGE},
-     {1, 1, 1},
-     {NULL, "save()", "load()"},
-     {"rank 0 was " MESSAGE ", but rank 1 was in save(); run", "rank 1 was in save(), but rank 0 was " MESSAGE "; run",
-      " was in load(), but rank 0 was " MESSAGE "; run"}},
+    {{EXCHANGE, 1, NULL, "rank 0 was " MESSAGE ", but rank 1 was in save(); run"},
+     {EXCHANGE, 1, "save()", "rank 1 was in save(), but rank 0 was " MESSAGE "; run"},
+     {EXCHANGE, 1, "load()", " was in load(), but rank 0 was " MESSAGE "; run"}},
     /* One call, whose name does not show it. */
-    {2, {BROADCAST, EXCHANGE, EXCHANGE}, {8, 1, 2}, {"load()", "load()", "load()"}, {FIRST, FIRST, ""}},
-    {2, {BROADCAST, EXCHANGE, EXCHANGE}, {8, 1, 2}, {"load()", "load()", "load()"}, {SECOND, SECOND, ""}},
+    {{BROADCAST, 8, "load()", FIRST}, {EXCHANGE, 1, "load()", FIRST}, {EXCHANGE, 2, "load()", ""}},
+    {{BROADCAST, 8, "load()", SECOND}, {EXCHANGE, 1, "load()", SECOND}, {EXCHANGE, 2, "load()", ""}},
 };
 
 /* All hear of it, and can go on. */
 static void ranks_that_differ(rank_env *env)
 {
+    zs_comm *comm = env->comm;
+    zs_ranks_of_hosts ranks = {.rank = env->rank, .world = env->world};
     for (size_t i = 0; i < COUNT(differences); i++) {
-        const struct difference *row = &differences[i];
-        int me = env->rank < 2 ? env->rank : 2;
+        const struct part *part = &differences[i][env->rank < 2 ? env->rank : 2];
         zs_cunit *units[2];
-        zs_comm *comm = env->comm;
-        if (env->world < row->least) continue;
-        zs_ranks_of_hosts ranks = {.rank = env->rank, .world = env->world};
+        if (part->words == NULL) part--;
         OK(zs_comm_c10d_new("fake", &ranks, wire->timeout, &env->comm)); /* whose messages begin at 1 */
         make_few_units(env, 2, 64, units);
-        if (row->calls[me] != NULL) CHECK(zs_call_begin(row->calls[me]));
-        FAILS(begin_one(env, row->begins[me], row->bytes[me], units), ZS_ERR_DIVERGED, row->words[me]);
-        if (row->calls[me] != NULL) zs_call_end();
+        if (part->call != NULL) CHECK(zs_call_begin(part->call));
+        FAILS(begin_one(env, part->begins, part->bytes, units), ZS_ERR_DIVERGED, part->words);
+        if (part->call != NULL) zs_call_end();
         meet(env);
         for (int u = 0; u < 2; u++)
             zs_cunit_free(env->comm, units[u]);
         zs_comm_release(env->comm);
-        env->comm = comm;
     }
+    env->comm = comm;
 }
 
 /* All ranks wait here, below the transport, so that none is found gone before the others have looked. */

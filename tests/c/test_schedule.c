@@ -128,21 +128,6 @@ static void unsharded_units_reduce_in_order(void)
     free_model(m);
 }
 
-static void unreduced_gradients_are_reduced_later(void)
-{
-    model *m = new_model(true, "os");
-    zs_record_set_sync(&m->units[1].record, false);
-    OK(forward(m, true));
-    OK(backward(m));
-    CHECK(m->posts == 0 && m->units[1].record.round.local);
-    zs_record_set_sync(&m->units[1].record, true);
-    says_of_backward(
-        m,
-        "ready back, open back, gather a, bind a, gather b, bind b, pack b, bucket, send local b, post b, reshard a, "
-        "reshard b, sum b, close, end");
-    free_model(m);
-}
-
 static void unit_steps_once_its_gradients_are_summed(void)
 {
     model *m = new_model(true, "osss");
@@ -181,28 +166,6 @@ static zs_status read_unit(model *m, int i)
 {
     zs_record_set_operation(&m->units[i].record, (uint64_t)m->now);
     return zs_schedule_read(&m->schedule, &m->units[i].record, m->now++);
-}
-
-/* As of a model whose norm before the head is the root's, and whose head is a unit. */
-static void what_follows_depends_on_what_came_before(void)
-{
-    model *m = new_model(false, "ssss");
-    for (int step = 0; step < 3; step++) {
-        m->log[0] = 0;
-        OK(enter(m, 0));
-        for (int i = 1; i < 3; i++) {
-            OK(enter(m, i));
-            OK(leave(m, i, false));
-        }
-        OK(read_unit(m, 0));
-        OK(enter(m, 3));
-        OK(leave(m, 3, false));
-        OK(leave(m, 0, false));
-    }
-    says(m,
-         "ready, open, gather a, gather b, bind a, gather c, bind b, reshard b, bind c, reshard c, gather d, bind d, "
-         "reshard d, reshard a, close");
-    free_model(m);
 }
 
 static void read_unit_stays_until_its_reader_ends(void)
@@ -282,17 +245,6 @@ static void forward_continues_after_a_backward_within_it(void)
 }
 
 /* --- what fails --------------------------------------------------------------------------------------------------------------- */
-
-static void failed_forward_closes_its_units(void)
-{
-    model *m = new_model(true, "os");
-    m->fails_in = 4; /* the gather of b */
-    CHECK(forward(m, true) == ZS_ERR_PEER);
-    zs_clear_error();
-    CHECK(m->schedule.n_open == 0 && m->schedule.stage == ZS_IDLE && !m->session && m->units[1].record.inside == 0);
-    says(m, "ready, open, gather a, bind a, gather b, reshard a, close");
-    free_model(m);
-}
 
 static void failed_backward_is_settled_first(void)
 {
@@ -555,19 +507,16 @@ static const one_test tests[] = {
     TEST(mapped_shards_are_not_gathered),
     TEST(gathers_are_prefetched),
     TEST(no_prefetch_at_the_end_of_a_pass),
-    TEST(what_follows_depends_on_what_came_before),
     TEST(zero2_gathers_once),
     TEST(kept_units_are_not_gathered_again),
     TEST(kept_units_are_prefetched_far_ahead),
     TEST(unsharded_units_reduce_in_order),
-    TEST(unreduced_gradients_are_reduced_later),
     TEST(unit_steps_once_its_gradients_are_summed),
     TEST(pinned_units_stay_unsharded),
     TEST(read_unit_stays_until_its_reader_ends),
     TEST(unreferenced_read_is_dropped_at_the_next_one),
     TEST(write_drops_reads_and_prefetches),
     TEST(forward_continues_after_a_backward_within_it),
-    TEST(failed_forward_closes_its_units),
     TEST(failed_backward_is_settled_first),
     TEST(late_failure_completes_the_backward),
     TEST(failed_packing_leaves_the_round_incomplete),

@@ -1,7 +1,7 @@
 """The torch-free parts of the C core: unit tests in C, and the layout.
 
-tests/c/test_core.c has status, memory and arena; test_schedule.c plays both autograd and the engine for
-csrc/schedule/. They need nothing but libc, so the compiler alone builds them, plain and sanitized.
+tests/c/test_core.c has status, memory and arena; test_schedule.c plays both autograd and the engine
+for csrc/schedule/. They need only libc, so the compiler alone builds them, plain and sanitized.
 The layout is loaded through ctypes and held against what it promises, on sizes that hypothesis
 invents: a cut at the wrong element would only show as slightly wrong training.
 """

@@ -1,7 +1,8 @@
 """The rules for C and C++ (CONTRIBUTING.md), checked on the sources of csrc/ and cuda/.
 
-A rule is a function from a file's name and text to a list of complaints. What a tool can judge is not here: clang-tidy knows the size of C's functions (.clang-tidy), the
-compiler those without a header, the linker all symbols (tests/project/test_build.py).
+A rule is a function from a file's name and text to a list of complaints. What a tool can judge is
+not here: clang-tidy knows the size of C's functions (.clang-tidy), the compiler those without a
+header, the linker all symbols (tests/project/test_build.py).
 """
 
 import re

@@ -1,7 +1,7 @@
 """What ranks conclude from what they read of each other, in all cases.
 
-tests/c/check_reader.c runs readers over shm in all interleavings; check_turn.c compares the turns of all
-worlds that a list of turns makes.
+tests/c/check_reader.c runs readers over shm in all interleavings; check_turn.c compares the turns
+of all worlds that a list of turns makes.
 """
 
 from __future__ import annotations
