@@ -1,9 +1,7 @@
 /* check_kept.c - kept steps (optim/kept_step.h) that are killed at every store.
  *
- *   check_kept kinds                  for steps of all kinds: the bits are those of the plain step
  *   check_kept stores KIND            one thread, killed at every store, and what it left by processes that are killed at
  *                                     every store in turn, until no new state is reached
- *   check_kept threads KIND           two threads, killed at every pair of stores
  *   check_kept write KIND             killed at every store of the record
  *   check_kept damage KIND            any bit of the record is flipped, any memory is missing
  *   check_kept random SEED COUNT      steps of random kinds, sizes and threads, killed up to four times
@@ -14,7 +12,170 @@
  */
 #include <setjmp.h>
 
-#include "kept_cases.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/half.h"
+#include "base/memory.h"
+#include "optim/kept_step.h"
+#include "optim/optim.h"
+
+/* What a run is. */
+typedef struct kind {
+    const char *name;
+    zs_rule rule;
+    bool full, first; /* SGD: first use of the momentum */
+    zs_dtype dtype;
+    zs_form form;
+    bool dithered, low;
+} kind;
+
+#define PLAIN_KINDS(name, dtype, dithered)                                                   \
+    {name "-adam", ZS_RULE_ADAM, false, false, dtype, ZS_FORM_PLAIN, dithered, false},       \
+        {name "-amsgrad", ZS_RULE_ADAM, true, false, dtype, ZS_FORM_PLAIN, dithered, false}, \
+        {name "-sgd", ZS_RULE_SGD, false, false, dtype, ZS_FORM_PLAIN, dithered, false},     \
+        {name "-momentum", ZS_RULE_SGD, true, false, dtype, ZS_FORM_PLAIN, dithered, false}, \
+    {                                                                                        \
+        name "-first", ZS_RULE_SGD, true, true, dtype, ZS_FORM_PLAIN, dithered, false        \
+    }
+#define COMPACT_KINDS(name, dtype, form, low)                               \
+    {name "-adam", ZS_RULE_ADAM, false, false, dtype, form, false, low},    \
+    {                                                                       \
+        name "-momentum", ZS_RULE_SGD, true, false, dtype, form, false, low \
+    }
+
+static const kind KINDS[] = {
+    PLAIN_KINDS("f32", ZS_F32, false),
+    PLAIN_KINDS("f64", ZS_F64, false),
+    PLAIN_KINDS("bf16", ZS_BF16, false),
+    PLAIN_KINDS("f16", ZS_F16, false),
+    PLAIN_KINDS("dithered", ZS_BF16, true),
+    COMPACT_KINDS("wide-f32", ZS_F32, ZS_FORM_WIDE, false),
+    COMPACT_KINDS("wide-bf16", ZS_BF16, ZS_FORM_WIDE, false),
+    COMPACT_KINDS("wide-low", ZS_BF16, ZS_FORM_WIDE, true),
+    COMPACT_KINDS("coded-f32", ZS_F32, ZS_FORM_CODED, false),
+    COMPACT_KINDS("coded-bf16", ZS_BF16, ZS_FORM_CODED, false),
+    COMPACT_KINDS("coded-low", ZS_BF16, ZS_FORM_CODED, true),
+    {"compact-sgd", ZS_RULE_SGD, false, false, ZS_BF16, ZS_FORM_WIDE, false, true},
+};
+enum { N_KINDS = sizeof KINDS / sizeof *KINDS, MOST_RUNS = 4 };
+
+/* --- random numbers ----------------------------------------------------------------------------------------------- */
+
+static uint64_t random_state = 1;
+
+static uint64_t random_word(void)
+{
+    return zs_mix64(random_state += UINT64_C(0x9e3779b97f4a7c15));
+}
+
+/* In [0, n). */
+static int64_t random_below(int64_t n)
+{
+    return (int64_t)(random_word() % (uint64_t)n);
+}
+
+/* --- memory ------------------------------------------------------------------------------------------------------- */
+
+/* A step: its runs lie in `bytes` of memory from `base` on. */
+typedef struct step_case {
+    char *base;
+    size_t bytes;
+    zs_run runs[MOST_RUNS];
+    zs_constants constants[MOST_RUNS];
+    zs_update_job jobs[MOST_RUNS]; /* of a run each */
+    int64_t n;
+} step_case;
+
+static void set_number(char *at, zs_dtype dtype, float value)
+{
+    const zs_bf16 bf16 = zs_to_bf16(value);
+    const zs_f16 f16 = zs_to_f16(value);
+    const double wide = value;
+    const void *from = dtype == ZS_F64 ? (const void *)&wide : dtype == ZS_F32 ? (const void *)&value : &f16;
+    memcpy(at, dtype == ZS_BF16 ? &bf16 : from, zs_dtype_size(dtype));
+}
+
+/* Room for `numel` numbers behind what there is, not aligned more than needed; filled from `least` on, up to 1. */
+static char *numbers(step_case *to, zs_dtype dtype, int64_t numel, float least)
+{
+    const size_t size = zs_dtype_size(dtype);
+    char *at = to->base + zs_round_up(to->bytes, size);
+    for (int64_t i = 0; i < numel; i++)
+        set_number(at + (size_t)i * size, dtype, least + (1 - least) * (float)random_below(1 << 20) / (1 << 20));
+    to->bytes = (size_t)(at - to->base) + (size_t)numel * size;
+    return at;
+}
+
+/* Likewise bytes, of [from, from + among). */
+static char *some_bytes(step_case *to, int64_t n, int from, int among)
+{
+    char *at = to->base + to->bytes;
+    for (int64_t i = 0; i < n; i++)
+        at[i] = (char)(from + random_below(among));
+    to->bytes += (size_t)n;
+    return at;
+}
+
+static void add_state(step_case *to, zs_run *run, int state)
+{
+    const float least = state == ZS_STATE_FIRST ? -1 : 0;
+    const int64_t n = zs_run_state_numel(state, run->numel);
+    if (run->form == ZS_FORM_PLAIN)
+        run->state[state] = numbers(to, run->dtype, n, least);
+    else if (state >= ZS_STATE_FIRST_SCALE)
+        run->state[state] = some_bytes(to, n, state == ZS_STATE_LOW ? -128 : 118, state == ZS_STATE_LOW ? 256 : 8);
+    else if (run->form == ZS_FORM_CODED)
+        run->state[state] = some_bytes(to, n, -128, 256);
+    else
+        run->state[state] = numbers(to, ZS_F32, n, least);
+}
+
+static void set_constants(const kind *of, zs_constants *out)
+{
+    const zs_hyper hyper = {.lr = 0.01,
+                            .weight_decay = 0.1,
+                            .beta1 = 0.9,
+                            .beta2 = 0.99,
+                            .eps = 1e-8,
+                            .momentum = 0.9,
+                            .decoupled = true,
+                            .amsgrad = of->full,
+                            .nesterov = true};
+    *out = (zs_constants){.step = 3, .first = of->first, .seed = 7, .round = 3};
+    out->adam_f32 = zs_adam_at_f32(&hyper, 3);
+    out->adam_f64 = zs_adam_at_f64(&hyper, 3);
+    out->sgd_f32 = zs_sgd_of_f32(&hyper, of->first);
+    out->sgd_f64 = zs_sgd_of_f64(&hyper, of->first);
+}
+
+/* Appends a run, whose memory begins behind that of the runs before it. */
+static void add_run(step_case *to, const kind *of, int64_t numel)
+{
+    zs_run *run = &to->runs[to->n];
+    const bool adam = of->rule == ZS_RULE_ADAM, coded = of->form == ZS_FORM_CODED;
+    *run = (zs_run){.factor = of->dtype == ZS_F32 ? 0.5f : 1, .form = of->form, .numel = numel, .dtype = of->dtype};
+    run->dithered = of->dithered;
+    /* The upper half of a dithered run's numbers changes within it. */
+    run->number = of->dithered ? (UINT64_C(1) << 32) - (uint64_t)(numel / 3) : 32 * (uint64_t)random_below(1 << 20);
+    run->constants = &to->constants[to->n];
+    set_constants(of, &to->constants[to->n]);
+    run->param = numbers(to, of->dtype, numel, -1);
+    run->grad = numbers(to, of->dtype, numel, -1);
+    const bool has[ZS_OPTIM_STATES] = {adam || of->full, adam, adam && of->full, coded, coded && adam, of->low};
+    for (int s = 0; s < ZS_OPTIM_STATES; s++)
+        if (has[s]) add_state(to, run, s);
+    to->jobs[to->n] = (zs_update_job){of->rule, of->full, run, NULL, 1};
+    to->n++;
+}
+
+/* The plain step. */
+static void step_plainly(const step_case *of)
+{
+    for (int64_t i = 0; i < of->n; i++)
+        zs_update_part(&of->jobs[i], 0, of->runs[i].numel);
+}
 
 /* --- stores that kill --------------------------------------------------------------------------------------------- */
 
@@ -201,32 +362,6 @@ static const kind *kind_named(const char *name)
     return NULL;
 }
 
-/* --- all kinds ---------------------------------------------------------------------------------------------------- */
-
-static void check_size(const kind *of, int64_t numel, int threads)
-{
-    begin_case();
-    add_run(&now, of, numel);
-    add_run(&now, of, 2 * numel + 31);
-    end_case(threads);
-    write_step(1);
-    no_kills();
-    finish(0, 1);
-    check_done(0);
-    if (!finish(0, 1)) broken("a finished step has nothing left");
-    check_done(0);
-}
-
-static void check_kinds(void)
-{
-    static const int64_t SIZES[] = {1, 31, 32, 33, 64, 127, 128, 129, 255, 256, 257, 1000, 1025};
-    for (int k = 0; k < N_KINDS; k++)
-        for (size_t s = 0; s < sizeof SIZES / sizeof *SIZES; s++)
-            for (int threads = 1; threads <= MOST_THREADS; threads++)
-                check_size(&KINDS[k], SIZES[s], threads);
-    printf("kinds %d\n", N_KINDS);
-}
-
 /* --- one thread, any number of kills ------------------------------------------------------------------------------ */
 
 /* States of both, as they follow each other; those seen, by hash. */
@@ -299,53 +434,6 @@ static void check_stores(const kind *of)
         check_done(home);
     }
     printf("states %ld kills %ld\n", n_states, n_kills);
-}
-
-/* --- two threads -------------------------------------------------------------------------------------------------- */
-
-/* Has this thread done its two chunks? */
-static bool has_ended(int thread)
-{
-    return zs_kept_parts_of(areas[0], &((zs_kept_head *)areas[0])->room).workers[thread].done == 4;
-}
-
-/* What two killed threads left is finished by a process that is killed somewhere, or by one after it. */
-static void continue_somewhere(void)
-{
-    move(0);
-    kills_of[0] = random_below(200);
-    kills_of[1] = random_below(200);
-    const bool whole = finish(1, 1);
-    if (whole) return check_done(1);
-    move(1);
-    no_kills();
-    finish(0, 1);
-    check_done(0);
-}
-
-static void check_threads(const kind *of)
-{
-    small_case(of, 2);
-    write_step(1);
-    keep_state(0);
-    bool first_ends = false;
-    for (long first = 0; !first_ends; first++) {
-        bool second_ends = false;
-        for (long second = 0; !second_ends; second++) {
-            put_state(0, 0);
-            no_kills();
-            kills_of[0] = first;
-            kills_of[1] = second;
-            const bool whole = finish(0, 1);
-            first_ends = has_ended(0);
-            second_ends = has_ended(1);
-            if (whole)
-                check_done(0);
-            else
-                continue_somewhere();
-        }
-    }
-    printf("kills %ld\n", n_kills);
 }
 
 /* --- the record --------------------------------------------------------------------------------------------------- */
@@ -511,6 +599,8 @@ static void check_random(long count)
         no_kills();
         finish(home, 1);
         check_done(home);
+        if (!finish(home, 1)) broken("a finished step has nothing left");
+        check_done(home);
     }
     printf("steps %ld kills %ld\n", count, n_kills);
 }
@@ -521,14 +611,12 @@ int main(int argc, char **argv)
     static const struct {
         const char *name;
         void (*check)(const kind *of);
-    } CHECKS[] = {
-        {"stores", check_stores}, {"threads", check_threads}, {"write", check_write}, {"damage", check_damage}};
+    } CHECKS[] = {{"stores", check_stores}, {"write", check_write}, {"damage", check_damage}};
     for (size_t i = 0; argc == 3 && i < sizeof CHECKS / sizeof *CHECKS; i++) {
         if (strcmp(what, CHECKS[i].name) != 0) continue;
         CHECKS[i].check(kind_named(argv[2]));
         return 0;
     }
-    if (argc == 2 && strcmp(what, "kinds") == 0) return check_kinds(), 0;
     if (argc != 4 || strcmp(what, "random") != 0) return 2;
     random_state = strtoull(argv[2], NULL, 10);
     check_random(atol(argv[3]));

@@ -1,6 +1,6 @@
 /* check_reader.c - all interleavings of ranks that run the reader protocol of shm_reader.c.
  *
- *   check_reader RANKS LENGTH [FAULT]     prints "programs P states S"; exit 1 and the last state if a promise is broken
+ *   check_reader RANKS LENGTH     prints "programs P states S"; exit 1 and the last state if a promise is broken
  *
  * LENGTH bounds the programs of three ranks, in letters.
  *
@@ -314,7 +314,6 @@ int main(int argc, char **argv)
     if (argc < 3) return 2;
     model_ranks = atoi(argv[1]);
     longest = (size_t)atoi(argv[2]);
-    if (argc > 3) model_fault = argv[3];
     const char *broken = run_apart();
     if (broken == NULL) broken = run_pairs();
     if (broken == NULL) broken = run_two_deviations();

@@ -48,34 +48,22 @@ static void find(void)
 
 /* --- the names that both have ------------------------------------------------------------------------------------------- */
 
+#define HAND_ON(name, parameters, function, arguments) \
+    void name parameters;                              \
+    void name parameters                               \
+    {                                                  \
+        if (function != NULL) function arguments;      \
+    }
+
+HAND_ON(__sanitizer_cov_pcs_init, (const uintptr_t *begin, const uintptr_t *end), pcs_init, (begin, end))
+HAND_ON(__sanitizer_cov_trace_cmp8, (uint64_t a, uint64_t b), trace_cmp8, (a, b))
+HAND_ON(__sanitizer_cov_trace_const_cmp8, (uint64_t a, uint64_t b), trace_const_cmp8, (a, b))
+HAND_ON(__sanitizer_weak_hook_memcmp, (void *caller, const void *a, const void *b, size_t bytes, int result),
+        hook_memcmp, (caller, a, b, bytes, result))
+
 void __sanitizer_cov_8bit_counters_init(uint8_t *begin, uint8_t *end);
 void __sanitizer_cov_8bit_counters_init(uint8_t *begin, uint8_t *end)
 {
     find();
     if (counters_init != NULL) counters_init(begin, end);
-}
-
-void __sanitizer_cov_pcs_init(const uintptr_t *begin, const uintptr_t *end);
-void __sanitizer_cov_pcs_init(const uintptr_t *begin, const uintptr_t *end)
-{
-    find();
-    if (pcs_init != NULL) pcs_init(begin, end);
-}
-
-void __sanitizer_cov_trace_cmp8(uint64_t a, uint64_t b);
-void __sanitizer_cov_trace_cmp8(uint64_t a, uint64_t b)
-{
-    if (trace_cmp8 != NULL) trace_cmp8(a, b);
-}
-
-void __sanitizer_cov_trace_const_cmp8(uint64_t a, uint64_t b);
-void __sanitizer_cov_trace_const_cmp8(uint64_t a, uint64_t b)
-{
-    if (trace_const_cmp8 != NULL) trace_const_cmp8(a, b);
-}
-
-void __sanitizer_weak_hook_memcmp(void *caller, const void *a, const void *b, size_t bytes, int result);
-void __sanitizer_weak_hook_memcmp(void *caller, const void *a, const void *b, size_t bytes, int result)
-{
-    if (hook_memcmp != NULL) hook_memcmp(caller, a, b, bytes, result);
 }

@@ -9,22 +9,14 @@
 
 #include <string.h>
 
+#pragma GCC diagnostic ignored "-Wmissing-prototypes"
+
 /* A run's constants, of one step. */
 typedef struct face_job {
     zs_cuda_update_job job;
     zs_run run;
     zs_constants constants;
 } face_job;
-
-size_t zs_face_job_bytes(void);
-void zs_face_make(face_job *out, const zs_hyper *hyper, zs_rule rule, double step, bool first);
-zs_run *zs_face_run(face_job *face);
-zs_cuda_update_job *zs_face_update(face_job *face);
-void zs_face_step_on_cpu(face_job *face);
-zs_status zs_face_make_live(face_job *face, const zs_hyper *hyper, const zs_live *live, void *const *steps,
-                            int64_t n_steps, void *stream);
-zs_status zs_face_side_stream(void **out);
-zs_status zs_face_wait(void *stream);
 
 size_t zs_face_job_bytes(void)
 {

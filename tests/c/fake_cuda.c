@@ -1,7 +1,10 @@
 /* fake_cuda.c - a stand-in for libcuda.so.1: its calls. See fake_cuda.h for what it is and how it is told to fail.
  *
  * Each call begins by the same line, which looks at what a real driver would look at (is it started, has this
- * thread a context), lets itself be told to fail, and writes the log. The rest is memory, streams and kernels on the CPU.
+ * thread a context), lets itself be told to fail, and writes the log. Streams and memory are in files of their own.
+ *
+ * The library shows cuGetProcAddress_v2 alone of CUDA, as zshard asks for nothing else, and finds calls by the list that
+ * zshard itself is made from; so a call that is not in the list is not there, and one whose signature changed does not compile.
  */
 #define _GNU_SOURCE 1
 #include "fake_cuda.h"
@@ -25,11 +28,20 @@ static _Thread_local zs_cu_context current;
 static pid_t started; /* by which process; a fork of it has no CUDA */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-static int number_from(const char *name, int usual)
+long fake_number(const char *name, long usual)
 {
     const char *value = getenv(name);
-    return value != NULL ? atoi(value) : usual;
+    return value != NULL ? atol(value) : usual;
 }
+
+/* A call that gives one thing. */
+#define GIVES(call, parameters, in_context, thing) \
+    zs_cu_result fake_##call parameters            \
+    {                                              \
+        BEGIN(in_context, "-");                    \
+        *out = (thing);                            \
+        return ZS_CU_SUCCESS;                      \
+    }
 
 /* --- what each call begins with ------------------------------------------------------------------------------------------- */
 
@@ -54,9 +66,7 @@ static zs_cu_result told_to_fail(const char *call)
     return result;
 }
 
-static void write_log(const char *call, const char *fmt, va_list args) __attribute__((format(printf, 2, 0)));
-
-static void write_log(const char *call, const char *fmt, va_list args)
+__attribute__((format(printf, 2, 0))) static void write_log(const char *call, const char *fmt, va_list args)
 {
     const char *path = getenv("FAKE_CUDA_LOG");
     if (path == NULL || path[0] == '\0') return;
@@ -88,14 +98,14 @@ zs_cu_result fake_cuInit(unsigned int flags)
 {
     zs_cu_result result = fake_begin("cuInit", false, "flags=%u", flags);
     if (result != ZS_CU_SUCCESS && result != NOT_INITIALIZED) return result;
-    if (number_from("FAKE_CUDA_DEVICES", 1) == 0) return ZS_CU_ERROR_NO_DEVICE;
+    if (fake_number("FAKE_CUDA_DEVICES", 1) == 0) return ZS_CU_ERROR_NO_DEVICE;
     started = getpid();
     return ZS_CU_SUCCESS;
 }
 
 zs_cu_result fake_cuDriverGetVersion(int *out)
 {
-    *out = number_from("FAKE_CUDA_VERSION", 13000);
+    *out = (int)fake_number("FAKE_CUDA_VERSION", 13000);
     return ZS_CU_SUCCESS;
 }
 
@@ -115,18 +125,18 @@ zs_cu_result fake_cuGetErrorString(zs_cu_result result, const char **out)
     return ZS_CU_SUCCESS;
 }
 
-zs_cu_result fake_cuDeviceGetCount(int *out)
-{
-    BEGIN(false, "-");
-    *out = number_from("FAKE_CUDA_DEVICES", 1);
-    return ZS_CU_SUCCESS;
-}
+GIVES(cuDeviceGetCount, (int *out), false, (int)fake_number("FAKE_CUDA_DEVICES", 1))
+GIVES(cuDevicePrimaryCtxRetain, (zs_cu_context * out, zs_cu_device device), false, &contexts[device % 16])
+GIVES(cuCtxGetCurrent, (zs_cu_context * out), false, current)
+GIVES(cuCtxGetDevice, (zs_cu_device * out), true, current->device)
+GIVES(cuKernelGetFunction, (zs_cu_function * out, zs_cu_kernel kernel), true, (zs_cu_function)kernel)
 
 zs_cu_result fake_cuDeviceGet(zs_cu_device *out, int ordinal)
 {
     BEGIN(false, "ordinal=%d", ordinal);
     *out = ordinal;
-    return ordinal >= 0 && ordinal < number_from("FAKE_CUDA_DEVICES", 1) ? ZS_CU_SUCCESS : 101;
+    contexts[ordinal & 15].device = ordinal;
+    return ordinal >= 0 && ordinal < fake_number("FAKE_CUDA_DEVICES", 1) ? ZS_CU_SUCCESS : 101;
 }
 
 zs_cu_result fake_cuDeviceGetName(char *out, int size, zs_cu_device device)
@@ -141,7 +151,7 @@ zs_cu_result fake_cuDeviceGetAttribute(int *out, zs_cu_attribute attribute, zs_c
     BEGIN(false, "attribute=%u device=%d", attribute, device);
     switch (attribute) {
     case ZS_CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
-        *out = number_from("FAKE_CUDA_MULTIPROCESSORS", 2);
+        *out = (int)fake_number("FAKE_CUDA_MULTIPROCESSORS", 2);
         return ZS_CU_SUCCESS;
     case ZS_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *out = 9; return ZS_CU_SUCCESS;
     case ZS_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *out = 0; return ZS_CU_SUCCESS;
@@ -149,32 +159,10 @@ zs_cu_result fake_cuDeviceGetAttribute(int *out, zs_cu_attribute attribute, zs_c
     }
 }
 
-zs_cu_result fake_cuDevicePrimaryCtxRetain(zs_cu_context *out, zs_cu_device device)
-{
-    BEGIN(false, "device=%d", device);
-    contexts[device % 16].device = device;
-    *out = &contexts[device % 16];
-    return ZS_CU_SUCCESS;
-}
-
-zs_cu_result fake_cuCtxGetCurrent(zs_cu_context *out)
-{
-    BEGIN(false, "-");
-    *out = current;
-    return ZS_CU_SUCCESS;
-}
-
 zs_cu_result fake_cuCtxSetCurrent(zs_cu_context context)
 {
     BEGIN(false, "-");
     current = context;
-    return ZS_CU_SUCCESS;
-}
-
-zs_cu_result fake_cuCtxGetDevice(zs_cu_device *out)
-{
-    BEGIN(true, "-");
-    *out = current->device;
     return ZS_CU_SUCCESS;
 }
 
@@ -205,7 +193,7 @@ zs_cu_result fake_cuLibraryLoadData(zs_cu_library *out, const void *image, zs_cu
 zs_cu_result fake_cuLibraryUnload(zs_cu_library library)
 {
     BEGIN(false, "-");
-    return library != NULL ? ZS_CU_SUCCESS : ZS_CU_ERROR_INVALID_VALUE;
+    return GOOD(library != NULL);
 }
 
 zs_cu_result fake_cuLibraryGetKernel(zs_cu_kernel *out, zs_cu_library library, const char *name)
@@ -216,17 +204,10 @@ zs_cu_result fake_cuLibraryGetKernel(zs_cu_kernel *out, zs_cu_library library, c
     return library != NULL && found != NULL ? ZS_CU_SUCCESS : ZS_CU_ERROR_NOT_FOUND;
 }
 
-zs_cu_result fake_cuKernelGetFunction(zs_cu_function *out, zs_cu_kernel kernel)
-{
-    BEGIN(true, "-");
-    *out = (zs_cu_function)kernel;
-    return ZS_CU_SUCCESS;
-}
-
 zs_cu_result fake_cuFuncLoad(zs_cu_function function)
 {
     BEGIN(true, "-");
-    return function != NULL ? ZS_CU_SUCCESS : ZS_CU_ERROR_INVALID_VALUE;
+    return GOOD(function != NULL);
 }
 
 /* A launch, as a stream keeps it. */
@@ -273,97 +254,32 @@ zs_cu_result fake_cuLaunchKernel(zs_cu_function function, unsigned int blocks, u
     return ZS_CU_SUCCESS;
 }
 
-/* --- memory ---------------------------------------------------------------------------------------------------------------- */
+/* --- finding calls -------------------------------------------------------------------------------------------------------- */
 
-zs_cu_result fake_cuMemAlloc(zs_cu_ptr *out, size_t bytes)
+typedef void any_function(void);
+
+static const struct {
+    const char *name;
+    any_function *function;
+    int version; /* of its signature: with an earlier one a caller would get another */
+} calls[] = {
+#define ENTRY(name, version, parameters) {#name, (any_function *)fake_##name, version},
+    ZS_CU_CALLS(ENTRY) ZS_CU_OPTIONAL_CALLS(ENTRY)
+#undef ENTRY
+        {"fakeHostStream", (any_function *)fake_host_stream, 0},
+};
+
+SHOWN zs_cu_result cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *found);
+
+zs_cu_result cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *found)
 {
-    BEGIN(true, "bytes=%zu", bytes);
-    UNCAPTURED();
-    return fake_alloc(out, bytes);
-}
-
-zs_cu_result fake_cuMemFree(zs_cu_ptr at)
-{
-    BEGIN(true, "at=%p", AT(at));
-    UNCAPTURED();
-    fake_drain_all(); /* as the real one does */
-    return at != 0 ? fake_free(at) : ZS_CU_SUCCESS;
-}
-
-zs_cu_result fake_cuMemHostAlloc(void **out, size_t bytes, unsigned int flags)
-{
-    BEGIN(true, "bytes=%zu flags=%u", bytes, flags);
-    UNCAPTURED();
-    return fake_pin(out, NULL, bytes);
-}
-
-zs_cu_result fake_cuMemFreeHost(void *at)
-{
-    BEGIN(true, "at=%p", at);
-    UNCAPTURED();
-    return fake_unpin(at, true);
-}
-
-typedef struct copying {
-    void *dst;
-    const void *src;
-    size_t bytes;
-    void *staged; /* freed afterwards */
-    int value;    /* of each byte, if src is NULL */
-} copying;
-
-static void run_copy(const void *args)
-{
-    const copying *one = args;
-    if (one->src != NULL)
-        memmove(one->dst, one->src, one->bytes);
-    else
-        memset(one->dst, one->value, one->bytes);
-    free(one->staged);
-}
-
-/* Queues a copy; what comes from pageable memory has been read when this returns, as with the real one. */
-static zs_cu_result queue_copy(zs_cu_stream stream, copying one, bool from_device)
-{
-    if (!from_device && !fake_pinned(one.src) && one.bytes > 0) {
-        one.staged = malloc(one.bytes);
-        if (one.staged == NULL) return ZS_CU_ERROR_OUT_OF_MEMORY;
-        one.src = memcpy(one.staged, one.src, one.bytes);
-    }
-    fake_submit(stream, run_copy, &one, sizeof one);
-    return ZS_CU_SUCCESS;
-}
-
-/* The driver finds out for itself which side is the host's. Nothing is forbidden to a capture here: with models on the CPU,
- * torch's tensors stand for memory of a GPU and cannot be told from others. */
-zs_cu_result fake_cuMemcpyAsync(zs_cu_ptr dst, zs_cu_ptr src, size_t bytes, zs_cu_stream stream)
-{
-    BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), AT(src), bytes);
-    INTO_STREAM();
-    copying one = {.dst = AT(dst), .src = AT(src), .bytes = bytes};
-    bool to_host = !fake_known(dst) && !fake_pinned(AT(dst));
-    zs_cu_result result = queue_copy(stream, one, fake_known(src));
-    if (to_host) fake_drain(stream);
-    return result;
-}
-
-/* Pageable memory has been written when this returns. */
-zs_cu_result fake_cuMemcpyDtoHAsync(void *dst, zs_cu_ptr src, size_t bytes, zs_cu_stream stream)
-{
-    BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, dst, AT(src), bytes);
-    INTO_STREAM();
-    copying one = {.dst = dst, .src = AT(src), .bytes = bytes};
-    if (!fake_pinned(dst)) UNCAPTURED();
-    fake_submit(stream, run_copy, &one, sizeof one);
-    if (!fake_pinned(dst)) fake_drain(stream);
-    return ZS_CU_SUCCESS;
-}
-
-zs_cu_result fake_cuMemsetD8Async(zs_cu_ptr dst, unsigned char value, size_t bytes, zs_cu_stream stream)
-{
-    BEGIN(true, "stream=%d dst=%p bytes=%zu", STREAM_ID, AT(dst), bytes);
-    INTO_STREAM();
-    copying one = {.dst = AT(dst), .bytes = bytes, .value = value};
-    fake_submit(stream, run_copy, &one, sizeof one);
-    return ZS_CU_SUCCESS;
+    const char *missing = getenv("FAKE_CUDA_MISSING");
+    any_function *function = NULL;
+    for (size_t i = 0; i < sizeof calls / sizeof *calls; i++)
+        if (strcmp(calls[i].name, name) == 0 && version >= calls[i].version) function = calls[i].function;
+    if (missing != NULL && strcmp(missing, name) == 0) function = NULL;
+    if (flags != ZS_CU_GET_PROC_ADDRESS_LEGACY_STREAM) return ZS_CU_ERROR_INVALID_VALUE;
+    if (found != NULL) *found = function != NULL ? 0 : 1;
+    memcpy(out, &function, sizeof function);
+    return function != NULL ? ZS_CU_SUCCESS : ZS_CU_ERROR_NOT_FOUND;
 }

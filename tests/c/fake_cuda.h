@@ -28,7 +28,7 @@
 extern "C" {
 #endif
 
-/* --- calls (fake_cuda.c, fake_cuda_queues.c) ---------------------------------------------------------------------------- */
+#define SHOWN __attribute__((visibility("default")))
 
 /* What a call begins with: writes the log, and says with what to fail, if not with what was asked for by FAKE_CUDA_FAIL then
  * for lack of cuInit or of a context. */
@@ -54,6 +54,9 @@ zs_cu_result fake_begin(const char *call, bool in_context, const char *fmt, ...)
         if (fake_stream_broken(stream)) return FAKE_CAPTURE_INVALIDATED; \
     } while (0)
 
+/* Success, if what it was given is good. */
+#define GOOD(condition) ((condition) ? ZS_CU_SUCCESS : ZS_CU_ERROR_INVALID_VALUE)
+
 enum {
     FAKE_CAPTURE_UNSUPPORTED = 900,
     FAKE_CAPTURE_INVALIDATED = 901,
@@ -70,12 +73,11 @@ ZS_CU_CALLS(FAKE_DECLARE)
 ZS_CU_OPTIONAL_CALLS(FAKE_DECLARE)
 #undef FAKE_DECLARE
 
-/* torch's current stream of models on the CPU (fake_cuda_enqueue.c). */
+/* A number that the environment has. */
+long fake_number(const char *name, long usual);
+
+/* torch's current stream of models on the CPU. */
 void *fake_host_stream(void);
-
-/* --- streams and events (fake_cuda_streams.c) ------------------------------------------------------------------------ */
-
-typedef struct fake_stream fake_stream;
 
 /* Something to do, with its argument copied. */
 typedef void fake_work(const void *args);
@@ -86,54 +88,18 @@ void fake_submit(zs_cu_stream stream, fake_work *work, const void *args, size_t 
 /* Number of a stream in the log: 0 is the default one. */
 int fake_stream_number(zs_cu_stream stream);
 
-/* Captures, as a GPU would see to them: is the stream in one? May this event be waited for there, and does that bring the
- * stream into it? What an event's state forbids: a query, or a wait outside of the capture that it was recorded in. */
-bool fake_stream_captured(zs_cu_stream stream);
-zs_cu_result fake_capture_wait(zs_cu_stream stream, zs_cu_event event);
-bool fake_event_captured(zs_cu_event event);
-
-/* Is a capture under way? What it forbids to all then fails. */
-bool fake_capturing(void);
-
 /* This thread is about to do what is unsafe beside a capture: true where it may not, and then the capture is broken. */
 bool fake_capture_breaks(void);
 
 /* Is the stream in a capture that was broken? */
 bool fake_stream_broken(zs_cu_stream stream);
 
-/* Sets this thread's mode, and returns the one before. */
-zs_cu_capture_mode fake_capture_exchange(zs_cu_capture_mode mode);
-
-/* Waits until the stream has done all that it was given. */
+/* Waits until the stream has done all that it was given, or all streams have. */
 void fake_drain(zs_cu_stream stream);
-
-/* Waits until all streams have. */
 void fake_drain_all(void);
 
-/* A further stream of torch's: it works at once, as the default one does. */
-zs_cu_stream fake_stream_at_once(void);
-
-/* Calls of the driver, without their checks. */
-zs_cu_stream fake_stream_new(void);
-zs_cu_event fake_event_new(void);
-void fake_event_record(zs_cu_event event, zs_cu_stream stream);
-void fake_event_wait(zs_cu_stream stream, zs_cu_event event);
-bool fake_event_done(zs_cu_event event);
-
-/* --- memory (fake_cuda_memory.c) --------------------------------------------------------------------------------------- */
-
-/* Device memory; all ones, which is NaN, so that nobody takes it for zeroed. */
-zs_cu_result fake_alloc(zs_cu_ptr *out, size_t bytes);
-zs_cu_result fake_free(zs_cu_ptr at);
+/* Is this device memory? */
 bool fake_known(zs_cu_ptr at);
-void fake_info(size_t *left, size_t *total);
-
-/* Pinned host memory: allocated here (`at` NULL) or registered. */
-zs_cu_result fake_pin(void **out, void *at, size_t bytes);
-zs_cu_result fake_unpin(void *at, bool allocated);
-bool fake_pinned(const void *at);
-
-/* --- kernels (fake_cuda_kernels.cpp) ------------------------------------------------------------------------------------- */
 
 typedef struct fake_kernel {
     const char *name;
@@ -147,6 +113,16 @@ const fake_kernel *fake_kernel_find(const char *name);
 
 /* Runs `blocks` blocks of `threads` threads, one thread after the other. */
 void fake_kernel_run(const fake_kernel *kernel, unsigned blocks, unsigned threads, const void *args);
+
+/* For other stand-ins and for tests, which find these by name: has the stream call run(arg), after all that it was given before;
+ * new streams, of which torch's works at once, as the default one does; torch's current stream of models on the CPU; has a
+ * capture of the default stream been broken, which goes on? the number of a stream in the log. */
+SHOWN void fake_cuda_enqueue(void *stream, void (*run)(void *), void *arg);
+SHOWN void *fake_cuda_new_stream(void);
+SHOWN void *fake_cuda_torch_stream(void);
+SHOWN void fake_cuda_set_host_stream(void *stream);
+SHOWN int fake_cuda_capture_broken(void);
+SHOWN int fake_cuda_stream_number(void *stream);
 
 #ifdef __cplusplus
 }

@@ -1,4 +1,4 @@
-/* fake_cuda_streams.c - streams and events of the stand-in for libcuda.so.1. See fake_cuda.h.
+/* fake_cuda_streams.c - streams, events and captures of the stand-in for libcuda.so.1. See fake_cuda.h.
  *
  * One lock and one condition for everything; who waits looks again after each thing that was done. Nothing is
  * ever freed that a stream might still look at: tests are short.
@@ -18,14 +18,14 @@ typedef struct task {
     _Alignas(16) char args[];
 } task;
 
-struct fake_stream {
-    fake_stream *next;
-    task *first, *last;
+typedef struct fake_stream {
+    struct fake_stream *next;
+    task *first, **last;
     uint64_t given, done;
     int number;
     int capture;  /* the last that it was in */
     bool at_once; /* works on the caller's thread, and has none of its own */
-};
+} fake_stream;
 
 typedef struct event {
     uint64_t recorded, done; /* how often it was recorded, and which of these has come to pass */
@@ -41,61 +41,43 @@ static fake_stream *of(zs_cu_stream stream)
     return (fake_stream *)stream;
 }
 
-static task *next_of(fake_stream *stream)
-{
-    (void)pthread_mutex_lock(&lock);
-    while (stream->first == NULL)
-        (void)pthread_cond_wait(&changed, &lock);
-    task *one = stream->first;
-    stream->first = one->next;
-    if (stream->first == NULL) stream->last = NULL;
-    (void)pthread_mutex_unlock(&lock);
-    return one;
-}
-
 static void *work_through(void *arg)
 {
     fake_stream *stream = arg;
+    (void)pthread_mutex_lock(&lock);
     for (;;) {
-        task *one = next_of(stream);
+        while (stream->first == NULL)
+            (void)pthread_cond_wait(&changed, &lock);
+        task *one = stream->first;
+        stream->first = one->next;
+        if (stream->first == NULL) stream->last = &stream->first;
+        (void)pthread_mutex_unlock(&lock);
         if (one->delay > 0) (void)usleep(one->delay);
-        bool last = one->work == NULL;
-        if (!last) one->work(one->args);
+        one->work(one->args);
         free(one);
         (void)pthread_mutex_lock(&lock);
         stream->done++;
         (void)pthread_cond_broadcast(&changed);
-        (void)pthread_mutex_unlock(&lock);
-        if (last) return NULL;
     }
+    return NULL;
 }
 
 /* One more in the list. */
 static fake_stream *add_stream(bool at_once)
 {
     fake_stream *stream = calloc(1, sizeof *stream);
+    pthread_t thread;
     if (stream == NULL) abort();
     stream->at_once = at_once;
+    stream->last = &stream->first;
     (void)pthread_mutex_lock(&lock);
     stream->number = streams != NULL ? streams->number + 1 : 1;
     stream->next = streams;
     streams = stream;
     (void)pthread_mutex_unlock(&lock);
+    if (!at_once && pthread_create(&thread, NULL, work_through, stream) != 0) abort();
+    if (!at_once) (void)pthread_detach(thread);
     return stream;
-}
-
-zs_cu_stream fake_stream_new(void)
-{
-    fake_stream *stream = add_stream(false);
-    pthread_t thread;
-    if (pthread_create(&thread, NULL, work_through, stream) != 0) abort();
-    (void)pthread_detach(thread);
-    return (zs_cu_stream)stream;
-}
-
-zs_cu_stream fake_stream_at_once(void)
-{
-    return (zs_cu_stream)add_stream(true);
 }
 
 int fake_stream_number(zs_cu_stream stream)
@@ -109,15 +91,13 @@ void fake_submit(zs_cu_stream stream, fake_work *work, const void *args, size_t 
         work(args);
         return;
     }
-    const char *delay = getenv("FAKE_CUDA_DELAY_US");
     task *one = malloc(sizeof *one + bytes);
     if (one == NULL) abort();
-    *one = (task){.work = work, .delay = delay != NULL ? (useconds_t)strtoul(delay, NULL, 10) : 0};
-    if (bytes > 0) memcpy(one->args, args, bytes);
+    *one = (task){.work = work, .delay = (useconds_t)fake_number("FAKE_CUDA_DELAY_US", 0)};
+    memcpy(one->args, args, bytes);
     (void)pthread_mutex_lock(&lock);
-    if (of(stream)->last != NULL) of(stream)->last->next = one;
-    if (of(stream)->first == NULL) of(stream)->first = one;
-    of(stream)->last = one;
+    *of(stream)->last = one;
+    of(stream)->last = &one->next;
     of(stream)->given++;
     (void)pthread_cond_broadcast(&changed);
     (void)pthread_mutex_unlock(&lock);
@@ -142,76 +122,87 @@ void fake_drain_all(void)
         fake_drain((zs_cu_stream)stream);
 }
 
-/* --- events ------------------------------------------------------------------------------------------------------------- */
-
-/* The capture that is under way; 0: none. */
-static int capture_now(void)
-{
-    const char *value = getenv("FAKE_CUDA_CAPTURE");
-    return value != NULL ? atoi(value) : 0;
-}
-
-bool fake_capturing(void)
-{
-    return capture_now() != 0;
-}
+/* --- captures ----------------------------------------------------------------------------------------------------------- */
 
 static _Thread_local zs_cu_capture_mode capture_mode; /* of what this thread may do beside captures */
 static int broken;                                    /* the capture that was broken last */
 
-zs_cu_capture_mode fake_capture_exchange(zs_cu_capture_mode mode)
+/* The capture that is under way; 0: none. */
+static int capture_now(void)
 {
-    zs_cu_capture_mode before = capture_mode;
-    capture_mode = mode;
-    return before;
+    return (int)fake_number("FAKE_CUDA_CAPTURE", 0);
 }
 
 bool fake_capture_breaks(void)
 {
-    bool breaks = fake_capturing() && capture_mode != ZS_CU_STREAM_CAPTURE_MODE_RELAXED;
+    bool breaks = capture_now() != 0 && capture_mode != ZS_CU_STREAM_CAPTURE_MODE_RELAXED;
     if (breaks) __atomic_store_n(&broken, capture_now(), __ATOMIC_RELEASE);
     return breaks;
 }
 
-bool fake_stream_broken(zs_cu_stream stream)
-{
-    return fake_stream_captured(stream) && __atomic_load_n(&broken, __ATOMIC_ACQUIRE) == capture_now();
-}
-
-bool fake_stream_captured(zs_cu_stream stream)
+static bool is_captured(zs_cu_stream stream)
 {
     return capture_now() != 0 && (stream == NULL || of(stream)->capture == capture_now());
 }
 
-bool fake_event_captured(zs_cu_event handle)
+bool fake_stream_broken(zs_cu_stream stream)
 {
-    return ((event *)handle)->capture != 0;
+    return is_captured(stream) && __atomic_load_n(&broken, __ATOMIC_ACQUIRE) == capture_now();
 }
 
-zs_cu_result fake_capture_wait(zs_cu_stream stream, zs_cu_event handle)
+/* May this event be waited for in the stream? If so, that may bring the stream into a capture. */
+static zs_cu_result wait_in_capture(zs_cu_stream stream, const event *one)
 {
-    const event *one = (event *)handle;
     if (one->recorded == 0) return ZS_CU_SUCCESS;
     if (one->capture != capture_now()) /* another's, or of work that the capture does not hold */
-        return one->capture != 0              ? FAKE_CAPTURED_EVENT
-               : fake_stream_captured(stream) ? FAKE_CAPTURE_ISOLATION
-                                              : ZS_CU_SUCCESS;
+        return one->capture != 0 ? FAKE_CAPTURED_EVENT : is_captured(stream) ? FAKE_CAPTURE_ISOLATION : ZS_CU_SUCCESS;
     if (stream != NULL && one->capture != 0) of(stream)->capture = one->capture;
     return ZS_CU_SUCCESS;
 }
 
-/* An event as it was recorded at some time. */
+zs_cu_result fake_cuStreamIsCapturing(zs_cu_stream stream, zs_cu_capture_status *out)
+{
+    BEGIN(true, "stream=%d", STREAM_ID);
+    *out = fake_stream_broken(stream) ? 2 : is_captured(stream) ? 1 : ZS_CU_STREAM_CAPTURE_STATUS_NONE;
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuThreadExchangeStreamCaptureMode(zs_cu_capture_mode *mode)
+{
+    BEGIN(false, "mode=%u", *mode);
+    if (*mode > ZS_CU_STREAM_CAPTURE_MODE_RELAXED) return ZS_CU_ERROR_INVALID_VALUE;
+    zs_cu_capture_mode before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return ZS_CU_SUCCESS;
+}
+
+/* --- streams' calls ----------------------------------------------------------------------------------------------------- */
+
+zs_cu_result fake_cuStreamCreateWithPriority(zs_cu_stream *out, unsigned int flags, int priority)
+{
+    BEGIN(true, "flags=%u priority=%d", flags, priority);
+    if (flags != ZS_CU_STREAM_NON_BLOCKING)
+        return ZS_CU_ERROR_INVALID_VALUE; /* others synchronize with the NULL stream */
+    *out = (zs_cu_stream)add_stream(false);
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuStreamSynchronize(zs_cu_stream stream)
+{
+    BEGIN(true, "stream=%d", STREAM_ID);
+    UNCAPTURED();
+    fake_drain(stream);
+    return ZS_CU_SUCCESS;
+}
+
+/* --- events ------------------------------------------------------------------------------------------------------------- */
+
+/* An event as it was recorded at some time; one that never was has passed. */
 typedef struct moment {
     event *event;
     uint64_t number;
 } moment;
-
-zs_cu_event fake_event_new(void)
-{
-    event *made = calloc(1, sizeof *made);
-    if (made == NULL) abort();
-    return (zs_cu_event)made;
-}
 
 static void pass(const void *args)
 {
@@ -233,37 +224,105 @@ static void wait_for(const void *args)
     (void)pthread_mutex_unlock(&lock);
 }
 
-void fake_event_record(zs_cu_event handle, zs_cu_stream stream)
+zs_cu_result fake_cuEventCreate(zs_cu_event *out, unsigned int flags)
 {
+    BEGIN(true, "flags=%u", flags);
+    *out = calloc(1, sizeof(event));
+    return *out != NULL ? ZS_CU_SUCCESS : ZS_CU_ERROR_OUT_OF_MEMORY;
+}
+
+zs_cu_result fake_cuEventRecord(zs_cu_event handle, zs_cu_stream stream)
+{
+    BEGIN(true, "stream=%d event=%p", STREAM_ID, (void *)handle);
+    INTO_STREAM();
     moment here = {.event = (event *)handle};
     (void)pthread_mutex_lock(&lock);
     here.number = ++here.event->recorded;
-    here.event->capture = fake_stream_captured(stream) ? capture_now() : 0;
+    here.event->capture = is_captured(stream) ? capture_now() : 0;
     (void)pthread_mutex_unlock(&lock);
     fake_submit(stream, pass, &here, sizeof here);
+    return ZS_CU_SUCCESS;
 }
 
-/* The event as it was recorded last; one that never was has passed. */
-static moment last_of(zs_cu_event handle)
+zs_cu_result fake_cuStreamWaitEvent(zs_cu_stream stream, zs_cu_event handle, unsigned int flags)
 {
+    BEGIN(true, "stream=%d event=%p", STREAM_ID, (void *)handle);
+    INTO_STREAM();
+    if (flags != 0) return ZS_CU_ERROR_INVALID_VALUE;
     moment last = {.event = (event *)handle};
     (void)pthread_mutex_lock(&lock);
     last.number = last.event->recorded;
+    zs_cu_result result = wait_in_capture(stream, last.event);
     (void)pthread_mutex_unlock(&lock);
-    return last;
+    if (result == ZS_CU_SUCCESS) fake_submit(stream, wait_for, &last, sizeof last);
+    return result;
 }
 
-void fake_event_wait(zs_cu_stream stream, zs_cu_event handle)
+zs_cu_result fake_cuEventQuery(zs_cu_event handle)
 {
-    moment last = last_of(handle);
-    fake_submit(stream, wait_for, &last, sizeof last);
-}
-
-bool fake_event_done(zs_cu_event handle)
-{
-    event *one = (event *)handle;
+    BEGIN(false, "event=%p", (void *)handle);
+    const event *one = (event *)handle;
+    if (one->capture != 0) return FAKE_CAPTURED_EVENT;
+    UNCAPTURED();
     (void)pthread_mutex_lock(&lock);
     bool done = one->done >= one->recorded;
     (void)pthread_mutex_unlock(&lock);
-    return done;
+    return done ? ZS_CU_SUCCESS : ZS_CU_ERROR_NOT_READY;
+}
+
+zs_cu_result fake_cuEventDestroy(zs_cu_event handle)
+{
+    BEGIN(false, "event=%p", (void *)handle);
+    return GOOD(handle != NULL); /* its memory stays: a stream may look at it yet */
+}
+
+/* --- for others ----------------------------------------------------------------------------------------------------------- */
+
+typedef struct other_work {
+    void (*run)(void *);
+    void *arg;
+} other_work;
+
+static void run_other(const void *args)
+{
+    const other_work *work = args;
+    work->run(work->arg);
+}
+
+void fake_cuda_enqueue(void *stream, void (*run)(void *), void *arg)
+{
+    other_work work = {run, arg};
+    fake_submit((zs_cu_stream)stream, run_other, &work, sizeof work);
+}
+
+void *fake_cuda_new_stream(void)
+{
+    return add_stream(false);
+}
+
+void *fake_cuda_torch_stream(void)
+{
+    return add_stream(true);
+}
+
+static void *host_stream;
+
+void *fake_host_stream(void)
+{
+    return host_stream;
+}
+
+void fake_cuda_set_host_stream(void *stream)
+{
+    host_stream = stream;
+}
+
+int fake_cuda_capture_broken(void)
+{
+    return fake_stream_broken(NULL);
+}
+
+int fake_cuda_stream_number(void *stream)
+{
+    return fake_stream_number((zs_cu_stream)stream);
 }

@@ -28,13 +28,6 @@
 #define DECLARE(result, name, parameters) result nccl##name parameters;
 ZS_NCCL_REQUIRED(DECLARE)
 ZS_NCCL_OPTIONAL(DECLARE)
-void fake_nccl_enqueue(void *stream, void (*run)(void *), void *arg);
-
-/* For tests: queues something of their own. */
-void fake_nccl_enqueue(void *stream, void (*work)(void *), void *arg)
-{
-    enqueue_on(stream, work, arg);
-}
 
 zs_nccl_result ncclGetVersion(int *version)
 {
@@ -63,8 +56,8 @@ const char *ncclGetErrorString(zs_nccl_result result)
 
 zs_nccl_result ncclGetUniqueId(zs_nccl_id *id)
 {
-    int result = planned("FAKE_NCCL_FAIL", F_GetUniqueId, note(F_GetUniqueId, NULL, 0, NULL));
-    if (result != 0) return complain(result, "the stand-in was told to fail");
+    int result = begin_call(F_GetUniqueId, NULL, 0, NULL);
+    if (result != 0) return result;
     const char *folder = getenv("FAKE_NCCL_DIR");
     memset(id, 0, sizeof *id);
     snprintf(id->bytes, sizeof id->bytes, "%s/fake-nccl-XXXXXX", folder != NULL ? folder : "/tmp");
@@ -87,9 +80,8 @@ static bool is_sound(const zs_nccl_config *config)
 zs_nccl_result ncclCommInitRankConfig(zs_nccl_handle *out, int world, zs_nccl_id id, int rank, zs_nccl_config *config)
 {
     *out = NULL;
-    int count = note(F_CommInitRankConfig, NULL, 0, NULL),
-        result = planned("FAKE_NCCL_FAIL", F_CommInitRankConfig, count);
-    if (result != 0) return complain(result, "the stand-in was told to fail");
+    int result = begin_call(F_CommInitRankConfig, NULL, 0, NULL);
+    if (result != 0) return result;
     write_log("config policy=%d min=%d max=%d\n", config->cta_policy, config->min_ctas, config->max_ctas);
     if (!is_sound(config) || world < 1 || world > MOST_RANKS || rank < 0 || rank >= world)
         return complain(ZS_NCCL_INVALID_ARGUMENT, "not a config, or a rank, of this stand-in");
@@ -106,7 +98,7 @@ zs_nccl_result ncclCommInitRankConfig(zs_nccl_handle *out, int world, zs_nccl_id
     comm->next = comms;
     comms = comm;
     pthread_mutex_unlock(&lock);
-    comm->late = planned("FAKE_NCCL_FAIL_LATE", F_CommInitRankConfig, count);
+    comm->late = planned("FAKE_NCCL_FAIL_LATE", F_CommInitRankConfig);
     atomic_store(&comm->shared->gpus[rank], 1 + (int)number_of("FAKE_CUDA_VISIBLE", -1));
     atomic_store(&comm->shared->processes[rank], getpid());
     atomic_fetch_add(&comm->shared->arrived, 1);
@@ -147,8 +139,8 @@ static int outcome(fake *comm)
 zs_nccl_result ncclCommGetAsyncError(zs_nccl_handle handle, zs_nccl_result *state)
 {
     fake *comm = enter(handle, F_CommGetAsyncError);
-    int failed = planned("FAKE_NCCL_FAIL", F_CommGetAsyncError, note(F_CommGetAsyncError, comm, 0, NULL));
-    if (failed != 0) return leave(comm, complain(failed, "the stand-in was told to fail"));
+    int failed = begin_call(F_CommGetAsyncError, comm, 0, NULL);
+    if (failed != 0) return leave(comm, failed);
     if (atomic_load(&comm->state) == ZS_NCCL_IN_PROGRESS && comm->polls-- <= 0)
         atomic_store(&comm->state, outcome(comm));
     *state = atomic_load(&comm->state);
@@ -158,7 +150,7 @@ zs_nccl_result ncclCommGetAsyncError(zs_nccl_handle handle, zs_nccl_result *stat
 zs_nccl_result ncclCommFinalize(zs_nccl_handle handle)
 {
     fake *comm = enter(handle, F_CommFinalize);
-    int result = planned("FAKE_NCCL_FAIL", F_CommFinalize, note(F_CommFinalize, comm, 0, NULL));
+    int result = begin_call(F_CommFinalize, comm, 0, NULL);
     if (result == 0) result = ready(comm);
     if (result != 0) {
         atomic_store(&comm->state, result);
@@ -186,80 +178,75 @@ static int end(fake *comm, bool by_force)
 zs_nccl_result ncclCommDestroy(zs_nccl_handle handle)
 {
     fake *comm = enter(handle, F_CommDestroy);
-    note(F_CommDestroy, comm, 0, NULL);
+    (void)begin_call(F_CommDestroy, comm, 0, NULL);
     return end(comm, false);
 }
 
 zs_nccl_result ncclCommAbort(zs_nccl_handle handle)
 {
     fake *comm = enter(handle, F_CommAbort);
-    note(F_CommAbort, comm, 0, NULL);
+    (void)begin_call(F_CommAbort, comm, 0, NULL);
     return end(comm, true);
-}
-
-/* zshard sends bytes. */
-static void check_type(zs_nccl_type type)
-{
-    if (type != ZS_NCCL_INT8) die("an operation on numbers of type %d", type);
 }
 
 /* --- operations -------------------------------------------------------------------------------------------------------- */
 
+/* A communicator's operation; zshard sends bytes. */
+static job *begin_operation(zs_nccl_handle handle, function f, zs_nccl_type type, zs_nccl_stream stream)
+{
+    if (type != ZS_NCCL_INT8) die("an operation on numbers of type %d", type);
+    return new_job(enter(handle, f), f, stream);
+}
+
 zs_nccl_result ncclAllGather(const void *send, void *receive, size_t count, zs_nccl_type type, zs_nccl_handle handle,
                              zs_nccl_stream stream)
 {
-    check_type(type);
-    fake *comm = enter(handle, F_AllGather);
-    job *work = new_job(comm, F_AllGather, stream);
-    spread(work, send, receive, count);
-    return submit(comm, work, count);
+    job *work = begin_operation(handle, F_AllGather, type, stream);
+    for (int r = 0; r < work->comm->world; r++) {
+        add_send(work, r, send, count);
+        add_receive(work, r, (char *)receive + (size_t)r * count, count);
+    }
+    return submit(work, count);
 }
 
 zs_nccl_result ncclBroadcast(const void *send, void *receive, size_t count, zs_nccl_type type, int root,
                              zs_nccl_handle handle, zs_nccl_stream stream)
 {
-    check_type(type);
-    fake *comm = enter(handle, F_Broadcast);
-    job *work = new_job(comm, F_Broadcast, stream);
-    size_t bytes = count;
-    for (int r = 0; r < comm->world && comm->rank == root; r++)
-        add_transfer(work, (transfer){.peer = r, .ptr = (char *)(uintptr_t)send, .bytes = bytes, .send = true});
-    add_transfer(work, (transfer){.peer = root, .ptr = receive, .bytes = bytes});
-    return submit(comm, work, count);
+    job *work = begin_operation(handle, F_Broadcast, type, stream);
+    for (int r = 0; r < work->comm->world && work->comm->rank == root; r++)
+        add_send(work, r, send, count);
+    add_receive(work, root, receive, count);
+    return submit(work, count);
 }
 
 zs_nccl_result ncclSend(const void *send, size_t count, zs_nccl_type type, int peer, zs_nccl_handle handle,
                         zs_nccl_stream stream)
 {
-    check_type(type);
-    fake *comm = enter(handle, F_Send);
-    job *work = new_job(comm, F_Send, stream);
-    add_transfer(work, (transfer){.peer = peer, .ptr = (char *)(uintptr_t)send, .bytes = count, .send = true});
-    return submit(comm, work, count);
+    job *work = begin_operation(handle, F_Send, type, stream);
+    add_send(work, peer, send, count);
+    return submit(work, count);
 }
 
 zs_nccl_result ncclRecv(void *receive, size_t count, zs_nccl_type type, int peer, zs_nccl_handle handle,
                         zs_nccl_stream stream)
 {
-    check_type(type);
-    fake *comm = enter(handle, F_Recv);
-    job *work = new_job(comm, F_Recv, stream);
+    job *work = begin_operation(handle, F_Recv, type, stream);
     work->function = F_Send; /* which it has to meet */
-    add_transfer(work, (transfer){.peer = peer, .ptr = receive, .bytes = count});
-    return submit(comm, work, count);
+    add_receive(work, peer, receive, count);
+    return submit(work, count);
 }
 
 zs_nccl_result ncclGroupStart(void)
 {
-    int result = planned("FAKE_NCCL_FAIL", F_GroupStart, note(F_GroupStart, NULL, 0, NULL));
-    if (result != 0) return complain(result, "the stand-in was told to fail");
+    int result = begin_call(F_GroupStart, NULL, 0, NULL);
+    if (result != 0) return result;
     depth++;
     return ZS_NCCL_SUCCESS;
 }
 
 zs_nccl_result ncclGroupEnd(void)
 {
-    int count = note(F_GroupEnd, NULL, 0, NULL), result = planned("FAKE_NCCL_FAIL", F_GroupEnd, count);
+    int result = begin_call(F_GroupEnd, NULL, 0, NULL);
     if (depth == 0) return complain(ZS_NCCL_INVALID_USAGE, "ncclGroupEnd: not in a group call.");
     if (--depth > 0) return ZS_NCCL_SUCCESS;
     job *jobs = group_jobs;
@@ -274,7 +261,7 @@ zs_nccl_result ncclGroupEnd(void)
         return leave(comm, result);
     }
     comm->pending = jobs;
-    comm->late = comm->late != 0 ? comm->late : planned("FAKE_NCCL_FAIL_LATE", F_GroupEnd, count);
+    comm->late = comm->late != 0 ? comm->late : planned("FAKE_NCCL_FAIL_LATE", F_GroupEnd);
     return leave(comm, set_busy(comm, F_GroupEnd));
 }
 

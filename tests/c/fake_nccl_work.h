@@ -8,11 +8,14 @@
 
 #include "comm/nccl/nccl_lib.h"
 
-#include "fake_streams.h"
-
+#include <dlfcn.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -90,6 +93,7 @@ typedef struct job {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static fake *comms;
 static int calls[FUNCTIONS], operations;
+static _Thread_local int nth_call; /* of its function: this thread's last one */
 static char last_error[512];
 static _Thread_local int depth, group_error;
 static _Thread_local job *group_jobs, *group_pairs; /* those of Send and Recv are one job */
@@ -103,6 +107,34 @@ __attribute__((format(printf, 1, 2))) static void die(const char *format, ...)
     fputc('\n', stderr);
     va_end(args);
     abort();
+}
+
+/* A function that the stand-in for the CUDA driver shows, which says what a stream is. */
+static void *drivers_function(const char *name)
+{
+    void *symbol = dlsym(RTLD_DEFAULT, name);
+    void *library = symbol == NULL ? dlopen(getenv("ZSHARD_CUDA_LIB"), RTLD_NOW) : NULL;
+    if (library != NULL) symbol = dlsym(library, name);
+    if (symbol == NULL) die("no %s: is ZSHARD_CUDA_LIB the stand-in?", name);
+    return symbol;
+}
+
+/* Queues `run(arg)` on the stream. */
+static void enqueue_on(void *stream, void (*run)(void *), void *arg)
+{
+    void (*enqueue)(void *stream, void (*run)(void *), void *arg) = NULL;
+    void *symbol = drivers_function("fake_cuda_enqueue");
+    memcpy(&enqueue, &symbol, sizeof symbol);
+    enqueue(stream, run, arg);
+}
+
+/* The stream's number in the log of the stand-in for the driver. */
+static int number_of_stream(void *stream)
+{
+    int (*number)(void *) = NULL;
+    void *symbol = drivers_function("fake_cuda_stream_number");
+    memcpy(&number, &symbol, sizeof symbol);
+    return number(stream);
 }
 
 static int complain(int result, const char *words)
@@ -119,14 +151,14 @@ static long number_of(const char *variable, long otherwise)
     return text != NULL ? atol(text) : otherwise;
 }
 
-/* Is this call, the `count`-th of its function, the one that `variable` names? Then its result, else 0. */
-static int planned(const char *variable, function f, int count)
+/* Is this thread's last call, of this function, the one that `variable` names? Then its result, else 0. */
+static int planned(const char *variable, function f)
 {
     char name[64] = "";
     int which = 0, result = ZS_NCCL_INTERNAL_ERROR;
     const char *text = getenv(variable);
     if (text == NULL || sscanf(text, "%63[^:]:%d:%d", name, &which, &result) < 2) return 0;
-    return which == count && strcmp(name, names[f]) == 0 ? result : 0;
+    return which == nth_call && strcmp(name, names[f]) == 0 ? result : 0;
 }
 
 /* Writes a line into the log, if there is one. */
@@ -142,15 +174,16 @@ __attribute__((format(printf, 1, 2))) static void write_log(const char *format, 
     fclose(log);
 }
 
-/* Counts and logs a call; the how-many-th of its function it is. */
-static int note(function f, const fake *comm, size_t size, const void *stream)
+/* Counts and logs a call; says with what it is told to fail. */
+static int begin_call(function f, const fake *comm, size_t size, const void *stream)
 {
     pthread_mutex_lock(&lock);
-    int count = ++calls[f];
+    nth_call = ++calls[f];
     pthread_mutex_unlock(&lock);
     write_log("%s comm=%p rank=%d size=%zu stream=%p\n", names[f], (const void *)comm, comm != NULL ? comm->rank : -1,
               size, stream);
-    return count;
+    int result = planned("FAKE_NCCL_FAIL", f);
+    return result != 0 ? complain(result, "the stand-in was told to fail") : ZS_NCCL_SUCCESS;
 }
 
 /* A communicator that may be used by this thread now. */
@@ -285,13 +318,14 @@ static void add_transfer(job *work, transfer t)
     work->transfers[work->count++] = t;
 }
 
-/* `send` goes to each rank, and each rank's comes to its place in `receive`. */
-static void spread(job *work, const void *send, void *receive, size_t bytes)
+static void add_send(job *work, int peer, const void *from, size_t bytes)
 {
-    for (int r = 0; r < work->comm->world; r++) {
-        add_transfer(work, (transfer){.peer = r, .ptr = (char *)(uintptr_t)send, .bytes = bytes, .send = true});
-        add_transfer(work, (transfer){.peer = r, .ptr = (char *)receive + (size_t)r * bytes, .bytes = bytes});
-    }
+    add_transfer(work, (transfer){.peer = peer, .ptr = (char *)(uintptr_t)from, .bytes = bytes, .send = true});
+}
+
+static void add_receive(job *work, int peer, void *to, size_t bytes)
+{
+    add_transfer(work, (transfer){.peer = peer, .ptr = to, .bytes = bytes});
 }
 
 static void put_on_streams(fake *comm)
@@ -365,10 +399,11 @@ static void log_transfers(const job *made)
 }
 
 /* Starts an operation: `made` is what goes on the stream. */
-static int submit(fake *comm, job *made, size_t size)
+static int submit(job *made, size_t size)
 {
+    fake *comm = made->comm;
     function f = made->called;
-    int count = note(f, comm, size, made->stream), result = planned("FAKE_NCCL_FAIL", f, count);
+    int result = begin_call(f, comm, size, made->stream);
     if (result == 0) result = ready(comm);
     if (result != ZS_NCCL_SUCCESS) {
         drop_jobs(made);
@@ -377,8 +412,8 @@ static int submit(fake *comm, job *made, size_t size)
         return leave(comm, result);
     }
     log_transfers(made);
-    comm->late = planned("FAKE_NCCL_FAIL_LATE", f, count);
-    made->hangs = planned("FAKE_NCCL_HANG", f, count) != 0;
+    comm->late = planned("FAKE_NCCL_FAIL_LATE", f);
+    made->hangs = planned("FAKE_NCCL_HANG", f) != 0;
     pthread_mutex_lock(&lock);
     int number = ++operations, after = 0, then = 0;
     pthread_mutex_unlock(&lock);

@@ -1,11 +1,17 @@
-/* fs_faults.c - see fs_faults.h.
+/* fs_faults.c - the Python module _file_faults: faults in zshard's file calls, and a log of them. See tests/lib/file_faults.py.
+ *
+ * zshard._core has a capsule by which its calls can be watched; this module brings the watcher. Each call asks before and
+ * tells after. So calls are counted, the nth can fail, be cut short or be the process's last, and all can be written down.
  *
  * An entry of the log is a line, `call pid fd errno offset length a b c`, and behind it a bytes of the path, b of the other path
  * and c of what was written. Each entry is one write to a file that is open for appending: ranks may share a log, and the order
  * of its entries is one in which the calls can have happened.
  */
 #define _GNU_SOURCE /* kill, writev */
-#include "fs_faults.h"
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "checkpoint/fs_watch.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -18,76 +24,93 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-typedef enum fault_kind { FAIL, SHORT, KILL, KILL_AFTER, KILL_SHORT } fault_kind;
+enum { SHORT = -4, KILL, KILL_AFTER, KILL_SHORT }; /* in place of an errno */
 
 static struct {
     _Atomic long calls; /* so far */
     _Atomic bool watch; /* anything below is in use. Else no lock is taken: a fork could leave it locked in the child */
     pthread_mutex_t lock;
     long first, last; /* those calls that suffer, from 1 on: none where last is 0 */
-    fault_kind kind;
-    int err;
-    int log; /* a descriptor, -1: there is none */
+    int fault;        /* an errno, or one of the above */
+    int log;          /* a descriptor, -1: there is none */
     int log_err;
 } tests = {.lock = PTHREAD_MUTEX_INITIALIZER, .log = -1};
 
+#define ERRNO(name) {#name, name}
+
 static const struct {
     const char *name;
-    fault_kind kind;
-    int err;
-} faults[] = {
-    {"EACCES", FAIL, EACCES},     {"EDQUOT", FAIL, EDQUOT}, {"EEXIST", FAIL, EEXIST},
-    {"EINTR", FAIL, EINTR},       {"EINVAL", FAIL, EINVAL}, {"EIO", FAIL, EIO},
-    {"EMFILE", FAIL, EMFILE},     {"ENOENT", FAIL, ENOENT}, {"ENOSPC", FAIL, ENOSPC},
-    {"ENOSYS", FAIL, ENOSYS},     {"EROFS", FAIL, EROFS},   {"EOPNOTSUPP", FAIL, EOPNOTSUPP},
-    {"killafter", KILL_AFTER, 0}, {"kill", KILL, 0},        {"killshort", KILL_SHORT, 0},
-    {"short", SHORT, 0},
-};
+    int fault;
+} faults[] = {ERRNO(EACCES),
+              ERRNO(EDQUOT),
+              ERRNO(EEXIST),
+              ERRNO(EINTR),
+              ERRNO(EINVAL),
+              ERRNO(EIO),
+              ERRNO(EMFILE),
+              ERRNO(ENOENT),
+              ERRNO(ENOSPC),
+              ERRNO(ENOSYS),
+              ERRNO(EROFS),
+              ERRNO(EOPNOTSUPP),
+              {"short", SHORT},
+              {"kill", KILL},
+              {"killafter", KILL_AFTER},
+              {"killshort", KILL_SHORT}};
 
-static zs_status find_fault(const char *what, fault_kind *kind, int *err)
-{
-    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) {
-        if (strcmp(what, faults[i].name) != 0) continue;
-        *kind = faults[i].kind;
-        *err = faults[i].err;
-        return ZS_OK;
-    }
-    return ZS_FAIL(ZS_ERR_VALUE, "there is no fault '%s': an errno by name, short, kill, killafter or killshort", what);
-}
+PyDoc_STRVAR(faults_doc, "file_faults($module, nth, what='', times=1, /)\n--\n\nInject faults into file calls"
+                         ": the nth call from now (1: the next) and the `times` - 1 calls after it are subject to "
+                         "`what`: the name of an errno to fail with (ENOSPC, EIO, EINTR, ...); 'short': read or write "
+                         "half; 'kill', 'killafter', 'killshort': kill the process before the call, after it, or after "
+                         "half of it. nth 0 injects none. Returns the number of calls since the last file_faults().");
 
-zs_status zs_fs_set_faults(long nth, const char *what, long times, long *calls)
+static PyObject *file_faults(PyObject *module, PyObject *args)
 {
-    fault_kind kind = FAIL;
-    int err = 0;
-    if (nth < 0 || times < 1 || times > LONG_MAX - nth)
-        return ZS_FAIL(ZS_ERR_VALUE, "no call is number %ld, or %ld times", nth, times);
-    if (nth > 0) ZS_TRY(find_fault(what, &kind, &err));
+    (void)module;
+    long nth, times = 1, calls = 0;
+    const char *what = "";
+    size_t i = 0;
+    if (!PyArg_ParseTuple(args, "l|sl:file_faults", &nth, &what, &times)) return NULL;
+    while (nth > 0 && i < sizeof faults / sizeof *faults && strcmp(what, faults[i].name) != 0)
+        i++;
+    if (nth < 0 || times < 1 || times > LONG_MAX - nth || i == sizeof faults / sizeof *faults)
+        return PyErr_Format(PyExc_ValueError, "no fault '%s' at call %ld, %ld times", what, nth, times);
     pthread_mutex_lock(&tests.lock);
-    *calls = atomic_exchange(&tests.calls, 0);
+    calls = atomic_exchange(&tests.calls, 0);
     tests.first = nth;
     tests.last = nth == 0 ? 0 : nth + times - 1;
-    tests.kind = kind;
-    tests.err = err;
+    tests.fault = faults[i].fault;
     tests.watch = nth != 0 || tests.log >= 0;
     pthread_mutex_unlock(&tests.lock);
-    return ZS_OK;
+    return PyLong_FromLong(calls);
 }
 
-zs_status zs_fs_set_log(const char *path)
+PyDoc_STRVAR(log_doc, "file_log($module, path, /)\n--\n\nLog all file calls and the data they write to the file "
+                      "`path`, for tests (read by tests/lib/power_cut.py); None stops logging. Raises OSError if that "
+                      "fails, or if an earlier call could not be logged.");
+
+static PyObject *file_log(PyObject *module, PyObject *path)
 {
-    int log = path == NULL ? -1 : open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
-    if (path != NULL && log < 0) return ZS_FAIL_ERRNO("opening a log of calls");
+    (void)module;
+    PyObject *raw = NULL;
+    int log = -1;
+    if (path != Py_None && !PyUnicode_FSConverter(path, &raw)) return NULL;
+    if (raw != NULL) log = open(PyBytes_AS_STRING(raw), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+    Py_XDECREF(raw);
+    if (raw != NULL && log < 0) return PyErr_SetFromErrno(PyExc_OSError);
     pthread_mutex_lock(&tests.lock);
-    int old = tests.log, err = tests.log_err;
+    int old = tests.log;
+    errno = tests.log_err;
     tests.log = log;
     tests.log_err = 0;
     tests.watch = log >= 0 || tests.last != 0;
     pthread_mutex_unlock(&tests.lock);
+    if (errno != 0) PyErr_SetFromErrno(PyExc_OSError);
     if (old >= 0) close(old);
-    if (err == 0) return ZS_OK;
-    errno = err;
-    return ZS_FAIL_ERRNO("the log of calls lacks some");
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
+
+/* --- the watcher -------------------------------------------------------------------------------------------------- */
 
 static void die(void)
 {
@@ -101,14 +124,12 @@ static zs_fs_fate before(void)
     long call = atomic_fetch_add(&tests.calls, 1) + 1;
     if (!tests.watch) return fate;
     pthread_mutex_lock(&tests.lock);
-    bool suffers = call >= tests.first && call <= tests.last;
-    fault_kind kind = tests.kind;
-    if (suffers && kind == FAIL) fate.err = tests.err;
+    int fault = call >= tests.first && call <= tests.last ? tests.fault : 0;
     pthread_mutex_unlock(&tests.lock);
-    if (!suffers) return fate;
-    if (kind == KILL) die();
-    fate.half = kind == SHORT || kind == KILL_SHORT;
-    fate.kill_after = kind == KILL_AFTER || kind == KILL_SHORT;
+    if (fault == KILL) die();
+    fate.err = fault > 0 ? fault : 0;
+    fate.half = fault == SHORT || fault == KILL_SHORT;
+    fate.kill_after = fault == KILL_AFTER || fault == KILL_SHORT;
     return fate;
 }
 
@@ -146,4 +167,36 @@ static long after(zs_fs_fate fate, long result, const zs_fs_entry *entry)
     return result;
 }
 
-const zs_fs_watcher zs_fs_faults = {before, after};
+static const zs_fs_watcher watcher = {before, after};
+
+/* --- the module --------------------------------------------------------------------------------------------------- */
+
+static PyMethodDef functions[] = {
+    {"file_faults", file_faults, METH_VARARGS, faults_doc},
+    {"file_log", file_log, METH_O, log_doc},
+    {0},
+};
+
+static int begin(PyObject *module)
+{
+    (void)module;
+    const zs_fs_watching *core = PyCapsule_Import("zshard._core._file_watch", 0);
+    if (core == NULL) return -1;
+    core->watch(&watcher);
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, begin}, {0, NULL}};
+
+static struct PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_file_faults",
+    .m_methods = functions,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__file_faults(void);
+PyMODINIT_FUNC PyInit__file_faults(void)
+{
+    return PyModuleDef_Init(&module_def);
+}

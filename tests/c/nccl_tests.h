@@ -1,6 +1,6 @@
 /* nccl_tests.h - what the tests of communicators share: streams and events of the stand-in for NCCL, patterns, gathers.
  *
- * The tests are one program, test_nccl_comm.c, of three files; bodies that are not in that one are declared here.
+ * The tests are one program, test_nccl_comm.c, of two files; bodies that are not in that one are declared here.
  */
 #ifndef ZS_TEST_NCCL_TESTS_H
 #define ZS_TEST_NCCL_TESTS_H
@@ -11,10 +11,26 @@
 
 #include "comm/nccl/nccl_comm.h"
 
-/* Has work done on a stream, behind what is on it. */
-typedef void (*enqueue)(void *stream, void (*run)(void *), void *arg);
+/* A function of the stand-in for the CUDA driver, whose streams the one for NCCL uses. */
+static inline void *drivers_function(const char *name)
+{
+    void *library = dlopen(getenv("ZSHARD_CUDA_LIB"), RTLD_NOW);
+    CHECK(library != NULL && dlsym(library, name) != NULL);
+    return dlsym(library, name);
+}
 
-static char stream_a; /* its address is a stream */
+/* One of two streams. */
+static inline void *stream_at(int i)
+{
+    static void *made[2];
+    void *(*make)(void) = NULL, *symbol = drivers_function("fake_cuda_new_stream");
+    memcpy(&make, &symbol, sizeof symbol);
+    if (made[i] == NULL) made[i] = make();
+    return made[i];
+}
+
+#define STREAM_A stream_at(0)
+#define STREAM_B stream_at(1)
 
 /* Something recorded on a stream. */
 typedef struct event {
@@ -30,15 +46,11 @@ static inline void happen(void *arg)
 /* The event happens when all that is on the stream now is done. */
 static inline void record(event *e, void *stream)
 {
-    enqueue on = NULL;
-    void *library = dlopen(getenv("ZSHARD_NCCL_LIB"), RTLD_NOW | RTLD_NOLOAD);
-    CHECK(library != NULL);
-    void *symbol = dlsym(library, "fake_nccl_enqueue");
-    CHECK(symbol != NULL);
-    memcpy(&on, &symbol, sizeof symbol);
+    void (*enqueue)(void *stream, void (*run)(void *), void *arg) = NULL;
+    void *symbol = drivers_function("fake_cuda_enqueue");
+    memcpy(&enqueue, &symbol, sizeof symbol);
     atomic_store(&e->happened, 0);
-    on(stream, happen, e);
-    dlclose(library);
+    enqueue(stream, happen, e);
 }
 
 /* As zs_nccl_work asks. */
@@ -57,13 +69,24 @@ static inline void synchronize(void *stream)
     free(e);
 }
 
-/* A communicator of all ranks. */
-static inline zs_nccl_comm *make(rank_env *env, const char *name)
+/* A communicator of all ranks, with options. */
+static inline zs_nccl_comm *make_with(rank_env *env, zs_nccl_options options)
 {
-    zs_nccl_options options = {.name = name, .timeout = 30.0};
     zs_nccl_comm *comm = NULL;
     OK(zs_nccl_comm_new(env->comm, &options, &comm));
     return comm;
+}
+
+static inline zs_nccl_comm *make(rank_env *env, const char *name)
+{
+    return make_with(env, (zs_nccl_options){.name = name, .timeout = 30.0});
+}
+
+/* Has the communicator watch that it gets as far as this on the stream. */
+static inline void watch(zs_nccl_comm *comm, event *e, const char *what)
+{
+    record(e, STREAM_A);
+    OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, e, what}));
 }
 
 /* What a rank has in the i-th byte: `salt` tells one use from another. */
@@ -91,8 +114,8 @@ static inline void gather(rank_env *env, zs_nccl_comm *comm, size_t bytes, bool 
     char *full = calloc((size_t)env->world, bytes), *shard = malloc(bytes);
     char *from = in_place ? full + (size_t)env->rank * bytes : shard;
     fill(from, bytes, env->rank, 1);
-    OK(zs_nccl_all_gather(comm, from, full, bytes, &stream_a));
-    synchronize(&stream_a);
+    OK(zs_nccl_all_gather(comm, from, full, bytes, STREAM_A));
+    synchronize(STREAM_A);
     for (int r = 0; r < env->world; r++)
         check_filled(full + (size_t)r * bytes, bytes, r, 1);
     free(full);
@@ -109,8 +132,8 @@ static inline void swap_all(rank_env *env, zs_nccl_comm *comm, size_t bytes)
     zs_message messages[MAX_RANKS];
     for (int r = 0; r < env->world; r++)
         messages[r] = (zs_message){send + (size_t)r * bytes, receive + (size_t)r * bytes, bytes, r};
-    OK(zs_nccl_messages(comm, messages, (size_t)env->world, &stream_a));
-    synchronize(&stream_a);
+    OK(zs_nccl_messages(comm, messages, (size_t)env->world, STREAM_A));
+    synchronize(STREAM_A);
     for (int r = 0; r < env->world; r++)
         check_filled(receive + (size_t)r * bytes, bytes, r, (unsigned)env->rank);
     free(send);
@@ -133,11 +156,5 @@ void a_killed_rank_is_reported_within_seconds(rank_env *env);
 void a_peer_that_has_left_breaks_nothing_off(rank_env *env);
 void work_that_does_not_end_is_broken_off(rank_env *env);
 void progress_is_no_timeout(rank_env *env);
-
-/* Of nccl_processes.c. */
-void a_forked_child_touches_nothing(rank_env *env);
-void exit_without_close_is_no_hang(rank_env *env);
-void communicators_come_and_go(rank_env *env);
-void calls_and_the_monitors_thread(rank_env *env);
 
 #endif

@@ -3,34 +3,16 @@
 
 #include <stdlib.h>
 
-void zs_cpu_sum(const zs_sum *sum)
-{
-    (void)sum;
-    abort();
-}
+#define ABSENT(result, name, parameters)             \
+    __attribute__((noreturn)) result name parameters \
+    {                                                \
+        abort();                                     \
+    }
 
-void zs_cpu_sum_squared(const zs_sum *sum)
-{
-    (void)sum;
-    abort();
-}
+#pragma GCC diagnostic ignored "-Wunused-parameter"
 
-void zs_cpu_cast(const zs_cast *cast)
-{
-    (void)cast;
-    abort();
-}
-
-void zs_cpu_scale(const zs_numbers *x, double factor)
-{
-    (void)x;
-    (void)factor;
-    abort();
-}
-
-double zs_cpu_norm(const zs_numbers *x, double p)
-{
-    (void)x;
-    (void)p;
-    abort();
-}
+ABSENT(void, zs_cpu_sum, (const zs_sum *sum))
+ABSENT(void, zs_cpu_sum_squared, (const zs_sum *sum))
+ABSENT(void, zs_cpu_cast, (const zs_cast *cast))
+ABSENT(void, zs_cpu_scale, (const zs_numbers *x, double factor))
+ABSENT(double, zs_cpu_norm, (const zs_numbers *x, double p))

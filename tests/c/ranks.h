@@ -8,35 +8,12 @@
 #define _GNU_SOURCE 1
 #include <signal.h>
 #include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "comm/comm.h"
-
-#define CHECK(condition)                                                                                           \
-    do {                                                                                                           \
-        if (!(condition)) {                                                                                        \
-            fprintf(stderr, "%s:%d: %s\n    last error: %s\n", __FILE__, __LINE__, #condition, zs_last_message()); \
-            _exit(1);                                                                                              \
-        }                                                                                                          \
-    } while (0)
-
-#define OK(call) CHECK((call) == ZS_OK)
-
-/* The call fails with `kind`, and the message has `part`. */
-#define FAILS(call, kind, part)                                                                   \
-    do {                                                                                          \
-        zs_clear_error();                                                                         \
-        CHECK((call) == (kind));                                                                  \
-        if (strstr(zs_last_message(), (part)) == NULL) fprintf(stderr, "expected: %s\n", (part)); \
-        CHECK(strstr(zs_last_message(), (part)) != NULL);                                         \
-        zs_clear_error();                                                                         \
-    } while (0)
+#include "one_test.h"
 
 enum { MAX_RANKS = 4 };
 
@@ -55,6 +32,8 @@ typedef struct rank_env {
 } rank_env;
 
 typedef void (*rank_body)(rank_env *);
+
+static void (*around_each)(rank_env *, rank_body); /* what runs a body, over another transport; NULL: itself */
 
 static inline double now(void)
 {
@@ -109,7 +88,10 @@ static inline bool run_ranks(int world, double timeout, int killed, rank_body bo
         if (pids[r] > 0) continue;
         rank_env env = {.rank = r, .world = world, .board = shared, .seed = (unsigned)(1000 * world + r)};
         if (timeout > 0) env.comm = join_ranks(&env, timeout);
-        body(&env);
+        if (around_each != NULL)
+            around_each(&env, body);
+        else
+            body(&env);
         zs_comm_release(env.comm);
         exit(0);
     }
@@ -132,9 +114,6 @@ typedef struct rank_test {
     int killed;        /* the rank that the test kills, 0: none */
     bool joins_itself; /* the body makes the transport */
 } rank_test;
-
-/* One line of a list of tests: TEST(function, .least = 2). */
-#define TEST(function, ...) {.name = #function, .body = (function), __VA_ARGS__}
 
 static inline bool run_test(const rank_test *test, int world)
 {

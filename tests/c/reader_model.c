@@ -5,82 +5,18 @@
 
 int model_ranks;
 const program *model_running;
-const char *model_fault = "";
-
-static bool planted(const char *name)
-{
-    return strcmp(model_fault, name) == 0;
-}
-
-/* --- the predicates, with faults ---------------------------------------------------------------------------------------- */
-
-static bool is_alike(const rank_state *owner, const rank_state *me)
-{
-    if (planted("versions do not matter")) return zs_word_state(owner->word) != ZS_READER_WRITES;
-    if (planted("all are alike")) return true;
-    return zs_word_is_alike(owner->word, me->word, planted("work does not matter") || owner->work == me->work);
-}
-
-static bool admits(uint64_t owner, uint64_t mine)
-{
-    if (planted("admits writers") && zs_word_state(owner) == ZS_READER_WRITES) owner = zs_word_stop(owner);
-    if (planted("admits all who are in a pass") && zs_word_state(owner) > ZS_READER_WRITES) return true;
-    if (planted("admits idle ranks") && zs_word_state(owner) == ZS_READER_IDLE) return true;
-    if (planted("versions do not matter") && zs_word_state(mine) == ZS_READER_WANTS_EVAL) return true;
-    return zs_word_admits(owner, mine);
-}
-
-static bool stands_still(uint64_t owner, uint64_t wanted)
-{
-    if (planted("admits writers") && zs_word_state(owner) == ZS_READER_WRITES) owner = zs_word_stop(owner);
-    if (planted("second look at counts only"))
-        return zs_word_takes_part(owner, wanted) || zs_word_state(owner) != ZS_READER_IDLE;
-    return zs_word_stands_still(owner, wanted);
-}
 
 static bool lags(const rank_state *peer, const rank_state *me)
 {
-    if (planted("nobody lags") || me->looks == 0) return false;
-    if (peer->met > me->met) return false;
-    if (planted("all lag who have looked less")) return peer->looks < me->looks;
-    return zs_word_lags(peer->word, me->word, peer->looks < me->looks);
-}
-
-static bool holds_up(uint64_t peer, uint64_t mine)
-{
-    zs_reader_state state = zs_word_state(peer);
-    if (planted("wanting holds nobody up") && !zs_word_reads(peer)) return false;
-    if (planted("reading holds nobody up") && state == ZS_READER_TRAINS) return false;
-    if (planted("nobody is held up on the way to a backward") && state == ZS_READER_IDLE) return false;
-    if (planted("backwards hold nobody up") && state == ZS_READER_BACKWARD) return false;
-    if (planted("all hold up") && state > ZS_READER_WRITES) return true;
-    return zs_word_holds_up(peer, mine);
-}
-
-static bool clashes(const rank_state *owner, const rank_state *me)
-{
-    if (planted("nothing clashes")) return false;
-    if (planted("modes do not matter") && zs_word_takes_part(owner->word, me->word)) return false;
-    return zs_word_clashes(owner->word, me->word, owner->work == me->work);
+    return me->looks > 0 && peer->met <= me->met && zs_word_lags(peer->word, me->word, peer->looks < me->looks);
 }
 
 static uint64_t want(uint64_t word, char letter, bool changed)
 {
-    zs_reading reading = {.pass = ZS_PASS_TRAIN, .eval_mode = letter == 'V', .changed = changed};
+    zs_reading reading = {.pass = ZS_PASS_TRAIN, .eval_mode = strchr("VE", letter) != NULL, .changed = changed};
     if (strchr("BNP", letter) != NULL) reading.pass = ZS_PASS_BACKWARD;
     if (letter == 'E') reading.pass = ZS_PASS_EVALUATE;
-    if (letter == 'E') reading.eval_mode = true;
     return zs_word_want(word, &reading);
-}
-
-static bool delays_write(uint64_t peer, uint64_t mine)
-{
-    return planted("writes wait for all backwards") ? zs_word_reads(peer) : zs_word_delays_write(peer, mine);
-}
-
-static uint64_t leave(uint64_t word)
-{
-    return planted("reductions do not count") ? zs_word_stop(word) : zs_word_leave(word);
 }
 
 /* --- a step of one rank -------------------------------------------------------------------------------------------------- */
@@ -116,7 +52,7 @@ static void on(rank_state *me, place then)
 static void write_next(rank_state *me, uint8_t values)
 {
     me->next_shard = values;
-    model_go(me, planted("writes without the right to") ? SCRIBBLE : CATCH_UP);
+    model_go(me, CATCH_UP);
 }
 
 /* Stores the word; with another version there are no looks, which is stored just before. */
@@ -157,7 +93,7 @@ static void take_letter(rank_state *me, char letter)
         return;
     case 'L': write_known(me, (uint8_t)(me->written + 50), 90); return;
     case 'X':
-        me->word = planted("freed models hold up") ? zs_word_stop(me->word) : zs_word_free(me->word);
+        me->word = zs_word_free(me->word);
         done_with_letter(me);
         model_go(me, GONE);
         return;
@@ -182,7 +118,7 @@ static void admitted(rank_state *me, char letter)
     if (is_backward(letter))
         model_go(me, READ);
     else
-        model_go(me, letter == 'E' || planted("apart without a check") ? COMPARE : APART);
+        model_go(me, letter == 'E' ? COMPARE : APART);
 }
 
 static void refused(rank_state *me, char letter)
@@ -238,10 +174,10 @@ bool model_can_step(const world_state *w, int i)
     const rank_state *me = &w->rank[i], *peer = &w->rank[me->peer];
     bool own = me->peer == i;
     switch ((place)me->at) {
-    case ADMIT: return own || admits(peer->word, me->word);
-    case LEFT: return own || !holds_up(peer->word, me->word);
+    case ADMIT: return own || zs_word_admits(peer->word, me->word);
+    case LEFT: return own || !zs_word_holds_up(peer->word, me->word);
     case CATCH_UP: return own || !lags(peer, me);
-    case UNREAD: return own || !delays_write(peer->word, me->word);
+    case UNREAD: return own || !zs_word_delays_write(peer->word, me->word);
     case MET: return own || peer->met >= me->met;
     case COLLECT: return own || peer->posted >= me->posted;
     case GONE: return false;
@@ -258,7 +194,7 @@ const char *model_step(world_state *w, int i, bool interrupt)
     switch ((place)me->at) {
     case NEXT: take_letter(me, letter); break;
     case TELL:
-        if (!planted("histories are told late")) me->told = me->history;
+        me->told = me->history;
         model_go(me, WANT);
         break;
     case WANT:
@@ -278,12 +214,10 @@ const char *model_step(world_state *w, int i, bool interrupt)
         break;
     case ENTER:
         me->word = zs_word_enter(me->wanted);
-        if (planted("histories are told late")) me->told = me->history;
         model_go(me, RECHECK);
-        if (planted("no second look")) admitted(me, letter);
         break;
     case RECHECK:
-        if (!own && !stands_still(peer->word, me->wanted)) {
+        if (!own && !zs_word_stands_still(peer->word, me->wanted)) {
             model_go(me, BACK_OFF);
         } else {
             on(me, RECHECK);
@@ -295,19 +229,19 @@ const char *model_step(world_state *w, int i, bool interrupt)
         model_go(me, ADMIT);
         break;
     case APART:
-        if (!own && clashes(peer, me))
+        if (!own && zs_word_clashes(peer->word, me->word, peer->work == me->work))
             refused(me, letter);
         else
             on(me, COMPARE);
         break;
     case COMPARE:
-        if (peer->told != me->told && !planted("histories are not compared"))
+        if (peer->told != me->told)
             refused(me, letter);
         else
             on(me, letter == 'E' ? OPEN : READ);
         break;
     case OPEN:
-        if (!own && !is_alike(peer, me))
+        if (!own && !zs_word_is_alike(peer->word, me->word, peer->work == me->work))
             refused(me, letter);
         else
             on(me, LOOK);
@@ -332,7 +266,7 @@ const char *model_step(world_state *w, int i, bool interrupt)
         break;
     case LEAVE:
         broken = check_pass(w, i, is_backward(letter));
-        store(me, leave(me->word));
+        store(me, zs_word_leave(me->word));
         me->reductions += is_backward(letter);
         if (is_backward(letter)) me->kept = letter == 'B' && me->graph;
         if (letter != 'E') me->graph = !is_backward(letter) && letter != 'R';
@@ -349,7 +283,7 @@ const char *model_step(world_state *w, int i, bool interrupt)
     case CATCH_UP: on(me, WRITE); break;
     case WRITE:
         me->word = zs_word_write(me->word);
-        model_go(me, planted("writes without a wait") ? SCRIBBLE : UNREAD);
+        model_go(me, UNREAD);
         break;
     case UNREAD: on(me, SCRIBBLE); break;
     case SCRIBBLE:
@@ -363,19 +297,17 @@ const char *model_step(world_state *w, int i, bool interrupt)
         model_go(me, by_hand(letter) ? WROTE : WRITTEN);
         break;
     case WRITTEN:
-        if (!planted("steps are told late") && !planted("histories are told late")) me->told = me->history;
+        me->told = me->history;
         model_go(me, WROTE);
         break;
-    case WROTE: {
-        bool known = !by_hand(letter) || planted("writes by hand are as known ones");
-        me->work = known ? 0 : (uint8_t)(me->work + 1);
-        store(me, zs_word_wrote(me->word, known));
+    case WROTE:
+        me->work = by_hand(letter) ? (uint8_t)(me->work + 1) : 0;
+        store(me, zs_word_wrote(me->word, !by_hand(letter)));
         done_with_letter(me);
         break;
-    }
     case MEET: /* the script's own collective: what it has written by hand is complete */
-        if (!planted("collectives complete nothing")) complete(me, changed);
-        if (!planted("looks of before a collective count")) me->looks = 0;
+        complete(me, changed);
+        me->looks = 0;
         me->met++;
         model_go(me, MET);
         break;

@@ -73,10 +73,9 @@ typedef struct program {
     bool legal; /* nothing may fail or wait for ever */
 } program;
 
-/* How many ranks there are, what they run, and the fault that is planted ("": none). */
+/* How many ranks there are, and what they run. */
 extern int model_ranks;
 extern const program *model_running;
-extern const char *model_fault;
 
 /* The letter of its program that a rank is at. */
 char model_letter(const world_state *w, int me);

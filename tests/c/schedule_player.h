@@ -9,7 +9,7 @@
 #include "one_test.h"
 #include "schedule/schedule.h"
 
-enum { MOST_UNITS = 6, MOST_PARAMS = 3, MOST_BUCKETS = 32, MOST_EVENTS = 32 };
+enum { MOST_UNITS = 6, MOST_PARAMS = 3, MOST_BUCKETS = 32 };
 
 /* --- the executor --------------------------------------------------------------------------------------------------------- */
 
@@ -40,13 +40,10 @@ struct model {
     int n_buckets;
     bool session, peers_are_slow; /* peers come only when waited for */
     bool yields;                  /* waits that may yield do so */
-    unsigned *moods;              /* peers, in this rank's order, come at random; NULL: as above; borrowed */
-    uint32_t ended[MOST_EVENTS];  /* by events that packed so far: the units whose rounds had ended, as bits */
-    int packs;
-    int posts, sums; /* rounds so far */
-    int64_t now;     /* nodes of the graph */
-    int fails_in;    /* actions until one fails; negative: none does */
-    int failures;    /* that have */
+    int posts, sums;              /* rounds so far */
+    int64_t now;                  /* nodes of the graph */
+    int fails_in;                 /* actions until one fails; negative: none does */
+    int failures;                 /* that have */
     char log[1 << 14];
 };
 
@@ -160,14 +157,6 @@ static zs_status begin_round(zs_record *record, bool local)
     return ZS_OK;
 }
 
-static void note_ended(model *m)
-{
-    uint32_t ended = 0;
-    for (int i = 0; i < m->n; i++)
-        if (m->units[i].record.round.posted && !m->units[i].out) ended |= 1u << i;
-    if (m->packs < MOST_EVENTS) m->ended[m->packs++] = ended;
-}
-
 static zs_status pack(zs_record *record, int64_t i, bool anew, bool *first)
 {
     unit *u = unit_of(record);
@@ -175,7 +164,6 @@ static zs_status pack(zs_record *record, int64_t i, bool anew, bool *first)
     CHECK(zs_record_is_full(record) && u->prepared);
     CHECK((record->round.packing != NULL) != record->round.local);
     if (record->round.packing != NULL) CHECK(record->round.packing->user == record);
-    note_ended(u->model);
     ZS_TRY(act(u->model, "pack", u->name));
     u->n_packed = anew ? 1 : u->n_packed + 1;
     *first = true;
@@ -201,32 +189,11 @@ static zs_status post(zs_record *record)
     return ZS_OK;
 }
 
-static unsigned draw(unsigned *seed, unsigned n)
-{
-    *seed = *seed * 1103515245u + 12345u;
-    return (*seed >> 16) % n;
-}
-
-/* Peers move on. None posts a round before the older ones, or reads a sum that this rank has not shared. */
-static void move_peers(model *m)
-{
-    int behind = m->posts; /* the oldest round that they have not posted */
-    for (int i = 0; i < m->n; i++)
-        if (m->units[i].out && m->units[i].peers == NOTHING && m->units[i].posted_at < behind)
-            behind = m->units[i].posted_at;
-    for (int i = 0; i < m->n; i++) {
-        unit *u = &m->units[i];
-        peers most = u->posted_at > behind ? NOTHING : u->out && u->record.is.replicated && !u->shared ? SHARED : READ;
-        if (u->peers < most && draw(m->moods, 2) == 0) u->peers++;
-    }
-}
-
 /* Have the peers done this? */
 static bool is_there(unit *u, zs_wait wait, peers what)
 {
     model *m = u->model;
     if (!m->peers_are_slow) return true;
-    if (m->moods != NULL) move_peers(m);
     if (wait == ZS_WAIT || (wait == ZS_WAIT_OR_YIELD && !m->yields))
         for (int i = 0; i < m->n; i++) {
             unit *older = &m->units[i];
@@ -339,7 +306,7 @@ static const zs_traits whole = {.reduces = true, .bucket_bytes = 64, .replicated
 static const zs_traits outer = {.empty = true};
 
 /* Units a, b, c, ... with one parameter each. `mapped`: as over shm. */
-static model *new_model(bool mapped, int n, const zs_traits *traits)
+static model *new_model_of(bool mapped, int n, const zs_traits *traits)
 {
     model *m = calloc(1, sizeof *m);
     CHECK(m != NULL);
@@ -358,6 +325,21 @@ static model *new_model(bool mapped, int n, const zs_traits *traits)
         OK(zs_schedule_add(&m->schedule, &u->record));
     }
     return m;
+}
+
+/* The same, of units by letters: outer, sharded, zero2, whole. */
+static model *new_model(bool mapped, const char *letters)
+{
+    zs_traits traits[MOST_UNITS];
+    int n = (int)strlen(letters);
+    for (int i = 0; i < n; i++)
+        traits[i] = letters[i] == 'o' ? outer : letters[i] == 's' ? sharded : letters[i] == 'z' ? zero2 : whole;
+    return new_model_of(mapped, n, traits);
+}
+
+static void set_ahead(model *m, int forward, int backward)
+{
+    zs_schedule_set_ahead(&m->schedule, (const int[2]){forward, backward});
 }
 
 static void free_model(model *m)
@@ -427,6 +409,21 @@ static void says(model *m, const char *expected)
         exit(1);
     }
     m->log[0] = 0;
+}
+
+static void says_of_forward(model *m, bool keep, const char *expected)
+{
+    m->log[0] = 0;
+    OK(forward(m, keep));
+    says(m, expected);
+}
+
+static void says_of_backward(model *m, const char *expected)
+{
+    OK(forward(m, true));
+    m->log[0] = 0;
+    OK(backward(m));
+    says(m, expected);
 }
 
 #endif

@@ -1,27 +1,14 @@
 /* shown_loops.c - the CPU's loops of device.h for ctypes: the extension's objects hide their functions. */
 #include "device/device.h"
 
-void shown_sum(const zs_sum *sum);
-void shown_cast(const zs_cast *cast);
-void shown_scale(const zs_numbers *x, double factor);
-double shown_norm(const zs_numbers *x, double p);
+#define SHOW(result, name, parameters, arguments) \
+    result shown_##name parameters;               \
+    result shown_##name parameters                \
+    {                                             \
+        return zs_cpu_##name arguments;           \
+    }
 
-void shown_sum(const zs_sum *sum)
-{
-    zs_cpu_sum(sum);
-}
-
-void shown_cast(const zs_cast *cast)
-{
-    zs_cpu_cast(cast);
-}
-
-void shown_scale(const zs_numbers *x, double factor)
-{
-    zs_cpu_scale(x, factor);
-}
-
-double shown_norm(const zs_numbers *x, double p)
-{
-    return zs_cpu_norm(x, p);
-}
+SHOW(void, sum, (const zs_sum *sum), (sum))
+SHOW(void, cast, (const zs_cast *cast), (cast))
+SHOW(void, scale, (const zs_numbers *x, double factor), (x, factor))
+SHOW(double, norm, (const zs_numbers *x, double p), (x, p))

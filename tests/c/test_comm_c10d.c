@@ -8,45 +8,19 @@
 
 #include <pthread.h>
 
-/* --- the common tests, here -------------------------------------------------------------------------------------------- */
-
-/* Runs `body` with c10d over this rank's shm. */
-static void run_over_c10d(rank_env *env, rank_body body)
+/* Runs `body` with c10d over this rank's shm; in a world of one, with the transport self. */
+static void over_c10d(rank_env *env, rank_body body)
 {
-    wire = env->comm;
     zs_ranks_of_hosts ranks = {.rank = env->rank, .world = env->world};
-    OK(zs_comm_c10d_new("fake", &ranks, wire->timeout, &env->comm));
+    wire = env->comm;
+    if (env->world == 1)
+        OK(zs_comm_self_new(zs_device_cpu(), &env->comm));
+    else
+        OK(zs_comm_c10d_new("fake", &ranks, wire->timeout, &env->comm));
     body(env);
     zs_comm_release(env->comm);
     env->comm = wire;
 }
-
-/* Runs `body` in a world of one. */
-static void run_alone(rank_env *env, rank_body body)
-{
-    rank_env alone = *env;
-    alone.rank = 0;
-    alone.world = 1;
-    OK(zs_comm_self_new(zs_device_cpu(), &alone.comm));
-    body(&alone);
-    zs_comm_release(alone.comm);
-}
-
-#define IN_BOTH(body)                             \
-    static void c10d_##body(rank_env *env)        \
-    {                                             \
-        run_over_c10d(env, body);                 \
-    }                                             \
-    static void self_##body(rank_env *env)        \
-    {                                             \
-        if (env->rank == 0) run_alone(env, body); \
-    }
-
-IN_BOTH(rounds_in_a_row)
-IN_BOTH(sums_are_shared)
-IN_BOTH(rounds_have_an_order)
-IN_BOTH(exchanges_storm)
-IN_BOTH(broadcasts_from_all_roots)
 
 /* --- what only c10d does --------------------------------------------------------------------------------------------------- */
 
@@ -66,11 +40,6 @@ static void gather_fills_the_full_buffer(rank_env *env)
     zs_mem_release(full);
 }
 
-static void c10d_gather(rank_env *env)
-{
-    run_over_c10d(env, gather_fills_the_full_buffer);
-}
-
 /* The bitmap and the order's check cost no collective of their own, nor does a unit with several flats. */
 static void rounds_cost_one_collective(rank_env *env)
 {
@@ -84,11 +53,6 @@ static void rounds_cost_one_collective(rank_env *env)
             CHECK(calls == before + 2); /* one of a few bytes, to agree on it */
         }
     free_units(env, units);
-}
-
-static void c10d_rounds_cost_one_collective(rank_env *env)
-{
-    run_over_c10d(env, rounds_cost_one_collective);
 }
 
 /* Looking does not wait, unless a collective has to follow in the same place on all ranks. */
@@ -114,11 +78,6 @@ static void looking(rank_env *env)
     }
 }
 
-static void c10d_looking(rank_env *env)
-{
-    run_over_c10d(env, looking);
-}
-
 /* Two units' rounds out at a time, as a backward has them: each keeps its own receive buffer. */
 static void rounds_overlap(rank_env *env)
 {
@@ -131,32 +90,6 @@ static void rounds_overlap(rank_env *env)
             finish_unit(env, &units[(u + round) % UNITS], (u + round) % UNITS);
     }
     free_units(env, units);
-}
-
-static void c10d_rounds_overlap(rank_env *env)
-{
-    run_over_c10d(env, rounds_overlap);
-}
-
-/* Equal sizes, another order: the bytes would fit. All hear of it, and can go on. */
-static void orders_that_differ(rank_env *env)
-{
-    zs_cunit *units[2];
-    for (int u = 0; u < 2; u++) {
-        zs_cunit_spec spec = {.name = u == 0 ? "left" : "right", .n_params = 1, .n_flats = 1, .shard_bytes = {64}};
-        OK(zs_cunit_new(env->comm, &spec, &units[u]));
-    }
-    int mine = env->rank == 0;
-    FAILS(zs_cunit_post(env->comm, units[mine], NULL), ZS_ERR_DIVERGED,
-          mine ? "rank 0 was reducing gradients of unit 'right' (round 1), but rank 1 was reducing gradients of unit "
-                 "'left'"
-               : "reducing gradients of unit 'left' (round 1), but rank 0 was reducing gradients of unit 'right' "
-                 "(round 1)");
-    for (int u = 0; u < 2; u++)
-        zs_cunit_free(env->comm, units[u]);
-    char byte = (char)env->rank, all[MAX_RANKS];
-    OK(zs_comm_exchange(env->comm, &byte, 1, all));
-    CHECK(all[env->world - 1] == env->world - 1);
 }
 
 enum { MANY = 1024, LITTLE_STACK = 64 << 10 };
@@ -183,74 +116,91 @@ static void *gather_with_many(void *arg)
 static void many_ranks_on_a_little_stack(rank_env *env)
 {
     if (env->rank != 0) return;
+    zs_comm *comm = NULL;
     pthread_t thread;
     pthread_attr_t attributes;
     absent = MANY - env->world;
-    wire = env->comm;
-    rank_env many = {.world = MANY};
-    OK(zs_comm_c10d_new("fake", &(zs_ranks_of_hosts){.world = MANY}, wire->timeout, &many.comm));
+    OK(zs_comm_c10d_new("fake", &(zs_ranks_of_hosts){.world = MANY}, wire->timeout, &comm));
+    rank_env many = {.world = MANY, .comm = comm};
     CHECK(pthread_attr_init(&attributes) == 0 && pthread_attr_setstacksize(&attributes, LITTLE_STACK) == 0);
     CHECK(pthread_create(&thread, &attributes, gather_with_many, &many) == 0);
     CHECK(pthread_join(thread, NULL) == 0);
     pthread_attr_destroy(&attributes);
-    zs_comm_release(many.comm);
+    zs_comm_release(comm);
 }
 
-/* Ranks that are about to start collectives of different kinds and sizes. */
-static void steps_that_differ(rank_env *env)
+enum { EXCHANGE, BROADCAST, POST, POST_OTHER, GATHER };
+
+static zs_status begin_one(rank_env *env, int what, size_t bytes, zs_cunit *const *units)
 {
+    static char data[4096], all[MAX_RANKS * 4096];
     zs_flat_mem flat;
     zs_mem *full = NULL;
-    char data[256] = "";
-    OK(zs_comm_flat_new(env->comm, 64, &flat));
-    OK(zs_mem_new_private(64 * MAX_RANKS, &full));
-    const char *words = env->rank == 0
-                            ? "rank 0 was all-gathering parameters of unit 'head' (64 bytes), but rank 1 was broad"
-                            : "broadcasting 256 bytes from rank 0 (message 1), but rank 0 was all-gathering";
-    zs_clear_error();
-    zs_status status = env->rank == 0
-                           ? zs_comm_gather(env->comm, &flat, "head", (zs_target){.mem = full, .full = full->ptr})
-                           : zs_comm_broadcast(env->comm, data, sizeof data, 0);
-    CHECK(status == ZS_ERR_DIVERGED && strstr(zs_last_message(), words) != NULL);
+    if (what == EXCHANGE) return zs_comm_exchange(env->comm, data, bytes, all);
+    if (what == BROADCAST) return zs_comm_broadcast(env->comm, data, bytes, 0);
+    if (what != GATHER) return zs_cunit_post(env->comm, units[what == POST_OTHER], NULL);
+    OK(zs_comm_flat_new(env->comm, bytes, &flat));
+    OK(zs_mem_new_private(bytes * MAX_RANKS, &full));
+    zs_status status = zs_comm_gather(env->comm, &flat, "head", (zs_target){.mem = full, .full = full->ptr});
     zs_comm_flat_free(env->comm, &flat);
     zs_mem_release(full);
+    return status;
 }
 
-/* Three ranks in three calls; one call has no name. */
-static void calls_that_differ(rank_env *env)
+static void make_few_units(rank_env *env, int n, size_t shard_bytes, zs_cunit **units)
 {
-    static const char *const calls_of[] = {"", "save()", "load()"};
-    static const char *const words[] = {
-        "rank 0 was all-gathering message 1 (1 bytes), but rank 1 was in save(); run",
-        "rank 1 was in save(), but rank 0 was all-gathering message 1 (1 bytes); run",
-        "rank 2 was in load(), but rank 0 was all-gathering message 1 (1 bytes); run",
-    };
-    char byte = (char)env->rank, all[MAX_RANKS];
-    if (env->rank > 2) CHECK(zs_call_begin("save()"));
-    if (env->rank == 1 || env->rank == 2) CHECK(zs_call_begin(calls_of[env->rank]));
-    zs_clear_error();
-    CHECK(zs_comm_exchange(env->comm, &byte, 1, all) == ZS_ERR_DIVERGED);
-    CHECK(env->rank > 2 || strstr(zs_last_message(), words[env->rank]) != NULL);
-    zs_clear_error();
-    CHECK(zs_comm_broadcast(env->comm, &byte, 1, 0) == ZS_ERR_DIVERGED);
-    zs_call_end();
-    OK(zs_comm_exchange(env->comm, &byte, 1, all));
-    CHECK(all[env->world - 1] == env->world - 1);
+    for (int u = 0; u < n; u++) {
+        zs_cunit_spec spec = {.name = u == 0 ? "left" : "right", .n_params = 1, .n_flats = 1};
+        spec.shard_bytes[0] = shard_bytes;
+        OK(zs_cunit_new(env->comm, &spec, &units[u]));
+    }
 }
 
-/* Ranks that differ within one call: its name does not show it. */
-static void one_call_that_differs(rank_env *env)
+#define GRADIENTS "reducing gradients of unit "
+#define MESSAGE "all-gathering message 1 (1 bytes)"
+#define FIRST "rank 0 was broadcasting 8 bytes from rank 0 (message 1) in load()"
+#define SECOND "rank 1 was " MESSAGE " in load()"
+
+/* What ranks that differ are in, and what they then say; the last one is for all further ranks. */
+static const struct part {
+    int begins;
+    size_t bytes;
+    const char *call, *words;
+} differences[][3] = {
+    /* Of equal sizes in another order: the bytes would fit. */
+    {{POST_OTHER, 0, NULL, "rank 0 was " GRADIENTS "'right' (round 1), but rank 1 was " GRADIENTS "'left'"},
+     {POST, 0, NULL, GRADIENTS "'left' (round 1), but rank 0 was " GRADIENTS "'right' (round 1)"}},
+    {{GATHER, 64, NULL, "rank 0 was all-gathering parameters of unit 'head' (64 bytes), but rank 1 was broad"},
+     {BROADCAST, 256, NULL, "broadcasting 256 bytes from rank 0 (message 1), but rank 0 was all-gathering"}},
+    /* Three calls, of which one has no name. */
+    {{EXCHANGE, 1, NULL, "rank 0 was " MESSAGE ", but rank 1 was in save(); run"},
+     {EXCHANGE, 1, "save()", "rank 1 was in save(), but rank 0 was " MESSAGE "; run"},
+     {EXCHANGE, 1, "load()", " was in load(), but rank 0 was " MESSAGE "; run"}},
+    /* One call, whose name does not show it. */
+    {{BROADCAST, 8, "load()", FIRST}, {EXCHANGE, 1, "load()", FIRST}, {EXCHANGE, 2, "load()", ""}},
+    {{BROADCAST, 8, "load()", SECOND}, {EXCHANGE, 1, "load()", SECOND}, {EXCHANGE, 2, "load()", ""}},
+};
+
+/* All hear of it, and can go on. */
+static void ranks_that_differ(rank_env *env)
 {
-    char data[8] = "", all[8 * MAX_RANKS];
-    CHECK(zs_call_begin("load()"));
-    zs_clear_error();
-    zs_status status = env->rank == 0 ? zs_comm_broadcast(env->comm, data, 8, 0)
-                                      : zs_comm_exchange(env->comm, data, (size_t)env->rank, all);
-    CHECK(status == ZS_ERR_DIVERGED);
-    const char *first = "rank 0 was broadcasting 8 bytes from rank 0 (message 1) in load()",
-               *second = "rank 1 was all-gathering message 1 (1 bytes) in load()";
-    CHECK(env->rank > 1 || (strstr(zs_last_message(), first) != NULL && strstr(zs_last_message(), second) != NULL));
-    zs_call_end();
+    zs_comm *comm = env->comm;
+    zs_ranks_of_hosts ranks = {.rank = env->rank, .world = env->world};
+    for (size_t i = 0; i < COUNT(differences); i++) {
+        const struct part *part = &differences[i][env->rank < 2 ? env->rank : 2];
+        zs_cunit *units[2];
+        if (part->words == NULL) part--;
+        OK(zs_comm_c10d_new("fake", &ranks, wire->timeout, &env->comm)); /* whose messages begin at 1 */
+        make_few_units(env, 2, 64, units);
+        if (part->call != NULL) CHECK(zs_call_begin(part->call));
+        FAILS(begin_one(env, part->begins, part->bytes, units), ZS_ERR_DIVERGED, part->words);
+        if (part->call != NULL) zs_call_end();
+        meet(env);
+        for (int u = 0; u < 2; u++)
+            zs_cunit_free(env->comm, units[u]);
+        zs_comm_release(env->comm);
+    }
+    env->comm = comm;
 }
 
 /* All ranks wait here, below the transport, so that none is found gone before the others have looked. */
@@ -269,45 +219,38 @@ static zs_status scarce_mem_new(const zs_device *device, size_t bytes, zs_mem **
     return zs_device_cpu()->ops->mem_new(device, bytes, out);
 }
 
-enum { EXCHANGE, BROADCAST, POST };
-
-static zs_status begin_one(rank_env *env, int what, zs_cunit *unit)
+/* A device on which no more than `left` allocations succeed. */
+static zs_device poor_device(void)
 {
-    static char data[4096], all[MAX_RANKS * 4096];
-    switch (what) {
-    case EXCHANGE: return zs_comm_exchange(env->comm, data, sizeof data, all);
-    case BROADCAST: return zs_comm_broadcast(env->comm, data, sizeof data, 0);
-    default: return zs_cunit_post(env->comm, unit, NULL);
-    }
+    static zs_device_ops ops;
+    ops = *zs_device_cpu()->ops;
+    ops.mem_new = scarce_mem_new;
+    return (zs_device){&ops, zs_device_cpu()->where};
 }
 
 /* A rank without memory does not begin what the others are in: what it does next is not taken for its part of that. */
 static void memory_that_runs_out(rank_env *env)
 {
     static const int allocations[] = {[EXCHANGE] = 2, [BROADCAST] = 2, [POST] = 3};
-    zs_device_ops ops = *zs_device_cpu()->ops;
-    ops.mem_new = scarce_mem_new;
-    const zs_device poor = {&ops, zs_device_cpu()->where}, *device = env->comm->device;
-    zs_cunit_spec spec = {.name = "block", .n_params = 1, .n_flats = 1, .shard_bytes = {64 << 10}};
+    const zs_device poor = poor_device(), *device = env->comm->device;
     char byte = (char)env->rank, all[MAX_RANKS];
     for (int what = EXCHANGE; what <= POST; what++) {
         for (int had = 0; had < allocations[what]; had++) {
             zs_cunit *unit = NULL;
             left = 1000;
-            OK(zs_cunit_new(env->comm, &spec, &unit));
+            make_few_units(env, 1, 64 << 10, &unit);
             zs_cunit_free(env->comm, unit); /* the last one: all areas go, too */
-            OK(zs_cunit_new(env->comm, &spec, &unit));
+            make_few_units(env, 1, 64 << 10, &unit);
             env->comm->device = &poor;
             if (env->rank == 1) {
                 left = had;
-                FAILS(begin_one(env, what, unit), ZS_ERR_MEMORY, "out of memory");
+                FAILS(begin_one(env, what, 4096, &unit), ZS_ERR_MEMORY, "out of memory");
                 left = 1000;
+                FAILS(zs_comm_exchange(env->comm, &byte, 1, all), ZS_ERR_DIVERGED, "");
+            } else {
+                FAILS(begin_one(env, what, 4096, &unit), ZS_ERR_DIVERGED, "");
             }
-            zs_clear_error();
-            zs_status status = env->rank == 1 ? zs_comm_exchange(env->comm, &byte, 1, all) : begin_one(env, what, unit);
-            CHECK(status == ZS_ERR_DIVERGED);
-            OK(zs_comm_exchange(env->comm, &byte, 1, all));
-            CHECK(all[0] == 0 && all[env->world - 1] == env->world - 1);
+            meet(env);
             zs_cunit_free(env->comm, unit);
             env->comm->device = device;
         }
@@ -318,13 +261,10 @@ static void memory_that_runs_out(rank_env *env)
  * Here they find its reason in the store. */
 static void no_memory_for_words(rank_env *env)
 {
-    zs_device_ops ops = *zs_device_cpu()->ops;
-    ops.mem_new = scarce_mem_new;
-    const zs_device poor = {&ops, zs_device_cpu()->where}, *device = env->comm->device;
-    zs_cunit_spec spec = {.name = "block", .n_params = 1, .n_flats = 1, .shard_bytes = {64}};
-    zs_cunit *unit = NULL;
+    const zs_device poor = poor_device(), *device = env->comm->device;
     char byte = (char)env->rank, all[2 * MAX_RANKS];
-    OK(zs_cunit_new(env->comm, &spec, &unit));
+    zs_cunit *unit = NULL;
+    make_few_units(env, 1, 64, &unit);
     zs_cunit_free(env->comm, unit); /* and all areas */
     left = 1000;
     env->comm->device = &poor;
@@ -366,8 +306,7 @@ static void last_unit_is_freed_within_a_wait(rank_env *env)
         OK(zs_comm_exchange(env->comm, &byte, 1, all));
         zs_comm_on_wait(NULL);
         CHECK(last_unit == NULL && zs_comm_bytes(env->comm) == 0);
-        for (int r = 0; r < env->world; r++)
-            CHECK(all[r] == r);
+        CHECK(all[0] == 0 && all[env->world - 1] == env->world - 1);
     }
 }
 
@@ -439,10 +378,7 @@ static void gathers_of_what_was_written_since(rank_env *env)
         OK(zs_comm_write_begin(env->comm, reader));
         zs_comm_write_end(env->comm, reader, true);
     }
-    zs_clear_error();
-    CHECK(gather_one(env, &flats[env->rank == 0], env->rank == 0) == ZS_ERR_DIVERGED);
-    CHECK(strstr(zs_last_message(), "ranks diverged") != NULL);
-    zs_clear_error();
+    FAILS(gather_one(env, &flats[env->rank == 0], env->rank == 0), ZS_ERR_DIVERGED, "ranks diverged");
     OK(gather_one(env, &flats[2], 2));
     end_forward(env, reader, flats);
 }
@@ -496,20 +432,13 @@ static void failures_are_explained(rank_env *env)
 /* A collective that fails at its start, and a peer of which nothing is known. */
 static void unknown_peers_are_listed(rank_env *env)
 {
-    zs_flat_mem flat;
-    zs_mem *full = NULL;
-    OK(zs_comm_flat_new(env->comm, 64, &flat));
-    OK(zs_mem_new_private(64 * MAX_RANKS, &full));
     failure = ZS_ERR_PEER;
     complaint = "Connection closed by peer [10.0.0.1]:4711";
     fail_at = 1;
     const char *who = env->world == 2 ? env->rank == 0 ? "rank 1 exited or" : "rank 0 exited or" : "one of ranks";
-    zs_clear_error();
-    CHECK(zs_comm_gather(env->comm, &flat, "head", (zs_target){.mem = full, .full = full->ptr}) == ZS_ERR_PEER);
-    CHECK(strstr(zs_last_message(), who) != NULL && strstr(zs_last_message(), "4711") != NULL);
+    FAILS(begin_one(env, GATHER, 64, NULL), ZS_ERR_PEER, who);
+    FAILS(begin_one(env, GATHER, 64, NULL), ZS_ERR_PEER, "4711"); /* asked again: the same */
     stay(env);
-    zs_comm_flat_free(env->comm, &flat);
-    zs_mem_release(full);
 }
 
 /* What a rank said before it gave up is what the others say. */
@@ -524,10 +453,8 @@ static void last_words_are_told(rank_env *env)
     failure = ZS_ERR_PEER;
     complaint = "Connection closed";
     fail_at = 2;
-    zs_clear_error();
-    CHECK(zs_comm_exchange(env->comm, &byte, 1, all) == ZS_ERR_PEER);
-    CHECK(strstr(zs_last_message(), "failed: ValueError: no data; rank") != NULL);
-    CHECK(strstr(zs_last_message(), "all-gathering message 1 (1 bytes): Connection closed") != NULL);
+    FAILS(zs_comm_exchange(env->comm, &byte, 1, all), ZS_ERR_PEER, "failed: ValueError: no data; rank");
+    FAILS(zs_comm_exchange(env->comm, &byte, 1, all), ZS_ERR_PEER, MESSAGE ": Connection closed");
     stay(env);
 }
 
@@ -538,10 +465,8 @@ static void dead_rank_is_found(rank_env *env)
     if (env->rank == 1) raise(SIGKILL);
     double start = now();
     last_forever_at = 1;
-    zs_clear_error();
-    CHECK(zs_comm_exchange(env->comm, &byte, 1, all) == ZS_ERR_PEER);
-
-    CHECK(strstr(zs_last_message(), "rank 1 (pid ") != NULL && strstr(zs_last_message(), "exited") != NULL);
+    FAILS(zs_comm_exchange(env->comm, &byte, 1, all), ZS_ERR_PEER, "rank 1 (pid ");
+    FAILS(zs_comm_exchange(env->comm, &byte, 1, all), ZS_ERR_PEER, "exited");
     CHECK(now() - start < 4.0);
     exit(0); /* the wire has lost a rank, too */
 }
@@ -571,9 +496,7 @@ static void interrupted_gathers_keep_shards(rank_env *env)
     unsigned first = env->rank == 0 ? 0 : 1;
     zs_comm_on_wait(always);
     last_forever_at = 2; /* the first one agrees on it */
-    zs_clear_error();
-    CHECK(gather_one(env, &flats[first], first) == ZS_ERR_TORCH);
-    zs_clear_error();
+    FAILS(gather_one(env, &flats[first], first), ZS_ERR_TORCH, "");
     stay(env);
     zs_comm_on_wait(NULL);
     CHECK(reading == flats[0].shard);
@@ -581,64 +504,34 @@ static void interrupted_gathers_keep_shards(rank_env *env)
     CHECK(has_pattern(reading, SHARD, (unsigned)env->rank));
 }
 
-#define OVER_C10D(body)                    \
-    static void c10d_##body(rank_env *env) \
-    {                                      \
-        run_over_c10d(env, body);          \
-    }
-
-OVER_C10D(gathers_that_some_leave_out)
-OVER_C10D(gathers_of_what_was_written_since)
-OVER_C10D(orders_that_differ)
-OVER_C10D(steps_that_differ)
-OVER_C10D(calls_that_differ)
-OVER_C10D(one_call_that_differs)
-OVER_C10D(memory_that_runs_out)
-OVER_C10D(no_memory_for_words)
-OVER_C10D(last_unit_is_freed_within_a_wait)
-OVER_C10D(two_threads_at_a_time)
-OVER_C10D(failures_are_explained)
-OVER_C10D(unknown_peers_are_listed)
-OVER_C10D(last_words_are_told)
-OVER_C10D(dead_rank_is_found)
-OVER_C10D(interrupted_wait_ends_the_transport)
-OVER_C10D(interrupted_gathers_keep_shards)
-
 static const rank_test tests[] = {
-    TEST(c10d_rounds_in_a_row, .least = 2),
-    TEST(c10d_sums_are_shared, .least = 2),
-    TEST(c10d_rounds_have_an_order, .least = 2),
-    TEST(c10d_exchanges_storm, .least = 2),
-    TEST(c10d_broadcasts_from_all_roots, .least = 2),
-    TEST(c10d_gather, .least = 2),
-    TEST(c10d_rounds_cost_one_collective, .least = 2),
-    TEST(c10d_looking, .least = 2),
-    TEST(c10d_rounds_overlap, .least = 2),
-    TEST(c10d_gathers_that_some_leave_out, .least = 2),
-    TEST(c10d_gathers_of_what_was_written_since, .least = 2),
-    TEST(c10d_orders_that_differ, .least = 2),
-    TEST(c10d_steps_that_differ, .least = 2),
-    TEST(c10d_calls_that_differ, .least = 3),
-    TEST(c10d_one_call_that_differs, .least = 2),
-    TEST(c10d_memory_that_runs_out, .least = 2),
-    TEST(c10d_no_memory_for_words, .least = 2),
-    TEST(c10d_last_unit_is_freed_within_a_wait, .least = 2),
-    TEST(c10d_two_threads_at_a_time, .least = 2),
+    TEST(rounds_in_a_row, .least = 1),
+    TEST(sums_are_shared, .least = 1),
+    TEST(rounds_have_an_order, .least = 1),
+    TEST(exchanges_storm, .least = 1),
+    TEST(broadcasts_from_all_roots, .least = 1),
+    TEST(gather_fills_the_full_buffer, .least = 2),
+    TEST(rounds_cost_one_collective, .least = 2),
+    TEST(looking, .least = 2),
+    TEST(rounds_overlap, .least = 2),
+    TEST(gathers_that_some_leave_out, .least = 2),
+    TEST(gathers_of_what_was_written_since, .least = 2),
+    TEST(ranks_that_differ, .least = 2),
+    TEST(memory_that_runs_out, .least = 2),
+    TEST(no_memory_for_words, .least = 2),
+    TEST(last_unit_is_freed_within_a_wait, .least = 2),
+    TEST(two_threads_at_a_time, .least = 2),
     TEST(many_ranks_on_a_little_stack, .least = MAX_RANKS),
-    TEST(c10d_failures_are_explained, .least = 2),
-    TEST(c10d_unknown_peers_are_listed, .least = 2),
-    TEST(c10d_last_words_are_told, .least = 2),
-    TEST(c10d_dead_rank_is_found, .least = 2, .killed = 1),
-    TEST(c10d_interrupted_wait_ends_the_transport, .least = 2),
-    TEST(c10d_interrupted_gathers_keep_shards, .least = 2),
-    TEST(self_rounds_in_a_row, .least = MAX_RANKS),
-    TEST(self_sums_are_shared, .least = MAX_RANKS),
-    TEST(self_rounds_have_an_order, .least = MAX_RANKS),
-    TEST(self_exchanges_storm, .least = MAX_RANKS),
-    TEST(self_broadcasts_from_all_roots, .least = MAX_RANKS),
+    TEST(failures_are_explained, .least = 2),
+    TEST(unknown_peers_are_listed, .least = 2),
+    TEST(last_words_are_told, .least = 2),
+    TEST(dead_rank_is_found, .least = 2, .killed = 1),
+    TEST(interrupted_wait_ends_the_transport, .least = 2),
+    TEST(interrupted_gathers_keep_shards, .least = 2),
 };
 
 int main(int argc, char **argv)
 {
-    return run_tests(tests, sizeof tests / sizeof tests[0], argc, argv);
+    around_each = over_c10d;
+    return run_tests(tests, COUNT(tests), argc, argv);
 }

@@ -312,25 +312,6 @@ static void readers_never_see_a_wrong_version(rank_env *env)
     free_model(env, &m);
 }
 
-/* One rank's forward fails halfway (no read_end), or it skips a forward that the others run. */
-static void readers_survive_failures(rank_env *env)
-{
-    model m;
-    make_model(env, &m);
-    for (uint32_t step = 1; step <= 60; step++) {
-        write_version(env, &m, step);
-        bool failing = (int)(step % (uint32_t)(2 * env->world)) == env->rank;
-        if (failing) {
-            OK(zs_comm_read_begin(env->comm, m.reader, &(zs_reading){.pass = ZS_PASS_TRAIN}));
-            jitter(env);
-        }
-        run_forward(env, &m, step, ZS_PASS_TRAIN);
-        run_backward(env, &m, step);
-    }
-    FAILS(zs_comm_read_end(env->comm, m.reader, ZS_PHASE_BACKWARD), ZS_ERR_STATE, "not begun");
-    free_model(env, &m);
-}
-
 /* --- forked children ------------------------------------------------------------------------------------------------------- */
 
 static void use_as_a_child(rank_env *env, zs_flat_mem *flat)
@@ -380,11 +361,10 @@ static const rank_test tests[] = {
     TEST(exchanges_storm, .least = 2),
     TEST(broadcasts_from_all_roots, .least = 2),
     TEST(readers_never_see_a_wrong_version, .least = 2),
-    TEST(readers_survive_failures, .least = 2),
     TEST(forked_children_are_harmless, .least = 2),
 };
 
 int main(int argc, char **argv)
 {
-    return run_tests(tests, sizeof tests / sizeof tests[0], argc, argv);
+    return run_tests(tests, COUNT(tests), argc, argv);
 }

@@ -1,6 +1,6 @@
 /* test_comm_shm_faults.c - what the shm transport does when things go wrong: no wait hangs, every message names who.
  *
- * The expected times are wide (2 s where 0.15 s is usual), because the tests' machine may be busy.
+ * Ranks wait for a minute, and what they are told then would be another error.
  */
 #include "ranks.h"
 
@@ -64,20 +64,21 @@ static void wait_for_arrivals(rank_env *env, int count)
         sleep_us(1000);
 }
 
+static void die_late(void)
+{
+    sleep_us(100000);
+    kill(getpid(), SIGKILL);
+}
+
 /* --- peers that are gone ------------------------------------------------------------------------------------------------ */
 
 static void peer_killed_while_awaited(rank_env *env)
 {
     zs_cunit *unit = make_unit(env, unit_name, 64);
     run_round(env, unit);
-    if (env->rank == 1) {
-        sleep_us(100000);
-        kill(getpid(), SIGKILL);
-    }
-    double start = now();
+    if (env->rank == 1) die_late();
     OK(post_empty(env, unit));
     FAILS(collect(env, unit), ZS_ERR_PEER, "rank 1 (pid ");
-    CHECK(now() - start < 2.0);
     zs_clear_error();
     FAILS(collect(env, unit), ZS_ERR_PEER,
           "for it to reduce gradients of unit 'blocks.3' (round 2)"); /* asked again: the same */
@@ -94,9 +95,7 @@ static void peer_killed_while_another_is_awaited(rank_env *env)
     }
     OK(post_empty(env, unit));
     if (env->rank == 1) kill(getpid(), SIGKILL);
-    double start = now();
     FAILS(collect(env, unit), ZS_ERR_PEER, "waiting for rank 2 to reduce gradients");
-    CHECK(now() - start < 3.0);
     arrive(env);
 }
 
@@ -124,8 +123,7 @@ static void peer_killed_while_it_posts(rank_env *env)
     if (env->rank == 1) {
         atomic_fetch_add(&((zs_shm *)env->comm)->own->post_number, 1);
         arrive(env);
-        sleep_us(100000);
-        kill(getpid(), SIGKILL);
+        die_late();
     }
     wait_for_arrivals(env, 1);
     FAILS(state->posted(env->comm, 1, &text, &bytes), ZS_ERR_PEER, "died while it posted");
@@ -142,9 +140,8 @@ static void exit_is_not_a_failure(rank_env *env)
         wait_for_arrivals(env, env->world - 1);
         return;
     }
-    double start = now();
     FAILS(meet(env), ZS_ERR_PEER, "exited while");
-    CHECK(strstr(zs_last_message(), "died") == NULL && now() - start < 2.0);
+    CHECK(strstr(zs_last_message(), "died") == NULL);
     arrive(env);
 }
 
@@ -152,14 +149,9 @@ static void peer_killed_in_a_reader_wait(rank_env *env)
 {
     zs_reader *reader = NULL;
     OK(zs_comm_reader_new(env->comm, "gpt", &reader));
-    if (env->rank == 1) {
-        sleep_us(100000);
-        kill(getpid(), SIGKILL);
-    }
-    double start = now();
+    if (env->rank == 1) die_late();
     FAILS(zs_comm_read_begin(env->comm, reader, &(zs_reading){.pass = ZS_PASS_TRAIN}), ZS_ERR_PEER,
           "it to begin forward 1 of 'gpt'");
-    CHECK(now() - start < 2.0);
     zs_comm_reader_free(env->comm, reader);
 }
 
@@ -175,9 +167,7 @@ static void timeout_names_the_late_ranks(rank_env *env)
         return;
     }
     OK(post_empty(env, unit));
-    double start = now();
     FAILS(collect(env, unit), ZS_ERR_TIMEOUT, "rank 1 to reduce gradients of unit 'blocks.3' (round 2); rank 1 (pid ");
-    CHECK(now() - start >= 0.3 && now() - start < 2.0);
     FAILS(collect(env, unit), ZS_ERR_TIMEOUT, "last operation: release gradients of unit 'blocks.3' (round 1)");
     arrive(env);
 }
@@ -234,9 +224,8 @@ static void abort_message_reaches_peers(rank_env *env)
         zs_comm_abort(env->comm, "a second reason");
         arrive(env);
     } else {
-        double start = now();
         FAILS(meet(env), ZS_ERR_PEER, "failed: ValueError: bad batch in epoch 3");
-        CHECK(strstr(zs_last_message(), "second") == NULL && now() - start < 1.0);
+        CHECK(strstr(zs_last_message(), "second") == NULL);
     }
     wait_for_arrivals(env, 1);
     FAILS(meet(env), ZS_ERR_PEER, "rank 1"); /* for the rank that gave up, too */
@@ -264,7 +253,6 @@ static void deadlock_is_found(rank_env *env)
 {
     zs_cunit *unit = make_unit(env, unit_name, 64);
     zs_cunit *other = make_unit(env, "blocks.4", 64);
-    double start = now();
     zs_status status = ZS_OK;
     if (env->rank == 0) {
         OK(post_empty(env, unit));
@@ -278,7 +266,6 @@ static void deadlock_is_found(rank_env *env)
     CHECK(status == ZS_ERR_DIVERGED);
     CHECK(strstr(zs_last_message(), "is waiting for rank 1 to reduce gradients of unit 'blocks.3' (round 1)") != NULL);
     CHECK(strstr(zs_last_message(), "is waiting for rank 0 to all-gather message 1") != NULL);
-    CHECK(now() - start < 5.0);
 }
 
 /* All wait for a rank that is busy: slow is no fault. */
@@ -357,9 +344,8 @@ static zs_status try_to_join(rank_env *env, const char *token, bool unknown, zs_
 static void unreachable_peers(rank_env *env)
 {
     zs_comm *comm = NULL;
-    double start = now();
     zs_status status = try_to_join(env, "0123456789abcdef", true, &comm);
-    CHECK(status == ZS_ERR_UNSUPPORTED && now() - start < 5.0);
+    CHECK(status == ZS_ERR_UNSUPPORTED);
     const char *words =
         env->rank == 0 ? "rank 0 got a connection from 0 of" : "cannot connect to rank 0 over shared memory";
     CHECK(strstr(zs_last_message(), words) != NULL);
@@ -371,11 +357,9 @@ static void unreachable_peers(rank_env *env)
 static void wrong_token_is_refused(rank_env *env)
 {
     zs_comm *comm = NULL;
-    double start = now();
     zs_status status = try_to_join(env, env->rank == 0 ? "0123456789abcdef" : "0123456789abcdeX", false, &comm);
     CHECK(env->rank != 0 || status == ZS_ERR_UNSUPPORTED);
     CHECK(env->rank != 1 || status == ZS_ERR_UNSUPPORTED);
-    CHECK(now() - start < 5.0);
     zs_comm_release(comm);
 }
 
@@ -384,8 +368,7 @@ static void strangers_end_no_deadline(rank_env *env)
 {
     if (env->rank == 0) {
         zs_comm *comm = NULL;
-        double start = now();
-        CHECK(try_to_join(env, "0123456789abcdef", false, &comm) == ZS_ERR_UNSUPPORTED && now() - start < 5.0);
+        CHECK(try_to_join(env, "0123456789abcdef", false, &comm) == ZS_ERR_UNSUPPORTED);
         atomic_store(&env->board->step, 100);
         zs_comm_release(comm);
         return;
@@ -447,5 +430,5 @@ static const rank_test tests[] = {
 
 int main(int argc, char **argv)
 {
-    return run_tests(tests, sizeof tests / sizeof tests[0], argc, argv);
+    return run_tests(tests, COUNT(tests), argc, argv);
 }

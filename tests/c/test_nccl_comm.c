@@ -2,11 +2,11 @@
  *
  * The stand-in runs work on a stream late and on another thread, and ends the process on what the real library
  * leaves undefined; so a test that passes has waited for what has to be waited for, kept the monitor out of calls, and has
- * touched nothing after an abort. Here is what works, and what is refused; the rest is in nccl_failures.c and nccl_processes.c.
+ * touched nothing after an abort. Here is what works, and what is refused; what fails is in nccl_failures.c.
  */
 #include "nccl_tests.h"
 
-static char stream_b; /* its address is a stream */
+#include <pthread.h>
 
 /* --- what moves bytes ---------------------------------------------------------------------------------------------------- */
 
@@ -24,8 +24,8 @@ static void bytes_get_where_they_belong(rank_env *env)
         for (int root = 0; root < env->world; root++) {
             char *data = calloc(1, sizes[s]);
             if (root == env->rank) fill(data, sizes[s], root, 2);
-            OK(zs_nccl_broadcast(comm, data, sizes[s], root, &stream_a));
-            synchronize(&stream_a);
+            OK(zs_nccl_broadcast(comm, data, sizes[s], root, STREAM_A));
+            synchronize(STREAM_A);
             check_filled(data, sizes[s], root, 2);
             free(data);
         }
@@ -47,8 +47,8 @@ static void messages_go_in_one_launch(rank_env *env)
         list[i] = (zs_message){send + i, receive + i * MOST, bytes, peer};
     }
     list[env->world] = (zs_message){send, receive + env->world * MOST, 3, env->rank};
-    OK(zs_nccl_messages(comm, list, (size_t)env->world + 1, &stream_a));
-    synchronize(&stream_a);
+    OK(zs_nccl_messages(comm, list, (size_t)env->world + 1, STREAM_A));
+    synchronize(STREAM_A);
     for (int i = 0; i < env->world; i++) { /* this rank's was the rank-th of the sender's list */
         const char *at = receive + i * MOST;
         for (size_t b = 0; b < list[i].bytes; b++)
@@ -72,9 +72,9 @@ static void ending_waits_for_what_is_under_way(rank_env *env)
     zs_nccl_comm *comm = make(env, "all");
     char ranks[MAX_RANKS] = {0};
     ranks[env->rank] = (char)(env->rank + 1);
-    OK(zs_nccl_all_gather(comm, &ranks[env->rank], ranks, 1, &stream_a));
+    OK(zs_nccl_all_gather(comm, &ranks[env->rank], ranks, 1, STREAM_A));
     zs_nccl_comm_free(comm);
-    synchronize(&stream_a);
+    synchronize(STREAM_A);
     for (int r = 0; r < env->world; r++)
         CHECK(ranks[r] == r + 1);
 }
@@ -93,27 +93,17 @@ static void two_communicators_keep_their_orders(rank_env *env)
         y[env->rank] = (char)(env->rank + i);
         /* What one has brought is sent on by the next, from another rank. */
         zs_message message = {&x[i], &x[i + 1], 1, env->rank};
-        OK(zs_nccl_broadcast(b, &x[i], 1, i % env->world, &stream_b));
-        OK(zs_nccl_messages(b, &message, 1, &stream_b));
-        OK(zs_nccl_all_gather(a, &y[env->rank], y, sizeof *y, &stream_a));
-        synchronize(&stream_a);
+        OK(zs_nccl_broadcast(b, &x[i], 1, i % env->world, STREAM_B));
+        OK(zs_nccl_messages(b, &message, 1, STREAM_B));
+        OK(zs_nccl_all_gather(a, &y[env->rank], y, sizeof *y, STREAM_A));
+        synchronize(STREAM_A);
         for (int r = 0; r < env->world; r++)
             CHECK(y[r] == r + i);
     }
-    synchronize(&stream_b);
+    synchronize(STREAM_B);
     CHECK(x[ROUNDS] == 1);
     zs_nccl_comm_free(a);
     zs_nccl_comm_free(b);
-}
-
-/* What torch does on the NULL stream is done at once, here too. */
-static void null_stream_is_at_once(rank_env *env)
-{
-    zs_nccl_comm *comm = make(env, "all");
-    char x = (char)(env->rank == 0);
-    OK(zs_nccl_broadcast(comm, &x, 1, 0, NULL));
-    CHECK(x == 1);
-    zs_nccl_comm_free(comm);
 }
 
 /* --- options and versions -------------------------------------------------------------------------------------------------- */
@@ -125,8 +115,7 @@ static void all_options_are_taken(rank_env *env)
             for (int most = 0; most <= 8; most += 8) {
                 zs_nccl_options options = {
                     .name = "all", .timeout = 30.0, .ctas = (zs_nccl_ctas)ctas, .min_ctas = least, .max_ctas = most};
-                zs_nccl_comm *comm = NULL;
-                OK(zs_nccl_comm_new(env->comm, &options, &comm));
+                zs_nccl_comm *comm = make_with(env, options);
                 gather(env, comm, 100, true);
                 zs_nccl_comm_free(comm);
             }
@@ -202,12 +191,107 @@ static void bad_arguments_poison_nothing(rank_env *env)
     zs_nccl_comm_free(comm);
 }
 
+/* --- processes ------------------------------------------------------------------------------------------------------------ */
+
+static void a_forked_child_touches_nothing(rank_env *env)
+{
+    zs_nccl_comm *comm = make(env, "all");
+    char data = 0;
+    event done = {0};
+    OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done, "something"}));
+    pid_t child = fork();
+    if (child == 0) {
+        zs_nccl_options options = {.name = "all", .timeout = 1.0};
+        zs_comm *alone = NULL;
+        zs_nccl_comm *another = NULL;
+        FAILS(zs_nccl_broadcast(comm, &data, 1, 0, NULL), ZS_ERR_STATE, "forked");
+        FAILS(zs_nccl_comm_check(comm), ZS_ERR_STATE, "forked");
+        OK(zs_comm_self_new(zs_device_cpu(), &alone));
+        FAILS(zs_nccl_comm_new(alone, &options, &another), ZS_ERR_STATE, "forked");
+        zs_comm_release(alone);
+        zs_nccl_comm_forget(comm, &done);
+        zs_nccl_abort_all("the end");
+        zs_nccl_comm_free(comm);
+        _exit(0);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    gather(env, comm, 100, true);
+    zs_nccl_comm_forget(comm, &done);
+    zs_nccl_comm_free(comm);
+}
+
+static void abort_at_exit(void)
+{
+    zs_nccl_abort_all("the interpreter ends");
+}
+
+/* The process ends in the middle of things: no hang, no crash. (The harness waits for status 0.) */
+static void exit_without_close_is_no_hang(rank_env *env)
+{
+    if (env->rank % 2 == 0) atexit(abort_at_exit);
+    setenv("FAKE_NCCL_HANG", "AllGather:2", 1);
+    zs_nccl_comm *comm = make(env, "all");
+    gather(env, comm, 100, true);
+    static char full[MAX_RANKS];
+    OK(zs_nccl_all_gather(comm, full + env->rank, full, 1, STREAM_A));
+    double start = now();
+    if (env->rank == 0) {
+        zs_nccl_abort_all("the interpreter ends");
+        synchronize(STREAM_A);
+        FAILS(zs_nccl_comm_check(comm), ZS_ERR_STATE, "the interpreter ends");
+    }
+    CHECK(now() < start + 5.0);
+    exit(0);
+}
+
+/* The monitor comes and goes with the communicators. */
+static void communicators_come_and_go(rank_env *env)
+{
+    for (int i = 0; i < 20; i++) {
+        zs_nccl_comm *comm = make(env, "first"), *other = i % 3 == 0 ? make(env, "second") : NULL;
+        gather(env, comm, 10, true);
+        zs_nccl_comm_free(comm);
+        if (other != NULL) gather(env, other, 10, false);
+        zs_nccl_comm_free(other);
+    }
+}
+
+/* For ThreadSanitizer: calls from two threads in turn, and the monitor in between. */
+static void *call_for_a_while(void *arg)
+{
+    zs_nccl_comm *comm = arg;
+    double start = now();
+    char over = 0;
+    while (!over) {
+        char stop = (char)(now() > start + 1.0); /* rank 0's */
+        OK(zs_nccl_broadcast(comm, &stop, 1, 0, STREAM_A));
+        event *done = calloc(1, sizeof *done);
+        watch(comm, done, "a broadcast");
+        synchronize(STREAM_A);
+        zs_nccl_comm_forget(comm, done);
+        free(done);
+        over = stop;
+    }
+    return NULL;
+}
+
+static void calls_and_the_monitors_thread(rank_env *env)
+{
+    zs_nccl_comm *comm = make(env, "all");
+    for (int i = 0; i < 2; i++) {
+        pthread_t thread;
+        CHECK(pthread_create(&thread, NULL, call_for_a_while, comm) == 0);
+        pthread_join(thread, NULL);
+    }
+    zs_nccl_comm_free(comm);
+}
+
 static const rank_test tests[] = {
     TEST(bytes_get_where_they_belong, .least = 1),
     TEST(messages_go_in_one_launch, .least = 1),
     TEST(ending_waits_for_what_is_under_way, .least = 1),
     TEST(two_communicators_keep_their_orders, .least = 2),
-    TEST(null_stream_is_at_once, .least = 1),
     TEST(all_options_are_taken, .least = 2),
     TEST(senseless_options_are_refused_on_all_ranks, .least = 2),
     TEST(another_version_is_told, .least = 2),
@@ -230,5 +314,5 @@ static const rank_test tests[] = {
 
 int main(int argc, char **argv)
 {
-    return run_tests(tests, sizeof tests / sizeof *tests, argc, argv);
+    return run_tests(tests, COUNT(tests), argc, argv);
 }

@@ -9,7 +9,6 @@ run AT_A_TIME. What torch's own process groups do is in test_transports.py.
 
 import re
 import subprocess
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -56,40 +55,16 @@ def cases() -> list:
     return found
 
 
-class Programs:
-    """The programs, each compiled in each build when it is first asked for, by any thread."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._lock = threading.Lock()
-        self._made: dict[tuple[str, str], Future[Path]] = {}
-
-    def get(self, name: str, build: str) -> Path:
-        """The program's path; what does not compile fails every test, after one attempt."""
-        with self._lock:
-            first = (name, build) not in self._made
-            made = self._made.setdefault((name, build), Future())
-        if first:
-            try:
-                made.set_result(self._compile(name, build))
-            except BaseException as error:  # a failure, or a skip
-                made.set_exception(error)
-        return made.result()
-
-    def _compile(self, name: str, build: str) -> Path:
-        if build == "threads":
-            skip_without_thread_sanitizer()
-        files = [C / f"{name}.c", NO_LOOPS, *sources(*PROGRAMS[name])]
-        return compile_c(self._folder / f"{name}_{build}", files, BUILDS[build])
+def made(folder: Path, program: str, build: str) -> Path:
+    """Compile a program; return its path."""
+    if build == "threads":
+        skip_without_thread_sanitizer()
+    files = [C / f"{program}.c", NO_LOOPS, *sources(*PROGRAMS[program])]
+    return compile_c(folder / f"{program}_{build}", files, BUILDS[build])
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
-    return Programs(tmp_path_factory.mktemp("comm"))
-
-
-def run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
-    command, env = [str(program), name], program_environment()
+def run(program: Future[Path], name: str) -> subprocess.CompletedProcess[str]:
+    command, env = [program.result(), name], program_environment()
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
@@ -97,19 +72,19 @@ Runs = dict[tuple[str, str, str], Future[subprocess.CompletedProcess[str]]]
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, programs: Programs) -> Iterator[Runs]:
-    """The run of each chosen test, by (program, build, name)."""
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Runs]:
+    """The run of each chosen test, by (program, build, name); what does not compile fails each."""
+    folder = tmp_path_factory.mktemp("comm")
+    calls = [
+        tuple(item.callspec.params[word] for word in ("program", "build", "name"))
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.function is test_in_c
+    ]
     with ThreadPoolExecutor(AT_A_TIME) as executor:
-
-        def start(program: str, build: str, name: str) -> Future[subprocess.CompletedProcess[str]]:
-            return executor.submit(lambda: run(programs.get(program, build), name))
-
-        calls = [
-            tuple(item.callspec.params[word] for word in ("program", "build", "name"))
-            for item in request.session.items
-            if isinstance(item, pytest.Function) and item.function is test_in_c
-        ]
-        yield {call: start(*call) for call in calls}
+        programs = {call[:2]: executor.submit(made, folder, *call[:2]) for call in calls}
+        yield {call: executor.submit(run, programs[call[:2]], call[2]) for call in calls}
         executor.shutdown(cancel_futures=True)
 
 
@@ -118,7 +93,3 @@ def test_in_c(runs: Runs, program: str, build: str, name: str) -> None:
     done = runs[program, build, name].result()
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(rf"^{name} +\d ranks  ok", done.stdout, re.MULTILINE)
-
-
-def test_program_refuses_unknown_tests(programs: Programs) -> None:
-    assert run(programs.get("test_comm_shm", "sanitized"), "no_such_test").returncode == 2

@@ -1,8 +1,8 @@
-"""The torch-free parts of the C core: unit tests in C (tests/c/test_core.c), and the layout.
+"""The torch-free parts of the C core: unit tests in C, and the layout.
 
-status.c, memory.c, arena.c and layout.c need nothing but libc, so the compiler alone
-can build and test them, plain and with AddressSanitizer and UndefinedBehaviorSanitizer, in seconds.
-The layout is also loaded through ctypes and held against what it promises, on sizes that hypothesis
+tests/c/test_core.c has status, memory and arena; test_schedule.c plays both autograd and the engine
+for csrc/schedule/. They need only libc, so the compiler alone builds them, plain and sanitized.
+The layout is loaded through ctypes and held against what it promises, on sizes that hypothesis
 invents: a cut at the wrong element would only show as slightly wrong training.
 """
 
@@ -14,43 +14,37 @@ from pathlib import Path
 import numpy as np
 import pytest
 from c_compile import BUILDS, NO_LOOPS, C, compile_c, program_environment
-from c_sources import sources
+from c_sources import CSRC, sources
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-SOURCES = sources("status.c", "memory.c", "device.c", "arena.c", "layout.c")
-PROGRAM = C / "test_core.c"
-NAMES = re.findall(r"^    TEST\((\w+)\)", PROGRAM.read_text(), re.MULTILINE)
+PROGRAMS = {
+    "test_core": [NO_LOOPS, *sources("status.c", "memory.c", "device.c", "arena.c", "layout.c")],
+    "test_schedule": [*sorted((CSRC / "schedule").glob("*.c")), *sources("status.c")],
+}
+TEST = re.compile(r"^    TEST\((\w+)\)", re.MULTILINE)
+NAMES = [(name, test) for name in PROGRAMS for test in TEST.findall((C / f"{name}.c").read_text())]
 
 
-# --- the tests in C ------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("core")
 
 
-@pytest.fixture(
-    scope="module",
-    params=["sanitized", pytest.param("release", marks=pytest.mark.thorough)],
+@pytest.mark.parametrize(
+    "build", ["sanitized", pytest.param("release", marks=pytest.mark.thorough)]
 )
-def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("core") / f"test_core_{request.param}"
-    return compile_c(target, [PROGRAM, NO_LOOPS, *SOURCES], BUILDS[request.param])
-
-
-def run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
-    command, env = [str(program), name], program_environment()
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_in_c(program: Path, name: str) -> None:
-    done = run(program, name)
+@pytest.mark.parametrize(("name", "test"), NAMES)
+def test_in_c(folder: Path, name: str, test: str, build: str) -> None:
+    program = folder / f"{name}_{build}"
+    if not program.exists():
+        compile_c(program, [C / f"{name}.c", *PROGRAMS[name]], BUILDS[build])
+    command, env = [program, test], program_environment()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{name}: ok\n"
-
-
-def test_program_refuses_unknown_tests(program: Path) -> None:
-    assert run(program, "no_such_test").returncode == 2
+    assert done.stdout == f"{test}: ok\n"
 
 
 # --- properties of the layout --------------------------------------------------------------------
@@ -113,38 +107,35 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return Library(compile_c(target, files, BUILDS["release"], ("-shared",)))
 
 
-layouts = given(
+@given(
     # Mostly sizes around the boundaries of 64 bytes and of pages; empty parameters are common.
     numels=st.lists(st.one_of(st.integers(0, 70), st.integers(0, 5000)), max_size=12),
     itemsize=st.sampled_from([1, 2, 4, 8, 16]),
     world=st.integers(1, 9),
     align=st.sampled_from([64, 128, 4096]),
 )
-
-
-@layouts
-def test_parameters_are_aligned_and_do_not_overlap(
-    library: Library, numels: list[int], itemsize: int, world: int, align: int
-) -> None:
+def test_layout(library: Library, numels: list[int], itemsize: int, world: int, align: int) -> None:
     layout = library.make(numels, itemsize, world, align)
+    check_offsets(layout, numels, itemsize)
+    check_shards(library, layout, numels, align)
+    check_owners(library, layout, numels)
+    library.free(layout)
+
+
+def check_offsets(layout: Layout, numels: list[int], itemsize: int) -> None:
+    """Parameters are aligned and do not overlap."""
     end = 0
     for i, numel in enumerate(numels):
         offset = layout.offsets[i]
         assert offset * itemsize % 64 == 0 and offset % 32 == 0
-        assert end <= offset and (offset - end) * itemsize < max(
-            64, 32 * itemsize
-        )  # after the last one, and close
+        assert end <= offset and (offset - end) * itemsize < max(64, 32 * itemsize)  # and close
         end = offset + numel
-    assert layout.shard_numel * world >= end
-    library.free(layout)
+    assert layout.shard_numel * layout.world >= end
 
 
-@layouts
-def test_shards_are_equal_aligned_and_minimal(
-    library: Library, numels: list[int], itemsize: int, world: int, align: int
-) -> None:
-    layout = library.make(numels, itemsize, world, align)
-    shard = library.shard_bytes(layout)
+def check_shards(library: Library, layout: Layout, numels: list[int], align: int) -> None:
+    """Shards are equal, aligned and minimal."""
+    itemsize, world, shard = layout.itemsize, layout.world, library.shard_bytes(layout)
     assert shard == layout.shard_numel * itemsize and shard % align == 0
     assert layout.shard_numel % 32 == 0
     assert library.full_bytes(layout) == world * shard
@@ -153,15 +144,11 @@ def test_shards_are_equal_aligned_and_minimal(
     step = max(64, 32 * itemsize)
     padded = -(-end // step) * step
     assert shard == 0 or (shard - max(align, step)) * world < padded
-    library.free(layout)
 
 
-@layouts
-def test_each_element_has_one_owner(
-    library: Library, numels: list[int], itemsize: int, world: int, align: int
-) -> None:
-    layout = library.make(numels, itemsize, world, align)
-    cut = layout.shard_numel
+def check_owners(library: Library, layout: Layout, numels: list[int]) -> None:
+    """Each element has one owner."""
+    cut, world = layout.shard_numel, layout.world
     full = np.zeros(world * cut, np.int64)
     params = []
     for i, numel in enumerate(numels):  # every element is another number
@@ -179,7 +166,6 @@ def test_each_element_has_one_owner(
             assert (mine == shards[rank][place.begin : place.begin + place.numel]).all()
             parts.append(mine)
         assert (np.concatenate(parts) == param).all()  # in rank order: nothing missing, none twice
-    library.free(layout)
 
 
 @given(

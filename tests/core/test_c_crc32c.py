@@ -79,10 +79,12 @@ VECTORS = [
 ]
 
 
-@pytest.mark.parametrize(("data", "expected"), VECTORS)
-def test_known_values(crc: Crc, data: bytes, expected: int) -> None:
-    assert reference(data) == expected
-    assert crc(data, 0) == expected
+def test_known_values(crc: Crc) -> None:
+    with all_rows() as row:
+        for data, expected in VECTORS:
+            with row(data):
+                assert reference(data) == expected
+                assert crc(data, 0) == expected
 
 
 # Around the ends of what is taken at once: 8 bytes, three stretches of 512, three of 8192.
@@ -100,11 +102,6 @@ def test_sizes_and_alignments(crc: Crc) -> None:
 @given(data=st.binary(max_size=300), crc_before=st.integers(0, 2**32 - 1))
 def test_continues_from_any_value(crc: Crc, data: bytes, crc_before: int) -> None:
     assert crc(data, crc_before) == reference(data, crc_before)
-
-
-@given(data=st.binary(max_size=5000), cut=st.integers(0, 5000))
-def test_piece_by_piece(crc: Crc, data: bytes, cut: int) -> None:
-    assert crc(data[cut:], crc(data[:cut], 0)) == crc(data, 0)
 
 
 @given(a=st.binary(max_size=300), b=st.binary(max_size=300))
@@ -127,50 +124,29 @@ def test_join_is_associative(a: int, b: int, c: int, sizes: tuple[int, int]) -> 
     assert left == join(a, join(b, c, sizes[1]), sum(sizes))
 
 
-def test_join_over_gibibytes() -> None:
-    """4 GiB of ones by doubling, and MiB after MiB."""
-    mebi = 1 << 20
-    piece = doubled = _core.crc32c(b"\1" * mebi)
-    for k in range(12):
-        doubled = _core.crc32c_join(doubled, doubled, mebi << k)
-    slow = 0
-    for _ in range(4096):
-        slow = _core.crc32c_join(slow, piece, mebi)
-    assert doubled == slow
-
-
 @pytest.mark.parametrize("data", [bytearray(b"abc"), memoryview(b"xabcx")[1:4]])
 def test_contiguous_buffers(data: bytearray) -> None:
     assert _core.crc32c(data) == reference(b"abc")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ((), TypeError),
-        (("text",), TypeError),
-        ((None,), TypeError),
-        ((memoryview(b"abcd")[::2],), BufferError),
-        ((b"", -1), ValueError),
-        ((b"", 2**32), ValueError),
-        ((b"", 1.0), TypeError),
-    ],
-)
-def test_invalid_arguments(arguments: tuple[object, ...], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        _core.crc32c(*arguments)
+MISUSES: list[tuple[Callable[..., int], tuple[object, ...], type[Exception]]] = [
+    (_core.crc32c, (), TypeError),
+    (_core.crc32c, ("text",), TypeError),
+    (_core.crc32c, (None,), TypeError),
+    (_core.crc32c, (memoryview(b"abcd")[::2],), BufferError),
+    (_core.crc32c, (b"", -1), ValueError),
+    (_core.crc32c, (b"", 2**32), ValueError),
+    (_core.crc32c, (b"", 1.0), TypeError),
+    (_core.crc32c_join, (1, 2), TypeError),
+    (_core.crc32c_join, (2**32, 0, 0), ValueError),
+    (_core.crc32c_join, (0, -1, 0), ValueError),
+    (_core.crc32c_join, (0, 0, -1), ValueError),
+    (_core.crc32c_join, (0, 0, 2**63), OverflowError),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ((1, 2), TypeError),
-        ((2**32, 0, 0), ValueError),
-        ((0, -1, 0), ValueError),
-        ((0, 0, -1), ValueError),
-        ((0, 0, 2**63), OverflowError),
-    ],
-)
-def test_join_with_invalid_arguments(arguments: tuple[int, ...], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        _core.crc32c_join(*arguments)
+def test_misuse() -> None:
+    with all_rows() as row:
+        for call, arguments, error in MISUSES:
+            with row(call.__name__, arguments), pytest.raises(error):
+                call(*arguments)

@@ -24,7 +24,7 @@ from file_faults import file_faults, file_log
 from nursery import fork_ranks
 from power_cut import Disk, logged, read_log, tree_of
 from rows import all_rows
-from test_files import write
+from test_files import descriptors, write
 
 from zshard import _core
 from zshard._core import File
@@ -113,10 +113,6 @@ def test_scenario_makes_every_call() -> None:
     }
 
 
-def descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
-
-
 def check_error(root: Path, nth: int, fault: str) -> None:
     before, name = descriptors(), CALLS[nth - 1]
     file_faults(nth, fault)
@@ -141,8 +137,8 @@ def test_errors_name_the_file_and_close_everything() -> None:
     at_each_call(check_error, "ENOSPC", "EIO", "EACCES")
 
 
-def check_interrupted(root: Path, nth: int, fault: str) -> None:
-    file_faults(nth, fault)
+def check_interrupted(root: Path, nth: int, times: int) -> None:
+    file_faults(nth, "EINTR", times)
     # Another fsync cannot find out what reached the disk.
     if CALLS[nth - 1] in ("sync", "stat"):
         with pytest.raises(InterruptedError):
@@ -153,7 +149,9 @@ def check_interrupted(root: Path, nth: int, fault: str) -> None:
 
 
 def test_interrupted_calls_are_retried() -> None:
-    at_each_call(check_interrupted, "EINTR")
+    at_each_call(check_interrupted, 1)
+    with new_root() as root:
+        check_interrupted(root, CALLS.index("write") + 1, 100)
 
 
 def check_short_counts(root: Path, nth: int, times: int) -> None:
@@ -165,14 +163,6 @@ def check_short_counts(root: Path, nth: int, times: int) -> None:
 
 def test_short_counts_are_resumed() -> None:
     at_each_call(check_short_counts, 1, 3, 1000)
-
-
-def test_all_interrupted_in_a_row(tmp_path: Path) -> None:
-    """A hundred interrupts at one call; the signal's handler runs."""
-    nth = CALLS.index("write") + 1
-    file_faults(nth, "EINTR", 100)
-    assert story(tmp_path) == DATA + SMALL
-    assert file_faults(0) == len(CALLS) + 100
 
 
 # --- killed ----------------------------------------------------------------------------------------
@@ -240,19 +230,7 @@ def test_full_disk(tmp_path: Path) -> None:
     assert file_faults(0) == 4  # create, disk, remove, close: nothing was reserved
 
 
-# --- the shim itself -------------------------------------------------------------------------------
-
-
-def test_faults_at_several_calls(tmp_path: Path) -> None:
-    file_faults(2, "ENOSPC", 2)
-    outcomes = []
-    for k in range(5):
-        try:
-            _core.make_folder(tmp_path / str(k))
-            outcomes.append(0)
-        except OSError as error:
-            outcomes.append(error.errno)
-    assert outcomes == [0, errno.ENOSPC, errno.ENOSPC, 0, 0]
+# --- without faults --------------------------------------------------------------------------------
 
 
 def test_folders(tmp_path: Path) -> None:
@@ -268,6 +246,8 @@ def test_folders(tmp_path: Path) -> None:
     assert full.value.errno == errno.ENOTEMPTY
     with pytest.raises(IsADirectoryError):
         _core.remove_file(folder)
+    with pytest.raises(NotADirectoryError):
+        _core.sync_folder(folder / "file")
     _core.remove_file(folder / "file")
     _core.remove_folder(folder)
     assert os.listdir(tmp_path) == []
@@ -287,21 +267,11 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
 
 
-def test_sync_folder_wants_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(NotADirectoryError):
-        _core.sync_folder(write(tmp_path / "a", b""))
-
-
-@pytest.mark.parametrize("taken", ["file", "folder", "link"])
-def test_rename_never_replaces(tmp_path: Path, taken: str) -> None:
+@pytest.mark.parametrize("take", [Path.touch, Path.mkdir, lambda new: new.symlink_to("nowhere")])
+def test_rename_never_replaces(tmp_path: Path, take: Callable[[Path], None]) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.mkdir()
-    if taken == "file":
-        new.touch()
-    elif taken == "folder":
-        new.mkdir()
-    else:
-        new.symlink_to("nowhere")
+    take(new)
     with pytest.raises(FileExistsError) as caught:
         _core.rename(old, new)
     assert caught.value.filename == old and caught.value.filename2 == new
@@ -356,15 +326,11 @@ def test_lock_ends_with_its_process(tmp_path: Path) -> None:
             time.sleep(600)
         finally:
             os._exit(1)
-    try:
-        assert os.read(reading, 1) == b"+"
-        with pytest.raises(BlockingIOError):
-            _core.lock_file(tmp_path / "lock")
-    finally:
-        os.kill(holder, signal.SIGKILL)
-        os.waitpid(holder, 0)
-        os.close(reading)
-        os.close(writing)
+    assert os.read(reading, 1) == b"+"
+    with pytest.raises(BlockingIOError):
+        _core.lock_file(tmp_path / "lock")
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
     _core.unlock(_core.lock_file(tmp_path / "lock"))
 
 

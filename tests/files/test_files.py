@@ -13,13 +13,17 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from file_faults import file_faults
 from heap import heap_bytes
+from rows import all_rows
+from scenarios import message_of
 
 from zshard import _core
 from zshard._core import File, crc32c
@@ -149,74 +153,67 @@ def test_long_write_is_flushed_in_the_background(tmp_path: Path) -> None:
 # --- refusals ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ranges", "error", "says"),
-    [
-        ([(0, b"read-only")], TypeError, "contiguous and writable buffer, got bytes"),
-        ([(0, np.zeros((4, 4))[:, 0])], TypeError, "contiguous and writable buffer"),
-        ([(0, np.zeros((4, 4)).T)], TypeError, "contiguous and writable buffer"),
-        ([(0, 5)], TypeError, "buffer, got int"),
-        ([(0, None)], TypeError, "buffer, got NoneType"),
-        ([(0, bytearray(1)), (0,)], TypeError, r"a tuple \(offset, memory\)"),
-        ([[0, bytearray(1)]], TypeError, r"a tuple \(offset, memory\), got list"),
-        ([(1.0, bytearray(1))], TypeError, "float"),
-        ([(2**63, bytearray(1))], OverflowError, "int"),
-        ([(-1, bytearray(1))], ValueError, "1 bytes at offset -1 are out of range"),
-        ([(2**63 - 2, bytearray(1))], ValueError, "ends at byte 100, before byte 9223372036854775807"),
-        ([(2**63 - 1, bytearray(2))], ValueError, "2 bytes at offset 9223372036854775807"),
-        ([(0, bytearray(100)), (99, bytearray(2))], ValueError, "ends at byte 100, before byte 101"),
-        ([(101, bytearray(1))], ValueError, "ends at byte 100, before byte 102"),
-        ({}, TypeError, "a list of ranges, got dict"),
-        (None, TypeError, "a list of ranges, got NoneType"),
-    ],
-)  # fmt: skip
-def test_read_refuses(tmp_path: Path, ranges: list, error: type[Exception], says: str) -> None:
-    room = bytearray(3)
-    listed = [(0, room), *ranges] if isinstance(ranges, list) else ranges
-    with File.open(write(tmp_path / "a", b"x" * 100)) as file:
-        with pytest.raises(error, match=says) as caught:
-            file.read(listed)
-        assert error is not ValueError or f"'{tmp_path / 'a'}'" in str(caught.value)
-        assert room == bytes(3), "refused, and yet it has read"
+OUT = bytearray(1)
+READS: list[tuple[Any, type[Exception], str]] = [
+    ([(0, b"read-only")], TypeError, "contiguous and writable buffer, got bytes"),
+    ([(0, np.zeros((4, 4))[:, 0])], TypeError, "contiguous and writable buffer"),
+    ([(0, np.zeros((4, 4)).T)], TypeError, "contiguous and writable buffer"),
+    ([(0, 5)], TypeError, "buffer, got int"),
+    ([(0, None)], TypeError, "buffer, got NoneType"),
+    ([(0, OUT), (0,)], TypeError, r"a tuple (offset, memory)"),
+    ([[0, OUT]], TypeError, r"a tuple (offset, memory), got list"),
+    ([(1.0, OUT)], TypeError, "float"),
+    ([(2**63, OUT)], OverflowError, "int"),
+    ([(-1, OUT)], ValueError, "1 bytes at offset -1 are out of range"),
+    ([(2**63 - 2, OUT)], ValueError, "ends at byte 100, before byte 9223372036854775807"),
+    ([(2**63 - 1, bytearray(2))], ValueError, "2 bytes at offset 9223372036854775807"),
+    ([(0, bytearray(100)), (99, bytearray(2))], ValueError, "ends at byte 100, before byte 101"),
+    ([(101, OUT)], ValueError, "ends at byte 100, before byte 102"),
+    ({}, TypeError, "a list of ranges, got dict"),
+    (None, TypeError, "a list of ranges, got NoneType"),
+]
+WRITES: list[tuple[Any, Any, type[Exception], str]] = [
+    ([(0, "text")], BLOCK, TypeError, "contiguous buffer, got str"),
+    ([(-5, b"a")], BLOCK, ValueError, "1 bytes at offset -5 are out of range"),
+    ([(2**63 - 1, b"ab")], BLOCK, ValueError, "2 bytes at offset"),
+    ([(0, b"a")], 0, ValueError, "must be positive, got 0 bytes"),
+    ([(0, b"a")], -1, ValueError, "must be positive, got -1 bytes"),
+    ([(0, b"a")], 1.5, TypeError, "float"),
+    ((0, b"a"), BLOCK, TypeError, "a tuple"),
+]
+CHECKS: list[tuple[tuple[int, ...], type[Exception], str]] = [
+    ((0, 101, BLOCK), ValueError, "ends at byte 100, before byte 101"),
+    ((0, 2**63 - 1, 1), ValueError, "ends at byte 100, before byte 9223372036854775807"),
+    ((5, 4, BLOCK), ValueError, "invalid byte range [5, 4)"),
+    ((-1, 4, BLOCK), ValueError, "invalid byte range [-1, 4)"),
+    ((0, 4, 0), ValueError, "must be positive, got 0 bytes"),
+    ((0, 4), TypeError, "3 arguments"),
+]
+
+
+def after(first: tuple[int, object], ranges: Any) -> Any:
+    """Put a good range before those of a list."""
+    return [first, *ranges] if isinstance(ranges, list) else ranges
+
+
+def test_misuse_is_refused_before_anything_is_read_or_written(tmp_path: Path) -> None:
+    room, data = bytearray(3), b"x" * 100
+    path = write(tmp_path / "a", data)
+    with all_rows() as row, File.open_to_write(path) as file:
+        for ranges, error, says in READS:
+            with row("read", says):
+                text = message_of(partial(file.read, after((0, room), ranges)), error)
+                assert says in text and (error is not ValueError or f"'{path}'" in text)
+        for ranges, block, error, says in WRITES:
+            with row("write", says):
+                assert says in message_of(
+                    partial(file.write, after((0, b"good"), ranges), block), error
+                )
+        for arguments, error, says in CHECKS:
+            with row("check", says):
+                assert says in message_of(partial(file.check, *arguments), error)
+    assert room == bytes(3) and path.read_bytes() == data
     room.clear()  # BufferError if it were still held
-
-
-@pytest.mark.parametrize(
-    ("ranges", "block", "error", "says"),
-    [
-        ([(0, "text")], BLOCK, TypeError, "contiguous buffer, got str"),
-        ([(-5, b"a")], BLOCK, ValueError, "1 bytes at offset -5 are out of range"),
-        ([(2**63 - 1, b"ab")], BLOCK, ValueError, "2 bytes at offset"),
-        ([(0, b"a")], 0, ValueError, "must be positive, got 0 bytes"),
-        ([(0, b"a")], -1, ValueError, "must be positive, got -1 bytes"),
-        ([(0, b"a")], 1.5, TypeError, "float"),
-        ((0, b"a"), BLOCK, TypeError, "a tuple"),
-    ],
-)
-def test_write_refuses(
-    tmp_path: Path, ranges: list, block: int, error: type[Exception], says: str
-) -> None:
-    with File.create(tmp_path / "a", 4) as file, pytest.raises(error, match=says):
-        file.write([(0, b"good"), *ranges] if isinstance(ranges, list) else ranges, block)
-    assert (tmp_path / "a").read_bytes() == bytes(4), "refused, and yet it has written"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        ((0, 101, BLOCK), ValueError, "ends at byte 100, before byte 101"),
-        ((0, 2**63 - 1, 1), ValueError, "ends at byte 100, before byte 9223372036854775807"),
-        ((5, 4, BLOCK), ValueError, r"invalid byte range \[5, 4\)"),
-        ((-1, 4, BLOCK), ValueError, r"invalid byte range \[-1, 4\)"),
-        ((0, 4, 0), ValueError, "must be positive, got 0 bytes"),
-        ((0, 4), TypeError, "3 arguments"),
-    ],
-)
-def test_check_refuses(
-    tmp_path: Path, arguments: tuple[int, ...], error: type[Exception], says: str
-) -> None:
-    with File.open(write(tmp_path / "a", b"x" * 100)) as file, pytest.raises(error, match=says):
-        file.check(*arguments)
 
 
 def test_only_regular_files(tmp_path: Path) -> None:
@@ -295,23 +292,20 @@ def test_paths_of_any_bytes(tmp_path: Path) -> None:
     assert exists.value.filename == os.fsdecode(raw)
 
 
-CALLS: dict[str, Callable[[File], object]] = {
-    "size": lambda file: file.size,
-    "read": lambda file: file.read([(0, bytearray(1))]),
-    "write": lambda file: file.write([(0, b"x")], 1),
-    "check": lambda file: file.check(0, 1, 1),
-    "sync": lambda file: file.sync(),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_closed(tmp_path: Path, call: str) -> None:
-    file = File.create(tmp_path / "a", 4)
-    with file as same:
-        assert same is file
+def test_closed(tmp_path: Path) -> None:
+    with File.create(tmp_path / "a", 4) as file:
+        pass
     file.close()  # closing again has no effect
-    with pytest.raises(ValueError, match=f"'{tmp_path / 'a'}' is closed"):
-        CALLS[call](file)
+    calls: list[Callable[[], object]] = [
+        lambda: file.size,
+        lambda: file.read([(0, bytearray(1))]),
+        lambda: file.write([(0, b"x")], 1),
+        lambda: file.check(0, 1, 1),
+        file.sync,
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"'{tmp_path / 'a'}' is closed"):
+            call()
     assert file.path == str(tmp_path / "a")
 
 

@@ -19,10 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from groups import mesh_of
 from models import CASES, differences, loss_of, make, make_optimizer, train
 from nursery import fork_ranks
 from offloaded import KINDS, Wide, compare_wide, steps, to, wide
+from rows import all_rows
 from scenarios import message_of
 from spawn import on_ranks
 from torch import nn
@@ -31,141 +33,99 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 import zshard
 from zshard import FSDP, AdamW, MixedPrecision, Offload
 
+ALL = KINDS["all"]
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WAYS = {
+    **{kind: {"what": what} for kind, what in KINDS.items()},
+    **{way: {"what": ALL, "strategy": way} for way in ("shard_grad_op", "zero1", "no_shard")},
+    "low": {"what": ALL, "mixed_precision": LOW},
+    "in backward": {"what": {}, "in_backward": True},
+}
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", KINDS)
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_offload_is_bit_identical(pool2, tmp_path, transport, kind):
-    what = KINDS[kind]
-    assert pool2.run(compare_wide_over, str(tmp_path), what, False, transport) == [[], []]
-
-
-def compare_wide_over(folder, what, in_backward, transport, **options):
-    return compare_wide(folder, what, in_backward, transport=transport, **options)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("strategy", ["shard_grad_op", "zero1", "no_shard"])
-def test_every_strategy(pool2, tmp_path, strategy):
-    for transport in ("shm", "c10d"):
-        run = pool2.run(compare_strategy, str(tmp_path), strategy, transport)
-        assert run == [[], []], transport
-
-
-def compare_strategy(folder, strategy, transport):
-    every = KINDS["all"]
-    return compare_wide(folder, every, False, strategy=strategy, transport=transport)
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_stepped_in_backward(pool2, tmp_path, transport):
-    assert pool2.run(compare_wide_over, str(tmp_path), {}, True, transport) == [[], []]
+@on_ranks(2)
+def test_offload_is_bit_identical(tmp_path, transport, way):
+    compare_wide(tmp_path, transport=transport, **WAYS[way])
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_single_rank(tmp_path, in_backward):
-    assert compare_wide(str(tmp_path), KINDS["all"], in_backward) == []
-
-
-def compare_low(folder, transport):
-    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    every = KINDS["all"]
-    return compare_wide(folder, every, False, mixed_precision=low, transport=transport)
-
-
-def test_mixed_precision(pool2, tmp_path):
-    for transport in ("shm", "c10d"):
-        assert pool2.run(compare_low, str(tmp_path), transport) == [[], []], transport
+    compare_wide(tmp_path, ALL, in_backward)
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
 @on_ranks(4)
-def test_hybrids(strategy, tmp_path):
-    folder = str(tmp_path)
-    mesh = mesh_of(2, 2)
-    assert compare_wide(folder, {}, False, strategy=strategy, device_mesh=mesh) == []
+def test_hybrids(tmp_path, strategy):
+    compare_wide(tmp_path, {}, strategy=strategy, device_mesh=mesh_of(2, 2))
 
 
 @pytest.mark.parametrize("name", list(CASES))
 @on_ranks(2)
-def test_models_of_every_kind(name, tmp_path):
-    folder = str(tmp_path)
-    optimizer = "zshard.AdamW"
+def test_models_of_every_kind(tmp_path, name):
     case, found = CASES[name], []
-    for offload in (None, to(folder, grads=True)):
+    for offload in (None, to(tmp_path, grads=True)):
         model = FSDP(make(case.make), auto_wrap_policy=case.policy, offload=offload)
-        losses = train(model, case, make_optimizer(optimizer, model), dist.get_rank())
+        losses = train(model, case, make_optimizer("zshard.AdamW", model), dist.get_rank())
         found.append((losses, model.state_dict()))
-    same = found[0][0] == found[1][0]
-    assert differences(found[1][1], found[0][1]) + ([] if same else ["losses"]) == []
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1], "the state")
 
 
 # --- everything else that uses parameters --------------------------------------------------------
 
 
-def use(folder):
-    """Return what fails with a model on a disk that works with one in memory."""
-    wrong = []
-    plain = make(Wide)
-    model, optimizer = wide(to(folder))
-    wrong += differences(model.state_dict(), plain.state_dict())
+@on_ranks(2)
+def test_operations_of_scripts(tmp_path):
+    model, optimizer = wide(to(tmp_path))
+    assert_same(model.state_dict(), make(Wide).state_dict(), "as wrapped")
     other = make(Wide, seed=2).state_dict()
     model.load_state_dict(other)
-    wrong += differences(model.state_dict(), other)
+    assert_same(model.state_dict(), other, "as loaded")
     with FSDP.summon_full_params(model):
         model.head.bias.data.fill_(3)
     with torch.no_grad():
         model.blocks[0].weight.mul_(2)  # the shard, between steps
     expected = {**other, "head.bias": torch.full((3,), 3.0)}
     expected["blocks.0.weight"] = other["blocks.0.weight"] * 2
-    wrong += differences(model.state_dict(), expected)
+    assert_same(model.state_dict(), expected, "as written")
     steps(model, optimizer)
     average = copy.deepcopy(model)
-    wrong += differences(average.state_dict(), model.state_dict())
-    if average.memory()["offloaded"] < 1 << 20:
-        wrong.append("the copy is in memory")
+    assert_same(average.state_dict(), model.state_dict(), "the copy")
+    assert average.memory()["offloaded"] > 1 << 20
     steps(model, optimizer)
-    if not differences(average.state_dict(), model.state_dict()):
-        wrong.append("the copy follows")
-    return wrong
-
-
-def test_operations_of_scripts(pool2, tmp_path):
-    assert pool2.run(use, str(tmp_path)) == [[], []]
+    assert differences(average.state_dict(), model.state_dict()), "the copy follows"
 
 
 @on_ranks(2)
 def test_torchs_optimizer_on_a_model_on_disk(tmp_path):
-    folder = str(tmp_path)
     found = []
-    for offload in (None, to(folder)):
+    for offload in (None, to(tmp_path)):
         model = FSDP(make(Wide), offload=offload, auto_wrap_policy={nn.Linear})
         steps(model, torch.optim.AdamW(model.parameters(), 1e-2), n=2)
         found.append(model.state_dict())
-    assert differences(*found) == []
+    assert_same(*found, "the state")
 
 
-def evaluate_in_worker(folder):
+def test_with_forked_workers(tmp_path):
     """DataLoader workers are forked while the pager's threads run."""
-    model, optimizer = wide(to(folder))
+    model, optimizer = wide(to(tmp_path))
     rows = torch.utils.data.TensorDataset(torch.randn(8, 512))
     for (x,) in torch.utils.data.DataLoader(rows, batch_size=4, num_workers=1):
         optimizer.zero_grad()
         loss_of(model(x)).backward()
         optimizer.step()
-    return []
-
-
-def test_with_forked_workers(tmp_path):
-    assert evaluate_in_worker(str(tmp_path)) == []
 
 
 def threads_of_models(folder):
     """Return this process's threads after steps of each of three models on a disk."""
     found = []
     for _ in range(3):
-        model = FSDP(make(Wide), offload=to(folder))
+        model = FSDP(make(Wide), offload=Path(folder))
         steps(model, AdamW(model.parameters()), n=1)
+        assert model.memory()["offloaded"] > 0
         found.append(len(os.listdir("/proc/self/task")))
     return found
 
@@ -197,8 +157,8 @@ def test_a_fork_of_a_process_that_offloads_cannot(tmp_path):
 
 
 def test_host_offload_has_no_effect_on_cpus():
-    for given in (True, CPUOffload(offload_params=True), CPUOffloadPolicy(), Offload()):
-        model = FSDP(make(Wide), cpu_offload=given)
+    for offload in (True, CPUOffload(offload_params=True), CPUOffloadPolicy(), Offload()):
+        model = FSDP(make(Wide), cpu_offload=offload)
         steps(model, AdamW(model.parameters()), n=1)
         assert model.memory()["offloaded"] == 0
     model = zshard.fully_shard(make(Wide), offload_policy=CPUOffloadPolicy())
@@ -215,42 +175,40 @@ def held(folder, **what):
 
 
 def test_location_of_tensors(tmp_path):
-    folder = str(tmp_path)
     params = sum(p.numel() * 4 for p in make(Wide).parameters())
-    memory = held(folder, grads=True)
+    memory = held(tmp_path, grads=True)
     assert memory["shards"] == memory["grads"] == 0
     assert 4 * params <= memory["offloaded"] < 4.1 * params + 64 * 4096
-    assert held(folder, params=False)["shards"] >= params
-    half = held(folder, grads=True, fraction=0.5)["offloaded"]
+    assert held(tmp_path, params=False)["shards"] >= params
+    half = held(tmp_path, grads=True, fraction=0.5)["offloaded"]
     assert 0.35 * memory["offloaded"] < half < 0.65 * memory["offloaded"]
-    assert held(folder, fraction=0.0)["offloaded"] == 0
-
-
-def predictions(folder, kind, strategy, transport):
-    """Return (predicted by the wrapped model, predicted by predict_memory(), held after steps)."""
-    where = to(folder, **KINDS[kind])
-    model, optimizer = wide(where, strategy=strategy, transport=transport)
-    predicted = model.memory("predicted")
-    steps(model, optimizer)
-    world = dist.get_world_size()
-    options = {"strategy": strategy, "transport": transport, "auto_wrap_policy": {nn.Linear}}
-    before = zshard.predict_memory(make(Wide), world, offload=where, **options)
-    return predicted, before, model.memory("peak")
+    assert held(tmp_path, fraction=0.0)["offloaded"] == 0
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_is_predicted(pool2, tmp_path, kind):
-    for strategy, transport in (("full_shard", "shm"), ("full_shard", "c10d"), ("no_shard", "shm")):
-        rows = pool2.run(predictions, str(tmp_path), kind, strategy, transport)
-        for predicted, before, held in rows[:1]:
-            on_disk = [each.pop("offloaded") for each in (predicted, before, held)]
-            assert predicted == before
-            # State is in separate blocks: a few bytes of padding. All models share the transport.
-            for part in set(held) - {"optimizer", "total", "transport"}:
-                assert held[part] == predicted[part], (part, strategy, transport)
-            assert held["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.02)
-            assert on_disk == pytest.approx([on_disk[2]] * 3, rel=0.02, abs=1 << 17)
+@pytest.mark.parametrize(
+    ("strategy", "transport"), [("full_shard", "shm"), ("full_shard", "c10d"), ("no_shard", "shm")]
+)
+@on_ranks(2)
+def test_memory_is_predicted(tmp_path, strategy, transport, kind):
+    where = to(tmp_path, **KINDS[kind])
+    options = {"strategy": strategy, "transport": transport}
+    model, optimizer = wide(where, **options)
+    predicted = model.memory("predicted")
+    steps(model, optimizer)
+    options["auto_wrap_policy"] = {nn.Linear}
+    before = zshard.predict_memory(make(Wide), 2, offload=where, **options)
+    peak = model.memory("peak")
+    if dist.get_rank() > 0:
+        return
+    on_disk = [each.pop("offloaded") for each in (predicted, before, peak)]
+    assert predicted == before
+    # State is in separate blocks: a few bytes of padding. All models share the transport.
+    for part in set(peak) - {"optimizer", "total", "transport"}:
+        assert peak[part] == predicted[part], part
+    assert peak["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.02)
+    assert on_disk == pytest.approx([on_disk[2]] * 3, rel=0.02, abs=1 << 17)
 
 
 def test_offloaded_model_may_exceed_memory(tmp_path):
@@ -258,7 +216,7 @@ def test_offloaded_model_may_exceed_memory(tmp_path):
     options = {"auto_wrap_policy": {nn.Linear}, "memory_limit": 6 << 20}
     with pytest.raises(MemoryError, match="offload="):
         FSDP(model, **options)
-    model = FSDP(model, offload=to(str(tmp_path), grads=True), **options)
+    model = FSDP(model, offload=to(tmp_path, grads=True), **options)
     steps(model, AdamW(model.parameters()), n=1)
 
 
@@ -281,13 +239,8 @@ def residents(folder):
 @pytest.mark.thorough
 def test_resident_memory_is_bounded(tmp_path):
     """Parameters, gradients and state are 25 MB."""
-    (rank,) = fork_ranks(residents, 1, str(tmp_path), check=True)
+    (rank,) = fork_ranks(residents, 1, tmp_path, check=True)
     assert rank.value < 8 << 20
-
-
-def test_no_file_is_left(pool2, tmp_path):
-    pool2.run(held, str(tmp_path))
-    assert os.listdir(tmp_path) == []
 
 
 def dies(folder):
@@ -297,7 +250,7 @@ def dies(folder):
 
 
 def test_no_file_is_left_by_a_killed_process(tmp_path):
-    killed = fork_ranks(dies, 2, str(tmp_path))
+    killed = fork_ranks(dies, 2, tmp_path)
     assert [rank.returncode for rank in killed] == [-signal.SIGKILL] * 2
     assert os.listdir(tmp_path) == []
 
@@ -311,130 +264,90 @@ UNDER_LIMIT = """
     (nn.Linear(64, 64)(torch.randn(2, 64))).sum().backward()  # threads and their stacks
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(64)])
-    torch.manual_seed(0)
     size = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
     limit = size + (160 << 20)  # torch wants some of it: buffers of its libraries, stacks
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     where = zshard.Offload(directory=folder, grads=True, cache=32 << 20) if offload else None
     model = zshard.FSDP(model, offload=where, auto_wrap_policy={nn.Linear})
-    optimizer = zshard.AdamW(model.parameters(), 1e-3)
-    model.optimizer_in_backward(optimizer)
+    model.optimizer_in_backward(zshard.AdamW(model.parameters(), 1e-3))
     for step in range(2):
-        loss = model(torch.ones(2, 1024)).square().mean()
-        loss.backward()
-        print("loss", loss.item())
-    print("disk", model.memory()["offloaded"] >> 20)
+        model(torch.ones(2, 1024)).square().mean().backward()
+    print(model.memory()["offloaded"] >> 20)
 """
-
-
-def under_limit(folder, where):
-    command = [sys.executable, "-c", textwrap.dedent(UNDER_LIMIT), str(folder), where]
-    # The limit counts address space, and malloc never returns its heap.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
 @pytest.mark.thorough
 def test_model_almost_five_times_larger_than_memory(tmp_path):
     """768 MiB of parameters and state with 160 MiB of memory."""
-    done = under_limit(tmp_path, "disk")
+    command = [sys.executable, "-c", textwrap.dedent(UNDER_LIMIT), str(tmp_path)]
+    # The limit counts address space, and malloc never returns its heap.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    done, refused = (
+        subprocess.run([*command, where], capture_output=True, text=True, timeout=120, env=env)
+        for where in ("disk", "memory")
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("loss") == 2 and int(done.stdout.split()[-1]) >= 768
-    refused = under_limit(tmp_path, "memory")
+    assert int(done.stdout) >= 768
     assert refused.returncode != 0 and "memory" in refused.stderr.lower(), refused.stderr
 
 
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def in_folder(folders):
-    return message_of(lambda: wide(to(folders[dist.get_rank()])))
-
-
-def test_missing_directory_is_an_error_on_all_ranks(pool2, tmp_path):
-    nowhere = str(tmp_path / "none")
-    first, second = pool2.run(in_folder, [nowhere, str(tmp_path)])
-    assert nowhere in first and "No such file" in first
-    assert "rank 0" in second and "offload" in second
+@on_ranks(2)
+def test_missing_directory_is_an_error_on_all_ranks(tmp_path):
+    nowhere = tmp_path / "none"
+    first = dist.get_rank() == 0
+    message = message_of(lambda: wide(to(nowhere if first else tmp_path)))
+    for word in (str(nowhere), "No such file") if first else ("rank 0", "offload"):
+        assert word in message
     assert os.listdir(tmp_path) == []
 
 
-def test_unwritable_directory(tmp_path):
-    file = tmp_path / "file"
-    file.touch()
-    for where in (str(file), "/proc"):
-        with pytest.raises(OSError, match=where):
-            wide(to(where))
-
-
-def limit_files(size):
-    """Let this process write no larger files: that acts like a full disk."""
+def fill_the_disk(folder, size, state):
+    """Return the error where no larger files can be written, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
-def with_full_disk(folder):
-    limit_files(3 << 20)
     model = nn.Linear(1024, 1024)
     before = model.weight.clone()
-    text = message_of(lambda: FSDP(model, offload=Offload(directory=folder)), OSError)
+    if not state:
+        text = message_of(lambda: FSDP(model, offload=Offload(directory=folder)), OSError)
+    else:
+        model = FSDP(model, offload=Offload(directory=folder))
+        optimizer = AdamW(model.parameters())
+        model(torch.ones(1, 1024)).sum().backward()
+        text = message_of(optimizer.step, OSError)
     assert torch.equal(model.weight, before)
     return text
 
 
-def test_disk_full(tmp_path):
-    (rank,) = fork_ranks(with_full_disk, 1, str(tmp_path), check=True)
-    assert "by 4 MiB" in rank.value and str(tmp_path) in rank.value and "MiB free" in rank.value
+@pytest.mark.parametrize(("size", "state"), [(3 << 20, False), (5 << 20, True)])
+def test_disk_full(tmp_path, size, state):
+    (rank,) = fork_ranks(fill_the_disk, 1, str(tmp_path), size, state, check=True)
+    assert str(tmp_path) in rank.value and "MiB free" in rank.value
 
 
-def with_full_disk_for_the_state(folder):
-    limit_files(5 << 20)
-    model = FSDP(nn.Linear(1024, 1024), offload=Offload(directory=folder))
-    optimizer = AdamW(model.parameters())
-    model(torch.ones(1, 1024)).sum().backward()
-    before = model.weight.detach().clone()
-    text = message_of(optimizer.step, OSError)
-    assert torch.equal(model.weight, before)
-    return text
-
-
-def test_disk_full_for_the_state(tmp_path):
-    (rank,) = fork_ranks(with_full_disk_for_the_state, 1, str(tmp_path), check=True)
-    assert "MiB free" in rank.value
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "match"),
-    [
-        ({"fraction": 1.5}, ValueError, "fraction"),
-        ({"cache": -1}, ValueError, "cache"),
-        ({"cache": True}, ValueError, "cache"),
-        ({"directory": 3}, TypeError, "directory"),
-    ],
-)
-def test_invalid_settings(arguments, kind, match):
-    with pytest.raises(kind, match=match):
-        Offload(**arguments)
-
-
-def test_invalid_arguments(tmp_path):
-    with pytest.raises(ValueError, match="not both"):
-        FSDP(make(Wide), offload=str(tmp_path), cpu_offload=True)
-    with pytest.raises(TypeError, match="offload"):
-        FSDP(make(Wide), offload=3)
-    with pytest.raises(TypeError, match="cpu_offload"):
-        FSDP(make(Wide), cpu_offload=3)
+def test_misuse(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    table = [
+        (lambda: wide(to(file)), OSError, str(file)),
+        (lambda: wide(to("/proc")), OSError, "/proc"),
+        (lambda: Offload(fraction=1.5), ValueError, "fraction"),
+        (lambda: Offload(cache=-1), ValueError, "cache"),
+        (lambda: Offload(cache=True), ValueError, "cache"),
+        (lambda: Offload(directory=3), TypeError, "directory"),
+        (lambda: FSDP(Wide(), offload=str(tmp_path), cpu_offload=True), ValueError, "not both"),
+        (lambda: FSDP(Wide(), offload=3), TypeError, "offload"),
+        (lambda: FSDP(Wide(), cpu_offload=3), TypeError, "cpu_offload"),
+    ]
+    with all_rows() as row:
+        for k, (call, kind, text) in enumerate(table):
+            with row(k, text):
+                assert text in message_of(call, kind)
 
 
 @on_ranks(2)
 def test_ranks_that_differ(tmp_path):
-    folder = str(tmp_path)
-    message = message_of(
-        lambda: wide(to(folder, grads=dist.get_rank() == 1)), zshard.DivergenceError
-    )
-    assert "offload" in message and "rank 1" in message, message
-
-
-def test_directory_may_be_a_path_object(tmp_path):
-    model = FSDP(make(Wide), offload=Path(tmp_path))
-    steps(model, AdamW(model.parameters()), n=1)
-    assert model.memory()["offloaded"] > 0
+    differs = dist.get_rank() == 1
+    message = message_of(lambda: wide(to(tmp_path, grads=differs)), zshard.DivergenceError)
+    assert "offload" in message and "rank 1" in message

@@ -15,12 +15,12 @@ import stand_ins
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from guarded import same
-from models import differences, loss_of, make
+from models import loss_of, make
 from nursery import fork_ranks
 from offloaded import CACHE, io_count, steps, to, wide
 from safetensors.torch import save_file
 from scenarios import message_of
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -29,48 +29,42 @@ from zshard import FSDP, SGD, AdamW, Offload
 MANY = 1 << 20  # bytes
 
 
-def with_direct(folder, direct, in_backward, transport):
-    """Return the state after steps, and the bytes that system calls wrote."""
-    os.environ["ZSHARD_OFFLOAD_DIRECT"] = direct
-    try:
-        before = io_count("wchar")
-        model, optimizer = wide(to(folder), in_backward, transport=transport)
-        steps(model, optimizer, clip=False)
-        return {**model.state_dict(), **flat_state(optimizer)}, io_count("wchar") - before
-    finally:
-        del os.environ["ZSHARD_OFFLOAD_DIRECT"]
+def wide_direct(way, folder, *options, **more):
+    """Return a model and its optimizer, with direct I/O ("1") or without ("0")."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZSHARD_OFFLOAD_DIRECT", way)
+        return wide(to(folder), *options, **more)
 
 
-def flat_state(optimizer):
-    state = optimizer.state_dict()["state"]
-    return {f"{i}.{key}": value.clone() for i in state for key, value in state[i].items()}
-
-
-def compare_ways(folder, in_backward, transport):
-    (direct, some), (cached, none) = (
-        with_direct(folder, way, in_backward, transport) for way in ("1", "0")
-    )
-    assert some > none + MANY, "not lent, or lent where the environment forbids it"
-    return differences(direct, cached)
+def state_of(model, optimizer):
+    states = optimizer.state_dict()["state"]
+    found = {f"{i}.{key}": value.clone() for i in states for key, value in states[i].items()}
+    return {**model.state_dict(), **found}
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_direct_io_is_bit_identical(pool2, tmp_path, in_backward):
+@on_ranks(2)
+def test_direct_io_is_bit_identical(tmp_path, in_backward):
     for transport in ("shm", "c10d"):
-        assert pool2.run(compare_ways, str(tmp_path), in_backward, transport) == [[], []]
+        states, counts = [], []  # of bytes that system calls write
+        for way in ("1", "0"):
+            before = io_count("wchar")
+            both = wide_direct(way, tmp_path, in_backward, transport=transport)
+            steps(*both, clip=False)
+            states.append(state_of(*both))
+            counts.append(io_count("wchar") - before)
+        assert_same(*states, "the state")
+        assert counts[0] > counts[1] + MANY, "not lent, or lent where the environment forbids it"
 
 
-def in_shared_memory(in_backward):
+@pytest.mark.parametrize("in_backward", [False, True])
+@on_ranks(2)
+def test_file_system_in_memory(in_backward):
+    """Older kernels have no direct I/O there."""
     with_disk, plain = (wide(where, in_backward) for where in (to("/dev/shm"), None))
     for each in (with_disk, plain):
         steps(*each, clip=False)
-    return differences(with_disk[0].state_dict(), plain[0].state_dict())
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_file_system_in_memory(pool2, in_backward):
-    """Older kernels have no direct I/O there."""
-    assert pool2.run(in_shared_memory, in_backward) == [[], []]
+    assert_same(with_disk[0].state_dict(), plain[0].state_dict(), "the state")
 
 
 def test_cached_data_stays_in_memory(tmp_path):
@@ -96,78 +90,63 @@ def meddle(model, optimizer):
     return seen
 
 
-def meddled(folder, in_backward, cache):
-    found = []
-    for where in (None, Offload(directory=folder, cache=cache)):
+@pytest.mark.parametrize("in_backward", [False, True])
+@on_ranks(2)
+def test_next_step_uses_modified_tensors(tmp_path, in_backward):
+    seen = []
+    for cache in (None, CACHE, 8 << 20):  # too little to prefetch anything, and enough
+        where = None if cache is None else Offload(directory=tmp_path, cache=cache)
         model, optimizer = wide(where, in_backward)
-        seen = []
+        seen.append([])
         for _ in range(4):
             steps(model, optimizer, n=2, clip=False)
-            seen += meddle(model, optimizer)
-        found.append((seen, model.state_dict()))
-    equal = all(
-        same(a, b)
-        for one, other in zip(found[0][0], found[1][0], strict=True)
-        for a, b in zip(one, other, strict=True)
-    )
-    return differences(found[1][1], found[0][1]) + ([] if equal else ["what was seen"])
+            seen[-1] += meddle(model, optimizer)
+        seen[-1].append(model.state_dict())
+    assert_same(seen[1], seen[0], "what was seen")
+    assert_same(seen[2], seen[0], "what was seen")
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_next_step_uses_modified_tensors(pool2, tmp_path, in_backward):
-    for cache in (CACHE, 8 << 20):  # too little to prefetch anything, and enough
-        assert pool2.run(meddled, str(tmp_path), in_backward, cache) == [[], []]
-
-
-def looked_ahead(folder):
+@on_ranks(1, 2)
+def test_prefetched_data_may_have_changed(tmp_path):
     """Steps without a forward in between, each preceded by a prefetch."""
     found = []
-    for where in (None, Offload(directory=folder, cache=8 << 20, grads=True)):
+    for where in (None, Offload(directory=tmp_path, cache=8 << 20, grads=True)):
         model, optimizer = wide(where)
         steps(model, optimizer, n=1)
         for _ in range(5):
             model.clip_grad_norm_(0.5)  # the pager knows that a step follows
             meddle(model, optimizer)
             optimizer.step()
-        found.append({**model.state_dict(), **flat_state(optimizer)})
-    return differences(found[1], found[0])
+        found.append(state_of(model, optimizer))
+    assert_same(*found, "the state")
 
 
-def test_prefetched_data_may_have_changed(pool2, tmp_path):
-    assert looked_ahead(str(tmp_path)) == []
-    assert pool2.run(looked_ahead, str(tmp_path)) == [[], []]
-
-
-def resumed(folder, in_backward, file):
+@pytest.mark.parametrize("in_backward", [False, True])
+@on_ranks(2)
+def test_checkpoints_in_the_middle(tmp_path, in_backward):
     """Two steps, a checkpoint, two more; then repeat those two from the checkpoint, in the same
     model and in another; compare with the same in memory."""
+    file = str(tmp_path / "model.safetensors")
     plain, plain_optimizer = wide(None, in_backward)
     for _ in range(2):
         steps(plain, plain_optimizer, n=2, clip=False)
-    model, optimizer = wide(to(folder), in_backward)
+    model, optimizer = wide(to(tmp_path), in_backward)
     steps(model, optimizer, n=2, clip=False)
     state, optimizer_state = model.state_dict(), copy.deepcopy(optimizer.state_dict())
     if dist.get_rank() == 0:
         save_file({name: value.clone() for name, value in state.items()}, file)
     dist.barrier()
     steps(model, optimizer, n=2, clip=False)
-    wrong = differences(model.state_dict(), plain.state_dict())
-    other, its_optimizer = wide(to(folder), in_backward)
+    assert_same(model.state_dict(), plain.state_dict(), "undisturbed")
+    other, its_optimizer = wide(to(tmp_path), in_backward)
     steps(other, its_optimizer, n=1, clip=False)
     model.load_state_dict(state)
     zshard.load(file, other)
     for each, stepper in ((model, optimizer), (other, its_optimizer)):
         stepper.load_state_dict(optimizer_state)
-        wrong += differences(each.state_dict(), state)
+        assert_same(each.state_dict(), state, "as loaded")
         steps(each, stepper, n=2, clip=False)
-        wrong += differences(each.state_dict(), plain.state_dict())
-    return wrong
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_checkpoints_in_the_middle(pool2, tmp_path, in_backward):
-    file = str(tmp_path / "model.safetensors")
-    assert pool2.run(resumed, str(tmp_path), in_backward, file) == [[], []]
+        assert_same(each.state_dict(), plain.state_dict(), "continued")
 
 
 # --- sizes -----------------------------------------------------------------------------------------
@@ -188,20 +167,21 @@ class Odd(nn.Module):
         return self.layers[3](torch.relu(self.layers[2](x)))
 
 
-def odd(folder, kind):
+@pytest.mark.parametrize("kind", ["amsgrad", "in backward", "sgd", "rounded"])
+@on_ranks(2, 3)
+def test_odd_sizes(tmp_path, kind):
     found = []
-    for where in (None, to(folder)):
-        dtype = torch.bfloat16 if kind == "rounded" else torch.float32
+    dtype = torch.bfloat16 if kind == "rounded" else torch.float32
+    for where in (None, to(tmp_path)):
         model = FSDP(make(Odd).to(dtype), offload=where, auto_wrap_policy={nn.Linear})
         decayed = [p for n, p in model.named_parameters() if n.endswith("weight")]
         others = [p for n, p in model.named_parameters() if not n.endswith("weight")]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 1e-3}]
         if kind == "sgd":
             optimizer = SGD(groups, lr=1e-2, momentum=0.9)
-        elif kind == "rounded":
-            optimizer = AdamW(groups, lr=1e-2, stochastic_rounding=True)
         else:
-            optimizer = AdamW(groups, lr=1e-2, amsgrad=True)
+            how = "stochastic_rounding" if kind == "rounded" else "amsgrad"
+            optimizer = AdamW(groups, lr=1e-2, **{how: True})
         if kind == "in backward":
             model.optimizer_in_backward(optimizer)
         for step in range(3):
@@ -209,14 +189,8 @@ def odd(folder, kind):
             x = torch.randn(4, 512, generator=torch.Generator().manual_seed(step))
             loss_of(model(x.to(dtype)).float()).backward()
             optimizer.step()
-        found.append({**model.state_dict(), **flat_state(optimizer)})
-    return differences(found[1], found[0])
-
-
-@pytest.mark.parametrize("kind", ["amsgrad", "in backward", "sgd", "rounded"])
-def test_odd_sizes(pool2, pool3, tmp_path, kind):
-    for pool in (pool2, pool3):
-        assert pool.run(odd, str(tmp_path), kind) == [[]] * pool.world
+        found.append(state_of(model, optimizer))
+    assert_same(*found, "the state")
 
 
 # --- in the middle of a step -----------------------------------------------------------------------
@@ -226,37 +200,33 @@ class Broken(Exception):
     pass
 
 
-def broken(folder, direct):
-    """Return the state after backwards that raise when some units have been stepped."""
-    os.environ["ZSHARD_OFFLOAD_DIRECT"] = direct
-    model, optimizer = wide(to(folder), True)
-    del os.environ["ZSHARD_OFFLOAD_DIRECT"]
-    steps(model, optimizer, n=2, clip=False)
-    seen = []
-    for _ in range(2):
-        handle = model.blocks[1].register_full_backward_pre_hook(raise_broken)
-        loss = loss_of(model(torch.randn(4, 512, generator=torch.Generator().manual_seed(3))))
-        message_of(loss.backward, Broken)
-        handle.remove()
-        seen += [p.detach().clone() for p in model.parameters()]
-        seen += list(flat_state(optimizer).values())
-        steps(model, optimizer, n=2, clip=False)
-    return seen + list(model.state_dict().values())
-
-
 def raise_broken(module, grads):
     raise Broken("in the middle")
 
 
 def test_failing_backward(tmp_path):
-    direct, cached = (broken(str(tmp_path), way) for way in ("1", "0"))
-    assert_same(direct, cached, "what the files give")
+    """Backwards that raise when some units have been stepped."""
+    seen = []
+    for way in ("1", "0"):
+        model, optimizer = wide_direct(way, tmp_path, True)
+        steps(model, optimizer, n=2, clip=False)
+        states = []
+        for _ in range(2):
+            handle = model.blocks[1].register_full_backward_pre_hook(raise_broken)
+            loss = loss_of(model(torch.randn(4, 512, generator=torch.Generator().manual_seed(3))))
+            message_of(loss.backward, Broken)
+            handle.remove()
+            states += [p.detach().clone() for p in model.parameters()]
+            steps(model, optimizer, n=2, clip=False)
+            states.append(state_of(model, optimizer))
+        seen.append(states)
+    assert_same(*seen, "what the files give")
 
 
-def forking(folder):
+def test_forks_in_the_middle(tmp_path):
     """Fork children in the middle of a backward that steps; they read parameters."""
     found = []
-    for where in (None, to(folder)):
+    for where in (None, to(tmp_path)):
         model, optimizer = wide(where, True)
         statuses = []
 
@@ -271,19 +241,16 @@ def forking(folder):
         steps(model, optimizer, n=3, clip=False)
         assert statuses == [0, 0, 0]
         found.append(model.state_dict())
-    return differences(*found)
+    assert_same(*found, "the state")
 
 
-def test_forks_in_the_middle(tmp_path):
-    assert forking(str(tmp_path)) == []
+# --- from a GPU to its host -------------------------------------------------------------------------
 
 
-ALL = zshard.Offload(grads=True)
-HALF_OF_THE_STATE = zshard.Offload(params=False, fraction=0.5)
-BF16 = zshard.MixedPrecision(torch.bfloat16)
+OFFLOADS = (None, Offload(grads=True), Offload(params=False, fraction=0.5))
 CASES = {
     "full_shard": {},
-    "bf16": {"mixed_precision": BF16},
+    "bf16": {"mixed_precision": zshard.MixedPrecision(torch.bfloat16)},
     "zero1": {"strategy": "zero1"},
     "no_shard": {"strategy": "no_shard"},
 }
@@ -315,12 +282,7 @@ def trained(options, offload, in_backward):
 def trained_three_ways(env, options, in_backward):
     """Without offload, with all and with some."""
     os.environ.update(env)
-    return [trained(options, offload, in_backward) for offload in (None, ALL, HALF_OF_THE_STATE)]
-
-
-def check_same(one, other):
-    assert one[0] == other[0]
-    assert_same(one[1], other[1], "the state")
+    return [trained(options, offload, in_backward) for offload in OFFLOADS]
 
 
 @pytest.mark.sampled(2)
@@ -331,8 +293,8 @@ def test_gpu_offload_is_bit_identical(world, backend, case, in_backward):
     env, options = stand_ins.environment(backend), CASES[case]
     for rank in fork_ranks(trained_three_ways, world, env, options, in_backward, check=True):
         usual, moved, partly = rank.value
-        check_same(usual, moved)
-        check_same(usual, partly)
+        for each in (moved, partly):
+            assert_same(each[:2], usual[:2], "losses and state")
         before, after, predicted = usual[2], moved[2], moved[3]
         assert before["offloaded"] == 0 < partly[2]["offloaded"] < after["offloaded"]
         assert after["shards"] == after["grads"] == after["optimizer"] == 0
@@ -342,11 +304,7 @@ def test_gpu_offload_is_bit_identical(world, backend, case, in_backward):
 
 def refused(env):
     os.environ.update(env)
-    try:
-        FSDP(nn.Linear(3, 3), offload="/tmp")
-    except NotImplementedError as error:
-        return str(error)
-    return ""
+    return message_of(lambda: FSDP(nn.Linear(3, 3), offload="/tmp"), NotImplementedError)
 
 
 def test_directory_requires_the_cpu():

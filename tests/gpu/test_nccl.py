@@ -11,6 +11,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import fake_cuda
 import pytest
 from c_compile import (
     BUILDS,
@@ -24,7 +25,7 @@ from c_compile import (
 from c_sources import INCLUDES, SHM, sources
 
 CORE = [NO_LOOPS, *sources(*SHM, "nccl_*.c")]
-PROGRAM = [C / name for name in ("test_nccl_comm.c", "nccl_failures.c", "nccl_processes.c")]
+PROGRAM = [C / name for name in ("test_nccl_comm.c", "nccl_failures.c")]
 OLD = "an_old_library_does_without"
 FAILING = "a_failing_call_is_an_error_and_no_more"
 NAMES = re.findall(r"^    TEST\((\w+), ", PROGRAM[0].read_text(), re.MULTILINE)
@@ -59,6 +60,7 @@ class Programs:
             skip_without_thread_sanitizer()
         library = self.library(build, old=name == OLD or "ZS_TEST_OLD" in env)
         usual = {"ZSHARD_NCCL_LIB": str(library), "FAKE_NCCL_DIR": str(self.folder)}
+        usual["ZSHARD_CUDA_LIB"] = str(fake_cuda.library())  # its streams
         usual["TSAN_OPTIONS"] = "halt_on_error=1"
         return subprocess.run(
             [str(self.program(build)), name],

@@ -6,8 +6,8 @@
     ...
     calls = file_faults(0)  # there were so many since; none fails any more
 
-zshard has one hook for watching its file calls. The watchers are separate modules (c/file_faults.c,
-c/fs_faults.c), compiled here, so zshard ships none of them.
+zshard has one hook for watching its file calls. The watcher is a module of its own (c/fs_faults.c),
+compiled here, so zshard ships none.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from c_compile import BUILDS, OBJECTS, C, compile_c
-from c_sources import HEADERS, sources
+from c_sources import HEADERS
 
 import zshard  # noqa: F401 (the module below watches its core)
 
-_SOURCES = [C / "file_faults.c", C / "fs_faults.c", *sources("status.c")]
+_SOURCE = C / "fs_faults.c"
 
 
 def _library() -> Path:
     """Return the compiled module; compile it if necessary."""
-    read = [path.read_bytes() for path in [*_SOURCES, *HEADERS, C / "fs_faults.h"]]
+    read = [path.read_bytes() for path in [_SOURCE, *HEADERS]]
     soabi = sysconfig.get_config_var("SOABI")
     key = hashlib.sha256(b"\0".join([soabi.encode(), *read])).hexdigest()[:24]
     made = OBJECTS / f"_file_faults-{key}.so"
@@ -39,7 +39,7 @@ def _library() -> Path:
         OBJECTS.mkdir(parents=True, exist_ok=True)
         flags = [*BUILDS["release"], "-isystem", sysconfig.get_path("include")]
         with tempfile.TemporaryDirectory(dir=OBJECTS) as scratch:
-            compile_c(Path(scratch, "made.so"), _SOURCES, flags, ("-shared",))
+            compile_c(Path(scratch, "made.so"), [_SOURCE], flags, ("-shared",))
             os.replace(f"{scratch}/made.so", made)  # another process may have compiled the same
     return made
 
