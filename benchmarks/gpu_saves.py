@@ -1,6 +1,6 @@
 """Checkpoints on a GPU: seconds and GB/s of saves and loads, and steps beside an asynchronous save.
 
-The savers are those of checkpoint.py, with the models of gpu_sides.py. Files are in the system's
+The savers are those of saves.py, with the models of gpu_sides.py. Files are in the system's
 temporary folder (TMPDIR), on the disk and with fsync.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import checkpoint
+from benchmarks import saves
 from benchmarks.gpu_sides import (
     OURS,
     PEER,
@@ -29,31 +29,7 @@ from benchmarks.gpu_sides import (
 )
 from benchmarks.models import Batch
 
-
-class _OfGpu:
-    """What a saver of checkpoint.py saves, of a side that is there already."""
-
-    def __init__(self, side: GpuSide) -> None:
-        self.model, self.optimizer = side.module, side.optimizer
-
-
-class _Zshard(_OfGpu, checkpoint.Zshard):
-    pass
-
-
-class _ZshardAsync(_OfGpu, checkpoint.ZshardAsync):
-    pass
-
-
-class _Dcp(_OfGpu, checkpoint.Dcp):
-    pass
-
-
-class _DcpAsync(_OfGpu, checkpoint.DcpAsync):
-    pass
-
-
-SAVERS = {OURS: (_Zshard, _ZshardAsync), PEER: (_Dcp, _DcpAsync)}
+SAVERS = {OURS: saves.Zshard, PEER: saves.Dcp}
 
 
 def measure(cell: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +53,7 @@ def _of_side(
     name: str, cell: Mapping[str, Any], batches: Sequence[Batch], folder: str
 ) -> tuple[dict[str, float], int]:
     side = build(name, workload_of(cell["model"], "small"))
-    now, later = (saver(side) for saver in SAVERS[name])
+    now, later = (SAVERS[name](side.module, side.optimizer, wait) for wait in (False, True))
     _seconds(lambda: _steps(side, batches, 2))  # creates the state
     size = sum(tensor.numel() * tensor.element_size() for tensor in now.own())
     step = _seconds(lambda: _steps(side, batches, cell["steps"])) / cell["steps"]
@@ -85,7 +61,7 @@ def _of_side(
     save = _seconds(lambda: now.save(path)())
     wanted = _sums(now)
     _steps(side, batches, 1)
-    checkpoint.drop(path)
+    saves.drop(path)
     load = _seconds(lambda: now.load(path))
     if _sums(now) != wanted:
         raise AssertionError(f"{name} loaded different values than it saved")

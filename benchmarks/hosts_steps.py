@@ -19,7 +19,6 @@ import torch.distributed as dist
 from benchmarks import harness, memory, step_time
 from benchmarks.hosts_net import wire_bytes
 from benchmarks.models import WORKLOADS, Batch, Workload
-from benchmarks.predict import settled
 from benchmarks.sides import Side, build_side
 
 MODULE = "benchmarks.hosts_steps"
@@ -111,7 +110,7 @@ def bytes_of_hosts(workload: Workload, name: str, ranks_per_host: int) -> dict[s
     What zshard holds with gradients is all that it predicts; activations are in the peak alone.
     """
     build_side(name, WORKLOADS[memory.TINY]).step(WORKLOADS[memory.TINY].batch(harness.generator()))
-    before = settled()
+    before = memory.settled()
     side = build_side(name, workload)
     generator = harness.generator()
     sampler = memory.PssSampler()
@@ -119,7 +118,7 @@ def bytes_of_hosts(workload: Workload, name: str, ranks_per_host: int) -> dict[s
         side.zero_grad()
         side.step(workload.batch(generator), zero_grad=False)
         sampler.sample()
-    found = {"peak": sampler.stop() - before, "held": settled() - before}
+    found = {"peak": sampler.stop() - before, "held": memory.settled() - before}
     if hasattr(side.module, "memory"):
         found["predicted"] = side.module.memory("predicted")["total"]
     return {key: _sums(harness.of_all_ranks(mine), ranks_per_host) for key, mine in found.items()}

@@ -1,8 +1,4 @@
-"""Benchmarks of several hosts and many ranks: namespaces as hosts, and docs/contributing/scale.md's formulas.
-
-Thorough tests: they test tools. How a rank's resources grow with the number of ranks is exact, so two
-numbers of ranks show it.
-"""
+"""Benchmarks of several hosts, with namespaces as hosts. Thorough tests: they test tools."""
 
 from __future__ import annotations
 
@@ -14,19 +10,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from c_sources import INCLUDES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is not installed
 
-from benchmarks import harness, hosts, scale, scale_rank
+from benchmarks import harness, hosts
 from benchmarks.hosts_net import Hosts, HostsUnavailable
 from benchmarks.hosts_ops import OPERATIONS, Place
 
 pytestmark = pytest.mark.thorough
-UNITS = 4
 
 
 @pytest.fixture
@@ -126,70 +119,3 @@ def test_hosts_quick(three: Hosts, flags: list[str], tmp_path: Path) -> None:
         assert of["peak"][1] > of["held"][1] > 0.5 * of["predicted"][1] > 0
         assert min(side["wire"]["sent"]) > 0.8 * side["least_bytes"]
     assert "| --- |" in done.stdout
-
-
-# --- scale ----------------------------------------------------------------------------------------
-
-
-def record(transport: str, ranks: int, hosts: int = 1) -> dict[str, Any]:
-    args = scale.arguments([f"--units={UNITS}", "--steps=2"])
-    found = scale.measure(args, transport, ranks, hosts)
-    assert "failed" not in found, found
-    return found
-
-
-def test_turn_has_the_size_in_c() -> None:
-    assertion = f'_Static_assert(sizeof(zs_turn) == {scale_rank.TURN}, "TURN");'
-    source = f'#include "comm/turn.h"\n{assertion}\n'
-    command = ["cc", "-std=c11", *INCLUDES, "-fsyntax-only", "-x", "c", "-"]
-    done = subprocess.run(command, input=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_scale_prints_and_saves_each_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each row when it is finished, also that of a world that timed out."""
-    monkeypatch.setattr(scale, "run", lambda *_: "not ended in 1 s")
-    out = tmp_path / "rows"
-    scale.main(
-        ["--ranks", "2", "--transports", "shm", "--worlds", "8", "--limit=1", f"--out={out}"]
-    )
-    assert "| 2 | 1 | shm | 8 | not ended in 1 s |" in capsys.readouterr().out
-    assert len(out.read_text().splitlines()) == 2
-
-
-@pytest.mark.parametrize("command", ["import time; time.sleep(60)", "raise SystemExit(3)"])
-def test_scale_limits_each_world(command: str) -> None:
-    why = scale.run([sys.executable, "-S", "-c", command], {}, 2.0)
-    assert why == ("not ended in 2 s" if "sleep" in command else "failed: 3")
-
-
-@pytest.mark.parametrize(
-    ("transport", "few", "many", "files", "maps"),
-    [
-        # Of each rank a pidfd and a file of buckets; mapped are its control block and buckets.
-        ("shm", (2, 1), (6, 1), 2 * 4, 8 * 4),
-        ("c10d", (2, 1), (6, 1), 2 * 4, 0),  # a pidfd and a connection
-        # Besides, of each rank of the host what shm takes, and a connection of the host's group.
-        ("hosts", (4, 2), (8, 2), 2 * 4 + 3 * 2, 8 * 2),
-    ],
-)
-def test_descriptors_and_mappings_grow_as_documented(
-    transport: str, few: tuple[int, int], many: tuple[int, int], files: int, maps: int
-) -> None:
-    less, more = record(transport, *few), record(transport, *many)
-    assert more["files"] - less["files"] == files
-    assert more["maps"] - less["maps"] <= maps + 8, "the allocator may take a few"
-    assert more["threads"] == less["threads"]
-    assert more["collectives"] == less["collectives"]
-
-
-def test_fake_worlds_grow_as_documented() -> None:
-    few, many = record("fake", 8), record("fake", 64)
-    assert many["files"] - few["files"] == 64 - 8
-    assert abs(many["maps"] - few["maps"]) <= 8 and many["threads"] == few["threads"]
-    assert many["collectives"] == few["collectives"] > 4 * UNITS
-    assert many["turns"] / 63 == pytest.approx(few["turns"] / 7)
-    assert many["transport_bytes"] - few["transport_bytes"] <= 56 * 300 * (UNITS + 2)
-    assert abs(many["objects"] - few["objects"]) <= 20
