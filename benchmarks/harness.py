@@ -45,6 +45,10 @@ GRACE = 20.0
 
 MIB = 2**20
 
+Numbers = dict[str, Any]
+"""What one side took in one round, the maximum over ranks: seconds, or bytes (`..._bytes`)."""
+
+
 # Processes
 
 
@@ -143,16 +147,22 @@ def run_task(
     measure_as_rank(args, lambda: measure(**args.task), show)
 
 
-def flags_of(args: argparse.Namespace, *names: str) -> list[str]:
-    """Return the command-line flags that set these options as `args` has them."""
-    return [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
-
-
 def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the objects of all ranks, in rank order. Collective."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
+
+
+def slowest(mine: Any) -> Any:
+    """Return the ranks' maximum of each number in nested dicts. Collective."""
+
+    def merge(ranks: Sequence[Any]) -> Any:
+        if not isinstance(ranks[0], dict):
+            return max(ranks)
+        return {key: merge([rank[key] for rank in ranks]) for key in ranks[0]}
+
+    return merge(of_all_ranks(mine))
 
 
 def generator() -> torch.Generator:

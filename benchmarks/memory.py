@@ -103,7 +103,8 @@ class PssSampler(threading.Thread):
         self._largest = max(self._largest, pss())
 
     def stop(self) -> int:
-        """Stop the thread and return the largest PSS in bytes."""
+        """Take a last sample, stop the thread and return the largest PSS in bytes."""
+        self.sample()
         self._end.set()
         self.join()
         return self._largest

@@ -208,19 +208,16 @@ class Unpredictable(Exception):
 
 
 class Compared(NamedTuple):
-    """One number of a row. what: "speed" or "memory". apart: other software than torch's."""
+    """One number of a row. apart: other software than torch's. what: "speed" or "memory"."""
 
+    apart: str
     id: str
     source: str
     device: str
-    what: str = ""
-    unit: str = ""
-    predicted: float = 0
-    published: float = 0
-    apart: str = ""
-
-    def with_numbers(self, what: str, unit: str, predicted: float, published: float) -> Compared:
-        return self._replace(what=what, unit=unit, predicted=predicted, published=published)
+    what: str
+    unit: str
+    predicted: float
+    published: float
 
     @property
     def error(self) -> float:
@@ -259,20 +256,19 @@ def _compare(row: Row) -> Iterable[Compared]:
     network = Network(device.link, nic, min(_count(row, "per_node") or 8, ranks))
     cluster = Cluster(device, ranks, network, reduces_by_ring=True)
     planned = predict(decoder(dims), way, cluster)
-    of = Compared(row["id"], row["id"].rsplit("-", 1)[0], name)
-    if not re.search("torch FSDP|torch DDP|DeepSpeed|YaFSDP", row["software"], re.IGNORECASE):
-        of = of._replace(apart=row["software"])
+    known = re.search("torch FSDP|torch DDP|DeepSpeed|YaFSDP", row["software"], re.IGNORECASE)
+    head = ("" if known else row["software"], row["id"], row["id"].rsplit("-", 1)[0], name)
     published = ("tokens_per_s_per_gpu", "step_s", "peak_mem_gb")
     speed, step, memory = (_number(row, key) for key in published)
     if not (speed or step or memory):
         raise Unpredictable("no speed and no memory was published")
     if speed:
-        yield of.with_numbers("speed", "tokens/s/GPU", planned.tokens_per_s, speed)
+        yield Compared(*head, "speed", "tokens/s/GPU", planned.tokens_per_s, speed)
     elif step:
-        yield of.with_numbers("speed", "s", planned.seconds, step)
+        yield Compared(*head, "speed", "s", planned.seconds, step)
     if memory:
         gap = GAP if "reserved" in row["note"] else 1.0
-        yield of.with_numbers("memory", "GiB", gap * planned.memory["total"] / GIB, memory)
+        yield Compared(*head, "memory", "GiB", gap * planned.memory["total"] / GIB, memory)
 
 
 def _number(row: Row, key: str) -> float:
@@ -305,16 +301,15 @@ def device_of(row: Row) -> str:
 
 def dims_of(row: Row) -> Dims:
     missing = [key for key in NEEDED if not row[key]]
-    zero = [key for key in NUMBERS if not missing and _number(row, key) < 1]
+    if missing:
+        raise Unpredictable("not stated: " + ", ".join(missing))
+    zero = [key for key in NUMBERS if _number(row, key) < 1]
+    if zero:
+        raise Unpredictable(f"{zero[0]} is {row[zero[0]]}")
     keys = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")
-    if missing or zero:
-        short = "not stated: " + ", ".join(missing)
-        raise Unpredictable(short if missing else f"{zero[0]} is {row[zero[0]]}")
     layers, width, heads, kv, ffn, vocab, seq = (_count(row, key) for key in keys)
-    if not ffn:
-        raise Unpredictable("not stated: ffn")
-    if width % heads:
-        raise Unpredictable("width is no multiple of heads")
+    if not ffn or width % heads:
+        raise Unpredictable("width is no multiple of heads" if ffn else "not stated: ffn")
     kv, tied = kv or heads, row["tied"] == "yes"
     return Dims(layers, width, heads, kv, ffn, vocab, seq, ffn < 4 * width or kv < heads, tied)
 
@@ -372,9 +367,9 @@ def strategy_of_row(row: Row) -> tuple[str, int]:
 
 def medians(found: Iterable[Compared], key: str) -> dict[str, tuple[int, float]]:
     """Return by source or device: how many numbers, and their median absolute error."""
-    groups: dict[str, list[float]] = {}
+    groups = collections.defaultdict(list)
     for each in found:
-        groups.setdefault(getattr(each, key), []).append(abs(each.error))
+        groups[getattr(each, key)].append(abs(each.error))
     return {name: (len(errors), statistics.median(errors)) for name, errors in groups.items()}
 
 
@@ -383,19 +378,19 @@ def page(found: Sequence[Compared], left: Sequence[tuple[str, str]]) -> Iterator
     rows, sources = {each.id for each in found}, {each.source for each in found}
     yield HEAD.format(rows=len(rows), sources=len(sources))
     for what in ("speed", "memory"):
-        for apart in (False, True):
+        for apart, title in ((False, "FSDP and DeepSpeed"), (True, "other software")):
             chosen = [each for each in found if (each.what, bool(each.apart)) == (what, apart)]
             if chosen:
-                yield from _section(what, apart, chosen)
-    yield "## Rows left out\n"
-    yield "| rows | why |\n| --- | --- |"
+                yield f"## {what.title()}, {title}\n"
+                yield from _tables(chosen)
+            if chosen and (what, apart) == ("speed", False):
+                yield from _worst(chosen)
+    yield "## Rows left out\n\n| rows | why |\n| --- | --- |"
     reasons = collections.Counter(reason for _, reason in left)
     yield from (f"| {count} | {reason} |" for reason, count in reasons.most_common())
 
 
-def _section(what: str, apart: bool, chosen: Sequence[Compared]) -> Iterator[str]:
-    title = "Speed" if what == "speed" else "Memory"
-    yield f"## {title}, {'other software' if apart else 'FSDP and DeepSpeed'}\n"
+def _tables(chosen: Sequence[Compared]) -> Iterator[str]:
     for key in ("source", "device"):
         groups = medians(chosen, key)
         errors = [error for n, error in groups.values() if n >= FEW]
@@ -406,8 +401,6 @@ def _section(what: str, apart: bool, chosen: Sequence[Compared]) -> Iterator[str
             words = f"median of those with {FEW} rows or more"
             yield f"| **{words}** | | **{statistics.median(errors):.1%}** |"
         yield ""
-    if what == "speed" and not apart:
-        yield from _worst(chosen)
 
 
 def _worst(chosen: Sequence[Compared]) -> Iterator[str]:

@@ -2,27 +2,21 @@
 
     python -m benchmarks.saves [--cases checkpoint offload ...] [--models M ...] [--sides S ...]
 
-- checkpoint: all sides save the same state (1 GB) with fsync, load it from the page cache and, its
-  pages dropped, from the disk. They take turns in one process group. Each load starts from
-  overwritten values and is verified. Peaks are measured in separate turns: sampling takes time.
+- checkpoint: sides save the same state (1 GB) with fsync, load it from the page cache, and from the
+  disk once its pages are dropped. They take turns in one process group; each load is verified.
 - beside: ten steps without a save, with one, or with one at each step, until the last has finished.
-- set-up, loading: each side alone in a fresh process group: how much memory does a rank need beyond
-  what it keeps? Loads read a safetensors file that stays in the page cache.
+- set-up, loading: each side in a fresh process group: how much memory does a rank need beyond what
+  it keeps? Loads read a safetensors file that stays in the page cache.
 - offload: the model in memory, the same on disk under a memory limit, and a program that only moves
-  the bytes of such a step with O_DIRECT. The third's time / the second's is `of_the_disk`.
+  the bytes of such a step with O_DIRECT (raw): its ratio is zshard's fraction of the disk's speed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import mmap
 import os
-import resource
 import shutil
-import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -32,26 +26,27 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 
 import zshard
 from benchmarks import harness
-from benchmarks.harness import MIB, spread
-from benchmarks.memory import MALLOC, PssSampler, high_water, pss, reset_high_water, trim
-from benchmarks.models import WORKLOADS, GPTBlock, Workload, rows
-from benchmarks.sides import SEED, build_side, by_fsdp1, by_fsdp2, by_zshard
-
-Numbers = dict[str, Any]
-"""What one side took in one round, the maximum over ranks: seconds, or bytes (`..._bytes`)."""
+from benchmarks.harness import MIB, Numbers, spread
+from benchmarks.loads import LOADS, SETUPS, alone, build, offload
+from benchmarks.memory import MALLOC, PssSampler, pss, trim
+from benchmarks.models import WORKLOADS, Workload, rows
+from benchmarks.sides import SEED, build_side
 
 # --- checkpoint: a rank's part --------------------------------------------------------------------
+
+
+def ended() -> None:
+    """What waits for a save that is complete when it returns."""
 
 
 class Saver:
@@ -97,7 +92,7 @@ class Dcp(Saver):
     def save(self, path: str) -> Callable[[], Any]:
         if not self.asynchronous:
             dcp.save(self.state(), checkpoint_id=path)
-            return lambda: None
+            return ended
         if self.group is None:  # its thread must not meet training in one process group
             self.group = dist.new_group(backend="gloo")
         options: dict[str, Any] = {"checkpoint_id": path, "process_group": self.group}
@@ -123,7 +118,7 @@ class Rank0(Dcp):
                 file.flush()
                 os.fsync(file.fileno())
         dist.barrier()
-        return lambda: None
+        return ended
 
     def load(self, path: str) -> None:
         state = torch.load(f"{path}/state.pt", mmap=True)
@@ -137,7 +132,6 @@ SAVERS: dict[str, tuple[type[Saver], str, bool]] = {
     "zshard-async": (Zshard, "zshard-full_shard", True),
     "dcp-async": (Dcp, "fsdp2", True),
 }
-BESIDE = {"zshard": (Zshard, "zshard-full_shard-auto", True), "fsdp2": (Dcp, "fsdp2", True)}
 """Side -> its saver, what it trains with (sides.py), whether saves are asynchronous."""
 
 
@@ -174,20 +168,9 @@ def checkpoint(model: str, sides: list[str], rounds: int, folder: str) -> list[d
     for number in range(rounds + 1):
         order = harness.rotated(sides, number)
         mine = {name: save_and_load(savers[name], f"{folder}/{name}-{number}") for name in order}
-        found.append(slowest(mine))
+        found.append(harness.slowest(mine))
     peaks = {name: peaks_of(saver, f"{folder}/{name}-peak") for name, saver in savers.items()}
-    return [*found[1:], slowest(peaks)]  # the first one warms up
-
-
-def slowest(mine: Any) -> Any:
-    """Return the ranks' maximum of each number in nested dicts. Collective."""
-
-    def merge(ranks: Sequence[Any]) -> Any:
-        if not isinstance(ranks[0], dict):
-            return max(ranks)
-        return {key: merge([rank[key] for rank in ranks]) for key in ranks[0]}
-
-    return merge(harness.of_all_ranks(mine))
+    return [*found[1:], harness.slowest(peaks)]  # the first one warms up
 
 
 def save_and_load(saver: Saver, path: str) -> Numbers:
@@ -224,7 +207,6 @@ def peaks_of(saver: Saver, path: str) -> Numbers:
         dist.barrier()
         before, sampler = pss(), PssSampler()
         act()
-        sampler.sample()
         found[f"{what}_peak_bytes"] = sampler.stop() - before
     remove(path)
     return found
@@ -239,245 +221,56 @@ def drop(path: str) -> None:
 
 
 def remove(path: str) -> None:
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(path)
-    dist.barrier()
+    """Delete a checkpoint, if there is one. Collective."""
+    if path:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(path)
+        dist.barrier()
 
 
 # --- beside: a rank's part ------------------------------------------------------------------------
 
 STEPS = 10
 EVERY = {"no save": 0, "every tenth step": STEPS, "every step": 1}
+BESIDE: dict[str, tuple[type[Saver], str]] = {
+    "zshard": (Zshard, "zshard-full_shard-auto"),
+    "fsdp2": (Dcp, "fsdp2"),
+}
 
 
 def beside(model: str, sides: list[str], rounds: int, folder: str) -> list[dict[str, Numbers]]:
-    """Return seconds per step of each side without and with saves, in each round."""
-    turns = {}
-    for side in sides:
-        saver, train = saver_of(WORKLOADS[model], *BESIDE[side])
-        save = Successive(saver, f"{folder}/{side}")
+    turns: dict[str, harness.Turn] = {}
+    for library in dict.fromkeys(side.partition(", ")[0] for side in sides):
+        trained = saver_of({**WORKLOADS, **STATES}[model], *BESIDE[library], asynchronous=True)
         for name, every in EVERY.items():
-            turns[side, name] = partial(steps_and_saves, train, save, every)
+            path = f"{folder}/{library}"
+            turns[f"{library}, {name}"] = partial(steps_and_saves, *trained, every, path)
     samples = harness.interleave(turns, rounds, warmup=1)
-    found = []
-    for number in range(rounds):
-        seconds = {
-            side: {name: samples[side, name][number].times[0] for name in EVERY} for side in sides
-        }
-        for own in seconds.values():
-            own |= {f"{name}, ratio": own[name] / own["no save"] for name in EVERY}
-        found.append(seconds)
-    return found
+    return [
+        {side: {"seconds": samples[side][number].times[0]} for side in turns}
+        for number in range(rounds)
+    ]
 
 
 def steps_and_saves(
-    train: Callable[[], Any], save: Successive, every: int, _number: int
+    saver: Saver, train: Callable[[], Any], every: int, path: str, _number: int
 ) -> tuple[float]:
+    """Return the seconds of a step. A save deletes the one before, which has to end first."""
     os.sync()
     dist.barrier()
-    start = time.perf_counter()
+    start, last, wait = time.perf_counter(), "", ended
     for step in range(STEPS):
         train()
         if every and step % every == 0:
-            save()
-    save.wait()
-    return ((time.perf_counter() - start) / STEPS,)
-
-
-class Successive:
-    """Saves again and again, and deletes the save before, which has to end first."""
-
-    def __init__(self, saver: Saver, path: str) -> None:
-        self.saver, self.path, self.count = saver, path, 0
-        self.wait: Callable[[], Any] = lambda: None
-
-    def __call__(self) -> None:
-        self.wait()
-        if dist.get_rank() == 0 and self.count:
-            shutil.rmtree(f"{self.path}-{self.count}")
-        self.count += 1
-        self.wait = self.saver.save(f"{self.path}-{self.count}")
-
-
-# --- set-up and loading: a rank's part ------------------------------------------------------------
-
-SIZES = {"gpt355m": (24, 1024, 50257, 1024), "tiny": (2, 64, 100, 32)}
-UNITS = {GPTBlock}
-
-
-def build(size: str) -> nn.Module:
-    """Build a GPT-2, whose head is the embedding's weight; no forward is run."""
-    layers, width, vocabulary, seq = SIZES[size]
-    blocks = [GPTBlock(width, width // 64) for _ in range(layers)]
-    embeddings = nn.Embedding(vocabulary, width), nn.Embedding(seq, width)
-    return nn.Sequential(*embeddings, *blocks, nn.LayerNorm(width))
-
-
-def on_meta(size: str) -> nn.Module:
-    with torch.device("meta"):
-        return build(size)
-
-
-def fsdp2_blank(size: str) -> nn.Module:
-    return by_fsdp2(on_meta(size), UNITS).to_empty(device="cpu")
-
-
-def fsdp2_from_meta(size: str) -> nn.Module:
-    """Like torchtitan: shard on meta, allocate, then initialize the local shards."""
-    module = fsdp2_blank(size)
-    with torch.no_grad():
-        for child in module.modules():
-            if hasattr(child, "reset_parameters"):
-                child.reset_parameters()
-    return module
-
-
-def zshard_blank(size: str) -> Any:
-    return by_zshard(on_meta(size), UNITS, param_init_fn=zshard.uninitialized)
-
-
-def zshard_from_rank0(model: Any, path: str) -> None:
-    state = load_file(path) if dist.get_rank() == 0 else None
-    zshard.load_state_dict(model, state, from_rank0=True)
-
-
-def fsdp2_load(model: nn.Module, path: str, from_rank0: bool) -> None:
-    state = load_file(path) if not from_rank0 or dist.get_rank() == 0 else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
-    set_model_state_dict(model, state, options=options)
-
-
-SETUPS: dict[str, Callable[[str], nn.Module]] = {
-    "plain": build,
-    "zshard-meta": lambda size: by_zshard(on_meta(size), UNITS),
-    "zshard-real": lambda size: by_zshard(build(size), UNITS),
-    "fsdp1-meta": lambda size: by_fsdp1(on_meta(size), UNITS),
-    "fsdp2-meta": fsdp2_from_meta,
-    "fsdp2-real": lambda size: by_fsdp2(build(size), UNITS),
-}
-"""Functions that build a sharded model with random values. plain is unsharded: the lower bound."""
-
-LOADS: dict[str, tuple[Callable[[str], Any], Callable[[Any, str], Any]]] = {
-    "zshard-load": (zshard_blank, lambda model, path: zshard.load(path, model)),
-    "zshard-load-from-rank0": (zshard_blank, zshard_from_rank0),
-    "zshard-load-each": (zshard_blank, lambda model, path: model.load_state_dict(load_file(path))),
-    "fsdp2-load-from-rank0": (fsdp2_blank, lambda model, path: fsdp2_load(model, path, True)),
-    "fsdp2-load-each": (fsdp2_blank, lambda model, path: fsdp2_load(model, path, False)),
-}
-"""Functions that build a model without values, and load it from a file. each: every rank reads the
-full file into memory and keeps its shard; from-rank0: rank 0 reads it and sends the shards."""
-
-
-def alone(model: str, side: str, number: int, folder: str) -> Numbers:
-    """Return seconds and bytes beyond those held before; in the first round the peak without mapped
-    files, which takes samples, instead."""
-    make = SETUPS.get(side) or LOADS[side][0]
-    with torch.random.fork_rng():
-        make("tiny")  # once per process: groups, arenas
-    torch.manual_seed(SEED)
-    blank: Any = None if side in SETUPS else make(model)
-    for param in blank.parameters() if side in LOADS else ():
-        getattr(param, "_local_tensor", param).detach().fill_(0.5)  # touches all pages
-    trim()
-    dist.barrier()
-    reset_high_water()
-    before, sampler = (high_water(), None) if number else (pss(), PssSampler())
-    start, busy = time.perf_counter(), time.process_time()
-    made = make(model) if side in SETUPS else LOADS[side][1](blank, f"{folder}/model.safetensors")
-    dist.barrier()
-    found = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - busy}
-    if sampler:
-        sampler.sample()
-        return slowest({"peak_bytes": sampler.stop() - before})
-    found["peak_rss_bytes"] = high_water() - before
-    trim()
-    reset_high_water()
-    found["kept_rss_bytes"] = high_water() - before
-    del made
-    return slowest(found)
-
-
-# --- offload: a rank's part -----------------------------------------------------------------------
-
-LEARNED, OFFLOAD_STEPS = 2, 6
-"""The first step creates the optimizer state, the second records the access order: both untimed."""
-
-BLOCK = 16 * MIB
-
-
-def offload(model: str, side: str, number: int, folder: str, limits: Mapping[str, Any]) -> Numbers:
-    """Train with the optimizer in backward; return seconds and bytes per step, and the last loss.
-    The side "raw" moves the bytes of the disk's step instead."""
-    if side == "raw":
-        return move(folder, json.loads(Path(folder, "moved").read_text()))
-    if side == "disk" and limits["cgroup"]:
-        Path(limits["cgroup"], "cgroup.procs").write_text(str(os.getpid()))
-    elif side == "disk":
-        resource.setrlimit(resource.RLIMIT_DATA, (limits["bytes"], limits["bytes"]))
-    workload = WORKLOADS[model]
-    with torch.device("meta"):
-        plain = workload.build()
-    torch.manual_seed(SEED)
-    where = zshard.Offload(directory=folder, cache=limits["cache"]) if side == "disk" else None
-    module = by_zshard(plain, workload.units, param_init_fn=init, offload=where)
-    module.optimizer_in_backward(zshard.AdamW(module.parameters(), lr=workload.lr))
-    generator, times = harness.generator(), []
-    for step in range(OFFLOAD_STEPS):
-        if step == LEARNED:
-            before = moved_bytes()
-        batch = workload.batch(generator)
-        dist.barrier()
-        start = time.perf_counter()
-        loss = workload.loss(module, batch)
-        loss.backward()
-        times.append(time.perf_counter() - start)
-    moved = (moved_bytes() - before) // (OFFLOAD_STEPS - LEARNED)
-    dist.all_reduce(moved)
-    if side == "disk" and dist.get_rank() == 0:
-        Path(folder, "moved").write_text(json.dumps(moved.tolist()))
-    found = {"seconds": statistics.median(times[LEARNED:]), "last_loss": loss.item()}
-    found |= {"read_bytes": moved[0].item(), "write_bytes": moved[1].item()}
-    found["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return slowest(found)
-
-
-def init(module: nn.Module) -> None:
-    for param in module.parameters(recurse=False):
-        if param.dim() > 1:
-            nn.init.kaiming_normal_(param, nonlinearity="relu")
-        else:
-            nn.init.constant_(param, 0.1)
-
-
-def moved_bytes() -> Tensor:
-    """Return the bytes that this process has read from and written to storage."""
-    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return torch.tensor([int(counts["read_bytes"]), int(counts["write_bytes"])])
-
-
-def move(folder: str, moved: Sequence[int]) -> Numbers:
-    """Read and write that many bytes of this rank's file at the same time."""
-    read, write = (count // dist.get_world_size() for count in moved)
-    fd = os.open(path := f"{folder}/raw-{os.getpid()}", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-    os.unlink(path)
-    transfer(fd, max(read, write, BLOCK), os.pwritev)  # so that reads hit the disk
-    threads = [threading.Thread(target=transfer, args=(fd, read, os.preadv))]
-    threads.append(threading.Thread(target=transfer, args=(fd, write, os.pwritev)))
-    dist.barrier()
-    start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return slowest({"seconds": time.perf_counter() - start})
-
-
-def transfer(fd: int, count: int, act: Callable[..., int]) -> None:
-    with mmap.mmap(-1, BLOCK) as buffer:  # aligned, as O_DIRECT requires
-        buffer.write(os.urandom(MIB) * (BLOCK // MIB))
-        for offset in range(0, count // BLOCK * BLOCK, BLOCK):
-            act(fd, [buffer], offset)
+            wait()
+            remove(last)
+            last = f"{path}-{step}"
+            wait = saver.save(last)
+    wait()
+    seconds = (time.perf_counter() - start) / STEPS
+    remove(last)
+    return (seconds,)
 
 
 # --- the comparison -------------------------------------------------------------------------------
@@ -495,14 +288,16 @@ class Case(NamedTuple):
     rounds: int
 
 
+TURNS = [f"{library}, {name}" for library in BESIDE for name in EVERY]
 CASES = {
     "checkpoint": Case("checkpoint", True, SAVERS, ["large", "small"], ["tiny"], 7),
-    "beside": Case("beside", True, BESIDE, ["gpt85m", "gpt10m"], ["tiny32"], 5),
+    "beside": Case("beside", True, TURNS, ["gpt85m", "gpt10m"], ["tiny"], 5),
     "set-up": Case("alone", False, SETUPS, ["gpt355m"], ["tiny"], 6),
     "loading": Case("alone", False, LOADS, ["gpt355m"], ["tiny"], 6),
     "offload": Case("offload", False, ("disk", "raw", "memory"), ["stack128"], ["gpt10m"], 3),
 }
-BASES = {"zshard": "dcp", "rank0": "dcp", "zshard-async": "dcp-async"}
+BASES = {turn: f"{turn.partition(', ')[0]}, no save" for turn in TURNS}
+BASES |= {"zshard": "dcp", "rank0": "dcp", "zshard-async": "dcp-async"}
 BASES |= {"disk": "memory", "raw": "disk"}
 """Side -> what it is compared with in the same round."""
 
@@ -513,17 +308,8 @@ GOALS = {
 """Model, side, number -> its largest median."""
 
 QUICK_SIDES = ["zshard-meta", "fsdp2-meta", "zshard-load", "fsdp2-load-each"]
-FULL = {
-    "cases": list(CASES),
-    "models": [],
-    "sides": [],
-    "rounds": 0,
-    "ranks": 2,
-    "path": None,
-    "cgroup": None,
-    "limit_mib": 1500,
-    "cache_mib": 160,
-}
+FULL = {"cases": list(CASES), "models": [], "sides": [], "rounds": 0, "ranks": 2}
+FULL |= {"path": None, "cgroup": None}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -554,11 +340,11 @@ def measure(
             torch.manual_seed(SEED)
             save_file(build(model).state_dict(), f"{folder}/model.safetensors")
         if case.part == "offload":
-            limit, cache = args.limit_mib * MIB // args.ranks, args.cache_mib * MIB
-            task["limits"] = {"cgroup": args.cgroup, "bytes": limit, "cache": cache}
+            task["cgroup"] = args.cgroup
 
         def collect(**rest: Any) -> Any:
-            return harness.collect("benchmarks.saves", args.ranks, {**task, **rest}, MALLOC)
+            env = MALLOC if case.part in ("checkpoint", "alone") else None  # those with peaks
+            return harness.collect("benchmarks.saves", args.ranks, {**task, **rest}, env)
 
         if case.together:
             return collect(sides=sides, rounds=rounds)
