@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
-from benchmarks.harness import Spread, Turn
+from benchmarks.harness import Turn
 
 MODULE = "benchmarks.collectives"
 # What shm is made of: libc only. comm_dry.c names all transports.
@@ -48,8 +48,8 @@ OPERATIONS = {
     ("reduce", "shm"): "reduce",
     ("reduce", "copy"): "copy_slices",
 }
-TARGETS = {"gather": ("gloo", "copy", 8.0), "reduce": ("gloo", "shm", 12.0)}
-"""Operation -> (slow side, fast side, smallest allowed slow / fast at 1 and 16 MiB)."""
+TARGETS = {"gather": ("gloo/copy", 8.0), "reduce": ("gloo/shm", 12.0)}
+"""Operation -> the smallest ratio that is allowed at 1 and 16 MiB."""
 
 # torch 2.13 renamed its collectives and warns about the old names.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -62,7 +62,7 @@ QUICK = {"rounds": 3, "mib": [0.0625, 16.0]}
 
 def main(argv: Sequence[str] | None = None) -> None:
     if harness.under_torchrun():
-        harness.run_task(measure_all, lambda results: [show(each) for each in results])
+        harness.run_task(measure_all, show)
     purpose = "Time all-gather and reduce-scatter over shm, gloo and memcpy."
     args = harness.options(purpose, argv, FULL, QUICK)
     library = build(harness.ROOT / "build" / "benchmarks")
@@ -199,44 +199,25 @@ def measure(
         for name, taken in samples.items()
     }
     ratios = {
-        f"{slow}/{fast}": harness.spread(harness.same_round_ratios(samples[slow], taken))
-        for slow in samples
-        for fast, taken in samples.items()
-        if slow != fast
+        f"{slow}/{fast}": harness.spread(harness.same_round_ratios(samples[slow], samples[fast]))
+        for slow, fast in PAIRS[what]
     }
-    return {"bytes": nbytes, "us": us, "ratios": ratios}
+    record = {"bytes": nbytes, "us": us, "ratios": ratios}
+    pair, least = TARGETS[what]
+    if nbytes in (harness.MIB, 16 * harness.MIB):
+        met = ratios[pair]["median"] >= least
+        record["verdict"] = f"{pair} >= {least:g}: {'met' if met else 'MISSED'}"
+    return record
 
 
 def driver_turn(driver: Driver, memory: int, operation: str) -> Callable[[int], float]:
     return lambda count: driver.run(memory, operation, count)
 
 
-def show(result: dict[str, Any]) -> None:
-    """Print one table: medians in microseconds, then the ratios."""
-    what, ranks = result["what"], result["ranks"]
-    pairs = PAIRS[what]
-    header = ["full size", *(f"{side} us" for side in SIDES[what])]
-    header += [f"{a} / {b}" for a, b in pairs]
-    rows = []
-    for size in result["sizes"]:
-        row = [f"{size['bytes'] / harness.MIB:g} MiB"]
-        row += [f"{size['us'][side]['median']:.1f}" for side in SIDES[what]]
-        for slow, fast in pairs:
-            spread = Spread(**size["ratios"][f"{slow}/{fast}"])
-            row.append(spread.text(0 if spread.median >= 100 else 1))
-        row.append(judge(what, size))
-        rows.append(row)
-    title = f"{what} of {result['dtype']}, {ranks} ranks (medians; ratios min/median/max)"
-    harness.print_table(title, [*header, "target"], rows)
-
-
-def judge(what: str, size: dict[str, Any]) -> str:
-    """Return the target and whether it is met; "" if there is none."""
-    slow, fast, least = TARGETS[what]
-    if size["bytes"] not in (harness.MIB, 16 * harness.MIB):
-        return ""
-    got = size["ratios"][f"{slow}/{fast}"]["median"]
-    return f"{slow} / {fast} >= {least:g}: {'met' if got >= least else 'MISSED'}"
+def show(results: Sequence[dict[str, Any]]) -> None:
+    for each in results:
+        sizes = {f"{size['bytes'] / harness.MIB:g} MiB": size for size in each["sizes"]}
+        harness.show(f"{each['what']} of {each['dtype']}, {each['ranks']} ranks", sizes)
 
 
 if __name__ == "__main__":

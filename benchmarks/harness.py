@@ -113,7 +113,7 @@ def collect(
 
 @contextlib.contextmanager
 def process_group(backend: str = "gloo") -> Iterator[int]:
-    """A context with an initialized process group; yields the rank."""
+    """A context with a process group; yields the rank."""
     _die_with_parent()
     dist.init_process_group(backend)
     try:
@@ -279,7 +279,6 @@ def interleave(turns: Mapping[str, Turn], rounds: int, warmup: int) -> dict[str,
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
-    """Return `names` rotated left by `number`."""
     shift = number % len(names)
     return [*names[shift:], *names[:shift]]
 
@@ -385,13 +384,10 @@ def options(
     full: Mapping[str, Any],
     quick: Mapping[str, Any],
     choices: Mapping[str, Iterable[str]] | None = None,
-    flags: Sequence[str] = (),
 ) -> argparse.Namespace:
     """Parse --quick, --out, and an option for each default in `full`; `quick` has those of --quick
     that differ. Lists take several values, None text."""
     made = parser(purpose)
-    for name in flags:
-        made.add_argument(f"--{name}", action="store_true")
     for name, value in full.items():
         several = isinstance(value, list)
         limits = list((choices or {}).get(name, ())) or None
@@ -427,3 +423,25 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         first, *rest = zip(row, widths, strict=True)
         cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
         print("  ".join(cells).rstrip(), flush=True)
+
+
+def show(title: str, sides: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print what is known of each side: numbers as min/median/max, bytes in MiB, and no lists."""
+    flat = {name: dict(_flat(record)) for name, record in sides.items()}
+    keys = list(dict.fromkeys(key for record in flat.values() for key in record))
+    rows = [[name, *(record.get(key, "") for key in keys)] for name, record in flat.items()]
+    print_table(f"{title}; min/median/max, bytes in MiB", ["side", *keys], rows)
+
+
+def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in record.items():
+        name = prefix + key
+        if isinstance(value, dict) and set(value) != {"min", "median", "max"}:
+            yield from _flat(value, f"{name} ")
+        elif isinstance(value, dict):
+            yield name, "/".join(f"{each:.3g}" for each in value.values())
+        elif isinstance(value, str):
+            yield name, value
+        elif value is not None and not isinstance(value, list):
+            number = value / MIB if name.endswith("bytes") else value
+            yield name.removesuffix("_bytes"), f"{number:.4g}"

@@ -115,27 +115,18 @@ def summarize(name: str, samples: Mapping[str, list[Sample]], ranks: int) -> dic
         part: harness.spread([values[i].times[0] * 1e6 for i in clean])
         for part, values in part_of.items()
     }
-    return {"added_us": us, "ratio": ratios, "target": targets}
+    verdicts = {
+        peer: harness.verdict(ratios[peer]["median"], most)
+        for peer, most in targets.items()
+        if ratios.get(peer)
+    }
+    return {"added_us": us, "ratio": ratios, "target": targets, "verdict": verdicts}
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print the table for one world size."""
-    rows = []
-    for name, side in result["sides"].items():
-        spreads = [Spread(**side["added_us"][part]).text(1) for part in PARTS]
-        cells = []
-        for peer in ("ddp", "fsdp2"):
-            ratio = side["ratio"].get(peer)
-            cells.append(Spread(**ratio).text(3) if ratio else "")
-            cells.append(harness.verdict(ratio and ratio["median"], side["target"].get(peer)))
-        rows.append([name, *spreads, *cells])
     plain = Spread(**result["plain_us"]["total"]).text(1)
-    harness.print_table(
-        f"{result['units']} tiny units, {result['ranks']} ranks; us added per unit, min/med/max "
-        f"(plain unit: {plain})",
-        ["side", *PARTS, "x ddp", "target", "x fsdp2", "target"],
-        rows,
-    )
+    size = f"{result['units']} tiny units, {result['ranks']} ranks; a plain one takes {plain} us"
+    harness.show(size, result["sides"])
 
 
 if __name__ == "__main__":

@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     tiny = run_alone(TINY)
     results = [compare(model, args.ranks, run_alone(model), tiny) for model in args.models]
     for result in results:
-        show(result)
+        ideal_sizes = {key: result[f"ideal_{key}_bytes"] for key in ("held", "peak")}
+        rows = {**result["sides"], "ideal": {f"{k}_bytes": n for k, n in ideal_sizes.items()}}
+        harness.show(f"{result['model']}, {args.ranks} ranks, without libraries", rows)
     harness.finish(args, "memory", results)
 
 
@@ -168,7 +170,9 @@ def compare(model: str, ranks: int, cells: Cells, tiny: Cells) -> dict[str, Any]
         }
     peaks = [sides[peer]["peak_bytes"] for peer in PEERS if peer in sides]
     if peaks and TARGET_SIDE in sides:
-        sides[TARGET_SIDE]["target_bytes"] = min(peaks)
+        limit, side = min(peaks), sides[TARGET_SIDE]
+        verdict = harness.verdict(side["peak_bytes"] / MIB, limit / MIB)
+        side |= {"target_bytes": limit, "verdict": verdict}
     return {"model": model, "ranks": ranks, **ideal(model, ranks), "sides": sides}
 
 
@@ -186,35 +190,6 @@ def ideal(model: str, ranks: int) -> dict[str, int]:
         "ideal_held_bytes": 3 * whole // ranks,
         "ideal_peak_bytes": 4 * whole // ranks + 2 * largest,
     }
-
-
-def show(result: Mapping[str, Any]) -> None:
-    """Print one model's table in MiB."""
-
-    rows = []
-    for name, side in result["sides"].items():
-        sizes = [_mib(side[f"{key}_bytes"]) for key in ("held", "peak", "peak_rss")]
-        rows.append([name, *sizes, target_text(side)])
-    rows.append(
-        ["ideal", *(_mib(result[f"ideal_{key}_bytes"]) for key in ("held", "peak")), "", ""]
-    )
-    harness.print_table(
-        f"{result['model']}: MiB per rank, {result['ranks']} ranks, libraries subtracted; "
-        f"the parameters take {_mib(result['parameter_bytes'])}",
-        ["side", "held", "peak", "peak RSS", "target"],
-        rows,
-    )
-
-
-def _mib(count: int) -> str:
-    return f"{count / MIB:.0f}"
-
-
-def target_text(side: Mapping[str, Any]) -> str:
-    limit = side["target_bytes"]
-    if limit is None:
-        return ""
-    return f"<= {limit / MIB:.0f}: {'met' if side['peak_bytes'] <= limit else 'MISSED'}"
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import harness
-from benchmarks.harness import MIB
 from benchmarks.memory import MALLOC, settled
 from benchmarks.models import WORKLOADS
 from benchmarks.sides import by_zshard
@@ -65,23 +64,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             ranks = harness.collect("benchmarks.predictions", args.ranks, {"cell": cell}, MALLOC)
             predicted = statistics.mean(each["predicted"]["total"] for each in ranks)
             measured = statistics.mean(each["measured"] for each in ranks)
-            sizes = {"predicted_bytes": predicted, "measured_bytes": measured}
-            error = measured / predicted - 1
-            results.append({"cell": cell, **sizes, "error": error, "per_rank": ranks})
-        title = f"MiB per rank, {args.ranks} ranks: parameters, gradients, state and buffers"
-        show(title, [(r["cell"], r["predicted_bytes"], r["measured_bytes"]) for r in results])
+            results.append({"cell": cell, **compared(predicted, measured), "per_rank": ranks})
+        title = f"{args.ranks} ranks: parameters, gradients, state and buffers"
+        harness.show(title, {each.pop("cell"): each for each in map(dict, results)})
         harness.finish(args, "predictions", results)
 
 
-def show(title: str, cells: Iterable[tuple[str, float, float]]) -> None:
-    """Print a table of cells with bytes, predicted and measured."""
-    rows = []
-    for name, predicted, measured in cells:
-        error = measured / predicted - 1
-        sizes = [f"{each / MIB:.1f}" for each in (predicted, measured)]
-        verdict = harness.verdict(round(abs(error), 4), TARGET)
-        rows.append([name, *sizes, f"{100 * error:+.1f} %", verdict])
-    harness.print_table(title, ["cell", "predicted", "measured", "error", "target"], rows)
+def compared(predicted: float, measured: float) -> dict[str, Any]:
+    """Return a cell's numbers."""
+    error = measured / predicted - 1
+    sizes = {"predicted_bytes": predicted, "measured_bytes": measured}
+    return {**sizes, "error": error, "verdict": harness.verdict(round(abs(error), 4), TARGET)}
 
 
 # --- memory() beside this machine -----------------------------------------------------------------
@@ -134,15 +127,15 @@ TRANSPORTS = {"zshard-full_shard": "shm", "zshard-full_shard-c10d": "c10d"}
 
 
 def print_peaks(files: Iterable[str]) -> None:
-    cells = []
+    cells = {}
     for result in (
         each for file in files for each in json.loads(Path(file).read_text())["results"]
     ):
         for side in TRANSPORTS.keys() & result["sides"].keys():
             planned = planned_peak(result["model"], TRANSPORTS[side], result["ranks"])
-            name = f"{result['model']}, {TRANSPORTS[side]}"
-            cells.append((name, planned, result["sides"][side]["peak_bytes"]))
-    show("Peak of a rank, MiB, activations included, as planned", sorted(cells))
+            measured = result["sides"][side]["peak_bytes"]
+            cells[f"{result['model']}, {TRANSPORTS[side]}"] = compared(planned, measured)
+    harness.show("Peak of a rank, activations included, as planned", cells)
 
 
 def planned_peak(name: str, transport: str, ranks: int) -> int:

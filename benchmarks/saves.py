@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import zshard
 from benchmarks import harness
-from benchmarks.harness import MIB, Numbers, spread
+from benchmarks.harness import Numbers, spread
 from benchmarks.loads import LOADS, SETUPS, alone, build, offload
 from benchmarks.memory import MALLOC, PssSampler, pss, trim
 from benchmarks.models import WORKLOADS, Workload, rows
@@ -302,10 +302,10 @@ BASES |= {"disk": "memory", "raw": "disk"}
 """Side -> what it is compared with in the same round."""
 
 GOALS = {
-    **{("large", "zshard", "save_ratio"): 1 / 2, ("large", "zshard", "load_ratio"): 1 / 3},
-    **{("small", "zshard", "save_ratio"): 1 / 3, ("small", "zshard", "load_ratio"): 1 / 3},
+    ("large", "zshard"): {"save_ratio": 1 / 2, "load_ratio": 1 / 3},
+    ("small", "zshard"): {"save_ratio": 1 / 3, "load_ratio": 1 / 3},
 }
-"""Model, side, number -> its largest median."""
+"""Model and side -> the largest medians."""
 
 QUICK_SIDES = ["zshard-meta", "fsdp2-meta", "zshard-load", "fsdp2-load-each"]
 FULL = {"cases": list(CASES), "models": [], "sides": [], "rounds": 0, "ranks": 2}
@@ -323,9 +323,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sides = [side for side in case.sides if side in wanted]
         for model in args.models or (case.quick_models if args.quick else case.models):
             found = measure(case, model, sides, args)
-            records = {side: summary(side, found) for side in sides}
+            records = {side: summary(model, side, found) for side in sides}
             results.append({"case": name, "model": model, "ranks": args.ranks, "sides": records})
-            show(results[-1])
+            harness.show(f"{name}, {model}, {args.ranks} ranks", records)
     harness.finish(args, "saves", results)
 
 
@@ -351,7 +351,7 @@ def measure(
         return [{side: collect(side=side, number=n) for side in sides} for n in range(rounds)]
 
 
-def summary(side: str, rounds: Sequence[dict[str, Numbers]]) -> dict[str, Any]:
+def summary(model: str, side: str, rounds: Sequence[dict[str, Numbers]]) -> dict[str, Any]:
     """Return the largest of bytes, min, median and max of the rest, and of ratios to the base."""
     found: dict[str, list[Any]] = {}
     for numbers in rounds:
@@ -360,25 +360,11 @@ def summary(side: str, rounds: Sequence[dict[str, Numbers]]) -> dict[str, Any]:
             found.setdefault(key, []).append(value)
             if not key.endswith("_bytes") and key in base:
                 found.setdefault(f"{key}_ratio", []).append(value / base[key])
-    return {k: max(own) if k.endswith("_bytes") else spread(own) for k, own in found.items()}
-
-
-def show(result: Mapping[str, Any]) -> None:
-    """Print a table, and whether the goals are met."""
-    keys = list(dict.fromkeys(key for side in result["sides"].values() for key in side))
-
-    def text(value: Any) -> str:
-        if isinstance(value, dict):
-            return "/".join(f"{each:.3g}" for each in value.values())
-        return "" if value is None else f"{value / MIB:.0f}"
-
-    rows = [[name, *(text(side.get(k)) for k in keys)] for name, side in result["sides"].items()]
-    title = f"{result['case']}, {result['model']}, {result['ranks']} ranks: MiB, or min/median/max"
-    harness.print_table(title, ["side", *keys], rows)
-    for (model, side, key), most in GOALS.items():
-        value = result["sides"].get(side, {}).get(key) if model == result["model"] else None
-        if value:
-            print(f"{side}, {key}: {harness.verdict(value['median'], most)}")
+    record = {k: max(own) if k.endswith("_bytes") else spread(own) for k, own in found.items()}
+    for key, most in GOALS.get((model, side), {}).items():
+        if key in record:
+            record[f"{key} goal"] = harness.verdict(record[key]["median"], most)
+    return record
 
 
 if __name__ == "__main__":

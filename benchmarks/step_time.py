@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
-from benchmarks.harness import Sample, Spread
+from benchmarks.harness import Sample
 from benchmarks.models import WORKLOADS, Batch
 from benchmarks.sides import SIDES, Side, build_side, check_installed
 
@@ -111,13 +111,14 @@ def summarize(
 
     mine = samples[name]
     ms = [sample.times[0] * 1e3 for sample in mine]
-    ratio = None
+    target, ratio = (TARGETS.get(model) if name == TARGET_SIDE else None), None
     if BASE in samples:
         ratio = harness.spread(harness.same_round_ratios(mine, samples[BASE]))
     return {
         "ms": harness.spread([ms[i] for i in harness.clean_rounds(mine)]),
         "ratio": ratio,
-        "target": TARGETS.get(model) if name == TARGET_SIDE else None,
+        "verdict": harness.verdict(ratio and ratio["median"], target),
+        "target": target,
         "contended": sum(map(harness.contended, mine)),
         "samples_ms": [round(each, 3) for each in ms],
         "foreign": [round(sample.foreign, 3) for sample in mine],
@@ -126,20 +127,8 @@ def summarize(
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print one model's table."""
-    rows = []
-    for name, side in result["sides"].items():
-        ratio, difference = side["ratio"], side["loss_difference"]
-        row = [name, Spread(**side["ms"]).text(0), Spread(**ratio).text(2) if ratio else ""]
-        row.append(harness.verdict(ratio and ratio["median"], side["target"]))
-        row.append("" if difference is None else f"{difference:.1e}" if difference else "0")
-        rows.append([*row, str(side["contended"])])
-    millions = result["parameters"] / 1e6
-    harness.print_table(
-        f"{result['model']}: {millions:.1f} M parameters, {result['ranks']} ranks",
-        ["side", "ms min/med/max", f"x {BASE} min/med/max", "target", "loss diff", "contended"],
-        rows,
-    )
+    size = f"{result['parameters'] / 1e6:.1f} M parameters, {result['ranks']} ranks"
+    harness.show(f"{result['model']}: {size}; ratio to {BASE}", result["sides"])
 
 
 if __name__ == "__main__":
