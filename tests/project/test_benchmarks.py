@@ -170,6 +170,7 @@ QUICK: dict[str, tuple[list[str], Callable[[list[dict[str, Any]]], None]]] = {
 """Program -> flags besides --quick, and what its results must have."""
 
 
+@pytest.mark.timeout(1000)  # saves starts eleven groups of ranks
 @pytest.mark.parametrize("name", [name for name in run.NAMES if run.source(name).exists()])
 def test_quick_form(name: str, tmp_path: Path) -> None:
     flags, check = QUICK.get(name, ([], bool))
@@ -182,7 +183,7 @@ def quick(name: str, out: Path, *flags: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", module, "--quick", f"--out={out}", *flags]
     with subprocess.Popen(command, cwd=harness.ROOT, stderr=subprocess.PIPE, text=True) as child:
         try:
-            _, errors = child.communicate(timeout=280)
+            _, errors = child.communicate(timeout=900)
         except BaseException:
             child.terminate()  # and not kill: it has ranks to end
             raise
