@@ -49,9 +49,6 @@ Numbers = dict[str, Any]
 """What one side took in one round, the maximum over ranks: seconds, or bytes (`..._bytes`)."""
 
 
-# Processes
-
-
 def under_torchrun() -> bool:
     return "RANK" in os.environ
 
@@ -178,9 +175,6 @@ def _die_with_parent() -> None:
         raise SystemExit("torchrun exited")
 
 
-# Statistics
-
-
 @dataclass(frozen=True)
 class Spread:
     """Minimum, median and maximum. Compare by the median."""
@@ -237,8 +231,6 @@ def same_round_ratios(side: Sequence[Sample], base: Sequence[Sample]) -> list[fl
     pairs = [(side[i].times[0], base[i].times[0]) for i in sorted(both)]
     return [mine / theirs for mine, theirs in pairs if theirs > 0]
 
-
-# Clocks
 
 Turn = Callable[[int], tuple[float, ...]]
 """One side's turn: takes the round number and returns the seconds of each timed part."""
@@ -304,9 +296,6 @@ def _sample(slowest: list[float], total: list[float]) -> Sample:
     share = (busy - total[-1]) / (wall * (os.cpu_count() or 1))
     judged = wall >= JUDGED_FROM and busy > 0
     return Sample(tuple(times), max(0.0, share) if judged else 0.0)
-
-
-# Results
 
 
 def machine() -> dict[str, Any]:
@@ -439,9 +428,13 @@ def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
         if isinstance(value, dict) and set(value) != {"min", "median", "max"}:
             yield from _flat(value, f"{name} ")
         elif isinstance(value, dict):
-            yield name, "/".join(f"{each:.3g}" for each in value.values())
+            yield name, "/".join(map(_text, value.values()))
         elif isinstance(value, str):
             yield name, value
         elif value is not None and not isinstance(value, list):
             number = value / MIB if name.endswith("bytes") else value
-            yield name.removesuffix("_bytes"), f"{number:.4g}"
+            yield name.removesuffix("_bytes"), _text(number)
+
+
+def _text(number: float) -> str:
+    return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.3g}"
