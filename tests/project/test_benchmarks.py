@@ -28,7 +28,6 @@ from benchmarks import (
     harness,
     host_time,
     memory,
-    predictions,
     run,
     sides,
     step_time,
@@ -136,7 +135,7 @@ def check_memory(results: list[dict[str, Any]]) -> None:
 
 def check_predictions(results: list[dict[str, Any]]) -> None:
     (result,) = results
-    assert len(result["per_rank"]) == 2 and abs(result["error"]) < 2 * predictions.TARGET
+    assert len(result["per_rank"]) == 2 and abs(result["error"]) < 0.1  # small: 16 MiB are 8 %
 
 
 def check_collectives(results: list[dict[str, Any]]) -> None:
