@@ -2,20 +2,16 @@
 
     python -m benchmarks.collectives [--ranks 2 4] [--mib 0.0625 1 16 64 256] [--rounds 12]
 
-Over shm an all-gather moves no bytes: `unshard` only grants access to the peers' memory, and the
-cost of reading it comes later. To make the comparison fair, reading is measured too: `copy` copies
-the full buffer out of the mapping, which is all that a copying transport would have to do, and
-`memcpy` copies as many bytes within one process. For the reduction, `copy` moves the bytes that it
-has to fetch at least, without summing them.
+Over shm an all-gather moves no bytes: `unshard` only grants access to the peers' memory. So reading
+is measured, too: `copy` copies the full buffer out of the mapping, `memcpy` as many bytes within
+one process. For the reduction, `copy` moves the bytes that it has to fetch, without summing them.
 
-Before each operation the owner rewrites what its peers will read, as an optimizer or a backward
-does, followed by a barrier; neither is timed. A sample is the mean of several operations on the
-slowest rank.
+Before each operation the owner rewrites what its peers will read, followed by a barrier; neither is
+timed. A sample is the mean of several operations on the slowest rank.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import shlex
@@ -29,24 +25,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
-from benchmarks.harness import Sample, Spread, Turn
+from benchmarks.harness import Turn
 
 MODULE = "benchmarks.collectives"
 # What shm is made of: libc only. comm_dry.c names all transports.
 SOURCES = ["base/*.c", "comm/*.c", "comm/shm/*.c", "device/device.c", "device/*_cpu.c"]
-FLAGS = [
-    "-std=c11",
-    "-Wall",
-    "-Werror",
-    "-O3",
-    "-DNDEBUG",
-    "-fno-math-errno",
-    "-ffp-contract=off",
-    "-pthread",
-]
+FLAGS = "-std=c11 -Wall -Werror -O3 -DNDEBUG -fno-math-errno -ffp-contract=off -pthread"
 
-SIZES = [0.0625, 1.0, 16.0, 64.0, 256.0]
-QUICK_SIZES = [0.0625, 16.0]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SAMPLE = 0.15
 """Target duration of a sample in seconds, including preparation."""
@@ -63,39 +48,26 @@ OPERATIONS = {
     ("reduce", "shm"): "reduce",
     ("reduce", "copy"): "copy_slices",
 }
-TARGETS = {"gather": ("gloo", "copy", 8.0), "reduce": ("gloo", "shm", 12.0)}
-"""Operation -> (slow side, fast side, smallest allowed slow / fast at 1 and 16 MiB)."""
+TARGETS = {"gather": ("gloo/copy", 8.0), "reduce": ("gloo/shm", 12.0)}
+"""Operation -> the smallest ratio that is allowed at 1 and 16 MiB."""
 
 # torch 2.13 renamed its collectives and warns about the old names.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    purpose = "Time all-gather and reduce-scatter over shm, gloo and memcpy."
-    parser = harness.parser(
-        purpose, [2, 4], rounds="samples per side (default: 12; with --quick: 3)"
-    )
-    parser.add_argument(
-        "--warmup", type=int, default=1, help="untimed samples per side (default: 1)"
-    )
-    parser.add_argument("--mib", nargs="+", type=float, help="sizes of the full tensor in MiB")
-    parser.add_argument("--library", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    args.mib = args.mib or (QUICK_SIZES if args.quick else SIZES)
-    args.rounds = args.rounds or (3 if args.quick else 12)
-    return args
+FULL = {"ranks": [2, 4], "rounds": 12, "warmup": 1, "mib": [0.0625, 1.0, 16.0, 64.0, 256.0]}
+QUICK = {"rounds": 3, "mib": [0.0625, 16.0]}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = arguments(argv)
     if harness.under_torchrun():
-        measure_as_rank(args)
-        return
+        harness.run_task(measure_all, show)
+    purpose = "Time all-gather and reduce-scatter over shm, gloo and memcpy."
+    args = harness.options(purpose, argv, FULL, QUICK)
     library = build(harness.ROOT / "build" / "benchmarks")
-    flags = [f"--rounds={args.rounds}", f"--warmup={args.warmup}", f"--library={library}"]
-    flags += ["--mib", *map(str, args.mib)]
-    results = [part for ranks in args.ranks for part in harness.collect(MODULE, ranks, flags)]
+    task = {"library": str(library), "rounds": args.rounds, "warmup": args.warmup, "mib": args.mib}
+    results = [part for ranks in args.ranks for part in harness.collect(MODULE, ranks, task)]
     harness.finish(args, "collectives", results)
 
 
@@ -103,27 +75,20 @@ def build(folder: Path) -> Path:
     """Compile the transport and its driver; return the library's path."""
     source = harness.ROOT / "csrc"
     files = [harness.ROOT / "benchmarks" / "collectives_driver.c"]
-    files += [
-        path for name in SOURCES for path in sorted(source.glob(name)) if path.stem != "comm_dry"
-    ]
+    files += [path for name in SOURCES for path in source.glob(name) if path.stem != "comm_dry"]
     target = folder / "collectives_driver.so"
     folder.mkdir(parents=True, exist_ok=True)
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    flags = [*FLAGS, "-shared", "-fPIC", "-Wl,-z,defs", f"-iquote{source}"]
-    command = [*compiler, *flags, *map(str, files), "-lm", "-o", str(target)]
+    compiler = shlex.split(f"{os.environ.get('CC', 'cc')} {FLAGS} -shared -fPIC -Wl,-z,defs")
+    command = [*compiler, f"-iquote{source}", *map(str, files), "-lm", "-o", str(target)]
     subprocess.run(command, check=True)
     return target
-
-
-# --------------------------------------------------------------------------------------
-# Sides
 
 
 class Driver:
     """collectives_driver.c on this rank, connected to its peers. Collective."""
 
-    def __init__(self, path: Path) -> None:
-        self._lib = ctypes.CDLL(str(path))
+    def __init__(self, path: str) -> None:
+        self._lib = ctypes.CDLL(path)
         pointer, text = ctypes.c_void_p, ctypes.c_char_p
         for name, result, arguments in [
             ("error", text, []),
@@ -204,30 +169,20 @@ def repeated(run: Callable[[int], float]) -> Turn:
     return lambda number: (run(count),)
 
 
-# --------------------------------------------------------------------------------------
-# Measurement
-
-
-def measure_as_rank(args: argparse.Namespace) -> None:
-    """Measure in this rank, for any world size."""
-    results = []
-    with harness.process_group() as rank:
-        driver = Driver(args.library)
-        for what, dtypes in (("gather", ["fp32"]), ("reduce", list(DTYPES))):
-            for dtype in dtypes:
-                sizes = [
-                    measure(driver, what, dtype, int(mib * harness.MIB), args) for mib in args.mib
-                ]
-                table = {"what": what, "dtype": dtype, "ranks": dist.get_world_size()}
-                results.append({**table, "sizes": sizes})
-                if rank == 0:
-                    show(results[-1])
-    if rank == 0 and args.out:
-        harness.write_json(args.out, results)
+def measure_all(library: str, rounds: int, warmup: int, mib: list[float]) -> list[dict[str, Any]]:
+    """Return a record of each operation and dtype, for any number of ranks."""
+    driver, results = Driver(library), []
+    for what, dtype in (("gather", "fp32"), ("reduce", "fp32"), ("reduce", "bf16")):
+        sizes = [
+            measure(driver, what, dtype, int(each * harness.MIB), rounds, warmup) for each in mib
+        ]
+        table = {"what": what, "dtype": dtype, "ranks": dist.get_world_size()}
+        results.append({**table, "sizes": sizes})
+    return results
 
 
 def measure(
-    driver: Driver, what: str, dtype: str, nbytes: int, args: argparse.Namespace
+    driver: Driver, what: str, dtype: str, nbytes: int, rounds: int, warmup: int
 ) -> dict[str, Any]:
     """Time all sides at one size and return the JSON record. Collective."""
     memory = driver.memory(nbytes, dtype == "bf16")
@@ -237,62 +192,32 @@ def measure(
             turns[side] = repeated(gloo_turn(driver, what, nbytes, DTYPES[dtype]))
         else:
             turns[side] = repeated(driver_turn(driver, memory, OPERATIONS[what, side]))
-    samples = harness.interleave(turns, args.rounds, args.warmup)
+    samples = harness.interleave(turns, rounds, warmup)
     driver.free(memory)
-    return {
-        "bytes": nbytes,
-        "us": {name: summary(taken).as_dict() for name, taken in samples.items()},
-        "ratios": {
-            f"{slow}/{fast}": Spread.of(harness.same_round_ratios(samples[slow], taken)).as_dict()
-            for slow in samples
-            for fast, taken in samples.items()
-            if slow != fast
-        },
+    us = {
+        name: harness.spread([taken[i].times[0] * 1e6 for i in harness.clean_rounds(taken)])
+        for name, taken in samples.items()
     }
+    ratios = {
+        f"{slow}/{fast}": harness.spread(harness.same_round_ratios(samples[slow], samples[fast]))
+        for slow, fast in PAIRS[what]
+    }
+    record = {"bytes": nbytes, "us": us, "ratios": ratios}
+    pair, least = TARGETS[what]
+    if nbytes in (harness.MIB, 16 * harness.MIB):
+        met = ratios[pair]["median"] >= least
+        record["verdict"] = f"{pair} >= {least:g}: {'met' if met else 'MISSED'}"
+    return record
 
 
 def driver_turn(driver: Driver, memory: int, operation: str) -> Callable[[int], float]:
     return lambda count: driver.run(memory, operation, count)
 
 
-def summary(samples: Sequence[Sample]) -> Spread:
-    """Return the spread in microseconds."""
-    return Spread.of([samples[i].times[0] * 1e6 for i in harness.clean_rounds(samples)])
-
-
-# --------------------------------------------------------------------------------------
-# Tables
-
-
-def show(result: dict[str, Any]) -> None:
-    """Print one table: medians in microseconds, then the ratios."""
-    what, ranks = result["what"], result["ranks"]
-    pairs = PAIRS[what]
-    header = [
-        "full size",
-        *(f"{side} us" for side in SIDES[what]),
-        *(f"{a} / {b}" for a, b in pairs),
-    ]
-    rows = []
-    for size in result["sizes"]:
-        row = [f"{size['bytes'] / harness.MIB:g} MiB"]
-        row += [f"{size['us'][side]['median']:.1f}" for side in SIDES[what]]
-        for slow, fast in pairs:
-            spread = Spread(**size["ratios"][f"{slow}/{fast}"])
-            row.append(spread.text(0 if spread.median >= 100 else 1))
-        row.append(judge(what, ranks, size))
-        rows.append(row)
-    title = f"{what} of {result['dtype']}, {ranks} ranks (medians; ratios min/median/max)"
-    harness.print_table(title, [*header, "target"], rows)
-
-
-def judge(what: str, ranks: int, size: dict[str, Any]) -> str:
-    """Return the target and whether it is met; "" if there is none."""
-    slow, fast, least = TARGETS[what]
-    if size["bytes"] not in (harness.MIB, 16 * harness.MIB):
-        return ""
-    got = size["ratios"][f"{slow}/{fast}"]["median"]
-    return f"{slow} / {fast} >= {least:g}: {'met' if got >= least else 'MISSED'}"
+def show(results: Sequence[dict[str, Any]]) -> None:
+    for each in results:
+        sizes = {f"{size['bytes'] / harness.MIB:g} MiB": size for size in each["sizes"]}
+        harness.show(f"{each['what']} of {each['dtype']}, {each['ranks']} ranks", sizes)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Shared by all benchmarks: processes, clocks, statistics and the format of results.
 
-Ratios are taken within a round. All sides share one process group and take turns, in an order that
-rotates each round; a side's ratio is the median of (its time / the base's time in the same round),
-so a temporary slowdown of the machine affects both. A sample during which other programs used more
-than FOREIGN_LIMIT of the machine is dropped if at least MIN_CLEAN others remain.
+All sides share one process group and take turns; a side's ratio is the median of (its time / the
+base's time in the same round), so a temporary slowdown of the machine affects both. A sample during
+which other programs used more than FOREIGN_LIMIT of the machine is dropped if at least MIN_CLEAN
+others remain.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,27 +45,18 @@ GRACE = 20.0
 
 MIB = 2**20
 
-# --------------------------------------------------------------------------------------
-# Processes
+Numbers = dict[str, Any]
+"""What one side took in one round, the maximum over ranks: seconds, or bytes (`..._bytes`)."""
 
 
 def under_torchrun() -> bool:
-    """Return whether this process is a rank."""
     return "RANK" in os.environ
 
 
-def ranks_wanted() -> int:
-    """Return the number of ranks that torchrun started."""
-    return int(os.environ["WORLD_SIZE"])
-
-
 def run_child(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
-    """Run `command` in the repository root and return its exit status.
-
-    The child has exited when this function returns or raises: on Ctrl-C, SIGTERM or SIGHUP it is
-    terminated, waited for, and killed after GRACE. It has its own session, so it receives only one
-    signal: a second one would interrupt torchrun while it terminates its ranks.
-    """
+    """Run `command` in the repository root and return its exit status. On Ctrl-C, SIGTERM or SIGHUP
+    the child is terminated, and killed after GRACE. Its own session spares it a second signal,
+    which would interrupt torchrun while it terminates its ranks."""
     signals = (signal.SIGTERM, signal.SIGHUP)
     previous = {number: signal.signal(number, signal.default_int_handler) for number in signals}
     environment = {**os.environ, **(env or {})}
@@ -84,7 +76,7 @@ def run_child(command: Sequence[str], env: Mapping[str, str] | None = None) -> i
 
 
 def start(main: Callable[[], int | None]) -> NoReturn:
-    """Run a program's `main` and exit, without a traceback on Ctrl-C."""
+    """Exit with what a program's `main` returns, without a traceback on Ctrl-C."""
     try:
         sys.exit(main())
     except KeyboardInterrupt:
@@ -94,16 +86,18 @@ def start(main: Callable[[], int | None]) -> NoReturn:
 def collect(
     module: str,
     ranks: int,
-    arguments: Sequence[str],
+    arguments: Sequence[str] | Mapping[str, Any],
     env: Mapping[str, str] | None = None,
     hosts: Sequence[str] = ("--standalone",),
 ) -> Any:
     """Run `module` on `ranks` ranks of a fresh torchrun; return what rank 0 wrote to --out, None
-    where rank 0 is on another host.
+    where rank 0 is on another host. Raises SystemExit with the command if it fails.
 
-    hosts: torchrun's flags that say which hosts there are. Raises SystemExit with the command if it
-    fails.
+    arguments: flags, or the keywords of the function that the module gives to run_task().
+    hosts: torchrun's flags that say which hosts there are.
     """
+    if isinstance(arguments, Mapping):
+        arguments = ["--task", json.dumps(arguments)]
     with tempfile.TemporaryDirectory(prefix="zshard-bench-") as folder:
         out = Path(folder) / "out.json"
         torchrun = ["-m", "torch.distributed.run", *hosts, f"--nproc-per-node={ranks}"]
@@ -116,7 +110,7 @@ def collect(
 
 @contextlib.contextmanager
 def process_group(backend: str = "gloo") -> Iterator[int]:
-    """A context with an initialized process group; yields the rank."""
+    """A context with a process group; yields the rank."""
     _die_with_parent()
     dist.init_process_group(backend)
     try:
@@ -127,19 +121,27 @@ def process_group(backend: str = "gloo") -> Iterator[int]:
 
 def measure_as_rank(
     args: argparse.Namespace, measure: Callable[[], Any], show: Callable[[Any], None]
-) -> None:
-    """Measure in this rank; on rank 0, show the result, and write it to --out for collect()."""
+) -> NoReturn:
+    """Measure in this rank, and exit. Rank 0 shows the result and writes it to --out."""
     with process_group() as rank:
         result = measure()
     if rank == 0:
         show(result)
         if args.out:
             write_json(args.out, result)
+    sys.stdout.flush()
+    os._exit(0)  # torch's process groups sometimes abort at interpreter exit
 
 
-def flags_of(args: argparse.Namespace, *names: str) -> list[str]:
-    """Return the command-line flags that set these options as `args` has them."""
-    return [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+def run_task(
+    measure: Callable[..., Any], show: Callable[[Any], None] = lambda result: None
+) -> NoReturn:
+    """measure_as_rank() with the keywords that collect() was given."""
+    made = argparse.ArgumentParser()
+    made.add_argument("--task", type=json.loads)
+    made.add_argument("--out", type=Path)
+    args = made.parse_args()
+    measure_as_rank(args, lambda: measure(**args.task), show)
 
 
 def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -147,6 +149,17 @@ def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
+
+
+def slowest(mine: Any) -> Any:
+    """Return the ranks' maximum of each number in nested dicts. Collective."""
+
+    def merge(ranks: Sequence[Any]) -> Any:
+        if not isinstance(ranks[0], dict):
+            return max(ranks)
+        return {key: merge([rank[key] for rank in ranks]) for key in ranks[0]}
+
+    return merge(of_all_ranks(mine))
 
 
 def generator() -> torch.Generator:
@@ -160,10 +173,6 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() == 1:  # it exited before the request
         raise SystemExit("torchrun exited")
-
-
-# --------------------------------------------------------------------------------------
-# Statistics
 
 
 @dataclass(frozen=True)
@@ -188,13 +197,15 @@ class Spread:
         return asdict(self)
 
 
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return min, median and max as results have them."""
+    return Spread.of(values).as_dict()
+
+
 @dataclass(frozen=True)
 class Sample:
-    """One side's turn in one round.
-
-    times: seconds of each timed part, on the slowest rank. foreign: the fraction of the machine's
-    CPU time that other programs used meanwhile, 0 if unknown.
-    """
+    """One side's turn in one round: the seconds of each timed part on the slowest rank, and the
+    fraction of the machine's CPU time that other programs used meanwhile (0 if unknown)."""
 
     times: tuple[float, ...]
     foreign: float
@@ -221,34 +232,34 @@ def same_round_ratios(side: Sequence[Sample], base: Sequence[Sample]) -> list[fl
     return [mine / theirs for mine, theirs in pairs if theirs > 0]
 
 
-# --------------------------------------------------------------------------------------
-# Clocks
-
 Turn = Callable[[int], tuple[float, ...]]
 """One side's turn: takes the round number and returns the seconds of each timed part."""
 
 
 def interleave(turns: Mapping[str, Turn], rounds: int, warmup: int) -> dict[str, list[Sample]]:
-    """Run the sides in turn for `warmup` untimed and `rounds` timed rounds. Collective.
+    """Run the sides in turn for `warmup` untimed and `rounds` timed rounds; numbers go on from 0.
 
-    Each turn starts with a barrier, and the order rotates by one each round, so no side always
-    follows the same one. Times are the maximum over ranks. Rounds are numbered from 0, including
-    warmup. Garbage is collected between turns only.
+    Collective. A turn starts with a barrier, the order rotates each round, garbage is collected
+    between turns only, and times are the maximum over ranks.
     """
     names = list(turns)
     records: list[list[list[float]]] = []
-    with _collected_by_hand():
-        for number in range(warmup + rounds):
-            row: dict[str, list[float]] = {}
-            for name in rotated(names, number):
-                gc.collect()
-                dist.barrier()
-                clock = _CpuClock()
-                times = turns[name](number)
-                row[name] = [*times, *clock.read()]
-            if number >= warmup:
-                records.append([row[name] for name in names])
-            progress(number + 1, warmup + rounds)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    for number in range(warmup + rounds):
+        row: dict[str, list[float]] = {}
+        for name in rotated(names, number):
+            gc.collect()
+            dist.barrier()
+            before = _clocks()
+            times = turns[name](number)
+            spent = [now - then for now, then in zip(_clocks(), before, strict=True)]
+            row[name] = [*times, *spent]
+        if number >= warmup:
+            records.append([row[name] for name in names])
+    gc.enable()
+    gc.unfreeze()
     table = torch.tensor(records, dtype=torch.float64)
     slowest, total = table.clone(), table
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -259,38 +270,14 @@ def interleave(turns: Mapping[str, Turn], rounds: int, warmup: int) -> dict[str,
     }
 
 
-@contextlib.contextmanager
-def _collected_by_hand() -> Iterator[None]:
-    """A context without automatic garbage collection; existing objects are frozen."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
 def rotated(names: Sequence[str], number: int) -> list[str]:
-    """Return `names` rotated left by `number`."""
     shift = number % len(names)
     return [*names[shift:], *names[:shift]]
 
 
-class _CpuClock:
-    """CPU time since construction, of the whole machine and of this process."""
-
-    def __init__(self) -> None:
-        self.start = self._now()
-
-    def read(self) -> list[float]:
-        """Return elapsed seconds, busy seconds over all CPUs, and this process's CPU seconds."""
-        return [now - then for now, then in zip(self._now(), self.start, strict=True)]
-
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
-        return time.perf_counter(), _machine_busy(), time.process_time()
+def _clocks() -> tuple[float, float, float]:
+    """Return the seconds of a clock, of all CPUs' work, and of this process's."""
+    return time.perf_counter(), _machine_busy(), time.process_time()
 
 
 def _machine_busy() -> float:
@@ -306,57 +293,40 @@ def _machine_busy() -> float:
 
 def _sample(slowest: list[float], total: list[float]) -> Sample:
     *times, wall, busy, _ = slowest
-    own = total[-1]
-    if wall < JUDGED_FROM or busy == 0:
-        return Sample(tuple(times), 0.0)
-    share = (busy - own) / (wall * (os.cpu_count() or 1))
-    return Sample(tuple(times), max(0.0, share))
-
-
-# --------------------------------------------------------------------------------------
-# Results
+    share = (busy - total[-1]) / (wall * (os.cpu_count() or 1))
+    judged = wall >= JUDGED_FROM and busy > 0
+    return Sample(tuple(times), max(0.0, share) if judged else 0.0)
 
 
 def machine() -> dict[str, Any]:
     """Return the record of the machine, the software and the date."""
+    cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    deepspeed = {}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        deepspeed["deepspeed"] = importlib.metadata.version("deepspeed")
     return {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "commit": _commit(),
-        "cpu": _proc_field("/proc/cpuinfo", "model name") or platform.processor(),
+        "cpu": (cpu or [platform.processor()])[0],
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "libc": "-".join(platform.libc_ver()),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **_deepspeed(),
+        **deepspeed,
         "load_1min": os.getloadavg()[0],
     }
-
-
-def _deepspeed() -> dict[str, str]:
-    """Return DeepSpeed's version as an entry of machine(); empty if it is not installed."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return {"deepspeed": importlib.metadata.version("deepspeed")}
-    return {}
 
 
 def _commit() -> str:
     """Return the commit, with -dirty if files differ from it; "unknown" outside of git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
-
-
-def _proc_field(path: str, name: str) -> str:
-    with contextlib.suppress(OSError), open(path) as lines:
-        for line in lines:
-            if line.startswith(name):
-                return line.partition(":")[2].strip()
-    return ""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(
+            command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True
+        ).strip()
+    return "unknown"
 
 
 def write_json(path: Path, record: Any) -> None:
@@ -371,13 +341,8 @@ def finish(args: argparse.Namespace, benchmark: str, results: list[Any]) -> None
         return
     path = args.out or RESULTS / f"{datetime.date.today()}-{benchmark}.json"
     settings = {name: value for name, value in vars(args).items() if name != "out"}
-    record = {
-        "benchmark": benchmark,
-        "machine": machine(),
-        "settings": settings,
-        "results": results,
-    }
-    write_json(path, record)
+    frame = {"benchmark": benchmark, "machine": machine(), "settings": settings}
+    write_json(path, {**frame, "results": results})
     print(f"wrote {path}")
 
 
@@ -391,9 +356,7 @@ def parser(purpose: str, ranks: int | list[int] = 0, rounds: str = "") -> argpar
     made.add_argument(
         "--quick", action="store_true", help="smoke test: few rounds, small model, no results"
     )
-    made.add_argument(
-        "--out", type=Path, help="JSON file to write (default: in benchmarks/results)"
-    )
+    made.add_argument("--out", type=Path, help="JSON file (default: in benchmarks/results)")
     if ranks:
         several = "+" if isinstance(ranks, list) else None
         default = " ".join(map(str, ranks)) if isinstance(ranks, list) else ranks
@@ -404,11 +367,34 @@ def parser(purpose: str, ranks: int | list[int] = 0, rounds: str = "") -> argpar
     return made
 
 
-def progress(done: int, of: int) -> None:
-    """Show a progress counter on rank 0's stderr if it is a terminal."""
-    if dist.get_rank() == 0 and sys.stderr.isatty():
-        end = "\n" if done == of else ""
-        print(f"\rround {done}/{of}", end=end, file=sys.stderr, flush=True)
+def options(
+    purpose: str,
+    argv: Sequence[str] | None,
+    full: Mapping[str, Any],
+    quick: Mapping[str, Any],
+    choices: Mapping[str, Iterable[str]] | None = None,
+) -> argparse.Namespace:
+    """Parse --quick, --out, and an option for each default in `full`; `quick` has those of --quick
+    that differ. Lists take several values, None text."""
+    made = parser(purpose)
+    for name, value in full.items():
+        several = isinstance(value, list)
+        limits = list((choices or {}).get(name, ())) or None
+        words = f"of {', '.join(limits)}; " if limits else ""
+        words += f"default: {value}" + (f", with --quick: {quick[name]}" if name in quick else "")
+        made.add_argument(
+            f"--{name.replace('_', '-')}",
+            nargs="+" if several else None,
+            type=str if value in (None, []) else type(value[0] if several else value),
+            choices=limits,
+            metavar=name.upper(),
+            help=words,
+        )
+    args = made.parse_args(argv)
+    for name, value in {**full, **(quick if args.quick else {})}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
 
 
 def verdict(value: float | None, limit: float | None) -> str:
@@ -420,16 +406,35 @@ def verdict(value: float | None, limit: float | None) -> str:
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows in aligned columns: the first column left-aligned, the others right-aligned."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    print(f"\n{title}")
+    for row in (header, ["-" * width for width in widths], *rows):
+        first, *rest = zip(row, widths, strict=True)
+        cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
+        print("  ".join(cells).rstrip(), flush=True)
 
-    def line(cells: Sequence[str]) -> str:
-        first, *rest = (
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "  ".join([first, *rest]).rstrip()
 
-    print(f"\n{title}\n{line(header)}\n{line(['-' * width for width in widths])}")
-    for row in rows:
-        print(line(row))
-    sys.stdout.flush()
+def show(title: str, sides: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print what is known of each side: numbers as min/median/max, bytes in MiB, and no lists."""
+    flat = {name: dict(_flat(record)) for name, record in sides.items()}
+    keys = list(dict.fromkeys(key for record in flat.values() for key in record))
+    rows = [[name, *(record.get(key, "") for key in keys)] for name, record in flat.items()]
+    print_table(f"{title}; min/median/max, bytes in MiB", ["side", *keys], rows)
+
+
+def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in record.items():
+        name = prefix + key
+        if isinstance(value, dict) and set(value) != {"min", "median", "max"}:
+            yield from _flat(value, f"{name} ")
+        elif isinstance(value, dict):
+            yield name, "/".join(map(_text, value.values()))
+        elif isinstance(value, str):
+            yield name, value
+        elif value is not None and not isinstance(value, list):
+            number = value / MIB if name.endswith("bytes") else value
+            yield name.removesuffix("_bytes"), _text(number)
+
+
+def _text(number: float) -> str:
+    return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.3g}"

@@ -9,7 +9,6 @@ sample is the mean of STEPS steps, without the optimizer and zero_grad.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,43 +25,27 @@ TARGET_SIDE = "zshard-full_shard"
 TARGETS: dict[int, dict[str, float]] = {1: {"fsdp2": 1 / 20, "ddp": 1.0}, 2: {"fsdp2": 1 / 5}}
 """Ranks -> peer -> largest allowed median of TARGET_SIDE's added time / the peer's."""
 
-ALL_SIDES = ["ddp", "fsdp2", "zshard-full_shard", "zshard-no_shard"]
-QUICK_SIDES = ["ddp", "fsdp2", "zshard-full_shard"]
 HOOKED = [name for name in SIDES if name not in DEEPSPEED]
 """Sides whose backward runs without the optimizer."""
 
 STEPS = 10
 PARTS = ("forward", "backward", "total")
-
-
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    purpose = "Measure the host time that each library adds to a unit's forward and backward."
-    parser = harness.parser(
-        purpose, [1, 2], rounds="samples per side (default: 40; with --quick: 5)"
-    )
-    parser.add_argument(
-        "--warmup", type=int, default=2, help="untimed samples per side (default: 2)"
-    )
-    few = f"with --quick: {' '.join(QUICK_SIDES)}"
-    sides = f"of {', '.join(HOOKED)} (default: {' '.join(ALL_SIDES)}; {few})"
-    parser.add_argument("--sides", nargs="+", choices=HOOKED, metavar="SIDE", help=sides)
-    args = parser.parse_args(argv)
-    args.sides = args.sides or (QUICK_SIDES if args.quick else ALL_SIDES)
-    args.rounds = args.rounds or (5 if args.quick else 40)
-    return args
+FULL = {
+    "ranks": [1, 2],
+    "sides": ["ddp", "fsdp2", "zshard-full_shard", "zshard-no_shard"],
+    "rounds": 40,
+    "warmup": 2,
+}
+QUICK = {"sides": ["ddp", "fsdp2", "zshard-full_shard"], "rounds": 5}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = arguments(argv)
     if harness.under_torchrun():
-        rounds = args.rounds, args.warmup
-        harness.measure_as_rank(args, lambda: measure(args.sides, *rounds), show)
-        return
-    flags = harness.flags_of(args, "rounds", "warmup")
-    results = [
-        harness.collect("benchmarks.host_time", ranks, ["--sides", *args.sides, *flags])
-        for ranks in args.ranks
-    ]
+        harness.run_task(measure, show)
+    purpose = "Measure the host time that each library adds to a unit's forward and backward."
+    args = harness.options(purpose, argv, FULL, QUICK, {"sides": HOOKED})
+    task = {"names": args.sides, "rounds": args.rounds, "warmup": args.warmup}
+    results = [harness.collect("benchmarks.host_time", ranks, task) for ranks in args.ranks]
     harness.finish(args, "host-time", results)
 
 
@@ -79,7 +62,7 @@ def measure(names: Sequence[str], rounds: int, warmup: int) -> dict[str, Any]:
         "units": TINY_BLOCKS,
         "ranks": ranks,
         "plain_us": {
-            part: Spread.of([s.times[i] * 1e6 / TINY_BLOCKS for s in samples[PLAIN]]).as_dict()
+            part: harness.spread([s.times[i] * 1e6 / TINY_BLOCKS for s in samples[PLAIN]])
             for i, part in enumerate(PARTS)
         },
         "sides": {name: summarize(name, samples, ranks) for name in names if name != PLAIN},
@@ -112,11 +95,8 @@ def turn_of(
 def added(samples: Mapping[str, Sequence[Sample]], name: str, part: int) -> list[Sample]:
     """Return what a side adds to a unit in each round, as samples in seconds."""
     return [
-        Sample(
-            ((mine.times[part] - plain.times[part]) / TINY_BLOCKS,),
-            max(mine.foreign, plain.foreign),
-        )
-        for mine, plain in zip(samples[name], samples[PLAIN], strict=True)
+        Sample(((a.times[part] - b.times[part]) / TINY_BLOCKS,), max(a.foreign, b.foreign))
+        for a, b in zip(samples[name], samples[PLAIN], strict=True)
     ]
 
 
@@ -130,35 +110,23 @@ def summarize(name: str, samples: Mapping[str, list[Sample]], ranks: int) -> dic
         if peer in samples and peer != name:
             peers = added(samples, peer, PARTS.index("total"))
             values = harness.same_round_ratios(part_of["total"], peers)
-            ratios[peer] = Spread.of(values).as_dict() if values else None
-    return {
-        "added_us": {
-            part: Spread.of([values[i].times[0] * 1e6 for i in clean]).as_dict()
-            for part, values in part_of.items()
-        },
-        "ratio": ratios,
-        "target": targets,
+            ratios[peer] = harness.spread(values) if values else None
+    us = {
+        part: harness.spread([values[i].times[0] * 1e6 for i in clean])
+        for part, values in part_of.items()
     }
+    verdicts = {
+        peer: harness.verdict(ratios[peer]["median"], most)
+        for peer, most in targets.items()
+        if ratios.get(peer)
+    }
+    return {"added_us": us, "ratio": ratios, "target": targets, "verdict": verdicts}
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print the table for one world size."""
-    rows = []
-    for name, side in result["sides"].items():
-        spreads = [Spread(**side["added_us"][part]).text(1) for part in PARTS]
-        cells = []
-        for peer in ("ddp", "fsdp2"):
-            ratio = side["ratio"].get(peer)
-            cells.append(Spread(**ratio).text(3) if ratio else "")
-            cells.append(harness.verdict(ratio and ratio["median"], side["target"].get(peer)))
-        rows.append([name, *spreads, *cells])
     plain = Spread(**result["plain_us"]["total"]).text(1)
-    harness.print_table(
-        f"{result['units']} tiny units, {result['ranks']} ranks; us added per unit, min/med/max "
-        f"(plain unit: {plain})",
-        ["side", *PARTS, "x ddp", "target", "x fsdp2", "target"],
-        rows,
-    )
+    size = f"{result['units']} tiny units, {result['ranks']} ranks; a plain one takes {plain} us"
+    harness.show(size, result["sides"])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,5 @@
-"""The models of the benchmarks.
-
-A Workload holds everything a side needs: the module, its unit classes, the batches and the loss.
-The sizes are those of the project's reference measurements, so ratios are comparable. All models
-are plain fp32 torch without dropout: two sides with the same seed must give the same losses.
-"""
+"""The models of the benchmarks, plain fp32 torch without dropout: two sides with the same seed must
+give the same losses. A Workload holds everything a side needs."""
 
 from __future__ import annotations
 
@@ -35,8 +31,6 @@ class Workload:
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention over [batch, seq, width]."""
-
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
         self.heads, self.causal = heads, causal
@@ -106,18 +100,6 @@ class GPT(nn.Module):
         return logits
 
 
-class NoisyGPT(GPT):
-    """A GPT with more state than parameters: BatchNorm's buffers, dropout's random numbers."""
-
-    def __init__(self, layers: int, width: int, heads: int, seq: int) -> None:
-        super().__init__(layers, width, heads, seq)
-        self.scale, self.drop = nn.BatchNorm1d(self.VOCABULARY), nn.Dropout(0.1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits = super().forward(ids)
-        return self.drop(self.scale(logits.flatten(0, -2))).view_as(logits)
-
-
 class BertLayer(nn.Module):
     """Post-norm encoder block, the unit of BERT."""
 
@@ -171,11 +153,8 @@ class TinyBlock(nn.Module):
 
 
 def build_stack(layers: int, width: int) -> nn.Sequential:
-    """Return `layers` times Linear + ReLU, with He initialization.
-
-    torch's default initialization shrinks the gradient by 2.4 per layer: after 100 layers it is
-    denormal, and the benchmark would time the CPU's slow path for denormals.
-    """
+    """Return `layers` times Linear + ReLU with He initialization: by torch's, gradients shrink by
+    2.4 per layer, and the CPU's slow path for denormal numbers would be timed."""
     stack = nn.Sequential()
     for _ in range(layers):
         linear = nn.Linear(width, width)
@@ -208,14 +187,10 @@ def gpt(
         text = torch.randint(vocabulary, (rows, seq + 1), generator=generator)
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
-    return Workload(
-        name,
-        build=lambda: GPT(layers, width, width // 64, seq, vocabulary, tied),
-        units=frozenset({GPTBlock}),
-        batch=batch,
-        loss=_text_loss,
-        lr=1e-4,
-    )
+    def build() -> nn.Module:
+        return GPT(layers, width, width // 64, seq, vocabulary, tied)
+
+    return Workload(name, build, frozenset({GPTBlock}), batch, _text_loss, lr=1e-4)
 
 
 def _bert(rows: int, seq: int) -> Workload:
@@ -226,7 +201,7 @@ def _bert(rows: int, seq: int) -> Workload:
     return Workload("bert", BertClassifier, frozenset({BertLayer}), batch, _text_loss, lr=2e-5)
 
 
-def _rows(
+def rows(
     name: str, build: Callable[[], nn.Module], unit: type[nn.Module], rows: int, width: int
 ) -> Workload:
     def batch(generator: torch.Generator) -> Batch:
@@ -239,20 +214,19 @@ def _rows(
 TINY_BLOCKS = 32
 """Number of units of the host-time model; its root has no parameters."""
 
+
+def build_tiny() -> nn.Sequential:
+    return nn.Sequential(*(TinyBlock(16) for _ in range(TINY_BLOCKS)))
+
+
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
         gpt("gpt10m", layers=6, width=384, seq=128, rows=8),
         gpt("gpt85m", layers=12, width=768, seq=64, rows=2),
-        _rows("stack100", lambda: build_stack(100, 1024), nn.Linear, rows=16, width=1024),
-        _rows("stack128", lambda: build_stack(128, 2048), nn.Linear, rows=8, width=2048),
+        rows("stack100", lambda: build_stack(100, 1024), nn.Linear, rows=16, width=1024),
+        rows("stack128", lambda: build_stack(128, 2048), nn.Linear, rows=8, width=2048),
         _bert(rows=2, seq=64),
-        _rows(
-            "tiny32",
-            lambda: nn.Sequential(*(TinyBlock(16) for _ in range(TINY_BLOCKS))),
-            TinyBlock,
-            rows=4,
-            width=16,
-        ),
+        rows("tiny32", build_tiny, TinyBlock, rows=4, width=16),
     )
 }

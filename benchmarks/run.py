@@ -2,8 +2,7 @@
 
     python benchmarks/run.py [--quick] [--out-dir DIR] [step-time host-time memory ...]
 
-Each benchmark is also a program (`python -m benchmarks.step_time --help`) that launches its own
-ranks. If one fails, the others still run.
+If one fails, the others still run.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
 
-NAMES = ("host-time", "step-time", "memory", "predict", "collectives", "adam", "load", "checkpoint")
-NAMES += ("offload", "guard")
+NAMES = ("host-time", "step-time", "memory", "predictions", "collectives", "optim", "saves")
 """Names on the command line and in results/; modules have underscores instead."""
 
 

@@ -1,7 +1,6 @@
 """The sides: each trains the same workload with a different library, in units of the same size.
 
-A side is a wrapped module and its optimizer. SIDES maps names to factories; build_side() seeds
-torch before it calls one, so all sides start from the same parameters. zshard and DeepSpeed are
+build_side() seeds torch, so all sides start from the same parameters. zshard and DeepSpeed are
 imported by their own factories only: the other sides run without them.
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,11 +68,7 @@ Factory = Callable[[Workload], Parts]
 
 
 def build_side(name: str, workload: Workload) -> Side:
-    """Build the side `name` for `workload`, from a fixed seed.
-
-    Collective: all ranks build the same sides in the same order. Raises KeyError for an unknown
-    name, and ImportError if the side's library is not installed.
-    """
+    """Build a side, from a fixed seed. Collective."""
     torch.manual_seed(SEED)
     module, optimizer = SIDES[name](workload)
     kind = DeepSpeedSide if name in DEEPSPEED else Side
@@ -91,47 +86,50 @@ def _fused_adamw(module: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=lr, fused=True)
 
 
-def _compute(workload: Workload) -> Parts:
-    return workload.build(), None
+def by_fsdp1(module: nn.Module, units: Collection[type[nn.Module]], how: str = "FULL_SHARD") -> Any:
+    return FullyShardedDataParallel(
+        module,
+        sharding_strategy=ShardingStrategy[how],
+        auto_wrap_policy=ModuleWrapPolicy(units),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
 
 
-def _local(workload: Workload) -> Parts:
-    module = workload.build()
-    return module, _fused_adamw(module, workload.lr)
+def by_fsdp2(module: nn.Module, units: Collection[type[nn.Module]], reshard: bool = True) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for child in module.modules():
+        if type(child) in units and child is not module:
+            fully_shard(child, mesh=mesh, reshard_after_forward=reshard)
+    return fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
 
 
-def _ddp(bucket_view: bool) -> Factory:
+def by_zshard(
+    module: nn.Module,
+    units: Collection[type[nn.Module]],
+    strategy: str = "full_shard",
+    transport: str = "shm",
+    **options: Any,
+) -> Any:
+    """An explicit transport: the benchmark must not silently measure a fallback. "auto" is for
+    several hosts, where a hybrid strategy has one within the hosts and one between them."""
+    import zshard
+
+    if "gradients" in options:
+        options["wire"] = zshard.Wire(gradients=options.pop("gradients"))
+    options["transport"] = transport if dist.get_world_size() > 1 else None
+    return zshard.FSDP(module, sharding_strategy=strategy, auto_wrap_policy=set(units), **options)
+
+
+def _ddp(module: nn.Module, units: Collection[type[nn.Module]], view: bool) -> Any:
+    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=view)
+
+
+def _trained(wrap: Callable[..., Any], *how: Any) -> Factory:
+    """Return a factory of a module that is wrapped in this way, with torch's optimizer."""
+
     def build(workload: Workload) -> Parts:
-        module = nn.parallel.DistributedDataParallel(
-            workload.build(), gradient_as_bucket_view=bucket_view
-        )
-        return module, _fused_adamw(module, workload.lr)
-
-    return build
-
-
-def _fsdp1(strategy: str) -> Factory:
-    def build(workload: Workload) -> Parts:
-        module = FullyShardedDataParallel(
-            workload.build(),
-            sharding_strategy=ShardingStrategy[strategy],
-            auto_wrap_policy=ModuleWrapPolicy(workload.units),
-            device_id=torch.device("cpu"),
-            use_orig_params=True,
-        )
-        return module, _fused_adamw(module, workload.lr)
-
-    return build
-
-
-def _fsdp2(reshard: bool) -> Factory:
-    def build(workload: Workload) -> Parts:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        module = workload.build()
-        for child in module.modules():
-            if type(child) in workload.units:
-                fully_shard(child, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+        module = wrap(workload.build(), workload.units, *how)
         return module, _fused_adamw(module, workload.lr)
 
     return build
@@ -141,18 +139,7 @@ def _zshard(strategy: str, transport: str, **options: Any) -> Factory:
     def build(workload: Workload) -> Parts:
         import zshard
 
-        rest = {name: value for name, value in options.items() if name != "gradients"}
-        if "gradients" in options:
-            rest["wire"] = zshard.Wire(gradients=options["gradients"])
-        # An explicit transport: the benchmark must not silently measure a fallback. "auto" is for
-        # several hosts, where a hybrid strategy has one within the hosts and one between them.
-        module: Any = zshard.FSDP(
-            workload.build(),
-            sharding_strategy=strategy,
-            auto_wrap_policy=set(workload.units),
-            transport=transport if dist.get_world_size() > 1 else None,
-            **rest,
-        )
+        module = by_zshard(workload.build(), workload.units, strategy, transport, **options)
         return module, zshard.AdamW(module.parameters(), lr=workload.lr)
 
     return build
@@ -190,14 +177,14 @@ def _deepspeed(stage: int, sized: bool = True) -> Factory:
 
 
 SIDES: dict[str, Factory] = {
-    "compute": _compute,
-    "local": _local,
-    "ddp": _ddp(bucket_view=False),
-    "ddp-view": _ddp(bucket_view=True),
-    "fsdp1": _fsdp1("FULL_SHARD"),
-    "fsdp1-shard_grad_op": _fsdp1("SHARD_GRAD_OP"),
-    "fsdp2": _fsdp2(reshard=True),
-    "fsdp2-shard_grad_op": _fsdp2(reshard=False),
+    "compute": lambda workload: (workload.build(), None),
+    "local": _trained(lambda module, units: module),
+    "ddp": _trained(_ddp, False),
+    "ddp-view": _trained(_ddp, True),
+    "fsdp1": _trained(by_fsdp1),
+    "fsdp1-shard_grad_op": _trained(by_fsdp1, "SHARD_GRAD_OP"),
+    "fsdp2": _trained(by_fsdp2),
+    "fsdp2-shard_grad_op": _trained(by_fsdp2, False),
 }
 DEEPSPEED = {f"deepspeed-{stage}": _deepspeed(stage) for stage in (1, 2, 3)}
 DEEPSPEED["deepspeed-3-defaults"] = _deepspeed(3, sized=False)
@@ -215,13 +202,13 @@ WIRES: dict[str, dict[str, str]] = {
 """Options of zshard's sides in fewer bytes: of gradients and parameters, or of gradients alone."""
 
 SIDES.update(DEEPSPEED)
-for _strategy in ("full_shard", "shard_grad_op", "no_shard"):
-    SIDES[f"zshard-{_strategy}"] = _zshard(_strategy, "shm")
-    SIDES[f"zshard-{_strategy}-c10d"] = _zshard(_strategy, "c10d")
 for _strategy in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_full"):
     SIDES[f"zshard-{_strategy}-auto"] = _zshard(_strategy, "auto")
     for _wire, _options in WIRES.items():
         SIDES[f"zshard-{_strategy}-auto-{_wire}"] = _zshard(_strategy, "auto", **_options)
+    if not _strategy.startswith("hybrid"):
+        SIDES[f"zshard-{_strategy}"] = _zshard(_strategy, "shm")
+        SIDES[f"zshard-{_strategy}-c10d"] = _zshard(_strategy, "c10d")
 KEEPS: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
 for _name, _keep in KEEPS.items():
     SIDES[f"zshard-full_shard-auto-keep_{_name}"] = _zshard(

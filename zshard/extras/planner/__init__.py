@@ -2,7 +2,7 @@
 
 workloads.py says what is trained, kernels.py what that computes; prediction.py predicts one way to
 do so on a cluster (durations.py, timeline.py), and search.py looks for the best way.
-benchmarks/plan_against.py holds predictions against published runs.
+benchmarks/predictions.py holds predictions against published runs.
 """
 
 from zshard.extras.planner.decoder import Dims as Dims
