@@ -56,8 +56,6 @@ class Misdeed:
             sys.exit(0)
         elif self.deed == "raise":
             raise ValueError(PLANTED)
-        elif self.deed == "sleep":
-            time.sleep(0.8)  # longer than ranks look for a circle
 
     def end(self, error):
         """Return the `End` of a loop that `error` (None: nothing) ended."""

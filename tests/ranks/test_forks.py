@@ -21,6 +21,11 @@ import zshard
 from zshard import FSDP
 
 
+def harmless():
+    """Return the model of misdeeds.py on a rank that does nothing wrong."""
+    return make_model(Misdeed("", "", ""))
+
+
 class Numbers(torch.utils.data.Dataset):
     def __len__(self):
         return 12
@@ -31,11 +36,9 @@ class Numbers(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
-def test_forked_dataloader_workers_are_harmless(transport, tmp_path):
-    """Two epochs with two forked workers each: return what differs from a plain model without
-    any."""
-    model = wrap(make_model(Misdeed("", "", tmp_path)), transport)
-    plain = make_model(Misdeed("", "", tmp_path))
+def test_forked_dataloader_workers_are_harmless(transport):
+    """Two epochs with two forked workers each are those of a plain model without any."""
+    model, plain = wrap(harmless(), transport), harmless()
     for net, workers in ((model, 2), (plain, 0)):
         optimizer = zshard.SGD(net.parameters(), lr=0.01)
         loader = torch.utils.data.DataLoader(Numbers(), batch_size=3, num_workers=workers)
@@ -61,21 +64,6 @@ def test_rank_killed_with_workers_is_named(tmp_path):
     check_survivors(results, ("PeerError",), "rank 1")
 
 
-def fork_and_free(folder, transport):
-    """A forked child tries to use the model, frees all it inherited, and exits; then training
-    continues. Return the child's messages, and what is wrong in the model."""
-    plain = make_model(Misdeed("", "", folder))
-    model = wrap(make_model(Misdeed("", "", folder)), transport)
-    optimizers = [zshard.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
-    said = ""
-    for step in range(STEPS):
-        for net, optimizer in zip((model, plain), optimizers, strict=True):
-            step_once(net, optimizer, plain[2].misdeed, step)
-        if step == 1:
-            said = in_child(lambda: use_and_free(model))
-    return said, differences(model.state_dict(), plain.state_dict())
-
-
 def in_child(function):
     """Return the result of `function` in a forked child that exits without cleaning up."""
     read, write = os.pipe()
@@ -87,96 +75,99 @@ def in_child(function):
             os._exit(0)
     os.close(write)
     with open(read, "rb") as answer:
-        said = answer.read().decode()
+        text = answer.read().decode()
     os.waitpid(child, 0)
-    return said
+    return text
 
 
-def use_and_free(model):
+def refusal(call):
+    """Return the text of the RuntimeError that a call raises, or that there was none."""
     try:
-        model(batch(0))
-        said = "nothing was raised"
+        call()
     except RuntimeError as error:
-        said = str(error)
+        return str(error)
+    return "nothing was raised"
+
+
+def free(model):
+    """Free all that a child has inherited."""
     for module in list(model.modules()):
         module.__dict__.clear()
     zshard.ranks.transports._connections.clear()
     gc.collect()
-    return said
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_forked_child_is_refused_and_frees_nothing(pool2, tmp_path, transport):
-    for rank, (said, wrong) in enumerate(pool2.run(fork_and_free, tmp_path, transport)):
-        assert f"forked from rank {rank} cannot use its process group" in said
-        assert wrong == []
+@on_ranks(2)
+def test_forked_child_is_refused_and_frees_nothing(transport):
+    """It tries to use the model, frees all it inherited, and exits; then training continues."""
+    model, plain = wrap(harmless(), transport), harmless()
+    optimizers = [zshard.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
+
+    def use_and_free():
+        text = refusal(lambda: model(batch(0)))
+        free(model)
+        return text
+
+    for step in range(STEPS):
+        for net, optimizer in zip((model, plain), optimizers, strict=True):
+            step_once(net, optimizer, plain[2].misdeed, step)
+        if step == 1:
+            text = in_child(use_and_free)
+    assert f"forked from rank {dist.get_rank()} cannot use its process group" in text
+    assert differences(model.state_dict(), plain.state_dict()) == []
 
 
-def die(model, loss):
-    """Exit as after an uncaught exception: an exit hook runs, and objects are freed."""
-    try:
-        loss.backward()
-        said = "nothing was raised"
-    except RuntimeError as error:
-        said = str(error)
-    sys.excepthook(ValueError, ValueError("the child dies"), None)
-    zshard.ranks.transports._leave()
-    return said + use_and_free(model)
-
-
-def child_dies_midway(transport):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_dying_child_does_not_report_for_its_parent(transport):
     """A child dies between forward and backward; then the ranks wait for each other so long that
-    they check the store for messages. Return the child's messages."""
-    model = wrap(make_model(Misdeed("", "", "")), transport, 30.0)
+    they check the store for messages."""
+    model = wrap(harmless(), transport, 30.0)
     loss = model(batch(0)).square().sum()
-    said = in_child(lambda: die(model, loss))
+
+    def die():
+        """Exit as after an uncaught exception: an exit hook runs, and objects are freed."""
+        text = refusal(loss.backward)
+        sys.excepthook(ValueError, ValueError("the child dies"), None)
+        zshard.ranks.transports._leave()
+        free(model)
+        return text
+
+    text = in_child(die)
     for rank in (0, 1):
         if dist.get_rank() == rank:
             time.sleep(2.5)
         loss.backward()
         loss = model(batch(0)).square().sum()
-    return said
+    assert f"forked from rank {dist.get_rank()} cannot use its process group" in text
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_dying_child_does_not_report_for_its_parent(pool2, transport):
-    for rank, said in enumerate(pool2.run(child_dies_midway, transport)):
-        assert f"forked from rank {rank} cannot use its process group" in said
-
-
-def fork_in_backward(steps):
+@on_ranks(4)
+def test_fork_while_a_parents_thread_works():
     """Each layer's backward forks a child that frees the model, while a thread of the parent sums
-    the earlier layers' gradients. Return how many children have exited, and what is wrong in the
-    model."""
+    the earlier layers' gradients."""
     layers = [torch.nn.Linear(1024, 1024) for _ in range(4)]
-    plain, ended = torch.nn.Sequential(*copy.deepcopy(layers)), []
+    plain, ends = torch.nn.Sequential(*copy.deepcopy(layers)), []
+
+    def free_soon():
+        signal.alarm(20)
+        free(model)
+        return "freed"
+
     with hosts_of(2, 2) as group:
-        options = {
-            "auto_wrap_policy": {torch.nn.Linear},
-            "transport": "hosts",
-            "process_group": group,
-        }
-        model = FSDP(torch.nn.Sequential(*layers), **options)
-        optimizer = zshard.SGD(model.parameters(), lr=0.1)
-        expected = zshard.SGD(plain.parameters(), lr=0.1)
-        for _ in range(steps):
+        options = {"auto_wrap_policy": {torch.nn.Linear}, "process_group": group}
+        model = FSDP(torch.nn.Sequential(*layers), transport="hosts", **options)
+        optimizers = [zshard.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+        for _ in range(3):
             x = torch.ones(2, 1024)
             plain(x).sum().backward()
             for layer in model:
                 x = layer(x)
-                x.register_hook(lambda _: ended.append(in_child(lambda: free(model))))
+                x.register_hook(lambda _: ends.append(in_child(free_soon)))
             x.sum().backward()
-            for each in (optimizer, expected):
+            for each in optimizers:
                 each.step()
                 each.zero_grad()
-        return ended.count("freed"), differences(model.state_dict(), plain.state_dict())
-
-
-def free(model):
-    signal.alarm(20)
-    use_and_free(model)
-    return "freed"
-
-
-def test_fork_while_a_parents_thread_works(pool4):
-    assert pool4.run(fork_in_backward, 3) == [(12, [])] * 4
+        assert ends == ["freed"] * 12
+        assert differences(model.state_dict(), plain.state_dict()) == []

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from models import loss_of, make
+from models import TRANSPORTS, loss_of, make
 from nursery import fork_ranks
 from scenarios import Wide, floats, learn
 
@@ -27,13 +27,13 @@ def trained(kind=torch.optim.AdamW, **options):
     return model, optimizer
 
 
-def optimizers():
-    return [trained(each) for each in (torch.optim.AdamW, zshard.AdamW, zshard.AdamW8bit)]
+def model():
+    return trained()[0]
 
 
 def averages():
-    model, optimizer = trained()
-    return zshard.EMA(model, 0.9), copy.deepcopy((model, optimizer))
+    held = trained()
+    return zshard.EMA(held[0], 0.9), copy.deepcopy(held)
 
 
 def cycles_and_hooks():
@@ -46,11 +46,6 @@ def cycles_and_hooks():
     model.register_forward_hook(hook)
     optimizer.register_step_post_hook(hook)
     return torch.nn.modules.module.register_module_forward_hook(hook)
-
-
-def graph():
-    model, _ = trained()
-    return loss_of(model(floats(0)))
 
 
 def steps_in_backward():
@@ -85,66 +80,38 @@ def engine():
     return made
 
 
-def begun(iterator):
-    return next(iterator), iterator
+def finished(folder):
+    """Objects that a script has used."""
+    kinds = (torch.optim.AdamW, zshard.AdamW, zshard.AdamW8bit)
+    held = [*map(trained, kinds), averages(), cycles_and_hooks(), loss_of(model()(floats(0)))]
+    return [*held, steps_in_backward(), trace(folder), saves(folder), engine()]
 
 
-def entered(context):
-    return context.__enter__(), context
-
-
-def half_an_export():
-    return begun(iter(zshard.export(trained()[0], bucket=5000)))
-
-
-def half_the_parameters():
-    return begun(zshard.whole_named_parameters(trained()[0]))
-
-
-def summoned():
-    return entered(FSDP.summon_full_params(trained()[0]))
-
-
-def gathered():
-    return entered(zshard.zero.GatheredParameters(list(trained()[0].parameters()), 0))
-
-
-def swapped():
-    return entered(zshard.EMA(trained()[0], 0.9).swapped())
-
-
-def joined():
-    return begun(iter(trained()[0].join([torch.ones(1)])))
-
-
-def without_sync():
-    return entered(trained()[0].no_sync())
-
-
-HELD = [optimizers, averages, cycles_and_hooks, graph, steps_in_backward, trace, saves, engine]
-LEFT_OPEN = [half_an_export, half_the_parameters, summoned, gathered, swapped, without_sync, joined]
+def left_open(folder):
+    """Iterators and contexts that a script has begun."""
+    iterators = [
+        iter(zshard.export(model(), bucket=5000)),
+        zshard.whole_named_parameters(model()),
+        iter(model().join([torch.ones(1)])),
+    ]
+    contexts = [
+        FSDP.summon_full_params(model()),
+        zshard.zero.GatheredParameters(list(model().parameters()), 0),
+        zshard.EMA(model(), 0.9).swapped(),
+        model().no_sync(),
+    ]
+    begun = [*map(next, iterators), *(context.__enter__() for context in contexts)]
+    return iterators, contexts, begun
 
 
 def holds(those, transport, folder):
     SETTINGS.update(transport=transport, timeout=30)
-    held = [each(folder) if each in (trace, saves) else each() for each in those]
-    vars(sys.modules["__main__"])["held"] = held
-
-
-def is_quiet(*arguments):
-    for result in fork_ranks(holds, 2, *arguments):
-        assert not result.stderr and result.returncode == 0
+    vars(sys.modules["__main__"])["held"] = those(folder)
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("those", [HELD, LEFT_OPEN])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("those", [finished, left_open])
 def test_exit_is_quiet(tmp_path, those, transport):
-    is_quiet(those, transport, str(tmp_path))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("make_them", [*HELD, *LEFT_OPEN])
-def test_exit_is_quiet_with_one_thing(tmp_path, make_them, transport):
-    is_quiet([make_them], transport, str(tmp_path))
+    for result in fork_ranks(holds, 2, those, transport, str(tmp_path)):
+        assert not result.stderr and result.returncode == 0

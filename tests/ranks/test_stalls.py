@@ -1,7 +1,7 @@
-"""A rank that waits alone over c10d learns that the others are elsewhere, and what to write.
+"""One rank alone in a collective call: the error names the call and the remedy.
 
-The others are in a collective of the script's own, which zshard does not see; each script must end,
-with an error that names the call.
+On both transports, whatever the other ranks do meanwhile: another call to zshard, training, or a
+collective of the script's own, which zshard does not see.
 """
 
 from __future__ import annotations
@@ -13,14 +13,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups import own_group, passing_groups
-from models import make
+from models import TRANSPORTS, make
 from nursery import fork_ranks
 from scenarios import Wide, floats, loss_of
-from spawn import ranks
+from spawn import on_ranks
 
 import zshard
-from zshard import FSDP, _core
+from zshard import FSDP
 from zshard.ranks import stalls
+
+both = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+def model_of(transport, **options):
+    return FSDP(make(Wide), transport=transport, **options)
+
+
+def backward(model, number):
+    loss_of(model(floats(number))).backward()
 
 
 def evaluates(model, optimizer, folder):
@@ -40,17 +50,37 @@ def saves(model, optimizer, folder):
     zshard.save(folder, model)
 
 
-CALLS = {evaluates: "all-gathering parameters", sums_up: "state_dict()", saves: "save()"}
-CALLS[looks_at_the_optimizer] = "state_dict()"
+def looks_at_a_gradient(model, optimizer, folder):
+    zshard.full_tensor(next(model.parameters()).grad)
 
 
-def lone(call, folder, timeout, report_after):
+def clips(model, optimizer, folder):
+    model.clip_grad_norm_(1.0)
+
+
+def takes_norms(model, optimizer, folder):
+    zshard.named_norms(model)
+
+
+NAMES = {
+    evaluates: "all-gathering parameters",
+    sums_up: "state_dict()",
+    looks_at_the_optimizer: "state_dict()",
+    saves: "save()",
+    looks_at_a_gradient: "full_tensor()",
+    clips: "clip_grad_norm_()",
+    takes_norms: "named_norms()",
+}
+
+# --- the others are in a collective of the script's own -------------------------------------------
+
+
+def lone(call, folder):
     """Return (the kind and text of the error, seconds until it) of the last rank, which is alone."""
     stalls._EVERY = 0.1  # answers sooner
-    assert _core.report_after(report_after) == 10.0
-    model = FSDP(make(Wide), transport="c10d", timeout=timeout)
+    model = model_of("c10d", timeout=2.0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    loss_of(model(floats(dist.get_rank()))).backward()
+    backward(model, dist.get_rank())
     optimizer.step()
     start = time.monotonic()
     try:
@@ -64,54 +94,26 @@ def lone(call, folder, timeout, report_after):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", [evaluates, sums_up, looks_at_the_optimizer, saves])
 def test_error_reports_that_other_ranks_are_elsewhere(tmp_path, call, world):
-    result = fork_ranks(lone, world, call, str(tmp_path / "saved"), 2.0, 10.0)[-1]
+    result = fork_ranks(lone, world, call, str(tmp_path / "saved"))[-1]
     assert result.value is not None, result.stderr
     kind, text, seconds = result.value
     assert kind == "PeerTimeoutError" and 1.9 < seconds < 20
-    assert CALLS[call] in text
+    assert NAMES[call] in text
     for rank in range(world - 1):
         assert f"rank {rank} is not in a zshard collective" in text
     assert "call it on all of them" in text and "transport='shm'" in text
     assert "has been waiting" not in result.stderr  # the error replaced it
 
 
-def test_one_line_is_printed_after_a_long_wait(tmp_path):
-    first, last = fork_ranks(lone, 2, sums_up, str(tmp_path), 2.5, 1.0)
-    lines = [line for line in last.stderr.splitlines() if "has been waiting" in line]
-    assert len(lines) == 1 and "has been waiting" not in first.stderr
-    assert "rank 0 is not in a zshard collective" in lines[0] and "state_dict()" in lines[0]
-
-
-@passing_groups()
-def elsewhere():
-    """Return the error, and seconds until it, where the ranks make different calls to zshard."""
-    model = FSDP(make(Wide), transport="c10d", timeout=60, process_group=own_group())
-    start = time.monotonic()
-    try:
-        if dist.get_rank() == 0:
-            model.state_dict()
-        else:
-            zshard.save("never", model)
-    except zshard.DivergenceError as error:
-        return str(error), time.monotonic() - start
-    return "", 0.0
-
-
-@ranks(2, 3)
-def test_another_collective_of_zshards_is_an_error_at_once(pool):
-    for text, seconds in pool.run(elsewhere):
-        assert "rank 0 was all-gathering parameters" in text and seconds < 10
-
-
 def late():
     """A rank that is only late, and has been asked why: no line, no error."""
-    stalls._EVERY = 0.1
-    model = FSDP(make(Wide), transport="c10d", timeout=4)
+    stalls._EVERY = 0.1  # answers sooner
+    model = model_of("c10d", timeout=4)
     if os.environ["RANK"] == "1":
         time.sleep(1.5)
-    loss_of(model(floats(0))).backward()
+    backward(model, 0)
     return True
 
 
@@ -119,3 +121,80 @@ def test_late_rank_is_waited_for():
     for result in fork_ranks(late, 2):
         assert result.value is True, result.stderr
         assert "zshard:" not in result.stderr
+
+
+def generates(transport):
+    """Rank 0 runs a forward with gradients while the other is in a barrier of the script's."""
+    stalls._EVERY = 0.1  # answers sooner
+    model = model_of(transport, timeout=2)
+    backward(model, 0)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    try:
+        if dist.get_rank() == 0:
+            model(floats(0))
+        dist.barrier()
+    except zshard.PeerTimeoutError as error:
+        return str(error)
+    return ""
+
+
+@both
+def test_error_of_a_lone_forward_names_no_grad(transport):
+    words = fork_ranks(generates, 2, transport)[0].value
+    assert "torch.no_grad()" in words
+    assert "not in a zshard collective" in words
+
+
+# --- the others are in other calls, or have ended -------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize(
+    ("call", "other"), [*((call, None) for call in list(NAMES)[3:]), (takes_norms, clips)]
+)
+@pytest.mark.sampled(3)
+@on_ranks(2)
+@passing_groups()
+def test_error_names_the_call_of_a_lone_rank(transport, call, other, tmp_path):
+    """If all ranks catch the error, a model that they create later works."""
+    group = own_group()
+    model = model_of(transport, process_group=group)
+    backward(model, dist.get_rank())
+    with pytest.raises(zshard.DivergenceError) as caught:
+        if dist.get_rank() == 0:
+            call(model, None, tmp_path)
+        elif other is not None:
+            other(model, None, tmp_path)
+        else:
+            backward(model, 1)
+    words = str(caught.value)
+    assert NAMES[call] in words and "on all ranks" in words
+    assert other is None or NAMES[other] in words
+    model = model_of(transport, process_group=group)
+    backward(model, dist.get_rank())
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    zshard.save(tmp_path / "later", model)
+
+
+def runs_longer(transport):
+    """The last rank has one batch more than the other."""
+    model = model_of(transport)
+    for i in range(2 + dist.get_rank()):
+        backward(model, i)
+
+
+@both
+def test_error_of_uneven_batches_names_join(transport):
+    result = fork_ranks(runs_longer, 2, transport)[1]
+    assert "PeerError" in result.stderr and "model.join(loader)" in result.stderr
+
+
+@both
+@on_ranks(2)
+@passing_groups()
+def test_caught_wrapping_failure_does_not_affect_later_models(transport):
+    group, model = own_group(), make(Wide)
+    model.register_buffer("expanded", torch.full((1,), float(dist.get_rank())).expand(5))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        FSDP(model, transport=transport, process_group=group)
+    backward(FSDP(make(Wide), transport=transport, process_group=group), 0)
