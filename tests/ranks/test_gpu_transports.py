@@ -1,33 +1,114 @@
-"""The transport of a model on GPUs: NCCL, or c10d where ranks share a GPU."""
+"""Models on GPUs, with fakes of CUDA's driver and libnccl: over NCCL, or over c10d where ranks share
+a GPU.
+
+The fakes delay their work and run it on threads of their own, and their GPUs add as the CPU does;
+so results are bit-identical to the CPU's only if every wait is in the right place.
+test_cuda_path.py has the tests that run over all GPU transports.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+import time
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from compare import assert_same
+from groups import transports_in_use
 from nursery import fork_ranks
 from stand_ins import environment
-from test_backends import steps, wrapped
+from torch import nn
 
 import zshard
-from zshard import _core
+from zshard import FSDP, _core
 from zshard.ranks import nccl, transports
+from zshard.units.units import state_of
+
+STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "zero1"]
+WORLDS = [("nccl", 2, "shm"), ("nccl", 2, "c10d"), ("nccl", 3, "c10d")]
 
 
-class Control:
-    """What connect_gpu requires of the transport between hosts: rank 0's, whose peers have these
-    ids."""
+def wrapped(transport: str, **options):
+    torch.manual_seed(7)
+    layers = [nn.Sequential(nn.Linear(33, 33), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(*layers, nn.BatchNorm1d(33), nn.Linear(33, 5))
+    return FSDP(model, transport=transport, auto_wrap_policy={nn.Linear}, **options)
 
-    rank = 1
 
-    def __init__(self, peers: list[bytes]) -> None:
-        self.peers = peers
+def steps(model, optimizer, count):
+    """Return the losses of that many steps; each rank has batches of its own."""
+    losses = []
+    for step in range(count):
+        torch.manual_seed(100 * step + dist.get_rank())
+        loss = model(torch.randn(4, 33)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
 
-    def exchange(self, mine: bytes) -> list[bytes]:
-        return [mine, *self.peers]
+
+# --- training over NCCL ---------------------------------------------------------------------------
+
+
+def train(env, transport, strategy):
+    """Return losses, full parameters, and the transports, of two models one after the other."""
+    os.environ.update(env)
+    losses = []
+    for _ in range(2):  # the first one's memory is freed while the second trains
+        model = wrapped(transport, sharding_strategy=strategy)
+        losses += steps(model, zshard.AdamW(model.parameters(), lr=0.01), 3)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return losses, state, transports_in_use()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.needs_fma
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("backend", "world", "transport"), WORLDS)
+def test_training_is_bit_identical_to_the_cpu(backend, world, transport, strategy):
+    plain = fork_ranks(train, world, {}, transport, strategy, check=True)
+    ours = fork_ranks(train, world, environment(backend), transport, strategy, check=True)
+    for mine, cpu in zip(ours, plain, strict=True):
+        losses, state, transports = mine.value
+        assert backend in transports and backend not in cpu.value[2]
+        assert losses == cpu.value[0]
+        assert_same(state, cpu.value[1], f"the state of rank {mine.rank}")
+
+
+def die_in_training(env, transport):
+    """The last rank is killed between forward and backward; return how the others end, and when."""
+    os.environ.update(env)
+    model = wrapped(transport)
+    model(torch.randn(4, 33)).square().mean().backward()
+    loss = model(torch.randn(4, 33)).square().mean()
+    start = time.monotonic()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loss.backward()
+        model(torch.randn(4, 33))
+    except RuntimeError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "nothing", "", time.monotonic() - start
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_killed_rank_is_an_error_within_seconds(transport, world):
+    *survivors, killed = fork_ranks(die_in_training, world, environment("nccl"), transport)
+    assert killed.returncode == -signal.SIGKILL
+    for result in survivors:
+        kind, words, seconds = result.value
+        assert kind == "PeerError" and f"rank {world - 1}" in words, (kind, words)
+        assert seconds < 30
+
+
+# --- which transport ------------------------------------------------------------------------------
 
 
 def gpu_at(monkeypatch, bus: int, host: str = "a") -> bytes:
@@ -41,66 +122,64 @@ def gpu_at(monkeypatch, bus: int, host: str = "a") -> bytes:
 @pytest.mark.parametrize(
     ("peers", "wanted", "kind"),
     [
-        ([("a", 2)], "auto", "nccl"),
+        ([("a", 2)], "auto", "nccl "),
         ([("a", 1)], "auto", "c10d gloo"),  # also two MIG instances
         ([("a", 2), ("a", 2)], "auto", "c10d gloo"),
-        ([("b", 1)], "auto", "nccl"),  # on another host
+        ([("b", 1)], "auto", "nccl "),  # on another host
         ([("b", 2), ("b", 2)], "auto", "c10d gloo"),
-        ([("a", 1)], "nccl", "nccl"),
+        ([("a", 1)], "nccl", "nccl "),
     ],
 )
 def test_chosen_transport(monkeypatch, peers, wanted, kind):
     chosen = []
-    control = Control([gpu_at(monkeypatch, bus, host) for host, bus in peers])
+    ids = [gpu_at(monkeypatch, bus, host) for host, bus in peers]
     gpu_at(monkeypatch, 1)
-    monkeypatch.setattr(transports, "comm_for", lambda *args: control)
-    monkeypatch.setattr(transports, "library", lambda: None)
-    monkeypatch.setattr(transports, "warn_together", lambda group, text: None)
-    monkeypatch.setattr(
-        transports, "new_group", lambda group, device, by: SimpleNamespace(group_name=by)
-    )
+    control = SimpleNamespace(rank=1, exchange=lambda mine: [mine, *ids])
     fake = SimpleNamespace(
         gpu=lambda control, by, device, name, *rest: chosen.append(f"{by} {name}")
     )
-    monkeypatch.setattr(transports, "_core", SimpleNamespace(Comm=fake))
+    for name, value in {
+        "comm_for": lambda *args: control,
+        "library": lambda: None,
+        "warn_together": lambda group, text: None,
+        "new_group": lambda group, device, by: SimpleNamespace(group_name=by),
+        "_core": SimpleNamespace(Comm=fake),
+    }.items():
+        monkeypatch.setattr(transports, name, value)
     transports.connect_gpu("cuda:0", None, wanted, 1.0)
-    assert chosen == [f"{kind} " if " " not in kind else kind] and _core.Comm is not fake
+    assert chosen == [kind] and _core.Comm is not fake
 
 
-def on_gpus(env, visible, backend):
+def on_gpus(env, visible):
     """Return the transport of ranks that each see some GPUs of the machine and use the first, and
-    the result of training; or the error, and the warnings."""
-    rank = int(os.environ["RANK"])
-    os.environ.update(env, ZSHARD_BACKEND=backend, FAKE_CUDA_VISIBLE=visible[rank])
+    the warnings."""
+    gpu = visible[int(os.environ["RANK"])]
+    os.environ.update(env, ZSHARD_BACKEND="auto", FAKE_CUDA_VISIBLE=gpu)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        try:
-            model = wrapped("shm", timeout=20.0)
-        except Exception as error:
-            return type(error).__name__, str(error), ""
+        model = wrapped("shm", timeout=20.0)
     steps(model, zshard.AdamW(model.parameters(), lr=0.01), 1)
     words = "\n".join(str(each.message) for each in warned)
-    return zshard.fsdp.state_of(model).comms.all.transport, "", words
+    return state_of(model).comms.all.transport, words
 
 
 @pytest.mark.parametrize("visible", [["0", "0", "1"], ["0", "0", "0"]], ids="-".join)
 def test_ranks_that_share_a_gpu_train_by_default(visible):
     """NCCL refuses them, so it is not tried."""
     env = environment("nccl", late=0)
-    first, *others = (r.value for r in fork_ranks(on_gpus, 3, env, visible, "auto", check=True))
+    first, *others = (r.value for r in fork_ranks(on_gpus, 3, env, visible, check=True))
     assert first[0] == "c10d_gpu" and {other[0] for other in others} == {"c10d_gpu"}
-    assert "ranks 0 and 1 share a GPU, which NCCL does not support" in first[2]
-    assert "share" not in others[0][2] + others[1][2]
+    assert "ranks 0 and 1 share a GPU, which NCCL does not support" in first[1]
+    assert "share" not in others[0][1] + others[1][1]
 
 
 def test_ranks_with_a_gpu_each_use_nccl_by_default():
     env = environment("nccl", late=0)
-    for result in fork_ranks(on_gpus, 2, env, ["0", "1"], "auto", check=True):
-        assert result.value == ("nccl", "", "")
+    for result in fork_ranks(on_gpus, 2, env, ["0", "1"], check=True):
+        assert result.value == ("nccl", "")
 
 
 def test_unknown_transport_error_lists_the_valid_ones():
-    with pytest.raises(
-        ValueError, match="of a model on cuda must be one of 'auto', 'nccl', 'c10d', got 'peer'"
-    ):
+    words = "of a model on cuda must be one of 'auto', 'nccl', 'c10d', got 'peer'"
+    with pytest.raises(ValueError, match=words):
         transports.check_settings("peer", None, "cuda:0")

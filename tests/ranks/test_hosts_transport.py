@@ -4,187 +4,146 @@ ZSHARD_HOST simulates hosts on one machine. c10d sums in the same order on the s
 transports must be bit-identical after every kind of step.
 """
 
-import contextlib
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from groups import hosts_of
-from models import CASES, loss_of, make, make_optimizer
+from compare import assert_same
+from groups import case_of, hosts_of
+from models import CASES, loss_of
+from scenario import Scenario, Training
 from scenarios import message_of
-from spawn import on_ranks, ranks
+from spawn import on_ranks
 
 import zshard
 from zshard import FSDP
 from zshard.ranks.meeting import ranks_per_host
 
 BOTH = ("hosts", "c10d")
-STRATEGIES = ("full_shard", "no_shard", "zero1")
-STEPS = 3
+SCENARIO = Scenario("mlp", optimizer="torch.AdamW", clip=1.0, micro_batches=2)
 
 
-def wrap(case, group, transport, strategy="full_shard", **options):
-    return FSDP(
-        make(case.make),
-        strategy=strategy,
-        transport=transport,
-        process_group=group,
-        auto_wrap_policy=case.policy,
-        timeout=60,
-        **options,
-    )
-
-
-def numbers_of(model):
-    """Return all parameters and buffers as one tensor; collective."""
-    return torch.cat([value.detach().double().flatten() for value in model.state_dict().values()])
-
-
-def train(model, case, steps=STEPS, alone=None):
-    """Return losses of steps with accumulation and clipping; `alone(model, step)` runs before
-    each."""
-    optimizer, losses, rank = make_optimizer("torch.AdamW", model), [], dist.get_rank()
-    for step in range(steps):
-        if alone is not None:
-            alone(model, step)
-        with model.no_sync() if step == 1 else contextlib.nullcontext():
-            loss_of(model(case.batch(step, rank))).backward()
-        loss = loss_of(model(case.batch(step, rank + 4)))
-        loss.backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def trained(name, strategy, low, sizes):
-    case = CASES[name]
-    options = {"mixed_precision": zshard.MixedPrecision(torch.bfloat16)} if low else {}
-    found = []
+def trainings(scenario, sizes, act=Training.go, **options):
+    """Train over each transport, on hosts with so many ranks each; return the states."""
+    states = []
     with hosts_of(*sizes) as group:
         for transport in BOTH:
-            model = wrap(case, group, transport, strategy, **options)
-            losses = train(model, case)
-            found.append((losses, numbers_of(model)))
-            assert f"transport {transport}" in model.summary()
-    return found[0][0] == found[1][0], torch.equal(found[0][1], found[1][1])
+            given = {"process_group": group, "timeout": 60, **options}
+            way = (scenario.way[0], transport)
+            training = scenario.but(way=way, options=given).sharded()
+            act(training)
+            assert f"transport {transport}" in training.model.summary()
+            states.append(training.state())
+    return states
 
 
-@pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bit_identical_to_c10d(pool4, strategy, low):
-    assert pool4.run(trained, "mlp", strategy, low, (2, 2)) == [(True, True)] * 4
+def check(scenario, *sizes, **options):
+    """Fail unless both transports give the same losses and weights."""
+    assert_same(*trainings(scenario, sizes, **options), "over hosts, compared with c10d,")
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "zero1"])
+@on_ranks(4)
+def test_bit_identical_to_c10d(strategy, low):
+    precision = zshard.MixedPrecision(low) if low else None
+    check(SCENARIO.but(way=(strategy,)), 2, 2, mixed_precision=precision)
 
 
 @pytest.mark.parametrize("name", ["net", "tied", "unused", "frozen"])
-def test_models_of_all_kinds(pool4, name):
-    assert pool4.run(trained, name, "full_shard", False, (2, 2)) == [(True, True)] * 4
+@on_ranks(4)
+def test_models_of_all_kinds(name):
+    check(SCENARIO.but(model=name), 2, 2)
 
 
-def test_replicated_copies_are_private_to_each_rank(pool4):
+@on_ranks(4)
+def test_replicated_copies_are_private_to_each_rank():
     """Each rank casts at any time: memory that a host's ranks share would hold another unit's."""
-    assert pool4.run(trained, "net", "no_shard", True, (2, 2)) == [(True, True)] * 4
+    low = zshard.MixedPrecision(torch.bfloat16)
+    check(SCENARIO.but(model="net", way=("no_shard",)), 2, 2, mixed_precision=low)
 
 
-def test_one_rank_per_host(pool2):
-    assert pool2.run(trained, "mlp", "full_shard", False, (1, 1)) == [(True, True)] * 2
+@on_ranks(2, 4)
+def test_hosts_with_one_rank_each():
+    """Each rank sends its turns to one host, or three."""
+    check(SCENARIO, *[1] * dist.get_world_size())
 
 
-def test_several_hosts_with_one_rank_each(pool4):
-    """Each rank sends its turns to three hosts."""
-    assert pool4.run(trained, "mlp", "full_shard", False, (1, 1, 1, 1)) == [(True, True)] * 4
-
-
-@ranks(6)
-def test_several_hosts_with_several_ranks(pool):
+@on_ranks(6)
+def test_several_hosts_with_several_ranks():
     """The first ranks of hosts carry the turns between some of these, the second ranks between
     others."""
-    assert pool.run(trained, "mlp", "full_shard", False, (2, 2, 2)) == [(True, True)] * 6
+    check(SCENARIO, 2, 2, 2)
 
 
-def evaluate_alone(model, step):
+def evaluate_alone(training):
     """One rank evaluates while the others continue to train."""
-    if dist.get_rank() == step:
+    if dist.get_rank() == training.step < 3:
         with torch.no_grad():
-            model(CASES["mlp"].batch(9, 0))
+            training.model(CASES["mlp"].batch(9, 0))
 
 
-def trained_beside_lone_evaluations():
-    case, found = CASES["mlp"], []
-    with hosts_of(2, 2) as group:
-        for alone in (None, evaluate_alone):
-            model = wrap(case, group, "hosts")
-            losses = train(model, case, alone=alone)
-            found.append((losses, numbers_of(model)))
-    return found[0][0] == found[1][0], torch.equal(found[0][1], found[1][1])
-
-
-def test_rank_evaluates_alone_while_others_train(pool4):
+@on_ranks(4)
+def test_rank_evaluates_alone_while_others_train():
     """Ranks that have other units in the host's shared slots serve its gathers."""
-    assert pool4.run(trained_beside_lone_evaluations) == [(True, True)] * 4
-
-
-def caught():
-    """Return how steps end if rank 3 abandons two of them: its backward raises during rounds."""
-    found, rank = [], dist.get_rank()
+    states = []
     with hosts_of(2, 2) as group:
-        for transport in BOTH:
-            torch.manual_seed(0)
-            layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
-            options = {"transport": transport, "process_group": group, "timeout": 60}
-            model = FSDP(layers, auto_wrap_policy={nn.Linear}, **options)
-            optimizer, ends = make_optimizer("torch.SGD", model), []
-            for step in range(5):
-
-                def raises(gradient, fails=rank == 3 and step in (1, 3)):
-                    if fails:
-                        raise ValueError("planted")
-
-                def watch(module, args, output, hook=raises):
-                    output.register_hook(hook)
-
-                handle = layers[3].register_forward_hook(watch)
-                ends.append("")
-                try:
-                    model(torch.ones(2, 16) * (rank + step)).square().sum().backward()
-                    optimizer.step()
-                except (ValueError, zshard.DivergenceError) as error:
-                    ends[-1] = type(error).__name__
-                optimizer.zero_grad()
-                handle.remove()
-            found.append((ends, numbers_of(model)))
-    return found[0][0], found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+        for after in (Scenario.after, evaluate_alone):
+            options = {"process_group": group, "timeout": 60}
+            scenario = SCENARIO.but(way=("full_shard", "hosts"), after=after, options=options)
+            states.append(scenario.sharded(None).state())
+    assert_same(*states, "with and without evaluations")
 
 
-def test_failed_backward_on_one_rank_is_reported_once(pool4):
+def fail_twice(training):
+    """Rank 3 abandons two of five steps: its backward raises during rounds."""
+    model, rank, ends = training.model, dist.get_rank(), []
+    fails = False
+
+    def raises(gradient):
+        if fails:
+            raise ValueError("planted")
+
+    model.second.register_forward_hook(lambda *each: each[-1].register_hook(raises) and None)
+    for step in range(5):
+        fails = rank == 3 and step in (1, 3)
+        ends.append("")
+        try:
+            training.backward()
+            training.optimizer.step()
+        except (ValueError, zshard.DivergenceError) as error:
+            ends[-1] = type(error).__name__
+        training.optimizer.zero_grad()
+    error = "ValueError" if rank == 3 else "DivergenceError"
+    assert ends == ["", error, "", error, ""]
+
+
+@on_ranks(4)
+def test_failed_backward_on_one_rank_is_reported_once():
     """Rounds that were announced before the failure was known are over as well."""
-    for rank, (ends, same) in enumerate(pool4.run(caught)):
-        error = "ValueError" if rank == 3 else "DivergenceError"
-        assert (ends, same) == (["", error, "", error, ""], True)
+    scenario = Scenario("mlp", optimizer="torch.SGD")
+    assert_same(*trainings(scenario, (2, 2), fail_twice), "after failures")
+
+
+def step_in_backward(training):
+    training.model.optimizer_in_backward(zshard.AdamW(training.model.parameters(), lr=0.1))
+    for _ in range(3):
+        training.backward()
 
 
 @on_ranks(4)
 def test_lent_gradients_are_private_to_each_rank():
-    case, found = CASES["net"], []
-    with hosts_of(2, 2) as group:
-        for transport in BOTH:
-            model = wrap(case, group, transport)
-            model.optimizer_in_backward(zshard.AdamW(model.parameters(), lr=0.1))
-            for step in range(STEPS):
-                loss_of(model(case.batch(step, dist.get_rank()))).backward()
-            found.append(numbers_of(model))
-    assert torch.equal(*found)
+    scenario = Scenario("net", optimizer="torch.SGD")
+    assert_same(*trainings(scenario, (2, 2), step_in_backward), "with steps in backward")
 
 
 @on_ranks(4)
 def test_writes_to_full_parameters_are_private_to_each_rank():
-    """Each rank writes different values: does it read its own, once all have written?"""
-    case, rank, kept = CASES["net"], dist.get_rank(), []
+    """Each rank writes different values, and reads its own once all have written."""
+    rank = dist.get_rank()
     with hosts_of(2, 2) as group:
-        model = wrap(case, group, "hosts")
+        model = case_of(group, "net", transport="hosts")
         with FSDP.summon_full_params(model), torch.no_grad():
             written = [
                 (parameter, torch.arange(parameter.numel()).view_as(parameter) + 0.25 * rank)
@@ -193,54 +152,47 @@ def test_writes_to_full_parameters_are_private_to_each_rank():
             for parameter, values in written:
                 parameter.copy_(values)
             dist.barrier(group)
-            kept += [torch.equal(parameter, values) for parameter, values in written]
-    assert all(kept) and len(kept) > 0
+            assert written
+            assert all(torch.equal(parameter, values) for parameter, values in written)
 
 
 @on_ranks(4)
 def test_slots_of_a_host_are_counted_once():
-    case, found = CASES["net"], []
+    case, slots = CASES["net"], []
     with hosts_of(2, 2) as group:
-        model = wrap(case, group, "hosts")
+        model = case_of(group, "net", transport="hosts")
         for step in range(2):
             loss_of(model(case.batch(step, dist.get_rank()))).backward()
-            found.append(model.memory()["slots"])
-        alone = wrap(case, group, "c10d").memory()["slots"]
-    assert found[0] == found[1]
-    assert found[0] <= alone / 2 + 4096 * 8
+            slots.append(model.memory()["slots"])
+        alone = case_of(group, "net", transport="c10d").memory()["slots"]
+    assert slots[0] == slots[1]
+    assert slots[0] <= alone / 2 + 4096 * 8
 
 
-def transport_and_warnings(sizes):
-    with hosts_of(*sizes) as group, warnings.catch_warnings(record=True) as caught:
+# --- where it is not possible ---------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_hosts_that_differ_use_c10d():
+    with hosts_of(3, 1) as group, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        head = wrap(CASES["mlp"], group, "auto").summary().splitlines()[0]
-    return head, [str(each.message) for each in caught if "hosts" in str(each.message)]
-
-
-def test_hosts_that_differ_use_c10d(pool4):
-    for rank, (head, warned) in enumerate(pool4.run(transport_and_warnings, (3, 1))):
-        assert "transport c10d" in head
-        assert len(warned) == (rank == 0)
-        assert all("same number of ranks" in each for each in warned)
-
-
-def refusal(sizes):
-    with hosts_of(*sizes) as group:
-        return message_of(lambda: wrap(CASES["mlp"], group, "hosts"), RuntimeError)
+        head = case_of(group, "mlp", transport="auto").summary().splitlines()[0]
+    texts = [str(each.message) for each in caught if "hosts" in str(each.message)]
+    assert "transport c10d" in head
+    assert len(texts) == (dist.get_rank() == 0)
+    assert all("same number of ranks" in each for each in texts)
 
 
 @pytest.mark.parametrize(
     ("sizes", "reason"), [((4,), "all ranks are on one host"), ((1, 3), "same number of ranks")]
 )
-def test_explicit_hosts_transport_where_unavailable(pool4, sizes, reason):
-    for text in pool4.run(refusal, sizes):
-        assert reason in text
-        assert "Pass 'auto'" in text
+@on_ranks(4)
+def test_explicit_hosts_transport_where_unavailable(sizes, reason):
+    with hosts_of(*sizes) as group:
+        text = message_of(lambda: case_of(group, "mlp", transport="hosts"), RuntimeError)
+    assert reason in text and "Pass 'auto'" in text
 
 
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [("aabb", 2), ("ab", 1), ("aaaa", 0), ("aab", 0), ("abab", 0), ("aabbaa", 0), ("a", 0)],
-)
-def test_ranks_per_host(hosts, expected):
-    assert ranks_per_host(hosts) == expected
+def test_ranks_per_host():
+    counts = {"aabb": 2, "ab": 1, "aaaa": 0, "aab": 0, "abab": 0, "aabbaa": 0, "a": 0}
+    assert {hosts: ranks_per_host(hosts) for hosts in counts} == counts

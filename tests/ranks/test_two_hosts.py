@@ -16,12 +16,9 @@ import torch.distributed as dist
 from compare import assert_same
 from hosts import HostedRanks, HostsUnavailable
 from misdeeds import Misdeed, check_survivors, make_model, step_once, train, wrap
-from models import CASES, make, make_optimizer
-from models import train as train_case
-from torch.nn.parallel import DistributedDataParallel
+from scenario import Scenario
 
 import zshard
-from zshard import FSDP
 
 STRATEGIES = ("full_shard", "hybrid_shard")
 BOUND = 1e-5
@@ -47,15 +44,10 @@ def hosted() -> Iterator[HostedRanks]:
 def losses_of_all(name):
     """Return both libraries' losses of a few steps on this rank."""
     dist.init_process_group("gloo")
-    case, rank = CASES[name], dist.get_rank()
-    sides = {"ddp": DistributedDataParallel(make(case.make))}
+    scenario = Scenario(name, optimizer="torch.SGD", steps=4)
+    losses = {"ddp": scenario.ddp(None).losses}
     for strategy in STRATEGIES:
-        sides[strategy] = FSDP(make(case.make), strategy=strategy, auto_wrap_policy=case.policy)
-    losses = {
-        side: train_case(model, case, make_optimizer("torch.SGD", model), rank)
-        for side, model in sides.items()
-    }
-    del sides
+        losses[strategy] = scenario.but(way=(strategy, "auto")).sharded(None).losses
     dist.destroy_process_group()
     return losses
 
