@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rows import all_rows
 from tasks import python_path
 
 from zshard.extras.run import launch, rank
@@ -26,25 +27,27 @@ Done = subprocess.CompletedProcess[str]
 # --- refusals ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("-n 0 train.py", "-n must be at least 1, got 0"),
-        ("-n two train.py", "-n must be a number, 'auto', 'gpu' or 'cpu': Unsupported"),
-        ("--bind cores train.py", "invalid choice: 'cores' (choose from"),
-        ("-m --no-python train.py", "pass one of them"),
-        ("--bind core --numa-binding node train.py", "pass one of them"),
-        ("--frobnicate train.py", "--frobnicate"),
-        ("-n 2", "the following arguments are required"),
-    ],
-)
+REFUSED = {  # options, and what is said
+    "-n 0 train.py": "-n must be at least 1, got 0",
+    "-n two train.py": "-n must be a number, 'auto', 'gpu' or 'cpu': Unsupported",
+    "--bind cores train.py": "invalid choice: 'cores' (choose from",
+    "-m --no-python train.py": "pass one of them",
+    "--bind core --numa-binding node train.py": "pass one of them",
+    "--frobnicate train.py": "--frobnicate",
+    "-n 2": "the following arguments are required",
+}
+
+
 def test_invalid_options_are_refused_early(
-    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launch.torchrun, "run", lambda args: pytest.fail("it was started"))
-    with pytest.raises(SystemExit) as end:
-        launch.main(words.split())
-    assert end.value.code == 2 and said in capsys.readouterr().err
+    with all_rows() as row:
+        for words, text in REFUSED.items():
+            with row(words):
+                with pytest.raises(SystemExit) as end:
+                    launch.main(words.split())
+                assert end.value.code == 2 and text in capsys.readouterr().err
 
 
 # --- torchrun's arguments ---------------------------------------------------------------------------
@@ -88,11 +91,14 @@ def test_torchrun_options_pass_through(given: Callable[..., tuple]) -> None:
     assert (args.nnodes, args.rdzv_backend, args.rdzv_endpoint) == ("2", "c10d", "h:1")
 
 
-def test_torchruns_variables_set_options(
+def test_variables_set_options_and_threads(
     given: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
-    assert given("train.py")[0].nproc_per_node == "3"
+    monkeypatch.setenv("OMP_NUM_THREADS", "11")
+    args, threads, said = given("train.py")
+    assert args.nproc_per_node == "3"
+    assert threads == "11" and "OMP_NUM_THREADS=11" in said
     assert given("-n", "2", "train.py")[0].nproc_per_node == "2"
 
 
@@ -100,14 +106,6 @@ def test_more_ranks_than_cores_run_unbound(given: Callable[..., tuple]) -> None:
     args, threads, said = given("-n", "2000", "train.py", "x")
     assert "2000 ranks share" in said and "pass a smaller -n" in said
     assert threads == "1" and (args.training_script, args.no_python) == ("train.py", False)
-
-
-def test_user_thread_count_takes_precedence(
-    given: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "11")
-    _, threads, said = given("-n", "1", "train.py")
-    assert threads == "11" and "OMP_NUM_THREADS=11" in said
 
 
 def test_summary() -> None:
@@ -221,15 +219,6 @@ def test_unknown_machine_has_no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- launches ---------------------------------------------------------------------------------------
 
 
-def run(folder: Path, *words: str, **more: str) -> Done:
-    """Run `python -m zshard run` in a folder, without this process's OMP_NUM_THREADS."""
-    env = {**os.environ, "PYTHONPATH": python_path(), **more}
-    if "OMP_NUM_THREADS" not in more:
-        env.pop("OMP_NUM_THREADS", None)
-    command = [sys.executable, "-m", "zshard", "run", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=200)
-
-
 def test_two_ranks_see_their_shares_and_arguments(tmp_path: Path) -> None:
     (tmp_path / "report.py").write_text(
         "import json, os, sys\n"
@@ -237,7 +226,12 @@ def test_two_ranks_see_their_shares_and_arguments(tmp_path: Path) -> None:
         "open(f'rank{os.environ[\"RANK\"]}.json', 'w').write(json.dumps(words))\n"
     )
     words = ["--lr", "a b", "-n", "3", "--", ""]
-    done = run(tmp_path, "-n", "2", "report.py", *words)
+    env = {**os.environ, "PYTHONPATH": python_path()}
+    env.pop("OMP_NUM_THREADS", None)
+    command = [sys.executable, "-m", "zshard", "run", "-n", "2", "report.py", *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=200
+    )
     assert done.returncode == 0 and done.stdout == "", done.stderr
     reports = [json.loads((tmp_path / f"rank{of}.json").read_text()) for of in range(2)]
     assert [report[0] for report in reports] == [words, words]
@@ -247,16 +241,3 @@ def test_two_ranks_see_their_shares_and_arguments(tmp_path: Path) -> None:
     assert not cores[0] & cores[1]
     assert [len(each) for each in cores] == [int(report[1]) for report in reports]
     assert "Setting OMP_NUM_THREADS" not in done.stderr  # torchrun's message
-
-
-@pytest.mark.thorough
-def test_module_that_fails_on_one_rank(tmp_path: Path) -> None:
-    package = tmp_path / "pkg"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "fails.py").write_text(
-        "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(100)\nraise SystemExit(3)"
-    )
-    done = run(tmp_path, "-n", "2", "-m", "pkg.fails", OMP_NUM_THREADS="1")
-    assert done.returncode == 1
-    assert "pkg.fails FAILED" in done.stderr and "exitcode  : 3" in done.stderr
