@@ -33,6 +33,12 @@ def keeper(started: Callable[..., Keeper]) -> Keeper:
 
 
 @pytest.fixture
+def token(keeper: Keeper) -> str:
+    """The token of a keeper."""
+    return keeper.token
+
+
+@pytest.fixture
 def launcher() -> Iterator[subprocess.Popen[bytes]]:
     """A process to watch."""
     with subprocess.Popen(["sleep", "1000"]) as process:

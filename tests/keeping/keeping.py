@@ -79,10 +79,6 @@ def in_child(call: Callable[[], object]) -> None:
     assert os.waitpid(fork(call), 0)[1] == 0, "see the traceback on stderr"
 
 
-def pid_of(keeper: Keeper) -> int:
-    return keeper.pid()
-
-
 def opened_by(pid: int) -> list[str]:
     """What a process has open."""
     found = []
@@ -94,7 +90,7 @@ def opened_by(pid: int) -> list[str]:
 
 def descriptors_of(keeper: Keeper) -> list[str]:
     """What the keeper has open, except connections: it may not have seen the end of some yet."""
-    return [link for link in opened_by(pid_of(keeper)) if not link.startswith("socket:")]
+    return [link for link in opened_by(keeper.pid()) if not link.startswith("socket:")]
 
 
 def connect(keeper: Keeper) -> socket.socket:

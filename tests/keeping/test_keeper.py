@@ -17,11 +17,11 @@ from keeping import (
     has_ended,
     memory,
     opened_by,
-    pid_of,
     taken,
     text_of,
     wait_until,
 )
+from rows import all_refused
 
 from zshard import KeeperError
 from zshard.extras.keeping import keeper as process
@@ -69,27 +69,20 @@ def test_many_descriptors_and_much_meta_arrive_in_order(keeper: Keeper) -> None:
         os.close(fd)
 
 
-@pytest.mark.parametrize(
-    ("name", "meta", "fds", "said"),
-    [
-        ("n" * 513, b"", 0, "a name has 1 to 512 characters"),
-        ("a", bytes((1 << 24) + 1), 0, "a message may have 16777216 bytes at most"),
-        ("a", b"", 4097, "a message may have 4096 fds at most, got 4097"),
-    ],
-)
-def test_what_is_too_long_is_refused(
-    keeper: Keeper, name: str, meta: bytes, fds: int, said: str
-) -> None:
-    with pytest.raises(KeeperError, match=said):
-        keeper.hold(name, meta, [0] * fds)
-    assert keeper.list() == {}
+def test_what_cannot_be_held_is_refused(keeper: Keeper) -> None:
+    def hold(name: str, meta: bytes = b"", fds: tuple[int, ...] = ()) -> Callable[[], None]:
+        return lambda: keeper.hold(name, meta, list(fds))
 
-
-def test_a_descriptor_that_is_closed_is_the_callers_error(keeper: Keeper) -> None:
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        keeper.hold("a", b"", [memory(b""), 10**6])
-    with pytest.raises(KeeperError, match="a name has 1 to 512 characters"):
-        keeper.hold("", b"", [])
+    much = bytes((1 << 24) + 1)
+    all_refused(
+        {
+            "a long name": (hold("n" * 513), KeeperError, "a name has 1 to 512 characters"),
+            "no name": (hold(""), KeeperError, "a name has 1 to 512 characters"),
+            "meta": (hold("a", much), KeeperError, "a message may have 16777216 bytes at most"),
+            "fds": (hold("a", fds=(0,) * 4097), KeeperError, "4096 fds at most, got 4097"),
+            "closed": (hold("a", fds=(memory(b""), 10**6)), OSError, "Bad file descriptor"),
+        }
+    )
     assert keeper.list() == {}
 
 
@@ -100,7 +93,7 @@ def test_a_thousand_holds_leak_no_descriptor(keeper: Keeper) -> None:
     for _ in range(1000):
         keeper.hold("a", b"", [fd, fd])
     assert len(descriptors_of(keeper)) == before
-    pid = pid_of(keeper)
+    pid = keeper.pid()
     wait_until(lambda: sum("socket:" in link for link in opened_by(pid)) == 1)  # it listens
 
 
@@ -123,7 +116,7 @@ def test_fifty_clients_at_once(keeper: Keeper) -> None:
 
 
 def test_it_stands_apart_from_the_job(keeper: Keeper) -> None:
-    pid = pid_of(keeper)
+    pid = keeper.pid()
     proc = Path(f"/proc/{pid}")
     state = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
     assert state["Name"].strip() == "zshard-keeper"
@@ -145,9 +138,9 @@ def test_it_has_no_file(keeper: Keeper) -> None:
 def test_ctrl_c_and_a_hangup_are_the_jobs(keeper: Keeper) -> None:
     keeper.hold("a", b"", [0])
     for number in (signal.SIGINT, signal.SIGHUP):
-        os.kill(pid_of(keeper), number)
+        os.kill(keeper.pid(), number)
     assert list(keeper.list()) == ["a"]
-    os.kill(pid_of(keeper), signal.SIGTERM)
+    os.kill(keeper.pid(), signal.SIGTERM)
     wait_until(lambda: has_ended(keeper))
 
 

@@ -23,11 +23,11 @@ from keeping import (
     head,
     in_child,
     memory,
-    pid_of,
     taken,
     text_of,
     wait_until,
 )
+from rows import all_rows
 
 from zshard import KeeperError
 from zshard.extras.keeping import client
@@ -80,38 +80,27 @@ STRANGE = {  # packets, each with how many descriptors, and what the keeper says
 }
 
 
-@pytest.mark.parametrize("strange", STRANGE)
-def test_strange_packets_are_refused(keeper: Keeper, strange: str) -> None:
+def test_strange_packets_are_refused(keeper: Keeper) -> None:
     keeper.hold("a", b"", [memory(b"kept")])
     before = len(descriptors_of(keeper))
-    sent, said = STRANGE[strange]
-    with connect(keeper) as line:
-        for packet, count in sent:
-            give(line, packet.replace(b'"T"', f'"{keeper.token}"'.encode()), [0] * count)
-        assert said in json.loads(line.recv(1 << 16))["refused"]
-        give(line, b"more", [0] * 50)
-    wait_until(lambda: len(descriptors_of(keeper)) == before)
+    with all_rows() as row:
+        for strange, (sent, said) in STRANGE.items():
+            with row(strange), connect(keeper) as line:
+                for packet, count in sent:
+                    give(line, packet.replace(b'"T"', f'"{keeper.token}"'.encode()), [0] * count)
+                assert said in json.loads(line.recv(1 << 16))["refused"]
+                give(line, b"more", [0] * 50)
+            wait_until(lambda: len(descriptors_of(keeper)) == before)
     assert taken(keeper, "a") == [b"kept"]
+
+
+VALUES = [None, True, -1, 1.5, 10**400, "", "a", "x" * 9000, [], {}, [[]], "\ud800"]
 
 
 def test_random_requests_never_end_it(keeper: Keeper) -> None:
     """Requests with the right token and fields of every type."""
-    values: list[object] = [
-        None,
-        True,
-        -1,
-        1.5,
-        10**400,
-        "",
-        "a",
-        "x" * 9000,
-        [],
-        {},
-        [[]],
-        "\ud800",
-    ]
     for op in ("hold", "get", "list", "drop", "_held", "__class__"):
-        for value in values:
+        for value in VALUES:
             for field in ("name", "op"):
                 with connect(keeper) as line:
                     give(line, head(**{"op": op, "token": keeper.token, field: value}), [])
@@ -185,7 +174,7 @@ def test_the_clients_limit_of_descriptors_is_named(keeper: Keeper) -> None:
 
 
 def test_a_stopped_keeper_is_a_timeout(keeper: Keeper) -> None:
-    pid = pid_of(keeper)
+    pid = keeper.pid()
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(KeeperError, match=r"did not answer within 0\.2 s"):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from kept_training import Run, losses_in, train, undisturbed
+from kept_training import Run, kept_step, losses_in, train, undisturbed
 from nursery import fork_ranks
 
 import zshard
@@ -119,10 +119,7 @@ def killed_in_save(token: str, folder: str, rank: int | None) -> tuple[int, str,
     if rank == dist.get_rank():
         checkpoint_save._write_runs = lambda *_: kill(Path(folder))
     for step in range(start, 4):
-        run.loss(step).backward()
-        with kept.commit({"step": step + 1}):
-            run.optimizer.step()
-        run.optimizer.zero_grad()
+        kept_step(run, kept, step)
         if step == 2:
             zshard.save(folder, run.model, run.optimizer, step=3, extra={"step": 3})
     return start, run.digest(), zshard.latest_checkpoint(folder)

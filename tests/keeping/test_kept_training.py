@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kept_training import STEPS, Run, losses_in, random_kills, survived, undisturbed
+from kept_training import STEPS, Run, kept_step, losses_in, random_kills, survived, undisturbed
 from nursery import fork_ranks
 
 import zshard
@@ -62,7 +62,7 @@ def test_each_strategy_and_optimizer(
 
 
 def test_mixed_precision_and_units(keeper: Keeper, tmp_path: Path) -> None:
-    check(keeper, tmp_path, {"precision": "bfloat16", "units": True}, [("block", 0, 5)])
+    check(keeper, tmp_path, {"precision": torch.bfloat16, "units": True}, [("block", 0, 5)])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "8 bit"])
@@ -92,33 +92,25 @@ WIDE = {"width": 1024, "steps": 16}  # its step takes a good part of the time
 
 
 @pytest.mark.thorough
-def test_random_kills(keeper: Keeper, tmp_path: Path) -> None:
-    check(keeper, tmp_path, WIDE, random_kills(3, 0.3, 0))
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(10))
 def test_a_hundred_random_kills(keeper: Keeper, tmp_path: Path, seed: int) -> None:
     check(keeper, tmp_path, WIDE, random_kills(10, 0.3, seed + 1))
 
 
-def with_transposed_buffer(token: str) -> tuple[int, bool]:
-    """Commit a step, or recover it; return where this began, and whether the buffer is as it was
-    committed."""
+def with_transposed_buffer(token: str, expected_start: int) -> None:
+    """Commit a step, or recover it."""
     os.environ[VARIABLE] = token
     run, expected = Run({}), torch.arange(12.0).view(3, 4).t()
     run.model.register_buffer("table", torch.zeros(3, 4).t())
     kept = zshard.Keep(run.model, run.optimizer)
     start = kept.recover({"step": 0})["step"]
+    assert start == expected_start
     if start == 0:
         run.model.table.copy_(expected)
-        run.loss(0).backward()
-        with kept.commit({"step": 1}):
-            run.optimizer.step()
-    return start, torch.equal(run.model.table, expected)
+        kept_step(run, kept)
+    assert torch.equal(run.model.table, expected)
 
 
-def test_a_buffer_with_strides_is_restored(keeper: Keeper) -> None:
+def test_a_buffer_with_strides_is_restored(token: str) -> None:
     for start in (0, 1):
-        for result in fork_ranks(with_transposed_buffer, 2, keeper.token, check=True):
-            assert result.value == (start, True)
+        fork_ranks(with_transposed_buffer, 2, token, start, check=True)
