@@ -45,57 +45,40 @@ def stepper(model: Any) -> Any:
 
 # --- arguments ------------------------------------------------------------------------------------
 
-ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"micro_batches": None}, ValueError, "belong together: pass both"),
-    ({"deterministic": None}, ValueError, "belong together: pass both"),
-    ({"deterministic": True}, ValueError, "must be 'any-world' or None, got True"),
-    ({"micro_batches": 0}, ValueError, "at least 1, got 0"),
-    ({"micro_batches": 2.0}, TypeError, "must be an int"),
-    ({"micro_batches": 10**6}, ValueError, "micro_batches=1000000"),
-    ({"wire": "bf16"}, ValueError, "does not allow wire="),
-    (
-        {"mixed_precision": MixedPrecision(torch.bfloat16, torch.bfloat16)},
-        ValueError,
-        "omit reduce_dtype",
-    ),
+TWO = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"micro_batches": None}, "belong together: pass both"),
+    ({"deterministic": None}, "belong together: pass both"),
+    ({"deterministic": True}, "must be 'any-world' or None, got True"),
+    ({"micro_batches": 0}, "at least 1, got 0"),
+    ({"micro_batches": 10**6}, "micro_batches=1000000"),
+    ({"wire": "bf16"}, "does not allow wire="),
+    ({"mixed_precision": MixedPrecision(torch.bfloat16, torch.bfloat16)}, "omit reduce_dtype"),
+    ({"net": nn.Linear(2, 2).bfloat16()}, "'weight' has torch.bfloat16: "),
+    ({"net": TWO, "ignored_modules": [TWO[1]]}, "parameter '1.weight' is ignored, but trains"),
 ]
 
 
 def test_arguments() -> None:
-    rows = {
-        str(options): (lambda options=options: small(**options), kind, words)
-        for options, kind, words in ARGUMENTS
+    rows: dict[str, Any] = {
+        words: (lambda options=options: small(**options), ValueError, words)
+        for options, words in ARGUMENTS
     }
-    ignored = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    inner = nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2))
-    rows |= {
-        "low precision": (
-            lambda: small(nn.Linear(2, 2).bfloat16()),
-            ValueError,
-            "'weight' has torch.bfloat16: ",
-        ),
-        "inner units": (lambda: small(inner), ValueError, "same micro_batches to all FSDP"),
-        "ignored": (
-            lambda: small(ignored, ignored_modules=[ignored[1]]),
-            ValueError,
-            "parameter '1.weight' is ignored, but trains",
-        ),
-        "no model": (lambda: zshard.MicroBatchSampler(ignored, 9, 2), TypeError, "needs FSDP"),
-        "few samples": (
-            lambda: zshard.MicroBatchSampler(small(), 100, 26),
-            ValueError,
-            "100 samples are fewer than a step of 4 micro-batches of 26",
-        ),
-        "another model": (
-            lambda: next(FSDP(nn.Linear(2, 2)).micro_batches(0)),
-            RuntimeError,
-            "needs FSDP(model, deterministic='any-world'",
-        ),
-        "a part": (lambda: next(make(2).blocks[0].micro_batches(0)), ValueError, "not the model"),
-    }
-    all_refused(rows)
-    ignored[1].requires_grad_(False)
-    small(ignored, ignored_modules=[ignored[1]])
+    inner, plain = nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2)), FSDP(nn.Linear(2, 2))
+    few = "100 samples are fewer than a step of 4 micro-batches of 26"
+    named = "needs FSDP(model, deterministic='any-world'"
+    all_refused(
+        {
+            **rows,
+            "a float": (lambda: small(micro_batches=2.0), TypeError, "must be an int"),
+            "inner units": (lambda: small(inner), ValueError, "same micro_batches to all FSDP"),
+            "no model": (lambda: zshard.MicroBatchSampler(TWO, 9, 2), TypeError, "needs FSDP"),
+            "few samples": (lambda: zshard.MicroBatchSampler(small(), 100, 26), ValueError, few),
+            "another model": (lambda: next(plain.micro_batches(0)), RuntimeError, named),
+            "a part": (lambda: next(make(2).blocks[0].micro_batches(0)), ValueError, "not the mod"),
+        }
+    )
+    small(TWO, ignored_modules=[TWO[1].requires_grad_(False)])
 
 
 @on_ranks(2, fresh=True)
@@ -132,7 +115,7 @@ def test_a_step_needs_all_micro_batches() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_a_micro_batch_has_one_backward() -> None:
+def test_a_micro_batch_has_one_backward_and_a_step_new_gradients() -> None:
     model = small()
     with pytest.raises(RuntimeError, match="a backward after that of the micro-batch"):
         for _ in model.micro_batches(0):
@@ -144,10 +127,7 @@ def test_a_micro_batch_has_one_backward() -> None:
             pass
     with pytest.raises(RuntimeError, match="outside of a micro-batch"):
         model(ONES).sum().backward()
-
-
-def test_gradients_must_be_cleared() -> None:
-    model = small()
+    model.zero_grad()
     run(model)
     with pytest.raises(RuntimeError, match=r"'(weight|bias)' has a .grad .* call zero_grad\(\)"):
         run(model, 1)

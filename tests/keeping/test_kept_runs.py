@@ -1,9 +1,11 @@
-"""`python -m zshard run --keep`: a restarted rank finds what the killed one had held."""
+"""`python -m zshard run --keep`: a restarted rank finds what the killed one had held; and the script of
+docs/recovery.md ends with the loss of a run that nothing disturbed."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from keeping import WITHOUT_TORCH, has_ended
+from nursery import forked_python, python
 from tasks import python_path
 
 from zshard.extras.keeping import client
@@ -137,3 +140,30 @@ def test_a_killed_rank_is_restarted_with_what_it_held(tmp_path: Path) -> None:
     for rank, report in enumerate(reports):
         assert report == [f"shards of {rank}", str(rank), token, token, "1", "3"]
     assert has_ended(Keeper(token))
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "recovery.md"
+
+
+def run(script: Path, **env: str) -> tuple[str, list[str]]:
+    """Return what a run said, and each rank's last loss."""
+    words = ["zshard", "run", "-n2", "--bind=none", "--standalone", "--keep", script]
+    done = forked_python("-m", *words, env={"PYTHON_EXEC": python(), **env}, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stderr, sorted(re.findall(r"loss of rank \d: \S+", done.stderr))
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_survives_a_kill(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    first = "    loss.backward()\n"
+    kill = '    if step == 7 and os.environ.get("KILL") == os.environ["RANK"] + attempt:\n'
+    code = code.replace(first, f"{kill}        os.kill(os.getpid(), 9)\n{first}")
+    code = 'import os, sys\nattempt = os.environ["TORCHELASTIC_RESTART_COUNT"]\n' + code
+    code += "said = f\"loss of rank {os.environ['RANK']}: {loss.item().hex()}\\n\"\n"
+    script = tmp_path / "page.py"
+    script.write_text(code + "sys.stderr.write(said)\n")
+    _, expected = run(script)
+    said, losses = run(script, KILL="10")
+    assert "recovered step 7 from memory" in said
+    assert losses == expected and len(losses) == 2

@@ -1,6 +1,6 @@
 """The box "What bites" of docs/quick_start.md: its statements, on two ranks.
 
-Process groups: tests/ranks/test_launchers.py, test_words_of_one_rank_alone.py."""
+Process groups: tests/ranks/test_launchers.py."""
 
 from __future__ import annotations
 

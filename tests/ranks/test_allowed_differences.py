@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from groups import passing_groups
 from models import loss_of, make
 from scenarios import Wide, built, floats, learn, whole
 from spawn import on_ranks
@@ -76,7 +75,6 @@ RIGHT = [
 @pytest.mark.parametrize("act", RIGHT, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("combination", FEW)
 @on_ranks(2)
-@passing_groups()
 def test_allowed_differences_are_accepted(combination, act):
     model = built(combination)
     optimizer = adamw(model)
@@ -147,7 +145,6 @@ SCRIPTS = {
     ("script", "combination"), [(script, each) for script in SCRIPTS for each in SCRIPTS[script]]
 )
 @on_ranks(2)
-@passing_groups()
 def test_ranks_of_a_script_end_with_the_same_parameters(script, combination):
     model = built(combination)
     optimizer = adamw(model)
@@ -158,7 +155,6 @@ def test_ranks_of_a_script_end_with_the_same_parameters(script, combination):
 
 @pytest.mark.parametrize("combination", FEW)
 @on_ranks(2)
-@passing_groups()
 def test_scaler_may_skip(combination):
     """One rank's gradients are infinite."""
     model = built(combination)
@@ -189,7 +185,6 @@ class Extra(Wide):
 
 @pytest.mark.parametrize("combination", FEW)
 @on_ranks(2)
-@passing_groups()
 def test_optimizers_of_ignored_parameters_may_differ(combination):
     """Rank 0 alone steps it."""
     torch.manual_seed(0)
@@ -210,7 +205,6 @@ def test_optimizers_of_ignored_parameters_may_differ(combination):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
-@passing_groups()
 def test_each_rank_may_have_an_expert(transport):
     """Which it steps independently, with its own rate."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import differences
-from groups import passing_groups
 from models import COMBINATIONS, loss_of, make
 from scenarios import Wide, built, floats, learn, message_of, whole
 from spawn import on_ranks
@@ -159,7 +158,6 @@ RIGHT = [
 @pytest.mark.parametrize("combination", [*OVER_SHM, *GATHERED])
 @pytest.mark.parametrize("between", RIGHT, ids=lambda f: f.__name__)
 @on_ranks(2)
-@passing_groups()
 def test_lone_evaluation_while_others_train(combination, between):
     rehearse(combination, between)
 
@@ -167,14 +165,12 @@ def test_lone_evaluation_while_others_train(combination, between):
 @pytest.mark.parametrize("combination", SHARDED)
 @pytest.mark.parametrize("by_hand", [False, True])
 @on_ranks(2)
-@passing_groups()
 def test_swapped_weights_on_all_ranks(combination, by_hand):
     rehearse(combination, all_evaluate_with_others_weights, by_hand)
 
 
 @pytest.mark.parametrize("combination", SHARDED)
 @on_ranks(2)
-@passing_groups()
 def test_ranks_in_different_modes(combination):
     """Rank 0 has forgotten model.train(), and the script has a collective of its own between
     forward and backward."""
@@ -193,7 +189,6 @@ def test_ranks_in_different_modes(combination):
 
 @pytest.mark.parametrize("combination", OVER_SHM)
 @on_ranks(2)
-@passing_groups()
 def test_skipped_batch_and_manual_steps(combination):
     """All ranks write directly, which zshard cannot see; rank 0 does not use a forward."""
     model, _ = model_of(combination)
@@ -218,7 +213,6 @@ def towers():
 
 @pytest.mark.parametrize("combination", OVER_SHM)
 @on_ranks(2)
-@passing_groups()
 def test_step_between_two_backwards(combination):
     """Each with its own part of the model and its own optimizer; rank 0 is late."""
     model = built(combination, towers, timeout=10)
@@ -267,7 +261,6 @@ def rank_1_swaps_longer_and_all_wait(model, plain):
 @pytest.mark.parametrize("combination", OVER_SHM)
 @pytest.mark.parametrize("between", [rank_1_swaps_longer, rank_1_swaps_longer_and_all_wait])
 @on_ranks(2)
-@passing_groups()
 def test_extra_evaluation_with_swapped_weights(combination, between):
     """While the others keep them, it is right; else it may be an error."""
     rehearse(combination, between)
@@ -275,7 +268,6 @@ def test_extra_evaluation_with_swapped_weights(combination, between):
 
 @pytest.mark.parametrize("combination", OVER_SHM)
 @on_ranks(2)
-@passing_groups()
 def test_swapped_weights_on_one_rank(combination):
     """Only rank 0 has swapped weights; the others continue to train with theirs. A load repairs
     what was written."""
@@ -298,7 +290,6 @@ def test_swapped_weights_on_one_rank(combination):
 @pytest.mark.parametrize("combination", OVER_SHM)
 @pytest.mark.parametrize("grad", [False, True])
 @on_ranks(2)
-@passing_groups()
 def test_evaluation_mode_and_swapped_weights(combination, grad):
     """All train in evaluation mode; rank 0 evaluates alone, with swapped weights, with or without
     gradients."""
@@ -317,7 +308,6 @@ def test_evaluation_mode_and_swapped_weights(combination, grad):
 
 @pytest.mark.parametrize("combination", [*OVER_SHM, *GATHERED])
 @on_ranks(2)
-@passing_groups()
 def test_backward_skipped_on_one_rank_within_no_sync(combination):
     """Over c10d as under DDP: that rank has no gradients of that batch."""
     model, _ = model_of(combination)
@@ -335,7 +325,6 @@ ERRORS = [*((c, True) for c in OVER_C10D), (("zero1", "c10d"), False)]
 
 @pytest.mark.parametrize(("combination", "swaps"), ERRORS)
 @on_ranks(2)
-@passing_groups()
 def test_lone_evaluation_over_c10d(combination, swaps):
     """Rank 0 evaluates, and then all train: an error before the step."""
     model, optimizer = model_of(combination)

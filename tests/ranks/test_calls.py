@@ -1,29 +1,165 @@
-"""Ranks in different public calls, a failure within one that communicates, and two threads: errors
-that name what each rank was in, never another call's bytes."""
+"""One rank alone in a collective call, or ranks in different ones: an error that names what each was in,
+and the remedy, never another call's bytes.
+
+On both transports, whatever the other ranks do meanwhile: another call to zshard, training, or a
+collective of the script's own, which zshard does not see; failures within a call, and two threads.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import resource
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from groups import passing_groups
-from models import TRANSPORTS
+from groups import own_group
+from models import TRANSPORTS, make
 from nursery import fork_ranks
 from rows import all_refused, all_rows
-from scenarios import Stack, built, floats, transport_of
+from scenarios import Stack, Wide, built, floats, loss_of, transport_of
 from spawn import on_ranks
 
 import zshard
 from zshard import FSDP
-from zshard.ranks import agreement
+from zshard.ranks import agreement, stalls
 from zshard.state import source
 from zshard.units.units import state_of
+
+both = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+def model_of(transport, **options):
+    return FSDP(make(Wide), transport=transport, **options)
+
+
+def backward(model, number):
+    loss_of(model(floats(number))).backward()
+
+
+CALLS = {  # of (model, optimizer, folder), and what an error names
+    "a forward": (lambda model, *_: model(floats(0)), "torch.no_grad()"),
+    "an evaluation": (torch.no_grad()(lambda model, *_: model(floats(0))), "all-gathering param"),
+    "state_dict()": (lambda model, *_: model.state_dict(), "state_dict()"),
+    "an optimizer's": (lambda model, optimizer, _: optimizer.state_dict(), "state_dict()"),
+    "save()": (lambda model, _, folder: zshard.save(folder, model), "save()"),
+    "full_tensor()": (
+        lambda model, *_: zshard.full_tensor(next(model.parameters()).grad),
+        "full_tensor()",
+    ),
+    "clip_grad_norm_()": (lambda model, *_: model.clip_grad_norm_(1.0), "clip_grad_norm_()"),
+    "named_norms()": (lambda model, *_: zshard.named_norms(model), "named_norms()"),
+}
+
+# --- the others are in a collective of the script's own -------------------------------------------
+
+
+def lone(name, transport, folder):
+    """Return (the kind and text of the error, seconds until it) of the last rank, which is alone."""
+    stalls._EVERY = 0.1  # answers sooner
+    model = model_of(transport, timeout=2.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    backward(model, dist.get_rank())
+    optimizer.step()
+    start = time.monotonic()
+    try:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            CALLS[name][0](model, optimizer, folder)
+        dist.barrier()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", 0.0
+
+
+LONE = [("a forward", "shm"), *((name, "c10d") for name in list(CALLS)[:5])]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("call", "transport"), LONE)
+def test_error_reports_that_other_ranks_are_elsewhere(tmp_path, call, transport, world):
+    result = fork_ranks(lone, world, call, transport, str(tmp_path / "saved"))[-1]
+    assert result.value is not None, result.stderr
+    kind, text, seconds = result.value
+    assert kind == "PeerTimeoutError" and 1.9 < seconds < 20
+    assert CALLS[call][1] in text
+    for rank in range(world - 1):
+        assert f"rank {rank} is not in a zshard collective" in text
+    if transport == "c10d" and call != "a forward":
+        assert "call it on all of them" in text and "transport='shm'" in text
+    assert "has been waiting" not in result.stderr  # the error replaced it
+
+
+def late():
+    """A rank that is only late, and has been asked why: no line, no error."""
+    stalls._EVERY = 0.1  # answers sooner
+    model = model_of("c10d", timeout=4)
+    if os.environ["RANK"] == "1":
+        time.sleep(1.5)
+    backward(model, 0)
+    return True
+
+
+def test_late_rank_is_waited_for():
+    for result in fork_ranks(late, 2):
+        assert result.value is True, result.stderr
+        assert "zshard:" not in result.stderr
+
+
+# --- the others are in other calls, or have ended -------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize(
+    ("call", "other"), [*((call, "") for call in list(CALLS)[4:]), ("named_norms()", "save()")]
+)
+@pytest.mark.sampled(3)
+@on_ranks(2)
+def test_error_names_the_call_of_a_lone_rank(transport, call, other, tmp_path):
+    """If all ranks catch the error, a model that they create later works."""
+    group = own_group()
+    model = model_of(transport, process_group=group)
+    backward(model, dist.get_rank())
+    with pytest.raises(zshard.DivergenceError) as caught:
+        if dist.get_rank() == 0 or other:
+            CALLS[call if dist.get_rank() == 0 else other][0](model, None, tmp_path)
+        else:
+            backward(model, 1)
+    words = str(caught.value)
+    assert CALLS[call][1] in words and "on all ranks" in words and other in words
+    model = model_of(transport, process_group=group)
+    backward(model, dist.get_rank())
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    zshard.save(tmp_path / "later", model)
+
+
+def runs_longer(transport):
+    """The last rank has one batch more than the other."""
+    model = model_of(transport)
+    for i in range(2 + dist.get_rank()):
+        backward(model, i)
+
+
+@both
+def test_error_of_uneven_batches_names_join(transport):
+    result = fork_ranks(runs_longer, 2, transport)[1]
+    assert "PeerError" in result.stderr and "model.join(loader)" in result.stderr
+
+
+@both
+@on_ranks(2)
+def test_caught_wrapping_failure_does_not_affect_later_models(transport):
+    group, model = own_group(), make(Wide)
+    model.register_buffer("expanded", torch.full((1,), float(dist.get_rank())).expand(5))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        FSDP(model, transport=transport, process_group=group)
+    backward(FSDP(make(Wide), transport=transport, process_group=group), 0)
+
 
 # --- different calls ------------------------------------------------------------------------------
 
@@ -54,7 +190,6 @@ def calls_of(model, folder):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(3)
-@passing_groups()
 def test_ranks_in_three_calls(transport, tmp_path):
     """Each rank is in another call than the next."""
     combination = ("full_shard", transport)
@@ -104,7 +239,6 @@ def one_tensor():
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("build", "chunk"), [(Stack, 1), (Stack, 2), (one_tensor, 1)])
 @on_ranks(2, 3)
-@passing_groups()
 def test_failure_in_a_body_that_communicates_is_reported(transport, build, chunk):
     """Rank 1 fails in a load; then a load of other values is right, or says why it cannot be."""
     model = built(("full_shard", transport), build, timeout=10)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from groups import passing_groups
 from models import COMBINATIONS, Counting, loss_of, make
 from nursery import fork_ranks
 from optim_states import flat
@@ -73,7 +72,6 @@ ELSEWHERE = {
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("combination", OVER_SHM)
 @on_ranks(2)
-@passing_groups()
 def test_rank_0_calls_alone(combination, kind, place):
     model, plain = built(combination), Plain(OPTIMIZERS[kind], LR)
     optimizer = OPTIMIZERS[kind](model.parameters(), lr=LR)
@@ -88,7 +86,6 @@ def test_rank_0_calls_alone(combination, kind, place):
 
 @pytest.mark.parametrize("place", ["in a barrier", "asleep"])
 @on_ranks(2)
-@passing_groups()
 def test_rank_0_calls_alone_in_low_precision(place):
     """Others read copies in bf16, which each rank makes separately."""
     model = built(SHM, mixed_precision=zshard.MixedPrecision(torch.bfloat16))
@@ -104,7 +101,6 @@ def test_rank_0_calls_alone_in_low_precision(place):
 
 @pytest.mark.parametrize("read", [FSDP.state_dict, evaluate], ids=["state_dict", "forward"])
 @on_ranks(2)
-@passing_groups()
 def test_between_backward_and_step(read):
     """Rank 1 has stepped when rank 0 reads; the remedy is to read after the step."""
     model = built(SHM)
@@ -124,7 +120,6 @@ def test_between_backward_and_step(read):
 
 @pytest.mark.parametrize("place", ["in a barrier", "asleep"])
 @on_ranks(2)
-@passing_groups()
 def test_before_the_first_step(place):
     """nanoGPT evaluates before it trains, and its optimizer is older than its sharded model."""
     model = make(Wide)
@@ -144,7 +139,6 @@ def scale(model, factor):
 
 
 @on_ranks(2)
-@passing_groups()
 def test_leading_rank_waits_before_writing():
     """All ranks evaluate and then write; rank 1 is late with its evaluations."""
     model, plain = built(SHM), make(Wide)
@@ -164,7 +158,6 @@ def scale_data(model, factor):
 @pytest.mark.parametrize("precision", [None, zshard.MixedPrecision(torch.bfloat16)])
 @pytest.mark.parametrize("write", [scale, scale_data])
 @on_ranks(2)
-@passing_groups()
 def test_rank_0_evaluates_averages(write, precision):
     """All ranks swap in other weights directly, or by `p.data = t`, and back; rank 0 evaluates in
     between."""
@@ -186,7 +179,6 @@ def test_rank_0_evaluates_averages(write, precision):
 
 
 @on_ranks(2)
-@passing_groups()
 def test_model_lives_until_all_ranks_have_read():
     """The last evaluations of a function: each rank frees its model when that rank is done."""
     plain = make(Wide)
@@ -270,7 +262,6 @@ def test_exiting_rank_does_not_wait_for_a_waiting_one(code):
 
 @pytest.mark.parametrize("first", [0, 1])
 @on_ranks(2)
-@passing_groups()
 def test_state_is_freed_when_all_ranks_have_dropped_it(first):
     """The rank that drops it first learns of the other when it next makes a model."""
     model = built(SHM)
@@ -289,7 +280,6 @@ def test_state_is_freed_when_all_ranks_have_dropped_it(first):
 
 @pytest.mark.parametrize("again", [False, True])
 @on_ranks(2)
-@passing_groups()
 def test_rank_0_reads_what_another_rank_has_dropped(again):
     """Rank 1 drops its optimizer, and perhaps starts with another one, before rank 0 saves."""
     model, plain = built(SHM), Plain(torch.optim.AdamW, LR)
@@ -329,7 +319,6 @@ class Replacing(torch.optim.Optimizer):
 
 
 @on_ranks(2)
-@passing_groups()
 def test_rank_0_reads_replaced_state():
     """State that scripts replace, grow or hold is read as it is: a user's optimizer, too."""
     model, plain = built(SHM), Plain(Replacing)
@@ -360,7 +349,6 @@ def raises(*_):
 @pytest.mark.parametrize("where", ["step", "closure", "hook before", "hook after"])
 @pytest.mark.parametrize("combination", OVER_SHM)
 @on_ranks(2)
-@passing_groups()
 def test_rank_0_reads_after_a_step_that_raised(combination, where):
     """Each rank's step has raised; then rank 0 reads alone, and all train on."""
     model = built(combination, timeout=10)
@@ -391,7 +379,6 @@ def test_rank_0_reads_after_a_step_that_raised(combination, where):
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
-@passing_groups()
 def test_require_backward_grad_sync(combination):
     """Which nanoGPT sets in place of no_sync()."""
     model, plain = built(combination), Plain()
@@ -406,7 +393,6 @@ def test_require_backward_grad_sync(combination):
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
-@passing_groups()
 def test_ddp_around_a_wrapped_model(combination):
     model, ddp = built(combination), nn.parallel.DistributedDataParallel
     before = whole(model)
@@ -421,7 +407,6 @@ def test_ddp_around_a_wrapped_model(combination):
 
 @pytest.mark.parametrize("early", [False, True])
 @on_ranks(2)
-@passing_groups()
 def test_zero_redundancy_optimizer_over_shards(early):
     model = make(Wide)
     optimizers = [ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)]

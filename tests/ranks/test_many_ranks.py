@@ -1,12 +1,18 @@
 """Limits that many ranks reach, and sandboxes that deny what shm needs.
 
 Whatever one rank lacks, all ranks get the same result at once: shm, one warning and c10d, or an
-error that names the rank, the limit and the numbers. Then training and saving work.
+error that names the rank, the limit and the numbers. Then training and saving work. What containers
+and old kernels deny, a seccomp filter answers here, which a forked rank installs for good.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
+import platform
 import resource
+import struct
 import time
 import warnings
 from collections.abc import Callable
@@ -14,10 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sandbox
 import torch
 import torch.distributed as dist
-from sandbox import deny, drop_capabilities, limit_addresses, limit_files, needs_x86
 from scenarios import transport_of
 from spawn import on_ranks
 from torch import nn
@@ -27,6 +31,66 @@ from zshard import FSDP, MixedPrecision, _core
 from zshard.model import shard_model
 from zshard.units.units import state_of
 from zshard.wrap.build import InitialValues
+
+# x86-64's numbers; the other architectures share those above 400.
+CALLS = {"mmap": 9, "memfd_create": 319, "pidfd_open": 434}
+NO_EXECUTION = 8  # MFD_NOEXEC_SEAL
+SHARED = 1  # MAP_SHARED
+
+_LOAD, _JUMP_EQUAL, _JUMP_SET, _RETURN = 0x20, 0x15, 0x45, 0x06
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 38, 22, 2
+_CAPABILITIES = 0x20080522  # version 3
+
+needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64's system calls")
+
+
+def deny(call: str, error: str, bits: tuple[int, int] | None = None, without: bool = False) -> None:
+    """Make `call` fail with `error`, permanently, on this thread and those that it will create.
+
+    bits: (argument, bits): only if the argument has one of these bits; `without`: none of them.
+    """
+    answer = (_RETURN, 0, 0, _ERRNO | getattr(errno, error))
+    allow = (_RETURN, 0, 0, _ALLOW)
+    steps = [(_LOAD, 0, 0, 0)]
+    if bits is None:
+        steps += [(_JUMP_EQUAL, 0, 1, CALLS[call]), answer, allow]
+    else:
+        argument, mask = bits
+        found = (_JUMP_SET, 1, 0, mask) if without else (_JUMP_SET, 0, 1, mask)
+        steps += [(_JUMP_EQUAL, 0, 3, CALLS[call]), (_LOAD, 0, 0, 16 + 8 * argument)]
+        steps += [found, answer, allow]
+    program = b"".join(struct.pack("HBBI", *step) for step in steps)
+    code = ctypes.create_string_buffer(program)
+    head = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if libc.prctl(_PR_SET_SECCOMP, _FILTER, ctypes.create_string_buffer(head), 0, 0) != 0:
+        pytest.skip(f"no seccomp filters here: {os.strerror(ctypes.get_errno())}")
+
+
+def drop_capabilities() -> None:
+    """Leave this process as few capabilities as root has in a restricted container: none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    head, none = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0), (ctypes.c_uint32 * 6)()
+    if libc.capset(head, none) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd")) - 1
+
+
+def limit_files(left: int) -> None:
+    """Limit this process to so many more open files than it has."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + left,) * 2)
+
+
+def limit_addresses(left: int) -> None:
+    """Limit this process to so many more bytes of address space than it has."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + left,) * 2)
+
 
 MIB = 1 << 20
 WIDTH = 64
@@ -138,9 +202,9 @@ LACKS: dict[str, Callable[[], None]] = {
     "pidfd": lambda: deny("pidfd_open", "ENOSYS"),
     "pidfd forbidden": lambda: deny("pidfd_open", "EPERM"),
     "memfd": lambda: deny("memfd_create", "EACCES"),
-    "executable memfd": lambda: deny("memfd_create", "EACCES", (1, sandbox.NO_EXECUTION), True),
-    "memfd's flag": lambda: deny("memfd_create", "EINVAL", (1, sandbox.NO_EXECUTION)),
-    "shared mappings": lambda: deny("mmap", "ENOMEM", (3, sandbox.SHARED)),
+    "executable memfd": lambda: deny("memfd_create", "EACCES", (1, NO_EXECUTION), True),
+    "memfd's flag": lambda: deny("memfd_create", "EINVAL", (1, NO_EXECUTION)),
+    "shared mappings": lambda: deny("mmap", "ENOMEM", (3, SHARED)),
     "addresses": lambda: limit_addresses(150 * MIB),
     "files": lambda: limit_files(6),
 }

@@ -12,11 +12,12 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from groups import own_group, passing_groups
+from groups import own_group
 from models import COMBINATIONS, loss_of
 from nursery import fork_ranks
 from scenarios import built, floats, learn, message_of, whole
 from spawn import on_ranks
+from torch.optim.lr_scheduler import StepLR
 
 import zshard
 
@@ -46,88 +47,80 @@ def check_alike(state, tolerance=0.0):
 
 # --- one rank alone -------------------------------------------------------------------------------
 
-
-def lr(model, optimizer):
-    optimizer.param_groups[0]["lr"] = 5e-4
-
-
-def a_little(model, optimizer):
-    optimizer.param_groups[0]["lr"] *= 1 + 3e-6
-
-
-def betas(model, optimizer):
-    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
-
-
-def scheduler(model, optimizer):
-    torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1).step()
-
-
-def step_state(model, optimizer):
-    for state in optimizer.state.values():
-        state["step"] += 5
-
-
-def one_step_more(model, optimizer):
-    optimizer.step()
-
-
-def write(model, optimizer):
-    with torch.no_grad():
-        next(model.parameters()).mul_(0.5)
-
-
-def write_data(model, optimizer):
-    list(model.parameters())[-1].data.clamp_(-0.01, 0.01)
-
-
-def assign_data(model, optimizer):
-    param = next(model.parameters())
-    param.data = param.data * 0.5
-
-
-def write_lists(model, optimizer):
-    with torch.no_grad():
-        torch._foreach_mul_(list(model.parameters()), 0.5)
-
-
-def write_out(model, optimizer):
-    param = next(model.parameters())
-    with torch.no_grad():
-        torch.mul(param, 0.5, out=param.data)
-
-
-def write_where(model, optimizer):
-    param = next(model.parameters()).data
-    param[param > 0] = 0.0
-
-
-def write_gradient(model, optimizer):
-    next(model.parameters()).grad.mul_(2)
-
-
-def zero_in_place(model, optimizer):
-    optimizer.zero_grad(set_to_none=False)
-
-
+# What rank 1 does to (the optimizer, its settings, the parameters), and the words of the error.
 SETTINGS = {
-    lr: r"AdamW lr is 0\.001 on rank 0 and 0\.0005 on rank 1",
-    a_little: r"AdamW lr is 0\.001 on rank 0 and 0\.001000003 on rank 1",
-    betas: r"AdamW betas is \(0\.9, 0\.999\) on rank 0 and \(0\.5, 0\.999\) on rank 1",
-    scheduler: r"AdamW lr is 0\.001 on rank 0 and 0\.0001 on rank 1",
-    step_state: "optimizer's state counts 2 steps on rank 0 and 7 on rank 1",
+    "lr": (
+        lambda optimizer, group, params: group.update(lr=5e-4),
+        r"AdamW lr is 0\.001 on rank 0 and 0\.0005 on rank 1",
+    ),
+    "lr, a little": (
+        lambda optimizer, group, params: group.update(lr=group["lr"] * (1 + 3e-6)),
+        r"AdamW lr is 0\.001 on rank 0 and 0\.001000003 on rank 1",
+    ),
+    "betas": (
+        lambda optimizer, group, params: group.update(betas=(0.5, 0.999)),
+        r"AdamW betas is \(0\.9, 0\.999\) on rank 0 and \(0\.5, 0\.999\) on rank 1",
+    ),
+    "scheduler": (
+        lambda optimizer, group, params: StepLR(optimizer, 1, gamma=0.1).step(),
+        r"AdamW lr is 0\.001 on rank 0 and 0\.0001 on rank 1",
+    ),
+    "step of the state": (
+        lambda optimizer, group, params: [
+            each["step"].add_(5) for each in optimizer.state.values()
+        ],
+        "optimizer's state counts 2 steps on rank 0 and 7 on rank 1",
+    ),
+    "one step more": (
+        lambda optimizer, group, params: optimizer.step(),
+        "rank 0 has made 1 optimizer steps, but rank 1 has made 2",
+    ),
 }
-COUNTS = {one_step_more: "rank 0 has made 1 optimizer steps, but rank 1 has made 2"}
 WRITES = {
-    write: r"\(rank 0 made none; rank 1's last was mul_\(\) on 'first\.weight'\)",
-    write_data: r"rank 1's last was clamp_\(\) on 'second\.bias'",
-    assign_data: r"rank 1's last was an assignment to \.data on 'first\.weight'",
-    write_lists: r"rank 1's last was _foreach_mul_\(\) on 'second\.bias'",
-    write_out: r"rank 1's last was mul\(\) on 'first\.weight'",
-    write_where: r"rank 1's last was __setitem__\(\) on 'first\.weight'",
-    write_gradient: r"rank 1's last was mul_\(\) on the gradient of 'first\.weight'\)",
-    zero_in_place: r"rank 1's last was zero_\(\) on the gradient of '",
+    "mul_": (
+        lambda optimizer, group, params: params[0].mul_(0.5),
+        r"\(rank 0 made none; rank 1's last was mul_\(\) on 'first\.weight'\)",
+    ),
+    "data": (
+        lambda optimizer, group, params: params[-1].data.clamp_(-0.01, 0.01),
+        r"rank 1's last was clamp_\(\) on 'second\.bias'",
+    ),
+    "data assigned": (
+        lambda optimizer, group, params: setattr(params[0], "data", params[0].data * 0.5),
+        r"rank 1's last was an assignment to \.data on 'first\.weight'",
+    ),
+    "lists": (
+        lambda optimizer, group, params: torch._foreach_mul_(params, 0.5),
+        r"rank 1's last was _foreach_mul_\(\) on 'second\.bias'",
+    ),
+    "out": (
+        lambda optimizer, group, params: torch.mul(params[0], 0.5, out=params[0].data),
+        r"rank 1's last was mul\(\) on 'first\.weight'",
+    ),
+    "where": (
+        lambda optimizer, group, params: params[0].data.__setitem__(params[0].data > 0, 0.0),
+        r"rank 1's last was __setitem__\(\) on 'first\.weight'",
+    ),
+    "gradient": (
+        lambda optimizer, group, params: params[0].grad.mul_(2),
+        r"rank 1's last was mul_\(\) on the gradient of 'first\.weight'\)",
+    ),
+    "zero in place": (
+        lambda optimizer, group, params: optimizer.zero_grad(set_to_none=False),
+        r"rank 1's last was zero_\(\) on the gradient of '",
+    ),
 }
+CHANGES = {**SETTINGS, **WRITES}
+
+
+@torch.no_grad()
+def change_on_rank_1(optimizer, what):
+    """Let rank 1 change something; return the words of the error."""
+    act, words = CHANGES[what]
+    if dist.get_rank() == 1:
+        group = optimizer.param_groups[0]
+        act(optimizer, group, group["params"])
+    return words
 
 
 def cases(changes, combinations, everywhere):
@@ -136,14 +129,13 @@ def cases(changes, combinations, everywhere):
     return [(c, what) for what in changes for c in (combinations if what in everywhere else few)]
 
 
-def check_rank_1_alone(combination, what, words):
+def check_rank_1_alone(combination, what):
     """A round detects what rank 1 has done; then all load, and continue alike."""
     model = built(combination)
     optimizer = adamw(model)
     learn(model, optimizer, 0)
     saved = whole(model)
-    if dist.get_rank() == 1:
-        what(model, optimizer)
+    words = change_on_rank_1(optimizer, what)
 
     def go_on():
         for step in range(1, STEPS):
@@ -157,40 +149,33 @@ def check_rank_1_alone(combination, what, words):
 
 
 @pytest.mark.parametrize(
-    ("combination", "what"), cases([*SETTINGS, *COUNTS], COMBINATIONS, (lr, one_step_more))
+    ("combination", "what"), cases(SETTINGS, COMBINATIONS, ("lr", "one step more"))
 )
 @on_ranks(2)
-@passing_groups()
 def test_step_on_one_rank_only_is_an_error(combination, what):
-    check_rank_1_alone(combination, what, {**SETTINGS, **COUNTS}[what])
+    check_rank_1_alone(combination, what)
 
 
-@pytest.mark.parametrize(
-    ("combination", "what"), cases(WRITES, SHARDED, (write_data, write_gradient))
-)
+@pytest.mark.parametrize(("combination", "what"), cases(WRITES, SHARDED, ("data", "gradient")))
 @on_ranks(2)
-@passing_groups()
 def test_in_place_write_on_one_rank_only_is_an_error(combination, what):
-    check_rank_1_alone(combination, what, WRITES[what])
+    check_rank_1_alone(combination, what)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
-@passing_groups()
 def test_settings_are_compared_in_optimizer_in_backward(combination):
     model = built(combination)
     optimizer = zshard.AdamW(model.parameters(), lr=1e-3)
     model.optimizer_in_backward(optimizer)
     loss_of(model(floats(dist.get_rank(), 0))).backward()
-    if dist.get_rank() == 1:
-        lr(model, optimizer)
+    words = change_on_rank_1(optimizer, "lr")
     backward = lambda: loss_of(model(floats(dist.get_rank(), 1))).backward()  # noqa: E731
-    check_divergence(lambda: [backward() for _ in range(1, STEPS)], SETTINGS[lr])
+    check_divergence(lambda: [backward() for _ in range(1, STEPS)], words)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
-@passing_groups()
 def test_backward_without_exchange_compares_nothing(combination):
     """Rank 1 skips a step; the next backward does not communicate. A load repairs that."""
     model = built(combination)
@@ -214,7 +199,6 @@ def test_backward_without_exchange_compares_nothing(combination):
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[1] == "shm"])
 @on_ranks(2)
-@passing_groups()
 def test_two_models_on_one_transport(combination):
     """A generator and a discriminator with an optimizer each; one steps more often."""
     group = own_group()
@@ -223,8 +207,7 @@ def test_two_models_on_one_transport(combination):
     for step in range(STEPS):
         for i in (0, 1, 1):
             learn(models[i], optimizers[i], step)
-    if dist.get_rank() == 1:
-        lr(models[1], optimizers[1])
+    change_on_rank_1(optimizers[1], "lr")
     learn(models[1], optimizers[1], 0)
     learn(models[0], optimizers[0], 0)
     words = "AdamW #2 lr is 0.001 on rank 0 and 0.0005 on rank 1"
@@ -234,19 +217,16 @@ def test_two_models_on_one_transport(combination):
 # --- after the last round -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", [one_step_more, lr], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("what", ["one step more", "lr"])
 @pytest.mark.parametrize("combination", FEW)
 @on_ranks(2)
-@passing_groups()
 def test_save_compares(combination, what, tmp_path):
     model = built(combination)
     optimizer = adamw(model)
     learn(model, optimizer, 0)
-    if dist.get_rank() == 1:
-        what(model, optimizer)
-    if what is not one_step_more:
+    words = change_on_rank_1(optimizer, what)
+    if what == "lr":
         optimizer.step()
-    words = {**SETTINGS, **COUNTS}[what]
     check_divergence(lambda: zshard.save(tmp_path / "saved", model, optimizer), words)
     assert not list(tmp_path.iterdir())
 
@@ -262,8 +242,8 @@ def trains_to_the_end(combination, what):
     HELD.extend((model, optimizer))
     for step in range(2):
         last = step == 1 and dist.get_rank() == 1
-        if last and what == "lr":
-            lr(model, optimizer)
+        if step == 1 and what == "lr":
+            change_on_rank_1(optimizer, what)
         learn(model, optimizer, step, stepping=not (last and what == "skip"))
     if what == "best":  # all load, and rank 0 evaluates
         model.load_state_dict(model.state_dict())
@@ -282,7 +262,10 @@ def trains_to_the_end(combination, what):
 )
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("lr", SETTINGS[lr]), ("skip", "rank 0 has made 2 optimizer steps, but rank 1 has made 1")],
+    [
+        ("lr", SETTINGS["lr"][1]),
+        ("skip", "rank 0 has made 2 optimizer steps, but rank 1 has made 1"),
+    ],
 )
 def test_last_step_is_compared_at_exit(combination, what, words):
     ended = fork_ranks(trains_to_the_end, 2, combination, what)

@@ -262,31 +262,6 @@ def test_script_that_trains_in_a_thread() -> None:
     assert lines["rank 1"].startswith(line_of("# in a thread"))
 
 
-LONG = b"\xff\xfe" + "läng".encode() * 50 + b".py"
-SCRIPT = """
-import time, torch, torch.distributed as dist
-from zshard import FSDP
-model = FSDP(torch.nn.Linear(3, 3), transport="{transport}", timeout=2.0)
-if dist.get_rank() == 1:
-    time.sleep(60)
-try:
-    model(torch.ones(2, 3)).sum().backward()
-except TimeoutError as error:
-    print(error)
-"""
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_scripts_file(tmp_path: Path, transport: str) -> None:
-    path = tmp_path / os.fsdecode(LONG)
-    path.write_text(SCRIPT.format(transport=transport))
-    first = fork_ranks(str(path), 2, until=0)[0]
-    lines = lines_in(first.stdout)
-    assert lines["rank 0"].partition(",")[0].endswith(".py:8"), first.stderr
-    assert lines["rank 1"].partition(",")[0].endswith(".py:6")
-    assert len(lines["rank 0"]) < 160
-
-
 # --- the text -------------------------------------------------------------------------------------
 
 

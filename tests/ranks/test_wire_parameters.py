@@ -51,33 +51,23 @@ def check_values(*sizes, dtype=torch.float32, **options):
         assert words in model.summary()
 
 
+VALUES = {
+    "shard_grad_op": {"strategy": "shard_grad_op"},
+    "float16": {"dtype": torch.float16},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float64": {"dtype": torch.float64},
+    "mixed precision": {"mixed_precision": LOW},
+    "on a disk": {},
+}
+
+
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1, 1)])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @on_ranks(4)
-def test_forward_computes_with_decoded_parameters(sizes, strategy):
-    check_values(*sizes, strategy=strategy)
-
-
-@on_ranks(2)
-def test_two_ranks_on_hosts():
-    check_values(1, 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@on_ranks(4)
-def test_parameters_of_other_dtypes(dtype):
-    check_values(2, 2, dtype=dtype)
-
-
-@on_ranks(4)
-def test_cast_parameters_are_encoded():
-    check_values(2, 2, mixed_precision=LOW)
-
-
-@on_ranks(4)
-def test_parameters_on_a_disk(tmp_path):
-    check_values(2, 2, offload=zshard.Offload(directory=str(tmp_path)))
+def test_forward_computes_with_decoded_parameters(name, sizes, tmp_path):
+    disk = {"offload": zshard.Offload(directory=str(tmp_path))} if name == "on a disk" else {}
+    check_values(*sizes, **VALUES[name], **disk)
 
 
 @on_ranks(4)
