@@ -12,18 +12,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import zshard
 from zshard import KeeperError
 from zshard.extras.keeping import client
 from zshard.extras.keeping.client import Keeper
 
 PATIENCE = 60.0  # seconds for what happens at once on an idle machine
-
-WITHOUT_TORCH = f"""
-import sys, types
-sys.modules["zshard"] = package = types.ModuleType("zshard")
-package.__path__ = {list(zshard.__path__)}
-"""  # the head of a script that imports zshard.keeping, but not zshard's __init__.py
 
 
 def memory(text: bytes) -> int:

@@ -124,7 +124,7 @@ def train(
     token: str, folder: str, options: dict[str, Any], kill: tuple[Any, ...] | None
 ) -> tuple[int, str]:
     """Train to the end; write losses to the folder. Return where it began, and the weights'
-    digest."""
+    digest. options["fails"]: what is called, at which step, and on which ranks."""
     if token:
         os.environ[VARIABLE] = token
     if options.get("transport") == "hosts":
@@ -133,11 +133,14 @@ def train(
     kept = zshard.Keep(run.model, run.optimizer, run.scheduler) if token else None
     start = kept.recover({"step": 0}) if kept else {"step": 0}
     killer = Killer(kill)
+    act, when, whose = options.get("fails", (None, -1, ()))
     if start["step"] == 0:
         torch.manual_seed(dist.get_rank())
     log = open(Path(folder, f"losses{dist.get_rank()}"), "a")  # noqa: SIM115 - it may be killed
     for step in range(start["step"], options.get("steps", STEPS)):
         killer.at("forward", step)
+        if step == when and dist.get_rank() in whose:
+            act()
         if options.get("copy"):  # as for a moving average
             copy.deepcopy(run.model)
         loss = run.loss(step)

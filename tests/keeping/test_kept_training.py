@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
 import signal
 import time
@@ -29,6 +28,7 @@ from kept_training import (
 from nursery import fork_ranks
 
 import zshard
+from zshard.checkpoint import save as checkpoint_save
 from zshard.extras.keeping.client import VARIABLE, Keeper
 
 PLACES = ("forward", "backward", "before", "block", "after")
@@ -133,93 +133,75 @@ def test_a_buffer_with_strides_is_restored(token: str) -> None:
         fork_ranks(with_transposed_buffer, 2, token, start, check=True)
 
 
-checkpoint_save: Any = importlib.import_module("zshard.checkpoint.save")
+# --- other failures -------------------------------------------------------------------------------
 
 AT = 4  # the step in which it happens
 
 
-def kill(folder: Path) -> None:
+def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def raise_in_loader(folder: Path) -> None:
+def raise_in_loader() -> None:
     raise ValueError("a damaged record")
 
 
-def hang(folder: Path) -> None:
-    """Until the other rank has noticed."""
-    while not (folder / "noticed").exists():
-        time.sleep(0.01)
-    kill(folder)
+def hang() -> None:
+    time.sleep(60)
 
 
-def interrupt(folder: Path) -> None:
+def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(10)
 
 
-FAILURES: dict[str, tuple[Callable[[Path], None], tuple[int, ...], dict[str, str]]] = {
+FAILURES: dict[str, tuple[Callable[[], None], tuple[int, ...], dict[int, str]]] = {
     # what happens, on which ranks, and what these and the others say
     "all ranks are killed": (kill, (0, 1), {}),
-    "a data loader raises": (raise_in_loader, (1,), {"1": "damaged record", "0": "damaged record"}),
-    "a rank hangs": (hang, (1,), {"0": "PeerTimeoutError"}),
-    "Ctrl-C": (interrupt, (0, 1), {"0": "KeyboardInterrupt", "1": "KeyboardInterrupt"}),
+    "a data loader raises": (raise_in_loader, (1,), {1: "damaged record", 0: "damaged record"}),
+    "a rank hangs": (hang, (1,), {0: "PeerTimeoutError"}),
+    "Ctrl-C": (interrupt, (0, 1), {0: "KeyboardInterrupt", 1: "KeyboardInterrupt"}),
 }
 
 
-def fails(token: str, folder: str, what: str, transport: str = "shm") -> None:
-    os.environ[VARIABLE] = token
+def options_of(what: str, transport: str = "shm") -> dict[str, Any]:
     act, ranks, _ = FAILURES[what]
-
-    class Failing(Run):
-        def loss(self, step: int) -> Any:
-            if step == AT and dist.get_rank() in ranks:
-                act(Path(folder))
-            return super().loss(step)
-
-    import kept_training
-
-    kept_training.Run = Failing  # type: ignore[misc]
-    options = {"timeout": 2 if what == "a rank hangs" else 20, "transport": transport}
-    try:
-        train(token, folder, options, None)
-    except zshard.PeerTimeoutError:
-        Path(folder, "noticed").touch()
-        raise
+    timeout = 2 if what == "a rank hangs" else 20
+    return {"timeout": timeout, "transport": transport, "fails": (act, AT, ranks)}
 
 
-def fails_and_catches(token: str, folder: str, transport: str) -> None:
-    """The script catches the exception, so its model is freed before the process ends."""
-    with contextlib.suppress(ValueError, zshard.PeerError):
-        fails(token, folder, "a data loader raises", transport)
-    gc.collect()
-    raise SystemExit(1)
+def continues(keeper: Keeper, folder: Path, options: dict[str, Any]) -> None:
+    """The next processes begin at that step, and end as undisturbed ones."""
+    expected = undisturbed(options)
+    results = fork_ranks(train, 2, keeper.token, str(folder), options, None, check=True)
+    assert [result.value for result in results] == [(AT, digest) for digest, _ in expected]
+    assert [losses_in(folder, rank) for rank in range(2)] == [losses for _, losses in expected]
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", FAILURES)
 def test_the_next_processes_continue(keeper: Keeper, tmp_path: Path, what: str) -> None:
-    expected = undisturbed({})
-    results = fork_ranks(fails, 2, keeper.token, str(tmp_path), what)
-    assert all(result.returncode not in (0, None) for result in results)
+    arguments = (keeper.token, str(tmp_path), options_of(what), None)
+    results = fork_ranks(train, 2, *arguments, until=0 if what == "a rank hangs" else None)
+    assert all(result.returncode != 0 for result in results)
     for rank, words in FAILURES[what][2].items():
-        assert words in results[int(rank)].stderr
-    continues(keeper, tmp_path, {}, expected)
+        assert words in results[rank].stderr
+    continues(keeper, tmp_path, {})
 
 
-def continues(keeper: Keeper, folder: Path, options: dict[str, Any], expected: list[Any]) -> None:
-    """The next processes begin at that step, and end as undisturbed ones."""
-    found = fork_ranks(train, 2, keeper.token, str(folder), options, None, check=True)
-    assert [result.value for result in found] == [(AT, digest) for digest, _ in expected]
-    assert [losses_in(folder, rank) for rank in range(2)] == [losses for _, losses in expected]
+def fails_and_catches(token: str, folder: str, transport: str) -> None:
+    """The script catches the exception, so its model is freed before the process ends."""
+    with contextlib.suppress(ValueError, zshard.PeerError):
+        train(token, folder, options_of("a data loader raises", transport), None)
+    gc.collect()
+    raise SystemExit(1)
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_what_is_kept_outlives_the_model(keeper: Keeper, tmp_path: Path, transport: str) -> None:
-    options = {"transport": transport}
     results = fork_ranks(fails_and_catches, 2, keeper.token, str(tmp_path), transport)
     assert [result.returncode for result in results] == [1, 1], [r.stderr for r in results]
-    continues(keeper, tmp_path, options, undisturbed(options))
+    continues(keeper, tmp_path, {"transport": transport})
 
 
 def killed_in_save(token: str, folder: str, rank: int | None) -> tuple[int, str, str | None]:
@@ -229,7 +211,7 @@ def killed_in_save(token: str, folder: str, rank: int | None) -> tuple[int, str,
     kept = zshard.Keep(run.model, run.optimizer)
     start = kept.recover({"step": 0})["step"]
     if rank == dist.get_rank():
-        checkpoint_save._write_runs = lambda *_: kill(Path(folder))
+        checkpoint_save._write_runs = lambda *_: kill()
     for step in range(start, 4):
         kept_step(run, kept, step)
         if step == 2:

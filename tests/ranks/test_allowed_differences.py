@@ -11,7 +11,7 @@ import torch.distributed as dist
 from models import loss_of, make
 from scenarios import Wide, built, floats, learn, whole
 from spawn import on_ranks
-from test_ranks_agree import FEW, STEPS, adamw, check_alike
+from test_ranks_agree import FEW, STEPS, adamw, check_equal
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -83,7 +83,7 @@ def test_allowed_differences_are_accepted(combination, act):
         act(model, optimizer)
     digits = (last_digits_differ, last_digits_of_many_differ)
     replicas_drift = act in digits and combination[0] == "no_shard"
-    check_alike(whole(model), tolerance=1e-6 if replicas_drift else 0.0)
+    check_equal(whole(model), tolerance=1e-6 if replicas_drift else 0.0)
 
 
 # --- in place of a step ---------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_ranks_of_a_script_end_with_the_same_parameters(script, combination):
     optimizer = adamw(model)
     for step in range(STEPS):
         script(model, optimizer, step)
-    check_alike(whole(model))
+    check_equal(whole(model))
 
 
 @pytest.mark.parametrize("combination", FEW)
@@ -168,7 +168,7 @@ def test_scaler_may_skip(combination):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    check_alike(whole(model))
+    check_equal(whole(model))
     assert all(value.isfinite().all() for value in whole(model).values())
 
 
@@ -222,4 +222,4 @@ def test_each_rank_may_have_an_expert(transport):
         if rank == 1:
             with torch.no_grad():
                 next(expert.parameters()).mul_(0.9)
-    check_alike(whole(shared))
+    check_equal(whole(shared))

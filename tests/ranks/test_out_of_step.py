@@ -1,5 +1,5 @@
-"""Ranks whose parameters come from different steps, or that train different ones: an error on all of
-them, until a load or requires_grad makes them alike again.
+"""Ranks whose parameters come from different steps, or that train different ones: an error on all,
+until a load or requires_grad makes them equal again.
 """
 
 from __future__ import annotations

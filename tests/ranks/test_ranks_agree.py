@@ -37,7 +37,7 @@ def check_divergence(action, words):
     assert re.search(words, text), text
 
 
-def check_alike(state, tolerance=0.0):
+def check_equal(state, tolerance=0.0):
     """Fail unless all ranks have this state."""
     states = [None] * dist.get_world_size()
     dist.all_gather_object(states, state)
@@ -130,22 +130,22 @@ def cases(changes, combinations, everywhere):
 
 
 def check_rank_1_alone(combination, what):
-    """A round detects what rank 1 has done; then all load, and continue alike."""
+    """A round detects what rank 1 has done; then all load, and continue."""
     model = built(combination)
     optimizer = adamw(model)
     learn(model, optimizer, 0)
     saved = whole(model)
     words = change_on_rank_1(optimizer, what)
 
-    def go_on():
+    def train_more():
         for step in range(1, STEPS):
             learn(model, optimizer, step)
 
-    check_divergence(go_on, f"out of step.*{words}")
+    check_divergence(train_more, f"out of step.*{words}")
     optimizer = adamw(model)
     model.load_state_dict(saved)
-    go_on()
-    check_alike(whole(model))
+    train_more()
+    check_equal(whole(model))
 
 
 @pytest.mark.parametrize(
@@ -184,17 +184,17 @@ def test_backward_without_exchange_compares_nothing(combination):
     saved = whole(model)
     learn(model, optimizer, 1, stepping=dist.get_rank() == 0)
 
-    def go_on():
+    def train_more():
         with model.no_sync():
             loss_of(model(floats(0))).backward()
         learn(model, optimizer, 2)
 
-    check_divergence(go_on, "rank 0 has made 2 optimizer steps")
+    check_divergence(train_more, "rank 0 has made 2 optimizer steps")
     model.load_state_dict(saved)
     optimizer = adamw(model)
     learn(model, optimizer, 3)
     learn(model, optimizer, 4)
-    check_alike(whole(model))
+    check_equal(whole(model))
 
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[1] == "shm"])

@@ -53,41 +53,28 @@ class HostedRanks:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def run(self, function: Any, ranks: int, *args: Any, timeout: float = 60) -> list[RankResult]:
-        """Run function(*args) on so many fresh ranks of each host; return how each rank ended."""
-        return self.start(function, ranks, *args, timeout=timeout).wait()
-
-    def start(self, function: Any, ranks: int, *args: Any, timeout: float = 60) -> Running:
-        """As run(), without waiting; wait for it before the next."""
-        store = self.hosts.store()
+    def run(
+        self, function: Any, ranks: int, *args: Any, meanwhile: Any = lambda: None
+    ) -> list[RankResult]:
+        """Run function(*args) on so many fresh ranks of each host, and `meanwhile` here; return how
+        each rank ended. One that ran into the limit has no returncode."""
+        store = self.hosts.store()  # lives as long as they do
         variables = {**self.hosts.environment(store, ranks), "GLOO_SOCKET_IFNAME": INTERFACE}
-        folder = tempfile.TemporaryDirectory(prefix="zshard-hosted-")
-        for index, host in enumerate(self._hosts):
-            own = range(index * ranks, (index + 1) * ranks)
-            host.send((task_of(function, args), own, folder.name, timeout, variables, None))
-        return Running(self._hosts, store, folder, timeout)
-
-
-class Running:
-    """Running ranks. `store` is theirs, and lives as long as this object."""
-
-    def __init__(self, hosts: list[Connection], store: Any, folder: Any, timeout: float) -> None:
-        self._hosts, self.store, self._folder = hosts, store, folder
-        self._timeout = timeout
-
-    def wait(self) -> list[RankResult]:
-        """Return how each rank ended; one that ran into the limit has no returncode."""
         codes: list[int | None] = []
-        for host in self._hosts:
-            if not host.poll(self._timeout + SLACK):
-                raise TimeoutError("a host's nursery does not answer")
-            codes += host.recv()
-        results = [
-            result_of(Path(self._folder.name), rank, code) for rank, code in enumerate(codes)
-        ]
-        self._folder.cleanup()
-        return results
+        with tempfile.TemporaryDirectory(prefix="zshard-hosted-") as folder:
+            for index, host in enumerate(self._hosts):
+                own = range(index * ranks, (index + 1) * ranks)
+                host.send((task_of(function, args), own, folder, LIMIT, variables, None))
+            meanwhile()
+            for host in self._hosts:
+                if not host.poll(LIMIT + SLACK):
+                    raise TimeoutError("a host's nursery does not answer")
+                codes += host.recv()
+            return [result_of(Path(folder), rank, code) for rank, code in enumerate(codes)]
 
+
+LIMIT = 60.0
+"""Seconds after which ranks are killed."""
 
 STRATEGIES = ("full_shard", "hybrid_shard")
 BOUND = 1e-5
@@ -173,13 +160,15 @@ def wait_for(folder, what):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_cut_wire_is_an_error_on_every_rank(hosted, strategy, tmp_path):
-    running = hosted.start(train_until_cut, 2, tmp_path, strategy)
     host = hosted.hosts.all[1]
-    assert wait_for(tmp_path, "ready") == 4, "the ranks do not train"
-    (tmp_path / "time").write_text(str(time.monotonic()))
-    host.cut()
+
+    def cut():
+        assert wait_for(tmp_path, "ready") == 4, "the ranks do not train"
+        (tmp_path / "time").write_text(str(time.monotonic()))
+        host.cut()
+
     try:
-        results = running.wait()
+        results = hosted.run(train_until_cut, 2, tmp_path, strategy, meanwhile=cut)
     finally:
         host.mend()
     for result in results:

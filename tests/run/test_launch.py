@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ import torch
 from rows import all_rows
 from tasks import python_path
 
+from zshard import KeeperError
+from zshard.extras.keeping import client
+from zshard.extras.keeping.client import Keeper
 from zshard.extras.run import launch, rank
 from zshard.extras.run.cores import Share
 
@@ -57,20 +61,30 @@ def test_invalid_options_are_refused_early(
 def given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple]:
-    """Return (torchrun's arguments, its OMP_NUM_THREADS, the output) for a command line."""
-    for name in ("TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"):
+    """Return (torchrun's arguments, its OMP_NUM_THREADS, the output) for a command line.
+
+    The arguments have the token, too, and the process of the run's keeper, if it answers."""
+    for name in ("TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", client.VARIABLE, "PET_MAX_RESTARTS"):
         monkeypatch.delenv(name, raising=False)
     runs: list = []
-    monkeypatch.setattr(launch.torchrun, "run", runs.append)
+
+    def run(args: argparse.Namespace) -> None:
+        args.token = os.environ.get(client.VARIABLE)
+        args.keeper = args.token and Keeper(args.token).pid()
+        runs.append(args)
+
+    monkeypatch.setattr(launch.torchrun, "run", run)
     monkeypatch.setattr(launch, "record", lambda run: run)
 
     def main(*words: str) -> tuple:
         before = dict(os.environ)
-        assert launch.main(list(words)) == 0
-        threads = os.environ["OMP_NUM_THREADS"]
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        return runs.pop(), threads, capsys.readouterr().err
+        try:
+            assert launch.main(list(words)) == 0
+            threads = os.environ["OMP_NUM_THREADS"]
+        finally:
+            for name in set(os.environ) - set(before):
+                del os.environ[name]
+        return runs.pop() if runs else None, threads, capsys.readouterr().err
 
     return main
 
@@ -113,6 +127,58 @@ def test_summary() -> None:
     line = "2 ranks, OMP_NUM_THREADS=2, on CPUs 0-1 | 2-3, memory on NUMA nodes 0 | 1"
     assert launch.summary(shares, "2") == line
     assert launch.summary([Share([], [])], "4") == "1 rank, OMP_NUM_THREADS=4, not bound to cores"
+
+
+# --- a keeper ---------------------------------------------------------------------------------------
+
+
+def is_gone(token: str) -> bool:
+    with pytest.raises(KeeperError, match="no keeper answers"):
+        Keeper(token).list()
+    return True
+
+
+def test_keep_starts_a_keeper_and_ends_it(
+    given: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, _, said = given("-n1", "--bind=none", "--keep", "train.py", "--keep", "x", "--keep=")
+    assert args.training_script == "train.py" and args.max_restarts == 3
+    assert args.training_script_args[-3:] == ["--keep", "x", "--keep="]
+    assert f"process {args.keeper} keeps the run's state" in said
+    assert is_gone(args.token)
+    assert given("-n1", "--keep", "--max-restarts", "0", "train.py")[0].max_restarts == 0
+    monkeypatch.setenv("PET_MAX_RESTARTS", "7")
+    assert given("-n1", "--keep", "train.py")[0].max_restarts == 7
+    assert given("-n1", "train.py")[0].max_restarts == 7
+
+
+def test_a_run_without_keep_has_none(
+    given: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(client.VARIABLE, "of an outer run")
+    args, _, said = given("-n1", "train.py", "--keep")
+    assert (args.max_restarts, args.token) == (0, None) and "keeps" not in said
+    assert args.training_script_args[-1:] == ["--keep"]
+
+
+@pytest.mark.parametrize("ends", ["torchrun", "the keeper"])
+def test_a_run_that_fails_or_whose_keeper_was_ended(
+    given: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """The keeper of a failed run ends; a run without its keeper ends as usual."""
+    tokens = []
+
+    def run(args: object) -> None:
+        tokens.append(os.environ[client.VARIABLE])
+        if ends == "the keeper":
+            return Keeper(tokens[0]).end()
+        Keeper(tokens[0]).hold("a", b"", [])
+        raise RuntimeError("it failed")
+
+    monkeypatch.setattr(launch.torchrun, "run", run)
+    with pytest.raises(RuntimeError, match="it failed") if ends == "torchrun" else nullcontext():
+        assert "keeps the run's state" in given("-n1", "--keep", "train.py")[-1]
+    assert is_gone(tokens[0])
 
 
 # --- a rank, without torchrun -----------------------------------------------------------------------
