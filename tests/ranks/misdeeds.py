@@ -64,10 +64,12 @@ class Misdeed:
         return End(type(error).__name__ if error else "", str(error or ""), since)
 
     def end_of(self, loop):
-        """Run `loop()` and return its `End`, whatever happens."""
+        """Run `loop()` and return its `End`, unless it raises what was planted."""
         try:
             loop()
         except Exception as error:
+            if str(error) == PLANTED:
+                raise
             return self.end(error)
         return self.end(None)
 

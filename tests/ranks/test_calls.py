@@ -8,12 +8,9 @@ collective of the script's own, which zshard does not see; failures within a cal
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
-import resource
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,9 +24,8 @@ from spawn import on_ranks
 
 import zshard
 from zshard import FSDP
-from zshard.ranks import agreement, stalls
+from zshard.ranks import stalls
 from zshard.state import source
-from zshard.units.units import state_of
 
 both = pytest.mark.parametrize("transport", TRANSPORTS)
 
@@ -258,31 +254,6 @@ def test_failure_in_a_body_that_communicates_is_reported(transport, build, chunk
         assert transport == "shm" and build is Stack and "waiting for each other" in str(error)
     else:
         assert all(bool((each == 2.0).all()) for each in model.state_dict().values())
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-@on_ranks(2, fresh=True)
-def test_rank_without_memory_for_an_exchange():
-    """Rank 1 cannot allocate for an exchange; the next one is right."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    comm = state_of(FSDP(torch.nn.Linear(8, 8), transport="c10d")).comms.all
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    if rank == 1:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 16), before[1]))
-    kind, text = (MemoryError, "") if rank == 1 else (zshard.DivergenceError, "ranks diverged: ")
-    with agreement.PublicCall("save()"), pytest.raises(kind) as caught:
-        comm.exchange(bytes([65 + rank]) * 4096)
-    resource.setrlimit(resource.RLIMIT_AS, before)
-    assert str(caught.value).startswith(f"{text}rank 0 was in save(), but " if text else "")
-    if rank == 1:  # which continues as if nothing had failed
-        with agreement.PublicCall("load()"), contextlib.suppress(zshard.DivergenceError):
-            comm.exchange(b"other")
-    with agreement.PublicCall("save()"):
-        assert comm.exchange(bytes([97 + rank])) == [b"a", b"b"]
 
 
 # --- two threads ----------------------------------------------------------------------------------

@@ -43,37 +43,18 @@ ENDS = [
     ("kill", "backward", 3, "shard_grad_op"),
     ("kill", "step", 4, "no_shard"),
     ("exit", "step", 2, "full_shard"),
+    ("raise", "forward", 2, "full_shard"),
 ]
+CODES = {"kill": -signal.SIGKILL, "exit": 0, "raise": 1}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("deed", "place", "world", "strategy"), ENDS)
 def test_rank_that_ends_is_named_within_seconds(deed, place, world, strategy, transport, tmp_path):
     results = fork_ranks(train, world, deed, place, tmp_path, transport, 60.0, strategy)
-    assert results[-1].returncode == (0 if deed == "exit" else -signal.SIGKILL)
-    check_survivors(results, ("PeerError",), f"rank {world - 1}")
-
-
-def train_uncaught(folder, transport):
-    """As `train`, but an exception ends the program."""
-    misdeed = Misdeed("raise", "forward", folder)
-    model = wrap(make_model(misdeed), transport, 60.0)
-    optimizer = zshard.SGD(model.parameters(), lr=0.01)
-    try:
-        for step in range(STEPS):
-            step_once(model, optimizer, misdeed, step)
-    finally:
-        print(f"ended {misdeed.end(None).seconds:.1f} s after the deed", flush=True)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_rank_that_raises_ends_the_others(transport, tmp_path):
-    results = fork_ranks(train_uncaught, 2, tmp_path, transport)
-    assert results[1].returncode == 1 and f"ValueError: {PLANTED}" in results[1].stderr
-    assert results[0].returncode == 1 and "PeerError" in results[0].stderr
-    assert "rank 1" in results[0].stderr
-    assert f"failed: ValueError: {PLANTED}" in results[0].stderr
-    assert float(results[0].stdout.split()[1]) < 5.0
+    assert results[-1].returncode == CODES[deed]
+    quoted = [f"failed: ValueError: {PLANTED}"] if deed == "raise" else []
+    check_survivors(results, ("PeerError",), f"rank {world - 1}", *quoted)
 
 
 def exit_before_wrapping(folder):

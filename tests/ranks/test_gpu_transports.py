@@ -9,8 +9,6 @@ test_cuda_path.py has the tests that run over all GPU transports.
 from __future__ import annotations
 
 import os
-import signal
-import time
 import warnings
 from types import SimpleNamespace
 
@@ -78,34 +76,6 @@ def test_training_is_bit_identical_to_the_cpu(backend, world, transport, strateg
         assert backend in transports and backend not in cpu.value[2]
         assert losses == cpu.value[0]
         assert_same(state, cpu.value[1], f"the state of rank {mine.rank}")
-
-
-def die_in_training(env, transport):
-    """The last rank is killed between forward and backward; return how the others end, and when."""
-    os.environ.update(env)
-    model = wrapped(transport)
-    model(torch.randn(4, 33)).square().mean().backward()
-    loss = model(torch.randn(4, 33)).square().mean()
-    start = time.monotonic()
-    if dist.get_rank() == dist.get_world_size() - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        loss.backward()
-        model(torch.randn(4, 33))
-    except RuntimeError as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "nothing", "", time.monotonic() - start
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_killed_rank_is_an_error_within_seconds(transport, world):
-    *survivors, killed = fork_ranks(die_in_training, world, environment("nccl"), transport)
-    assert killed.returncode == -signal.SIGKILL
-    for result in survivors:
-        kind, words, seconds = result.value
-        assert kind == "PeerError" and f"rank {world - 1}" in words, (kind, words)
-        assert seconds < 30
 
 
 # --- which transport ------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ simulates hosts on one machine; c10d sums in the same order on the same hosts, s
 same bits.
 """
 
-import os
-import time
 import warnings
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch.distributed as dist
 from compare import assert_same, differences
 from groups import PATIENCE, case_of, comm_of_all, hosts_of, passing_groups
 from models import CASES, TRANSPORTS, loss_of, make
-from nursery import fork_ranks
 from scenario import Scenario, Training
 from scenarios import Stack, forward_backward, message_of
 from spawn import RankPool, on_ranks, ranks
@@ -77,46 +74,6 @@ def test_invalid_arguments_leave_the_transport_usable(transport):
     comm.exchange(b"still in step")
     with pytest.raises(RuntimeError, match="no such group"):
         _core.Comm.c10d("no such group", 0, 2, 1.0)
-
-
-# --- missing peers -------------------------------------------------------------------------------
-
-
-def wait_in_vain(transport: str, fault: str) -> tuple[str, str, float, Any]:
-    """Rank 1 fails as `fault` describes; return rank 0's error, the time until it, and errno."""
-    comm = comm_of_all(transport, timeout=1.5 if fault == "late" else 60.0)
-    comm.exchange(b"all are there")
-    if comm.rank == 1:
-        time.sleep(0.2)
-        if fault == "late":
-            time.sleep(60.0)
-        if fault == "gives up":
-            comm.abort("LookupError: batch 7 is gone")
-        os._exit(3)
-    start = time.monotonic()
-    try:
-        comm.exchange(b"in vain")
-    except RuntimeError as error:
-        assert error.args == (str(error),)
-        seconds = time.monotonic() - start
-        return type(error).__name__, str(error), seconds, getattr(error, "errno", None)
-    return "", "", 0.0, None
-
-
-@both
-@pytest.mark.parametrize("fault", ["dies", "gives up", "late"])
-def test_missing_peer_is_an_error(transport: str, fault: str) -> None:
-    result = fork_ranks(wait_in_vain, 2, transport, fault, until=0)[0]
-    assert result.value is not None, result.stderr
-    kind, words, seconds, number = result.value
-    assert kind == ("PeerTimeoutError" if fault == "late" else "PeerError") and number is None
-    if fault == "late":
-        assert 1.4 < seconds < 30
-        assert ("rank 1 to all-gather message" if transport == "shm" else "all-gathering") in words
-        return
-    assert seconds < 5
-    assert words.startswith("rank 1 (pid ")
-    assert ("rank 0 was" if fault == "dies" else "failed: LookupError: batch 7 is gone") in words
 
 
 # --- the same training over both ------------------------------------------------------------------
