@@ -248,7 +248,8 @@ def restarted(token: str, folder: str, options: dict[str, Any]) -> tuple[str, An
     others = [run.scheduler] if options.get("others") else []
     if options.get("buffer"):
         run.model.register_buffer("scale", torch.zeros(2))
-    kept = Keep(run.model, run.optimizer, *others, checkpoints=folder or None)
+    where = {"checkpoints": folder or None, "name": options.get("name", "")}
+    kept = Keep(run.model, run.optimizer, *others, **where)
     try:
         start = kept.recover({"step": 0})["step"]
     except Exception as error:
@@ -304,17 +305,11 @@ def test_a_checkpoint_without_the_state_of_others(keeper: Keeper, tmp_path: Path
         assert "lacks the state of the StepLR" in text and "extra=kept.state_dict()" in text
 
 
-def named(token: str, name: str) -> Any:
-    os.environ[VARIABLE] = token
-    run = Run({})
-    return Keep(run.model, run.optimizer, name=name).recover({"step": 0})["step"]
-
-
 def test_a_name_finds_its_memory(token: str) -> None:
     fork_ranks(some_steps, 2, token, check=True)
     for name, expected in (("another one", 0), ("0", 2), ("", 2)):
-        results = fork_ranks(named, 2, token, name, check=True)
-        assert [result.value for result in results] == [expected] * 2
+        results = fork_ranks(restarted, 2, token, "", {"name": name}, check=True)
+        assert [result.value[:2] for result in results] == [("nothing", expected)] * 2
 
 
 def one_after_the_other(token: str, killed: bool) -> list[int]:

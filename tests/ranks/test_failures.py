@@ -33,6 +33,7 @@ from misdeeds import (
 )
 from models import TRANSPORTS
 from nursery import fork_ranks
+from scenarios import message_of
 from spawn import on_ranks
 
 import zshard
@@ -236,15 +237,6 @@ def in_child(function):
     return text
 
 
-def refusal(call):
-    """Return the text of the RuntimeError that a call raises, or that there was none."""
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
-
-
 def free(model):
     """Free all that a child has inherited."""
     for module in list(model.modules()):
@@ -261,7 +253,7 @@ def test_forked_child_is_refused_and_frees_nothing(transport):
     optimizers = [zshard.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
 
     def use_and_free():
-        text = refusal(lambda: model(batch(0)))
+        text = message_of(lambda: model(batch(0)), RuntimeError)
         free(model)
         return text
 
@@ -284,7 +276,7 @@ def test_dying_child_does_not_report_for_its_parent(transport):
 
     def die():
         """Exit as after an uncaught exception: an exit hook runs, and objects are freed."""
-        text = refusal(loss.backward)
+        text = message_of(loss.backward, RuntimeError)
         sys.excepthook(ValueError, ValueError("the child dies"), None)
         zshard.ranks.transports._leave()
         free(model)
