@@ -1,9 +1,8 @@
-"""Keepers that end with their test, and a process to watch."""
+"""Keepers that end with their test."""
 
 from __future__ import annotations
 
 import contextlib
-import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -36,11 +35,3 @@ def keeper(started: Callable[..., Keeper]) -> Keeper:
 def token(keeper: Keeper) -> str:
     """The token of a keeper."""
     return keeper.token
-
-
-@pytest.fixture
-def launcher() -> Iterator[subprocess.Popen[bytes]]:
-    """A process to watch."""
-    with subprocess.Popen(["sleep", "1000"]) as process:
-        yield process
-        process.kill()
