@@ -1,10 +1,5 @@
-"""Models on GPUs, with fakes of CUDA's driver and libnccl: over NCCL, or over c10d where ranks share
-a GPU.
-
-The fakes delay their work and run it on threads of their own, and their GPUs add as the CPU does;
-so results are bit-identical to the CPU's only if every wait is in the right place.
-test_cuda_path.py has the tests that run over all GPU transports.
-"""
+"""Which transport a model on GPUs has, with fakes of CUDA's driver and libnccl: NCCL, or c10d where
+ranks share a GPU. tests/gpu has what they do."""
 
 from __future__ import annotations
 
@@ -14,71 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from compare import assert_same
-from groups import transports_in_use
 from nursery import fork_ranks
+from scenario import Scenario
 from stand_ins import environment
-from torch import nn
 
-import zshard
-from zshard import FSDP, _core
+from zshard import _core
 from zshard.ranks import nccl, transports
 from zshard.units.units import state_of
-
-STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "zero1"]
-WORLDS = [("nccl", 2, "shm"), ("nccl", 2, "c10d"), ("nccl", 3, "c10d")]
-
-
-def wrapped(transport: str, **options):
-    torch.manual_seed(7)
-    layers = [nn.Sequential(nn.Linear(33, 33), nn.Tanh()) for _ in range(3)]
-    model = nn.Sequential(*layers, nn.BatchNorm1d(33), nn.Linear(33, 5))
-    return FSDP(model, transport=transport, auto_wrap_policy={nn.Linear}, **options)
-
-
-def steps(model, optimizer, count):
-    """Return the losses of that many steps; each rank has batches of its own."""
-    losses = []
-    for step in range(count):
-        torch.manual_seed(100 * step + dist.get_rank())
-        loss = model(torch.randn(4, 33)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    return losses
-
-
-# --- training over NCCL ---------------------------------------------------------------------------
-
-
-def train(env, transport, strategy):
-    """Return losses, full parameters, and the transports, of two models one after the other."""
-    os.environ.update(env)
-    losses = []
-    for _ in range(2):  # the first one's memory is freed while the second trains
-        model = wrapped(transport, sharding_strategy=strategy)
-        losses += steps(model, zshard.AdamW(model.parameters(), lr=0.01), 3)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    return losses, state, transports_in_use()
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.needs_fma
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("backend", "world", "transport"), WORLDS)
-def test_training_is_bit_identical_to_the_cpu(backend, world, transport, strategy):
-    plain = fork_ranks(train, world, {}, transport, strategy, check=True)
-    ours = fork_ranks(train, world, environment(backend), transport, strategy, check=True)
-    for mine, cpu in zip(ours, plain, strict=True):
-        losses, state, transports = mine.value
-        assert backend in transports and backend not in cpu.value[2]
-        assert losses == cpu.value[0]
-        assert_same(state, cpu.value[1], f"the state of rank {mine.rank}")
-
-
-# --- which transport ------------------------------------------------------------------------------
 
 
 def gpu_at(monkeypatch, bus: int, host: str = "a") -> bytes:
@@ -125,12 +62,13 @@ def on_gpus(env, visible):
     the warnings."""
     gpu = visible[int(os.environ["RANK"])]
     os.environ.update(env, ZSHARD_BACKEND="auto", FAKE_CUDA_VISIBLE=gpu)
+    scenario = Scenario("mlp", options={"timeout": 20.0})
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        model = wrapped("shm", timeout=20.0)
-    steps(model, zshard.AdamW(model.parameters(), lr=0.01), 1)
+        training = scenario.sharded()
+    training.go(1)
     words = "\n".join(str(each.message) for each in warned)
-    return state_of(model).comms.all.transport, words
+    return state_of(training.model).comms.all.transport, words
 
 
 @pytest.mark.parametrize("visible", [["0", "0", "1"], ["0", "0", "0"]], ids="-".join)

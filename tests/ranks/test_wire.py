@@ -1,34 +1,45 @@
-"""FSDP(wire=...): gradients that cross hosts in fewer bytes, compared with the same arithmetic in
-torch (tests/lib/wires.py); and the arguments, and what is refused, of parameters, too.
+"""FSDP(wire=...): gradients and parameters that cross hosts in fewer bytes, compared with the same
+arithmetic in torch (tests/lib/wires.py).
+
+Shards stay exact, and forward and backward compute with a function of them: so a plain model of
+rounded parameters is bit-identical, on all ranks, whatever happens in between.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from groups import curve, hosts_of, on_hosts
+from groups import case_of, curve, hosts_of, on_hosts
+from models import CASES, loss_of, make
 from rows import all_refused
 from scenario import Scenario
 from spawn import on_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 from wires import (
+    NUMEL,
     Model,
     Products,
+    Seen,
+    decoded,
     gradient,
     reduced,
     steps_after,
     steps_as,
     steps_with_a_scale,
+    weights,
 )
 
 import zshard
 from zshard import FSDP, Wire
 
-ROUNDED = Wire(parameters="bf16")
+ROUNDED = Wire(parameters="bf16")  # elementwise, so a reference needs no shards
 
 
 def wrap(group, wire="bf16", **options):
@@ -189,17 +200,251 @@ def test_unsupported_cases_are_refused():
         all_refused(rows)
 
 
-def test_a_name_stands_for_both():
-    both, named = (
-        zshard.predict_memory(Products(), 4, local_world_size=2, wire=wire)
-        for wire in (Wire("bf16", "bf16"), "bf16")
-    )
-    assert both == named
-
-
 @on_ranks(2)
 def test_nothing_is_encoded_on_one_host():
     model = wrap(None, transport="shm")  # "auto" is what the group's first model took
     grads = reduced(model, gradient(dist.get_rank()))
     assert "wire='bf16' has no effect" in model.summary()
     assert_same(grads, (gradient(0) + gradient(1)) / 2, "the gradients")
+
+
+LOW = zshard.MixedPrecision(torch.bfloat16)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def check_values(*sizes, dtype=torch.float32, **options):
+    """Check the parameters of a forward, the shards, and what a script may read."""
+    options = {"auto_wrap_policy": None, "timeout": 60, "wire": ROUNDED, **options}
+    exact = weights().to(dtype)
+    low = exact.bfloat16() if "mixed_precision" in options else exact
+    with hosts_of(*sizes) as group:
+        model = FSDP(Seen(dtype), process_group=group, **options)
+        for _ in range(2):
+            model(torch.ones(NUMEL, dtype=low.dtype)).backward()
+        assert_same(model.seen, [decoded(low)] * 2, "in forwards")
+        assert_same(model.state_dict(), {"weight": exact}, "in state_dict()")
+        with FSDP.summon_full_params(model):
+            assert_same(model.weight.detach(), exact, "summoned")
+        codes = low.dtype is torch.float32
+        words = f"parameters cross hosts as {'bf16' if codes else 'they are'}"
+        assert words in model.summary()
+
+
+VALUES = {
+    "shard_grad_op": {"strategy": "shard_grad_op"},
+    "float16": {"dtype": torch.float16},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float64": {"dtype": torch.float64},
+    "mixed precision": {"mixed_precision": LOW},
+    "on a disk": {},
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1, 1)])
+@on_ranks(4)
+def test_forward_computes_with_decoded_parameters(name, sizes, tmp_path):
+    disk = {"offload": zshard.Offload(directory=str(tmp_path))} if name == "on a disk" else {}
+    check_values(*sizes, **VALUES[name], **disk)
+
+
+@on_ranks(4)
+def test_fully_shard_takes_it():
+    with on_hosts(2):
+        model = zshard.fully_shard(Seen(), wire=ROUNDED)
+        model(torch.ones(NUMEL)).backward()
+    assert_same(model.seen[0], decoded(weights()), "in a forward")
+    assert "parameters cross hosts as bf16" in model.summary()
+
+
+# --- training -------------------------------------------------------------------------------------
+
+STEPS = 3
+
+
+def in_plain_torch(case):
+    """Return this rank's losses, and the final parameters, of a plain model that computes with
+    rounded parameters."""
+    exact, low = make(case.make), make(case.make)
+    optimizer = torch.optim.SGD(exact.parameters(), 0.1, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        with torch.no_grad():
+            for ours, kept in zip(low.parameters(), exact.parameters(), strict=True):
+                ours.copy_(kept.bfloat16().float())
+        grads = []
+        for rank in range(4):
+            low.zero_grad()
+            loss = loss_of(low(case.batch(step, rank)))
+            loss.backward()
+            grads.append([p.grad.clone() for p in low.parameters() if p.requires_grad])
+            if rank == dist.get_rank():
+                losses.append(loss.item())
+        trained = (kept for kept in exact.parameters() if kept.requires_grad)
+        for kept, *each in zip(trained, *grads, strict=True):
+            kept.grad = ((each[0] + each[1]) + (each[2] + each[3])) / 4
+        optimizer.step()
+    return losses, exact.state_dict()
+
+
+def recompute(model):
+    """Checkpoint what its children compute."""
+    for child in model.modules():
+        if isinstance(child, nn.Linear):
+            inner = child.forward
+            child.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+
+
+def check_training(name, variant="", **options):
+    """Fail unless losses and weights are the plain model's."""
+    case = CASES[name]
+    with hosts_of(2, 2) as group:
+        made = make(case.make)
+        if variant == "checkpoint":
+            recompute(made)
+        options = {"auto_wrap_policy": case.policy, "timeout": 60, "wire": ROUNDED, **options}
+        model = FSDP(made, process_group=group, **options)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        losses = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            before = model.state_dict()
+            loss = loss_of(model(case.batch(step, dist.get_rank())))
+            if variant == "read":
+                assert_same(model.state_dict(), before, "after a forward")
+                with FSDP.summon_full_params(model):
+                    assert_same(dict(model.named_parameters()), before, "summoned")
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert_same((losses, model.state_dict()), in_plain_torch(case), "after training")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("keep", [False, True, "auto"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("name", ["mlp", "net", "tied", "frozen"])
+@on_ranks(4)
+def test_training_matches_rounded_parameters(name, strategy, keep):
+    check_training(name, strategy=strategy, keep_gathered=keep)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("variant", ["checkpoint", "read"])
+@on_ranks(4)
+def test_recomputing_and_reading_change_nothing(variant, keep):
+    check_training("mlp", variant, keep_gathered=keep)
+
+
+@pytest.mark.thorough
+@on_ranks(4)
+def test_prefetch():
+    check_training("net", forward_prefetch=True, limit_all_gathers=False)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full", "zero1", "no_shard"])
+@on_ranks(4)
+def test_gathers_within_a_host_are_exact(strategy):
+    """wire changes nothing where no gather crosses hosts."""
+    way = (strategy, 2, 2) if strategy.startswith("hybrid") else (strategy, None)
+    states = []
+    with on_hosts(2):
+        for wire in (None, ROUNDED):
+            options = {"timeout": 60, "wire": wire}
+            training = Scenario("mlp", way, "torch.SGD", options=options).sharded(2)
+            words = "parameters cross hosts as they are"
+            assert wire is None or words in training.model.summary()
+            states.append(training.state())
+    assert_same(*states, "with and without a wire")
+
+
+# --- one rank alone, and full parameters ----------------------------------------------------------
+
+
+@on_ranks(4)
+def test_lone_evaluation_uses_the_same_values():
+    """One rank evaluates alone in each step, after all have."""
+    case = CASES["mlp"]
+    with hosts_of(2, 2) as group:
+        model = case_of(group, "mlp", wire="bf16")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(3):
+            with torch.no_grad():
+                together = model(case.batch(9, step))
+                if dist.get_rank() == step:
+                    assert_same(model(case.batch(9, step)), together, "alone")
+            loss_of(model(case.batch(step, dist.get_rank()))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(4)
+def test_conflicting_unsharding_is_refused():
+    words = "param_dtype or wire"
+    with hosts_of(2, 2) as group:
+        model = FSDP(Seen(), process_group=group, auto_wrap_policy=None, timeout=60, wire=ROUNDED)
+        model.unshard()
+        assert_same(model.weight.detach(), weights().bfloat16().float(), "unsharded")
+        summon = FSDP.summon_full_params(model).__enter__
+        calls = {"summon": summon, "state_dict": model.state_dict}
+        all_refused({name: (call, RuntimeError, words) for name, call in calls.items()})
+        model.reshard()
+        model(torch.ones(NUMEL)).backward()
+        with FSDP.summon_full_params(model), pytest.raises(RuntimeError, match=words):
+            model(torch.ones(NUMEL))
+        assert_same(model.state_dict(), {"weight": weights()}, "at the end")
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+def sent(group, wire):
+    """Return the bytes of a step's broadcasts for gathers."""
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    options = {"auto_wrap_policy": {nn.Linear}, "wire": wire, "timeout": 60}
+    model = FSDP(layers, process_group=group, **options)
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    recording = torch.profiler.profile(record_shapes=True, experimental_config=config)
+    with recording as profile, torch.no_grad():
+        model(torch.ones(2, 64))
+        time.sleep(0.3)  # torch's thread finishes recording after its waiters continue
+    moved = [e.input_shapes for e in profile.events() if e.name == "gloo:broadcast"]
+    return sum(math.prod(shape) for shapes in moved for shape in shapes)
+
+
+@on_ranks(4)
+def test_bytes_between_hosts():
+    with hosts_of(2, 2) as group:
+        exact, low = sent(group, None), sent(group, "bf16")
+    assert dist.get_rank() != 0 or exact == 2 * low > 0
+
+
+@pytest.mark.thorough
+@on_ranks(4)
+def test_memory_with_coded_parameters_is_as_predicted():
+    case, transports = CASES["net"], []
+    for wire in (None, "bf16"):
+        options = {"keep_gathered": False, "wire": Wire(parameters=wire)}
+        by_plan = zshard.predict_memory(
+            make(case.make),
+            4,
+            auto_wrap_policy=case.policy,
+            transport="hosts",
+            local_world_size=2,
+            optimizer=None,
+            **options,
+        )
+        with hosts_of(2, 2) as group:
+            model = case_of(group, "net", **options)
+            predicted = model.memory("predicted")
+            for step in range(2):
+                loss_of(model(case.batch(step, dist.get_rank()))).backward()
+            peak = model.memory("peak")
+        for part in ("slots", "buckets", "transport"):
+            assert by_plan[part] == predicted[part], part
+        assert peak["transport"] <= predicted["transport"]
+        transports.append(by_plan["transport"])
+    assert transports[1] >= transports[0]  # codes may fit into the memory of rounds
