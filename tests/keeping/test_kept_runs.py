@@ -1,5 +1,5 @@
-"""`python -m zshard run --keep` of the script of docs/recovery.md: killed, it ends with the loss of a
-run that nothing disturbed. tests/run/test_launch.py has the options."""
+"""`python -m zshard run --keep` of the script of docs/recovery.md: killed, it ends with the loss of
+a run that nothing disturbed. tests/run/test_launch.py has the options."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A kept run whose ranks are killed, or fail otherwise, continues as if nothing had happened: losses,
-norms and weights are those of an undisturbed run, to the bit."""
+"""A kept run whose ranks are killed, or fail otherwise, continues as if nothing had happened:
+losses, norms and weights are those of an undisturbed run, to the bit."""
 
 from __future__ import annotations
 

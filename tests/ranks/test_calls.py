@@ -1,5 +1,5 @@
-"""One rank alone in a collective call, or ranks in different ones: an error that names what each was in,
-and the remedy, never another call's bytes.
+"""One rank alone in a collective call, or ranks in different ones: an error that names what each was
+in, and the remedy, never another call's bytes.
 
 On both transports, whatever the other ranks do meanwhile: another call to zshard, training, or a
 collective of the script's own, which zshard does not see; failures within a call, and two threads.
@@ -57,7 +57,7 @@ CALLS = {  # of (model, optimizer, folder), and what an error names
 
 
 def lone(name, transport, folder):
-    """Return (the kind and text of the error, seconds until it) of the last rank, which is alone."""
+    """Return (the error's kind and text, seconds until it) of the last rank, which is alone."""
     stalls._EVERY = 0.1  # answers sooner
     model = model_of(transport, timeout=2.0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

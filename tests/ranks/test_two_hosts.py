@@ -21,10 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from misdeeds import Misdeed, check_survivors, make_model, step_once, train, wrap
 from nursery import SLACK, connect, result_of, start_nursery
 from scenario import Scenario
 from tasks import RankResult, task_of
+from test_failures import Misdeed, check_survivors, make_model, step_once, train, wrap
 
 import zshard
 
