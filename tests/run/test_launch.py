@@ -132,7 +132,7 @@ def test_summary() -> None:
 # --- a keeper ---------------------------------------------------------------------------------------
 
 
-def is_gone(token: str) -> bool:
+def has_ended(token: str) -> bool:
     with pytest.raises(KeeperError, match="no keeper answers"):
         Keeper(token).list()
     return True
@@ -145,7 +145,7 @@ def test_keep_starts_a_keeper_and_ends_it(
     assert args.training_script == "train.py" and args.max_restarts == 3
     assert args.training_script_args[-3:] == ["--keep", "x", "--keep="]
     assert f"process {args.keeper} keeps the run's state" in said
-    assert is_gone(args.token)
+    assert has_ended(args.token)
     assert given("-n1", "--keep", "--max-restarts", "0", "train.py")[0].max_restarts == 0
     monkeypatch.setenv("PET_MAX_RESTARTS", "7")
     assert given("-n1", "--keep", "train.py")[0].max_restarts == 7
@@ -178,7 +178,7 @@ def test_a_run_that_fails_or_whose_keeper_was_ended(
     monkeypatch.setattr(launch.torchrun, "run", run)
     with pytest.raises(RuntimeError, match="it failed") if ends == "torchrun" else nullcontext():
         assert "keeps the run's state" in given("-n1", "--keep", "train.py")[-1]
-    assert is_gone(tokens[0])
+    assert has_ended(tokens[0])
 
 
 # --- a rank, without torchrun -----------------------------------------------------------------------
