@@ -17,124 +17,87 @@ from spawn import RankPool, on_ranks
 from zshard import FSDP
 
 STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard")
-WORLDS = (1, 2, 3, 4)
 
 Numbers = tuple[dict[tuple[int, int], float], str]
-Runs = Callable[..., Numbers]
-
-
-@pytest.fixture
-def run(pools: dict[int, RankPool]) -> Runs:
-    """Train on a number of ranks; return all losses, and the digest that all ranks must have."""
-
-    def train_on(world: int, **options: Any) -> Numbers:
-        if "per_host" in options:  # which ranks would remember
-            results = fork_ranks(train_here, world, options, timeout=120, check=True)
-            return merged([result.value for result in results])
-        pool = pools.setdefault(world, RankPool(world))
-        return merged(pool.run(train_here, options))
-
-    return train_on
-
-
-def merged(found: list[Numbers]) -> Numbers:
-    losses: dict[tuple[int, int], float] = {}
-    for mine, digest in found:
-        assert all(losses.get(key, loss) == loss for key, loss in mine.items())
-        losses |= mine
-        assert digest == found[0][1]
-    return losses, found[0][1]
 
 
 def train_here(options: dict[str, Any]) -> Any:
     return train(**options)
 
 
+def merged(results: list[Numbers]) -> Numbers:
+    """Return all ranks' losses, and the digest that all ranks must have."""
+    losses: dict[tuple[int, int], float] = {}
+    for mine, digest in results:
+        assert all(losses.get(key, loss) == loss for key, loss in mine.items())
+        losses |= mine
+        assert digest == results[0][1]
+    return losses, results[0][1]
+
+
 @pytest.fixture(scope="module")
-def known() -> dict[str, Numbers]:
-    return {}
-
-
-@pytest.fixture
-def alone(run: Runs, known: dict[str, Numbers]) -> Runs:
+def alone() -> Callable[..., Numbers]:
     """The numbers of one rank without sharding, computed once."""
+    known: dict[str, Numbers] = {}
 
     def numbers(**options: Any) -> Numbers:
         key = repr(sorted(options.items()))
         if key not in known:
-            known[key] = run(1, strategy="no_shard", **options)
+            (result,) = fork_ranks(train_here, 1, {"strategy": "no_shard", **options}, check=True)
+            known[key] = merged([result.value])
         return known[key]
 
     return numbers
 
 
-CELLS = [
-    pytest.param(world, strategy, transport, id=f"{world}-{strategy}-{transport}")
-    for world in WORLDS
+CELLS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [  # ranks, how, and what is trained
+    (world, {"strategy": strategy, "transport": transport}, {})
+    for world in (2, 3, 4)
     for strategy in STRATEGIES
     for transport in ("shm", "c10d")
-    if world > 1 or transport == "shm"
 ]
+CELLS += [(1, {"strategy": strategy}, {}) for strategy in STRATEGIES]
+CELLS += [(world, {}, {"micro_batches": n}) for n in (4, 5, 7) for world in (2, 3, 4)]
+CELLS += [
+    (world, {"strategy": strategy}, {"optimizer": optimizer})
+    for optimizer in ("adamw 8 bit", "torch's momentum", "muon")
+    for world in (2, 3)
+    for strategy in ("full_shard", "no_shard")
+]
+CELLS += [(3, {}, {"bf16": True}), (2, {"strategy": "no_shard"}, {"bf16": True})]
+CELLS += [
+    (4, {"strategy": strategy, "per_host": 2}, {})
+    for strategy in ("full_shard", "hybrid_shard", "hybrid_shard_zero2", "hybrid_full")
+]
+CELLS += [(4, {"strategy": "zero1", "per_host": 1}, {})]
 
 
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize(("world", "strategy", "transport"), CELLS)
+@pytest.mark.sampled(20)
+@pytest.mark.parametrize(("world", "how", "what"), CELLS, ids=str)
 def test_any_cell_has_the_numbers_of_one_rank(
-    run: Runs, alone: Runs, world: int, strategy: str, transport: str
+    pools: dict[int, RankPool],
+    alone: Callable[..., Numbers],
+    world: int,
+    how: dict[str, Any],
+    what: dict[str, Any],
 ) -> None:
-    more = {"transport": transport} if world > 1 else {}
-    assert run(world, strategy=strategy, **more) == alone()
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("micro_batches", [4, 5, 7])
-def test_ranks_may_have_one_more_than_others(run: Runs, alone: Runs, micro_batches: int) -> None:
-    expected = alone(micro_batches=micro_batches)
-    for world in (2, 3, 4):
-        assert run(world, micro_batches=micro_batches) == expected
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("optimizer", ["adamw 8 bit", "torch's momentum", "muon"])
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_optimizers(run: Runs, alone: Runs, optimizer: str, world: int, strategy: str) -> None:
-    assert run(world, strategy=strategy, optimizer=optimizer) == alone(optimizer=optimizer)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("strategy", "world"), [("full_shard", 3), ("no_shard", 2)])
-def test_mixed_precision(run: Runs, alone: Runs, strategy: str, world: int) -> None:
-    assert run(world, strategy=strategy, bf16=True) == alone(bf16=True)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("strategy", "per_host"),
-    [
-        ("full_shard", 2),
-        ("hybrid_shard", 2),
-        ("hybrid_shard_zero2", 2),
-        ("hybrid_full", 2),
-        ("zero1", 1),
-    ],
-)
-def test_hosts(run: Runs, alone: Runs, strategy: str, per_host: int) -> None:
-    assert run(4, strategy=strategy, per_host=per_host) == alone()
-
-
-def peak_and_prediction(micro_batches: int, strategy: str) -> tuple[int, int]:
-    model = make(micro_batches, strategy=strategy)
-    predicted = model.memory("predicted")
-    for index in model.micro_batches(0):
-        loss_of(model, 0, index).backward()
-    return model.memory("peak")["grads"], predicted["grads"]
+    options = {**how, **what}
+    if "per_host" in how:  # which ranks would remember
+        forked = fork_ranks(train_here, world, options, timeout=120, check=True)
+        results = [result.value for result in forked]
+    else:
+        results = pools.setdefault(world, RankPool(world)).run(train_here, options)
+    assert merged(results) == alone(**what)
 
 
 @on_ranks(2)
 def test_memory_of_gradients_is_predicted() -> None:
     for micro_batches, strategy in product([2, 3, 7, 16], ["full_shard", "no_shard"]):
-        peak, predicted = peak_and_prediction(micro_batches, strategy)
+        model = make(micro_batches, strategy=strategy)
+        predicted = model.memory("predicted")["grads"]
+        for index in model.micro_batches(0):
+            loss_of(model, 0, index).backward()
+        peak = model.memory("peak")["grads"]
         # `never` and `seldom` have few
         assert 0 <= predicted - peak <= predicted // 4, (micro_batches, strategy)
 

@@ -1,9 +1,8 @@
-"""Keepers that end with their test, and a process to watch."""
+"""Keepers that end with their test."""
 
 from __future__ import annotations
 
 import contextlib
-import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -33,8 +32,6 @@ def keeper(started: Callable[..., Keeper]) -> Keeper:
 
 
 @pytest.fixture
-def launcher() -> Iterator[subprocess.Popen[bytes]]:
-    """A process to watch."""
-    with subprocess.Popen(["sleep", "1000"]) as process:
-        yield process
-        process.kill()
+def token(keeper: Keeper) -> str:
+    """The token of a keeper."""
+    return keeper.token

@@ -58,23 +58,18 @@ class Run:
 
     def __init__(self, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
-        dtype = torch.bfloat16 if options.get("optimizer") == "rounding" else torch.float32
-        net = Net(options.get("width", 64)).to(dtype)
-        self.dtype = dtype
-        given: dict[str, Any] = {"auto_wrap_policy": {nn.Linear}} if options.get("units") else {}
+        optimizer = options.get("optimizer", "adamw")
+        self.dtype = torch.bfloat16 if optimizer == "rounding" else torch.float32
         precision = options.get("precision")
-        if precision:
-            given["mixed_precision"] = zshard.MixedPrecision(getattr(torch, precision))
         self.model = zshard.FSDP(
-            net,
+            Net(options.get("width", 64)).to(self.dtype),
             strategy=options.get("strategy", "full_shard"),
             transport=options.get("transport", "shm"),
             timeout=options.get("timeout", 20),
-            **given,
+            auto_wrap_policy={nn.Linear} if options.get("units") else "auto",
+            mixed_precision=zshard.MixedPrecision(precision) if precision else None,
         )
-        self.optimizer = OPTIMIZERS[options.get("optimizer", "adamw")](
-            list(self.model.parameters())
-        )
+        self.optimizer = OPTIMIZERS[optimizer](list(self.model.parameters()))
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.9)
 
     def loss(self, step: int) -> Tensor:
@@ -92,20 +87,21 @@ class Run:
         ).hexdigest()
 
 
-def message_of(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def kept_run(token: str, **options: Any) -> tuple[Run, zshard.Keep]:
     os.environ[VARIABLE] = token
     run = Run(options)
     kept = zshard.Keep(run.model, run.optimizer)
     kept.recover({"step": 0})
     return run, kept
+
+
+def kept_step(run: Run, kept: zshard.Keep, number: int = 0, act: Any = lambda: None) -> None:
+    """Make the step of this number, with act() in its block."""
+    run.loss(number).backward()
+    with kept.commit({"step": number + 1}):
+        run.optimizer.step()
+        act()
+    run.optimizer.zero_grad()
 
 
 class Killer:
@@ -128,7 +124,7 @@ def train(
     token: str, folder: str, options: dict[str, Any], kill: tuple[Any, ...] | None
 ) -> tuple[int, str]:
     """Train to the end; write losses to the folder. Return where it began, and the weights'
-    digest."""
+    digest. options["fails"]: what is called, at which step, and on which ranks."""
     if token:
         os.environ[VARIABLE] = token
     if options.get("transport") == "hosts":
@@ -137,11 +133,14 @@ def train(
     kept = zshard.Keep(run.model, run.optimizer, run.scheduler) if token else None
     start = kept.recover({"step": 0}) if kept else {"step": 0}
     killer = Killer(kill)
+    act, when, whose = options.get("fails", (None, -1, ()))
     if start["step"] == 0:
         torch.manual_seed(dist.get_rank())
     log = open(Path(folder, f"losses{dist.get_rank()}"), "a")  # noqa: SIM115 - it may be killed
     for step in range(start["step"], options.get("steps", STEPS)):
         killer.at("forward", step)
+        if step == when and dist.get_rank() in whose:
+            act()
         if options.get("copy"):  # as for a moving average
             copy.deepcopy(run.model)
         loss = run.loss(step)

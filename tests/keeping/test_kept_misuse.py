@@ -10,159 +10,130 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from kept_training import Run, kept_run, message_of, train
+from kept_training import Run, kept_run, kept_step, train
 from nursery import fork_ranks
+from rows import all_refused, all_rows
+from scenarios import message_of
+from spawn import on_ranks
 from torch import nn
 
 import zshard
+from zshard import Keep
 from zshard.extras.keeping.client import VARIABLE, Keeper
+
+MISSING = NotImplementedError
 
 # --- what cannot be kept --------------------------------------------------------------------------
 
 
-def cannot_be_kept(token: str) -> list[str]:
+@on_ranks(2, fresh=True)
+def test_what_cannot_be_kept_is_named(token):
     os.environ[VARIABLE] = token
     run = Run({})
-    model, params = run.model, list(run.model.parameters())
-    extra = nn.Parameter(torch.zeros(3))
-    other = zshard.FSDP(nn.Linear(2, 2))
-    plain = nn.Linear(2, 2)
-    found = [
-        lambda: zshard.Keep(nn.Linear(2, 2), run.optimizer),
-        lambda: zshard.Keep(model, torch.optim.AdamW(params)),
-        lambda: zshard.Keep(model, zshard.Muon([{"params": params, "use_muon": False}])),
-        lambda: zshard.Keep(model, zshard.AdamW([*params, extra])),
-        lambda: zshard.Keep(model, run.optimizer, 7),
-        lambda: zshard.EMA(model, 0.9),
-        lambda: zshard.Keep(model, zshard.AdamW([*params, *other.parameters()])),
-        lambda: zshard.Keep(model, zshard.AdamW(params[:2]), zshard.SGD(params[2:], lr=1)),
-        lambda: zshard.Keep(model, run.optimizer, torch.optim.SGD(plain.parameters(), lr=1)),
-        lambda: zshard.Keep(model, run.optimizer, other),
-    ]
-    texts = [message_of(call) for call in found]
-    model.optimizer_in_backward(run.optimizer)
-    return [*texts, message_of(lambda: zshard.Keep(model, run.optimizer))]
+    model, params, own = run.model, list(run.model.parameters()), run.optimizer
+    other, plain, extra = zshard.FSDP(nn.Linear(2, 2)), nn.Linear(2, 2), nn.Parameter(torch.ones(3))
+    two = [zshard.AdamW(params[:2]), zshard.SGD(params[2:], lr=1)]
+    sgd, muon = torch.optim.SGD, zshard.Muon([{"params": params, "use_muon": False}])
+    no_module = "got SGD without the module that it steps: pass that module"
+    rows: dict[str, tuple[Any, type[Exception], str]] = {
+        "no model": (lambda: Keep(plain, own), TypeError, "expects an FSDP(...) model, got Linear"),
+        "of torch": (lambda: Keep(model, sgd(params)), MISSING, "AdamW, Adam or SGD of zshard"),
+        "Muon": (lambda: Keep(model, muon), MISSING, "muon.Muon"),
+        "a number": (lambda: Keep(model, own, 7), TypeError, "a int, which has no state_dict()"),
+        "averages": (
+            lambda: zshard.EMA(model, 0.9),
+            MISSING,
+            "a kept run cannot restore averages",
+        ),
+        "more": (
+            lambda: Keep(model, zshard.AdamW([*params, extra])),
+            ValueError,
+            "parameter 8 of the optimizer, of shape (3,)",
+        ),
+        "of another model": (
+            lambda: Keep(model, zshard.AdamW([*params, *other.parameters()])),
+            ValueError,
+            "steps 'weight', which is not in the model that Keep() was given",
+        ),
+        "two optimizers": (
+            lambda: Keep(model, *two),
+            MISSING,
+            "got a second one, SGD: give all parameters to one",
+        ),
+        "no module": (lambda: Keep(model, own, sgd(plain.parameters())), ValueError, no_module),
+        "two models": (lambda: Keep(model, own, other), MISSING, "but got a second one"),
+    }
+    all_refused(rows)
+    model.optimizer_in_backward(own)
+    text = message_of(lambda: Keep(model, own))
+    assert "optimizer_in_backward()" in text and "remove()" in text
 
 
-def test_what_cannot_be_kept_is_named(keeper: Keeper) -> None:
-    for result in fork_ranks(cannot_be_kept, 2, keeper.token, check=True):
-        plain, torchs, muon, extra, number, average, *beside, in_backward = result.value
-        assert plain == "TypeError: Keep() expects an FSDP(...) model, got Linear"
-        assert "a kept run needs AdamW, Adam or SGD of zshard" in torchs
-        assert "torch.optim.adamw.AdamW" in torchs and "muon.Muon" in muon
-        assert extra.startswith("ValueError: parameter 8 of the optimizer, of shape (3,)")
-        assert "got a int, which has no state_dict()" in number
-        assert average.startswith("NotImplementedError: a kept run cannot restore averages")
-        for text, words in zip(beside, BESIDE, strict=True):
-            assert words in text
-        assert "optimizer_in_backward()" in in_backward and "remove()" in in_backward
-
-
-BESIDE = (
-    "steps 'weight', which is not in the model that Keep() was given",
-    "keeps one optimizer of shards, but got a second one, SGD: give all parameters to one",
-    "got SGD without the module that it steps: pass that module",
-    "keeps one FSDP(...) model, but got a second one",
-)
-
-
-def without_keeper(when: str) -> str:
-    if when == "late":
-        run = Run({})
+@pytest.mark.parametrize("late", [False, True])
+@on_ranks(2, fresh=True)
+def test_a_run_without_a_keeper(late):
+    os.environ.pop(VARIABLE, None)
+    run = Run({})
+    if late:
         os.environ[VARIABLE] = "0" * 32
-    else:
-        os.environ.pop(VARIABLE, None)
-        run = Run({})
-    return message_of(lambda: zshard.Keep(run.model, run.optimizer))
+    text = message_of(lambda: Keep(run.model, run.optimizer), RuntimeError)
+    assert text.startswith("this run has no keeper") and "--keep" in text
 
 
-@pytest.mark.parametrize("when", ["never", "late"])
-def test_a_run_without_a_keeper(when: str) -> None:
-    for result in fork_ranks(without_keeper, 2, when, check=True):
-        assert result.value.startswith("RuntimeError: this run has no keeper")
-        assert "--keep" in result.value
-
-
-def alone(token: str) -> str:
+@on_ranks(1, fresh=True)
+def test_a_single_rank(token):
     os.environ[VARIABLE] = token
     model = zshard.FSDP(nn.Linear(2, 2))
-    return message_of(lambda: zshard.Keep(model, zshard.AdamW(model.parameters())))
-
-
-def test_a_single_rank(keeper: Keeper) -> None:
-    (result,) = fork_ranks(alone, 1, keeper.token, check=True)
-    assert "needs two ranks or more" in result.value
+    text = message_of(lambda: Keep(model, zshard.AdamW(model.parameters())))
+    assert "needs two ranks or more" in text
 
 
 # --- calls in the wrong place ---------------------------------------------------------------------
 
-
-def in_the_block(token: str) -> dict[str, tuple[str, bool, bool]]:
-    """Return for each act the error, whether weights are as before, and whether the run continues
-    after it."""
-    run, kept = kept_run(token)
-
-    def step(act: Any = None) -> None:
-        run.loss(0).backward()
-        with kept.commit({"step": 1}):
-            run.optimizer.step()
-            if act is not None:
-                act()
-        run.optimizer.zero_grad()
-
-    acts = {
-        "forward": lambda: run.loss(1),
-        "state_dict": run.model.state_dict,
-        "optimizer's state_dict": run.optimizer.state_dict,
-        "second step": run.optimizer.step,
-        "zero_grad": run.optimizer.zero_grad,
-        "zero_grad in place": lambda: run.optimizer.zero_grad(set_to_none=False),
-        "nested": lambda: kept.commit({"step": 1}).__enter__(),
-        "exception": lambda: 1 / 0,
-    }
-    step()
-    found = {}
-    for what, act in acts.items():
-        before = run.digest(buffers=False)
-        text = message_of(lambda: step(act))  # noqa: B023
-        same = run.digest(buffers=False) == before
-        run.optimizer.zero_grad()
-        step()
-        found[what] = text, same, run.digest(buffers=False) != before
-    return found
-
-
-BLOCK = {
-    "forward": "run forwards and state_dict() after it",
-    "state_dict": "run forwards and state_dict() after it",
-    "optimizer's state_dict": "run forwards and state_dict() after it",
-    "second step": "step() was called twice in one commit()",
-    "zero_grad": "call zero_grad() after the block",
-    "zero_grad in place": "call zero_grad() after the block",
-    "nested": "commit() within commit()",
-    "exception": "division by zero",
+AFTER_IT = "run forwards and state_dict() after it"
+BLOCK: dict[str, tuple[Any, str]] = {  # what is done in the block, and what is said
+    "forward": (lambda run, kept: run.loss(1), AFTER_IT),
+    "state_dict": (lambda run, kept: run.model.state_dict(), AFTER_IT),
+    "optimizer's state_dict": (lambda run, kept: run.optimizer.state_dict(), AFTER_IT),
+    "second step": (
+        lambda run, kept: run.optimizer.step(),
+        "step() was called twice in one commit()",
+    ),
+    "zero_grad": (lambda run, kept: run.optimizer.zero_grad(), "call zero_grad() after the block"),
+    "zero_grad in place": (
+        lambda run, kept: run.optimizer.zero_grad(set_to_none=False),
+        "call zero_grad() after the block",
+    ),
+    "nested": (lambda run, kept: kept.commit({}).__enter__(), "commit() within commit()"),
+    "exception": (lambda run, kept: 1 / 0, "division by zero"),
 }
 
 
-def test_in_the_block(keeper: Keeper) -> None:
-    for result in fork_ranks(in_the_block, 2, keeper.token, check=True):
-        wrong = {
-            what: found
-            for what, found in result.value.items()
-            if BLOCK[what] not in found[0] or found[1:] != (True, True)
-        }
-        assert (wrong, len(result.value)) == ({}, len(BLOCK))
+@on_ranks(2, fresh=True)
+def test_in_the_block(token):
+    """The weights are as before, and the run continues."""
+    run, kept = kept_run(token)
+    kept_step(run, kept)
+    with all_rows() as row:
+        for name, (act, words) in BLOCK.items():
+            with row(name):
+                before = run.digest(buffers=False)
+                with pytest.raises((RuntimeError, ZeroDivisionError)) as caught:
+                    kept_step(run, kept, 0, lambda act=act: act(run, kept))
+                assert words in str(caught.value)
+                assert run.digest(buffers=False) == before
+                run.optimizer.zero_grad()
+                kept_step(run, kept)
+                assert run.digest(buffers=False) != before
 
 
-def reads_gradients(token: str) -> tuple[str, str]:
+@on_ranks(2, fresh=True)
+def test_gradients_may_be_read_in_the_block(token):
     """Clipping leaves a factor for the step; a script that reads .grad in the block has it applied
     before."""
     digests = []
     for reads in (False, True):
-        os.environ[VARIABLE] = token
-        run = Run({})
-        kept = zshard.Keep(run.model, run.optimizer)
-        kept.recover({})
+        run, kept = kept_run(token)
         run.loss(0).backward()
         run.model.clip_grad_norm_(0.01)
         torch.manual_seed(0)
@@ -172,32 +143,19 @@ def reads_gradients(token: str) -> tuple[str, str]:
                 zshard.full_tensor(next(iter(run.model.parameters())).grad)
         digests.append(run.digest())
         kept.close()
-    return digests[0], digests[1]
+    assert digests[0] == digests[1]
 
 
-def test_gradients_may_be_read_in_the_block(keeper: Keeper) -> None:
-    for result in fork_ranks(reads_gradients, 2, keeper.token, check=True):
-        first, second = result.value
-        assert first == second
-
-
-def out_of_order(token: str) -> list[str]:
+@on_ranks(2, fresh=True)
+def test_calls_out_of_order(token):
     os.environ[VARIABLE] = token
     run = Run({})
-    kept = zshard.Keep(run.model, run.optimizer)
-    found = [message_of(lambda: kept.commit({}).__enter__())]
+    kept = Keep(run.model, run.optimizer)
+    assert "commit() before recover()" in message_of(lambda: kept.commit({}), RuntimeError)
     kept.recover({})
-    found.append(message_of(lambda: kept.recover({})))
-    found.append(message_of(lambda: kept.commit({"f": lambda: 0}).__enter__()))
-    return found
-
-
-def test_calls_out_of_order(keeper: Keeper) -> None:
-    for result in fork_ranks(out_of_order, 2, keeper.token, check=True):
-        early, twice, values = result.value
-        assert "commit() before recover()" in early
-        assert "recover() was called before" in twice
-        assert values.startswith("TypeError: commit() takes plain values")
+    assert "recover() was called before" in message_of(lambda: kept.recover({}), RuntimeError)
+    text = message_of(lambda: kept.commit({"f": lambda: 0}).__enter__(), TypeError)
+    assert "commit() takes plain values" in text
 
 
 class Unpicklable:
@@ -213,60 +171,43 @@ class Unpicklable:
         self.state = state
 
 
-def failing(token: str, optimizer: str, what: str) -> list[tuple[list[str], str]]:
-    """Return the errors and the weights of a run in which the first two commits fail, and of one in
-    which none does."""
-    found = []
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "8 bit", "rounding"])
+@on_ranks(2, fresh=True)
+def test_a_commit_that_fails_changes_nothing(token, optimizer):
+    """A run in which the first two commits fail ends as one in which none does."""
+    os.environ[VARIABLE] = token
+    digests = []
     for fails in (True, False):
-        os.environ[VARIABLE] = token
         run, other = Run({"optimizer": optimizer}), Unpicklable()
-        kept = zshard.Keep(run.model, run.optimizer, other)
+        kept = Keep(run.model, run.optimizer, other)
         kept.recover({})
         torch.manual_seed(0)
-        texts = []
         for number in range(4):
             run.loss(number).backward()
+            other.state = {"f": lambda: 0} if fails and number == 0 else {}
             if fails and number < 2:
-                texts.append(message_of(lambda: stepped(run, kept, other, what)))  # noqa: B023
-            stepped(run, kept, other, "")
+                words = "in the block" if number else "Keep() takes plain values"
+                with pytest.raises((TypeError, ValueError)) as caught, kept.commit({}):
+                    run.optimizer.step()
+                    if number:
+                        raise ValueError("in the block")
+                assert words in str(caught.value)
+            other.state = {}
+            with kept.commit({}):
+                run.optimizer.step()
             run.optimizer.zero_grad()
-        found.append((texts, run.digest()))
+        digests.append(run.digest())
         kept.close()
-    return found
-
-
-def stepped(run: Run, kept: zshard.Keep, other: Unpicklable, fails: str) -> None:
-    other.state = {"f": lambda: 0} if fails == "state" else {}
-    with kept.commit({}):
-        run.optimizer.step()
-        if fails == "body":
-            raise ValueError("in the block")
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("what", ["body", "state"])
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "8 bit", "rounding"])
-def test_a_commit_that_fails_changes_nothing(keeper: Keeper, optimizer: str, what: str) -> None:
-    for result in fork_ranks(failing, 2, keeper.token, optimizer, what, check=True):
-        (texts, digest), (_, expected) = result.value
-        words = "in the block" if what == "body" else "TypeError: Keep() takes plain values"
-        assert len(texts) == 2 and all(words in text for text in texts)
-        assert digest == expected
+    assert digests[0] == digests[1]
 
 
 def on_one_rank(token: str, what: str) -> str:
     run, kept = kept_run(token)
-
-    def step() -> None:
-        run.loss(0).backward()
-        with kept.commit({}):
-            run.optimizer.step()
-        run.optimizer.zero_grad()
-
-    step()
+    kept_step(run, kept)
     run.loss(0).backward()
     if dist.get_rank() == 1 and what == "no commit":
-        return message_of(lambda: run.loss(1).backward())
+        return message_of(lambda: run.loss(1).backward(), zshard.DivergenceError)
     if dist.get_rank() == 1 and what == "an exception":
         raise ValueError("rank 1 has a problem")
 
@@ -274,78 +215,80 @@ def on_one_rank(token: str, what: str) -> str:
         with kept.commit({}):
             run.optimizer.step()
 
-    text = message_of(commit)
+    kind = zshard.DivergenceError if what == "no commit" else zshard.PeerError
+    text = message_of(commit, kind)
     assert "the last commit() failed on the way" in message_of(commit)
     return text
 
 
 @pytest.mark.parametrize("what", ["no commit", "an exception"])
-def test_what_one_rank_does_alone(keeper: Keeper, what: str) -> None:
-    first, second = fork_ranks(on_one_rank, 2, keeper.token, what)
-    if what == "an exception":
-        assert second.returncode == 1
-        assert first.value.startswith("PeerError") and "rank 1 has a problem" in first.value
-    else:
-        assert first.value.startswith("DivergenceError")
-        assert second.value.startswith("DivergenceError")
+def test_what_one_rank_does_alone(token: str, what: str) -> None:
+    first, second = fork_ranks(on_one_rank, 2, token, what)
+    assert first.returncode == 0, first.stderr
+    assert second.returncode == (what == "an exception"), second.stderr
+    assert what == "no commit" or "rank 1 has a problem" in first.value
 
 
 # --- restarts that do not fit ---------------------------------------------------------------------
 
 
-def some_steps(token: str, folder: str, options: dict[str, Any]) -> Any:
+def some_steps(token: str, folder: str = "") -> str:
     """Two steps of a run that then ends without an error, as if it were killed."""
-    run, kept = kept_run(token, **options)
+    run, kept = kept_run(token)
     for step in range(2):
-        run.loss(step).backward()
-        with kept.commit({"step": step + 1}):
-            run.optimizer.step()
-        run.optimizer.zero_grad()
+        kept_step(run, kept, step)
     if folder:
         zshard.save(folder, run.model, run.optimizer, step=2, extra={"step": 2})
     return run.digest()
 
 
 def restarted(token: str, folder: str, options: dict[str, Any]) -> tuple[str, Any, str]:
+    """Return the error of recover(), the step at which the run begins, and its weights' digest."""
     os.environ[VARIABLE] = token
     run = Run(options)
     others = [run.scheduler] if options.get("others") else []
     if options.get("buffer"):
         run.model.register_buffer("scale", torch.zeros(2))
-    kept = zshard.Keep(run.model, run.optimizer, *others, checkpoints=folder or None)
-    start: dict[str, Any] = {}
-    text = message_of(lambda: start.update(kept.recover({"step": 0})))
-    return text, start.get("step"), run.digest()
+    where = {"checkpoints": folder or None, "name": options.get("name", "")}
+    kept = Keep(run.model, run.optimizer, *others, **where)
+    try:
+        start = kept.recover({"step": 0})["step"]
+    except Exception as error:
+        return str(error), None, ""
+    return "nothing", start, run.digest()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"width": 32}, "the kept state has the parameter 'body.0.bias (64,)"),
-        ({"optimizer": "momentum"}, "the kept state has the optimizer 'AdamW [8]"),
-        ({"optimizer": "two groups"}, "the kept state has the optimizer 'AdamW [8]"),
-        ({"others": True}, "the kept state has the list of others '[]', but this script has '["),
-        ({"buffer": True}, "the kept state has the buffer 'nothing', but this script has 'scale"),
-        ({"strategy": "zero1"}, "nothing"),
-    ],
-)
-def test_another_script_is_refused(keeper: Keeper, options: dict[str, Any], words: str) -> None:
-    fork_ranks(some_steps, 2, keeper.token, "", {}, check=True)
-    for result in fork_ranks(restarted, 2, keeper.token, "", options, check=True):
-        text, start, _ = result.value
-        assert words in text
-        assert start == (2 if words == "nothing" else None)
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"width": 32}, "the kept state has the parameter 'body.0.bias (64,)"),
+    ({"optimizer": "momentum"}, "the kept state has the optimizer 'AdamW [8]"),
+    ({"optimizer": "two groups"}, "the kept state has the optimizer 'AdamW [8]"),
+    ({"others": True}, "the kept state has the list of others '[]', but this script has '["),
+    ({"buffer": True}, "the kept state has the buffer 'nothing', but this script has 'scale"),
+    ({"strategy": "zero1"}, "nothing"),
+]
+
+
+def test_another_script_is_refused(token: str) -> None:
+    """That leaves what is kept to the right one."""
+    fork_ranks(some_steps, 2, token, check=True)
+    with all_rows() as row:
+        for options, words in UNFIT:
+            with row(options):
+                for result in fork_ranks(restarted, 2, token, "", options, check=True):
+                    text, start, _ = result.value
+                    assert words in text
+                    assert start == (2 if words == "nothing" else None)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("worlds", [(2, 3), (3, 2)])
 @pytest.mark.parametrize("with_checkpoint", [False, True])
 def test_another_number_of_ranks(
-    keeper: Keeper, tmp_path: Path, with_checkpoint: bool, worlds: tuple[int, int]
+    token: str, tmp_path: Path, with_checkpoint: bool, worlds: tuple[int, int]
 ) -> None:
     folder = str(tmp_path / "runs") if with_checkpoint else ""
-    saved = fork_ranks(some_steps, worlds[0], keeper.token, folder, {}, check=True)
-    for result in fork_ranks(restarted, worlds[1], keeper.token, folder, {}, check=True):
+    saved = fork_ranks(some_steps, worlds[0], token, folder, check=True)
+    for result in fork_ranks(restarted, worlds[1], token, folder, {}, check=True):
         text, start, digest = result.value
         assert text == "nothing" and start == (2 if with_checkpoint else 0)
         assert (digest == saved[0].value) == with_checkpoint
@@ -354,7 +297,7 @@ def test_another_number_of_ranks(
 
 def test_a_checkpoint_without_the_state_of_others(keeper: Keeper, tmp_path: Path) -> None:
     folder = str(tmp_path / "runs")
-    fork_ranks(some_steps, 2, keeper.token, folder, {}, check=True)
+    fork_ranks(some_steps, 2, keeper.token, folder, check=True)
     for name in keeper.list():
         keeper.drop(name)
     for result in fork_ranks(restarted, 2, keeper.token, folder, {"others": True}, check=True):
@@ -363,47 +306,36 @@ def test_a_checkpoint_without_the_state_of_others(keeper: Keeper, tmp_path: Path
         assert "lacks the state of the StepLR" in text and "extra=kept.state_dict()" in text
 
 
+def test_a_name_finds_its_memory(token: str) -> None:
+    fork_ranks(some_steps, 2, token, check=True)
+    for name, expected in (("another one", 0), ("0", 2), ("", 2)):
+        results = fork_ranks(restarted, 2, token, "", {"name": name}, check=True)
+        assert [result.value[:2] for result in results] == [("nothing", expected)] * 2
+
+
 def one_after_the_other(token: str, killed: bool) -> list[int]:
     """Return where two kept runs of a process begin."""
     began = []
     for number in range(2):
         run, kept = kept_run(token)
-        start = kept.state_dict()["script"]["step"]
-        began.append(start)
-        for step in range(start, 4):
+        began.append(kept.state_dict()["script"]["step"])
+        for step in range(began[-1], 4):
             if killed and (number, step, dist.get_rank()) == (1, 2, 0):
                 os.kill(os.getpid(), signal.SIGKILL)
-            run.loss(step).backward()
-            with kept.commit({"step": step + 1}):
-                run.optimizer.step()
-            run.optimizer.zero_grad()
+            kept_step(run, kept, step)
         kept.close()
     return began
 
 
-def named(token: str, name: str) -> Any:
-    os.environ[VARIABLE] = token
-    run = Run({})
-    return zshard.Keep(run.model, run.optimizer, name=name).recover({"step": 0})["step"]
-
-
-def test_a_name_finds_its_memory(keeper: Keeper) -> None:
-    fork_ranks(some_steps, 2, keeper.token, "", {}, check=True)
-    for name, expected in (("another one", 0), ("0", 2), ("", 2)):
-        results = fork_ranks(named, 2, keeper.token, name, check=True)
-        assert [result.value for result in results] == [expected] * 2
-
-
-def test_each_keep_of_a_process_finds_its_own_memory(keeper: Keeper) -> None:
+def test_each_keep_of_a_process_finds_its_own_memory(token: str) -> None:
     """The first is closed when a rank is killed in the second."""
-    fork_ranks(one_after_the_other, 2, keeper.token, True)
-    for result in fork_ranks(one_after_the_other, 2, keeper.token, False, check=True):
+    fork_ranks(one_after_the_other, 2, token, True)
+    for result in fork_ranks(one_after_the_other, 2, token, False, check=True):
         assert result.value == [0, 2]
 
 
 def test_a_keeper_that_was_killed(keeper: Keeper, tmp_path: Path) -> None:
-    token = keeper.token
     keeper.end()
-    for result in fork_ranks(train, 2, token, str(tmp_path), {}, None):
+    for result in fork_ranks(train, 2, keeper.token, str(tmp_path), {}, None):
         assert result.returncode == 1
         assert "KeeperError: no keeper answers under this token" in result.stderr

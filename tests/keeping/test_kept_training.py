@@ -1,18 +1,34 @@
-"""A kept run whose ranks are killed continues as if nothing had happened: losses, norms and weights
-are those of an undisturbed run, to the bit."""
+"""A kept run whose ranks are killed, or fail otherwise, continues as if nothing had happened:
+losses, norms and weights are those of an undisturbed run, to the bit."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kept_training import STEPS, Run, losses_in, random_kills, survived, undisturbed
+import torch.distributed as dist
+from kept_training import (
+    STEPS,
+    Run,
+    kept_step,
+    losses_in,
+    random_kills,
+    survived,
+    train,
+    undisturbed,
+)
 from nursery import fork_ranks
 
 import zshard
+from zshard.checkpoint import save as checkpoint_save
 from zshard.extras.keeping.client import VARIABLE, Keeper
 
 PLACES = ("forward", "backward", "before", "block", "after")
@@ -61,39 +77,35 @@ def test_each_strategy_and_optimizer(
     check(keeper, tmp_path, options, [("block", 1, 5)])
 
 
-def test_mixed_precision_and_units(keeper: Keeper, tmp_path: Path) -> None:
-    check(keeper, tmp_path, {"precision": "bfloat16", "units": True}, [("block", 0, 5)])
+OTHERS: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {  # options, and kills
+    "mixed precision": ({"precision": torch.bfloat16, "units": True}, [("block", 0, 5)]),
+    "copies of the model": ({"copy": True, "units": True}, [("block", 1, 5)]),
+    "copies with 8 bits": ({"optimizer": "8 bit", "copy": True}, [("block", 1, 5)]),
+    # In the first step after a recovery, too, and twice in one step.
+    "in a row": (
+        {},
+        [("before", 0, 2), ("forward", 1, 2), ("block", 0, 2), ("after", 1, 2), ("block", 1, 3)],
+    ),
+    "three ranks": ({"ranks": 3}, [("block", 2, 4), ("after", 0, 5)]),
+    **{
+        f"two hosts, {strategy}": (
+            {"ranks": 4, "transport": "hosts", "strategy": strategy},
+            [("block", 2, 4), ("after", 1, 5)],
+        )
+        for strategy in ("full_shard", "hybrid_shard", "zero1")
+    },
+}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "8 bit"])
-def test_copies_of_the_model_change_nothing(keeper: Keeper, tmp_path: Path, optimizer: str) -> None:
-    options = {"optimizer": optimizer, "copy": True, "units": True}
-    check(keeper, tmp_path, options, [("block", 1, 5)])
-
-
-def test_failures_in_a_row(keeper: Keeper, tmp_path: Path) -> None:
-    """One kill after another: in the first step after a recovery, too, and twice in one step."""
-    kills = [("before", 0, 2), ("forward", 1, 2), ("block", 0, 2), ("after", 1, 2), ("block", 1, 3)]
-    assert check(keeper, tmp_path, {}, kills) == 3
-
-
-def test_more_ranks(keeper: Keeper, tmp_path: Path) -> None:
-    check(keeper, tmp_path, {"ranks": 3}, [("block", 2, 4), ("after", 0, 5)])
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "zero1"])
-def test_two_hosts(keeper: Keeper, tmp_path: Path, strategy: str) -> None:
-    options = {"ranks": 4, "transport": "hosts", "strategy": strategy}
-    check(keeper, tmp_path, options, [("block", 2, 4), ("after", 1, 5)])
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_runs(keeper: Keeper, tmp_path: Path, name: str) -> None:
+    options, kills = OTHERS[name]
+    begins = check(keeper, tmp_path, options, kills)
+    assert begins == 3 or name != "in a row"
 
 
 WIDE = {"width": 1024, "steps": 16}  # its step takes a good part of the time
-
-
-@pytest.mark.thorough
-def test_random_kills(keeper: Keeper, tmp_path: Path) -> None:
-    check(keeper, tmp_path, WIDE, random_kills(3, 0.3, 0))
 
 
 @pytest.mark.thorough
@@ -102,23 +114,117 @@ def test_a_hundred_random_kills(keeper: Keeper, tmp_path: Path, seed: int) -> No
     check(keeper, tmp_path, WIDE, random_kills(10, 0.3, seed + 1))
 
 
-def with_transposed_buffer(token: str) -> tuple[int, bool]:
-    """Commit a step, or recover it; return where this began, and whether the buffer is as it was
-    committed."""
+def with_transposed_buffer(token: str, expected_start: int) -> None:
+    """Commit a step, or recover it."""
     os.environ[VARIABLE] = token
     run, expected = Run({}), torch.arange(12.0).view(3, 4).t()
     run.model.register_buffer("table", torch.zeros(3, 4).t())
     kept = zshard.Keep(run.model, run.optimizer)
     start = kept.recover({"step": 0})["step"]
+    assert start == expected_start
     if start == 0:
         run.model.table.copy_(expected)
-        run.loss(0).backward()
-        with kept.commit({"step": 1}):
-            run.optimizer.step()
-    return start, torch.equal(run.model.table, expected)
+        kept_step(run, kept)
+    assert torch.equal(run.model.table, expected)
 
 
-def test_a_buffer_with_strides_is_restored(keeper: Keeper) -> None:
+def test_a_buffer_with_strides_is_restored(token: str) -> None:
     for start in (0, 1):
-        for result in fork_ranks(with_transposed_buffer, 2, keeper.token, check=True):
-            assert result.value == (start, True)
+        fork_ranks(with_transposed_buffer, 2, token, start, check=True)
+
+
+# --- other failures -------------------------------------------------------------------------------
+
+AT = 4  # the step in which it happens
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_in_loader() -> None:
+    raise ValueError("a damaged record")
+
+
+def hang() -> None:
+    time.sleep(60)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+
+
+FAILURES: dict[str, tuple[Callable[[], None], tuple[int, ...], dict[int, str]]] = {
+    # what happens, on which ranks, and what these and the others say
+    "all ranks are killed": (kill, (0, 1), {}),
+    "a data loader raises": (raise_in_loader, (1,), {1: "damaged record", 0: "damaged record"}),
+    "a rank hangs": (hang, (1,), {0: "PeerTimeoutError"}),
+    "Ctrl-C": (interrupt, (0, 1), {0: "KeyboardInterrupt", 1: "KeyboardInterrupt"}),
+}
+
+
+def options_of(what: str, transport: str = "shm") -> dict[str, Any]:
+    act, ranks, _ = FAILURES[what]
+    timeout = 2 if what == "a rank hangs" else 20
+    return {"timeout": timeout, "transport": transport, "fails": (act, AT, ranks)}
+
+
+def continues(keeper: Keeper, folder: Path, options: dict[str, Any]) -> None:
+    """The next processes begin at that step, and end as undisturbed ones."""
+    expected = undisturbed(options)
+    results = fork_ranks(train, 2, keeper.token, str(folder), options, None, check=True)
+    assert [result.value for result in results] == [(AT, digest) for digest, _ in expected]
+    assert [losses_in(folder, rank) for rank in range(2)] == [losses for _, losses in expected]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("what", FAILURES)
+def test_the_next_processes_continue(keeper: Keeper, tmp_path: Path, what: str) -> None:
+    arguments = (keeper.token, str(tmp_path), options_of(what), None)
+    results = fork_ranks(train, 2, *arguments, until=0 if what == "a rank hangs" else None)
+    assert all(result.returncode != 0 for result in results)
+    for rank, words in FAILURES[what][2].items():
+        assert words in results[rank].stderr
+    continues(keeper, tmp_path, {})
+
+
+def fails_and_catches(token: str, folder: str, transport: str) -> None:
+    """The script catches the exception, so its model is freed before the process ends."""
+    with contextlib.suppress(ValueError, zshard.PeerError):
+        train(token, folder, options_of("a data loader raises", transport), None)
+    gc.collect()
+    raise SystemExit(1)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_what_is_kept_outlives_the_model(keeper: Keeper, tmp_path: Path, transport: str) -> None:
+    results = fork_ranks(fails_and_catches, 2, keeper.token, str(tmp_path), transport)
+    assert [result.returncode for result in results] == [1, 1], [r.stderr for r in results]
+    continues(keeper, tmp_path, {"transport": transport})
+
+
+def killed_in_save(token: str, folder: str, rank: int | None) -> tuple[int, str, str | None]:
+    """Save after step 2; return where it began, the digest, and the newest checkpoint."""
+    os.environ[VARIABLE] = token
+    run = Run({})
+    kept = zshard.Keep(run.model, run.optimizer)
+    start = kept.recover({"step": 0})["step"]
+    if rank == dist.get_rank():
+        checkpoint_save._write_runs = lambda *_: kill()
+    for step in range(start, 4):
+        kept_step(run, kept, step)
+        if step == 2:
+            zshard.save(folder, run.model, run.optimizer, step=3, extra={"step": 3})
+    return start, run.digest(), zshard.latest_checkpoint(folder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_killed_while_it_saves(keeper: Keeper, tmp_path: Path, rank: int) -> None:
+    folder = str(tmp_path / "runs")
+    results = fork_ranks(killed_in_save, 2, keeper.token, folder, rank)
+    assert results[rank].returncode == -signal.SIGKILL
+    assert "PeerError" in results[1 - rank].stderr
+    found = fork_ranks(killed_in_save, 2, keeper.token, folder, None, check=True)
+    assert [result.value[0] for result in found] == [3, 3]
+    assert [result.value[2] for result in found] == [None, None]  # the one that was cut off

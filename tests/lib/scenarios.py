@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same, differences
+from groups import own_group
 from models import COMBINATIONS, Block, loss_of, make, wrapped
 from torch import Tensor, nn
 
@@ -58,6 +59,12 @@ class Wide(nn.Module):
 
     def forward(self, x):
         return self.second(torch.tanh(self.first(x)))
+
+
+def built(combination, build=Wide, **options):
+    """Return a model on transports of its own: a test may leave them broken."""
+    options = {"process_group": own_group(), "timeout": 20, **options}
+    return wrapped(build, combination, **options)
 
 
 def learn(model, optimizer, step, stepping=True):

@@ -1,47 +1,164 @@
-"""Ranks in different public calls, a failure within one that communicates, and two threads: errors
-that name what each rank was in, never another call's bytes."""
+"""One rank alone in a collective call, or ranks in different ones: an error that names what each was
+in, and the remedy, never another call's bytes.
+
+On both transports, whatever the other ranks do meanwhile: another call to zshard, training, or a
+collective of the script's own, which zshard does not see; failures within a call, and two threads.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
-import resource
+import os
+import re
 import threading
-from pathlib import Path
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from groups import own_group, passing_groups
+from groups import own_group
 from models import TRANSPORTS, make
 from nursery import fork_ranks
-from scenarios import Stack, floats, transport_of
-from spawn import ranks
+from rows import all_refused, all_rows
+from scenarios import Stack, Wide, built, floats, loss_of, transport_of
+from spawn import on_ranks
 
 import zshard
 from zshard import FSDP
-from zshard.ranks import agreement
+from zshard.ranks import stalls
 from zshard.state import source
-from zshard.units.units import state_of
+
+both = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
-def built(transport, build=Stack, **options):
-    """Return a model on transports of its own: a test may leave them broken."""
-    given = {"process_group": own_group(), "transport": transport, "timeout": 10, **options}
-    return FSDP(make(build), **given)
+def model_of(transport, **options):
+    return FSDP(make(Wide), transport=transport, **options)
+
+
+def backward(model, number):
+    loss_of(model(floats(number))).backward()
+
+
+CALLS = {  # of (model, optimizer, folder), and what an error names
+    "a forward": (lambda model, *_: model(floats(0)), "torch.no_grad()"),
+    "an evaluation": (torch.no_grad()(lambda model, *_: model(floats(0))), "all-gathering param"),
+    "state_dict()": (lambda model, *_: model.state_dict(), "state_dict()"),
+    "an optimizer's": (lambda model, optimizer, _: optimizer.state_dict(), "state_dict()"),
+    "save()": (lambda model, _, folder: zshard.save(folder, model), "save()"),
+    "full_tensor()": (
+        lambda model, *_: zshard.full_tensor(next(model.parameters()).grad),
+        "full_tensor()",
+    ),
+    "clip_grad_norm_()": (lambda model, *_: model.clip_grad_norm_(1.0), "clip_grad_norm_()"),
+    "named_norms()": (lambda model, *_: zshard.named_norms(model), "named_norms()"),
+}
+
+# --- the others are in a collective of the script's own -------------------------------------------
+
+
+def lone(name, transport, folder):
+    """Return (the error's kind and text, seconds until it) of the last rank, which is alone."""
+    stalls._EVERY = 0.1  # answers sooner
+    model = model_of(transport, timeout=2.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    backward(model, dist.get_rank())
+    optimizer.step()
+    start = time.monotonic()
+    try:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            CALLS[name][0](model, optimizer, folder)
+        dist.barrier()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", 0.0
+
+
+LONE = [("a forward", "shm"), *((name, "c10d") for name in list(CALLS)[:5])]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("call", "transport"), LONE)
+def test_error_reports_that_other_ranks_are_elsewhere(tmp_path, call, transport, world):
+    result = fork_ranks(lone, world, call, transport, str(tmp_path / "saved"))[-1]
+    assert result.value is not None, result.stderr
+    kind, text, seconds = result.value
+    assert kind == "PeerTimeoutError" and 1.9 < seconds < 20
+    assert CALLS[call][1] in text
+    for rank in range(world - 1):
+        assert re.search(rf"rank {rank}( \(pid \d+\))? is not in a zshard collective", text), text
+    if transport == "c10d" and call != "a forward":
+        assert "call it on all of them" in text and "transport='shm'" in text
+    assert "has been waiting" not in result.stderr  # the error replaced it
+
+
+def late():
+    """A rank that is only late, and has been asked why: no line, no error."""
+    stalls._EVERY = 0.1  # answers sooner
+    model = model_of("c10d", timeout=4)
+    if os.environ["RANK"] == "1":
+        time.sleep(1.5)
+    backward(model, 0)
+    return True
+
+
+def test_late_rank_is_waited_for():
+    for result in fork_ranks(late, 2):
+        assert result.value is True, result.stderr
+        assert "zshard:" not in result.stderr
+
+
+# --- the others are in other calls, or have ended -------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize(
+    ("call", "other"), [*((call, "") for call in list(CALLS)[4:]), ("named_norms()", "save()")]
+)
+@pytest.mark.sampled(3)
+@on_ranks(2)
+def test_error_names_the_call_of_a_lone_rank(transport, call, other, tmp_path):
+    """If all ranks catch the error, a model that they create later works."""
+    group = own_group()
+    model = model_of(transport, process_group=group)
+    backward(model, dist.get_rank())
+    with pytest.raises(zshard.DivergenceError) as caught:
+        if dist.get_rank() == 0 or other:
+            CALLS[call if dist.get_rank() == 0 else other][0](model, None, tmp_path)
+        else:
+            backward(model, 1)
+    words = str(caught.value)
+    assert CALLS[call][1] in words and "on all ranks" in words and other in words
+    model = model_of(transport, process_group=group)
+    backward(model, dist.get_rank())
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    zshard.save(tmp_path / "later", model)
+
+
+def runs_longer(transport):
+    """The last rank has one batch more than the other."""
+    model = model_of(transport)
+    for i in range(2 + dist.get_rank()):
+        backward(model, i)
+
+
+@both
+def test_error_of_uneven_batches_names_join(transport):
+    result = fork_ranks(runs_longer, 2, transport)[1]
+    assert "PeerError" in result.stderr and "model.join(loader)" in result.stderr
+
+
+@both
+@on_ranks(2)
+def test_caught_wrapping_failure_does_not_affect_later_models(transport):
+    group, model = own_group(), make(Wide)
+    model.register_buffer("expanded", torch.full((1,), float(dist.get_rank())).expand(5))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        FSDP(model, transport=transport, process_group=group)
+    backward(FSDP(make(Wide), transport=transport, process_group=group), 0)
 
 
 # --- different calls ------------------------------------------------------------------------------
-
-
-def summoned(model):
-    with FSDP.summon_full_params(model, with_grads=True):
-        pass
-
-
-def swapped(ema):
-    with ema.swapped():
-        pass
 
 
 def calls_of(model, folder):
@@ -52,69 +169,58 @@ def calls_of(model, folder):
     ema = zshard.EMA(model, 0.9)
     state = model.state_dict()
     zshard.save(folder / "x", model, overwrite=True)
-    made = {
+    calls = {
         "save()": lambda: zshard.save(folder / "y", model),
         "join()": lambda: list(model.join([])),
         "load()": lambda: zshard.load(folder / "x", model),
-        "summon_full_params()": lambda: summoned(model),
+        "summon_full_params()": FSDP.summon_full_params(model, with_grads=True).__enter__,
         "load_state_dict()": lambda: zshard.load_state_dict(model, state),
-        "ema.swapped()": lambda: swapped(ema),
+        "ema.swapped()": ema.swapped().__enter__,
         "clip_grad_norm_()": lambda: model.clip_grad_norm_(1.0),
         "named_norms()": lambda: zshard.named_norms(model),
     }
     if transport_of(model) != "shm":
-        made["export()"] = lambda: list(zshard.export(model))
-    return made
+        calls["export()"] = lambda: list(zshard.export(model))
+    return calls
 
 
-@passing_groups()
-def in_different_calls(transport, folder):
-    """Return what is wrong with the errors of ranks that are each in another call than the next."""
-    names, found = list(calls_of(built(transport), folder)), []
-    for i in range(len(names)):
-        calls = calls_of(built(transport), folder)
-        mine, *others = (names[(i + dist.get_rank() + k) % len(names)] for k in range(3))
-        try:
-            calls[mine]()
-            found.append(f"{mine}: no error beside {others}")
-        except zshard.DivergenceError as error:
-            text = str(error).partition("\n")[0]
-            if mine not in text:
-                found.append(f"{mine} is not in: {text}")
-            if f"rank {dist.get_world_size()}" in text:
-                found.append(f"no such rank: {text}")
-    return found
-
-
-@ranks(3)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_in_three_calls(pool, transport, tmp_path):
-    assert pool.run(in_different_calls, transport, tmp_path) == [[]] * pool.world
+@on_ranks(3)
+def test_ranks_in_three_calls(transport, tmp_path):
+    """Each rank is in another call than the next."""
+    combination = ("full_shard", transport)
+    names = list(calls_of(built(combination, Stack, timeout=10), tmp_path))
+    with all_rows() as row:
+        for i in range(len(names)):
+            name = names[(i + dist.get_rank()) % len(names)]
+            calls = calls_of(built(combination, Stack, timeout=10), tmp_path)
+            with row(name):
+                with pytest.raises(zshard.DivergenceError) as caught:
+                    calls[name]()
+                text = str(caught.value).partition("\n")[0]
+                assert name in text and f"rank {dist.get_world_size()}" not in text
 
 
 # --- a failure within a body that communicates ----------------------------------------------------
 
 
-class Fails:
-    """Rank 1 fails with the n-th chunk that it would receive."""
+@contextlib.contextmanager
+def rank_1_fails_with_chunk(n):
+    """Context manager in which rank 1 fails with the n-th chunk that it would receive."""
+    usual, received = source.ChunkMemory.of, []
 
-    def __init__(self, n):
-        self.left = n if dist.get_rank() == 1 else -1
-
-    def __enter__(self):
-        self.inner = source.ChunkMemory.of
-        source.ChunkMemory.of = lambda *given: self.of(*given)
-        return self
-
-    def __exit__(self, *_):
-        source.ChunkMemory.of = self.inner
-
-    def of(self, *given):
-        self.left -= 1
-        if self.left == 0:
+    def of(*arguments):
+        received.append(arguments)
+        if dist.get_rank() == 1 and len(received) == n:
             raise MemoryError("planted")
-        return self.inner(*given)
+        return usual(*arguments)
+
+    source.ChunkMemory.of = of
+    try:
+        yield
+    finally:
+        source.ChunkMemory.of = usual
 
 
 def load_from_rank_0(model, state, value):
@@ -126,72 +232,29 @@ def one_tensor():
     return torch.nn.Linear(4, 4, bias=False)
 
 
-@passing_groups()
-def failing_body(transport, build, chunk):
-    """Return the error of a load in which rank 1 fails; then what a load of other values gives, or
-    why none is possible."""
-    model = built(transport, build)
-    state, message = model.state_dict(), ""
-    with Fails(chunk):
-        try:
-            load_from_rank_0(model, state, 1.0)
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}".partition("\n")[0]
-    try:
-        load_from_rank_0(model, state, 2.0)
-    except zshard.DivergenceError as error:
-        return message, str(error).partition("\n")[0]
-    return message, [n for n, each in model.state_dict().items() if not bool((each == 2.0).all())]
-
-
-@ranks(2, 3)
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("build", "chunk"), [(Stack, 1), (Stack, 2), (one_tensor, 1)])
-def test_failure_in_a_body_that_communicates_is_reported(pool, transport, build, chunk):
-    for rank, (message, then) in enumerate(pool.run(failing_body, transport, build, chunk)):
-        if rank == 1:
-            assert message == "MemoryError: planted"
-        else:
-            assert message.startswith("DivergenceError: ") and "ranks diverged" in message
-            assert "rank 1 raised MemoryError: planted" in message
+@on_ranks(2, 3)
+def test_failure_in_a_body_that_communicates_is_reported(transport, build, chunk):
+    """Rank 1 fails in a load; then a load of other values is right, or says why it cannot be."""
+    model = built(("full_shard", transport), build, timeout=10)
+    state = model.state_dict()
+    with rank_1_fails_with_chunk(chunk), pytest.raises(Exception) as caught:
+        load_from_rank_0(model, state, 1.0)
+    message = f"{type(caught.value).__name__}: {caught.value}".partition("\n")[0]
+    if dist.get_rank() == 1:
+        assert message == "MemoryError: planted"
+    else:
+        assert message.startswith("DivergenceError: ") and "ranks diverged" in message
+        assert "rank 1 raised MemoryError: planted" in message
+    try:
+        load_from_rank_0(model, state, 2.0)
+    except zshard.DivergenceError as error:
         # Ranks over shm that wait for each other cannot continue; all others can.
-        stuck = transport == "shm" and build is Stack and "waiting for each other" in then
-        assert then == [] or stuck
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-def short_of_memory(transport):
-    """Return what ranks get of an exchange for which rank 1 cannot allocate, and of the next."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    comm = state_of(FSDP(torch.nn.Linear(8, 8), transport=transport)).comms.all
-    found = []
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    if rank == 1:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 16), before[1]))
-    with agreement.PublicCall("save()"):
-        try:
-            comm.exchange(bytes([65 + rank]) * 4096)
-            found.append("no error")
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}".partition("\n")[0])
-    resource.setrlimit(resource.RLIMIT_AS, before)
-    if rank == 1:  # which continues as if nothing had failed
-        with agreement.PublicCall("load()"), contextlib.suppress(zshard.DivergenceError):
-            comm.exchange(b"other")
-    with agreement.PublicCall("save()"):
-        return [*found, comm.exchange(bytes([97 + rank]))]
-
-
-def test_rank_without_memory_for_an_exchange():
-    results = [each.value for each in fork_ranks(short_of_memory, 2, "c10d", check=True)]
-    assert results[1][0].startswith("MemoryError: ")
-    assert results[0][0].startswith("DivergenceError: ranks diverged: rank 0 was in save(), but ")
-    assert [each[1] for each in results] == [[b"a", b"b"]] * 2
+        assert transport == "shm" and build is Stack and "waiting for each other" in str(error)
+    else:
+        assert all(bool((each == 2.0).all()) for each in model.state_dict().values())
 
 
 # --- two threads ----------------------------------------------------------------------------------
@@ -201,10 +264,12 @@ def two_threads(transport, apart):
     """Train two models in two threads, started in another order on each rank; return their
     errors."""
     dist.init_process_group("gloo")
-    rank, found = dist.get_rank(), {}
+    rank, errors = dist.get_rank(), []
     groups = [dist.new_group() if apart else None for _ in range(2)]
-    limit = 30 if apart else 1.5
-    models = [built(transport, process_group=group, timeout=limit) for group in groups]
+    options = {"timeout": 30 if apart else 1.5}
+    models = [
+        built(("full_shard", transport), Stack, process_group=group, **options) for group in groups
+    ]
     together = threading.Barrier(2)
 
     def train(i):
@@ -216,35 +281,32 @@ def two_threads(transport, apart):
                 models[i](floats(rank, step)).square().mean().backward()
                 optimizer.step()
         except Exception as error:
-            found[i] = f"{type(error).__name__}: {error}"
+            errors.append(f"{type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=train, args=((i + rank) % 2,)) for i in range(2)]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
-    return found
+    return errors
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_threads_over_one_group(transport):
-    for result in fork_ranks(two_threads, 2, transport, False):
-        assert result.returncode == 0, result  # nothing has aborted the process
-        for text in result.value.values():
-            known = ("RuntimeError: two threads", "DivergenceError", "Peer")  # or too late
-            assert text.startswith(known), text
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_threads_with_a_group_each(transport):
-    results = fork_ranks(two_threads, 2, transport, True, check=True)
-    assert [each.value for each in results] == [{}, {}]
+def test_two_threads(transport, apart):
+    """With a group each they are right; over one group they fail, without ending the process."""
+    known = ("RuntimeError: two threads", "DivergenceError", "Peer")  # or too late
+    for result in fork_ranks(two_threads, 2, transport, apart, check=True):
+        assert not apart or result.value == []
+        assert [text for text in result.value if not text.startswith(known)] == []
 
 
 # --- names ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["flat", "beside", "_flat", "self", "tcp"])
-def test_private_transports_are_unknown(name):
-    with pytest.raises(ValueError, match=f"one of 'auto', 'shm', .*, got '{name}'"):
-        FSDP(torch.nn.Linear(2, 2), transport=name)
+def test_private_transports_are_unknown():
+    def wrap(name):
+        return lambda: FSDP(torch.nn.Linear(2, 2), transport=name)
+
+    names = ("flat", "beside", "_flat", "self", "tcp")
+    all_refused({name: (wrap(name), ValueError, f"'c10d', got '{name}'") for name in names})

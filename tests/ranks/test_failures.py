@@ -1,152 +1,193 @@
-"""Ranks that die, raise, leave, stop or diverge: the others get an error that names the rank; none
-hangs.
+"""Ranks that die, raise, leave, stop, diverge or fork: the others get an error that names the rank;
+none hangs.
 
-The training loop of misdeeds.py, on fresh processes, over both transports. For ranks that fork, see
-test_forks.py.
+A training loop in which the last rank fails in a chosen way at one place, over both transports. How
+another rank's loop ends, and how many seconds after the failure, comes back as an `End`: by
+CLOCK_MONOTONIC, which all processes of a host share. tests/c/test_comm_*.c has each wait and each
+failure; here are the errors that a script sees.
 """
 
+from __future__ import annotations
+
 import contextlib
+import copy
+import gc
 import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from compare import differences
-from misdeeds import (
-    BAD_STEP,
-    PLANTED,
-    STEPS,
-    End,
-    Misdeed,
-    batch,
-    check_survivors,
-    make_model,
-    step_once,
-    train,
-    wrap,
-)
+from groups import hosts_of
 from models import TRANSPORTS
 from nursery import fork_ranks
+from scenarios import message_of
 from spawn import on_ranks
+from torch import nn
 
 import zshard
 from zshard import FSDP
 
-
-def processes_of(session):
-    """Return the pids of the living processes of a session (each rank leads its own)."""
-    pids = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) == session and fields[0] != "Z":
-                    pids.append(int(folder.name))
-    return pids
+STEPS = 4
+BAD_STEP = 2
+PLANTED = "planted at step 2"
 
 
-# --- a dead rank ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class End:
+    """How a rank's loop ended: the exception's type, or "" if none, and seconds since the
+    failure."""
+
+    kind: str
+    message: str
+    seconds: float
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("place", "world"), [("forward", 2), ("backward", 3), ("step", 4)])
-def test_killed_rank_is_named_within_seconds(place, world, transport, tmp_path):
-    results = fork_ranks(train, world, "kill", place, tmp_path, transport)
-    assert results[-1].returncode == -signal.SIGKILL
-    check_survivors(results, ("PeerError",), f"rank {world - 1}")
-    assert processes_of(int((tmp_path / "pid").read_text())) == []
+class Misdeed:
+    """What the last rank does, and when; on the other ranks it never happens."""
+
+    def __init__(self, deed, place, folder):
+        self.deed, self.place, self.folder = deed, place, Path(folder)
+        self.due = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+        self.step = -1
+
+    def at(self, place):
+        if not self.due or place != self.place or self.step != BAD_STEP:
+            return
+        self.due = False
+        (self.folder / "pid").write_text(str(os.getpid()))
+        (self.folder / "time").write_text(str(time.monotonic()))
+        if self.deed == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.deed == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.deed == "exit":
+            sys.exit(0)
+        elif self.deed == "raise":
+            raise ValueError(PLANTED)
+
+    def end(self, error):
+        """Return the `End` of a loop that `error` (None: nothing) ended."""
+        stamp = self.folder / "time"
+        since = time.monotonic() - float(stamp.read_text()) if stamp.exists() else 0.0
+        return End(type(error).__name__ if error else "", str(error or ""), since)
+
+    def end_of(self, loop):
+        """Run `loop()` and return its `End`, unless it raises what was planted."""
+        try:
+            loop()
+        except Exception as error:
+            if str(error) == PLANTED:
+                raise
+            return self.end(error)
+        return self.end(None)
 
 
-@pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
-def test_killed_rank_is_named_with_other_strategies(strategy, tmp_path):
-    arguments = ("kill", "forward", tmp_path, "shm", 60.0, strategy)
-    results = fork_ranks(train, 2, *arguments)
-    check_survivors(results, ("PeerError",), "rank 1")
+class Spot(nn.Module):
+    """The identity; fails in forward or in backward if that is the place."""
+
+    def __init__(self, misdeed):
+        super().__init__()
+        self.misdeed = misdeed
+
+    def forward(self, x):
+        self.misdeed.at("forward")
+        if x.requires_grad:
+            x.register_hook(lambda grad: self.misdeed.at("backward"))
+        return x
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_rank_that_leaves_early_is_named(transport, tmp_path):
-    results = fork_ranks(train, 2, "exit", "step", tmp_path, transport)
-    assert results[-1].returncode == 0
-    check_survivors(results, ("PeerError",), "rank 1")
+def make_model(misdeed):
+    torch.manual_seed(0)
+    parts = [nn.Linear(8, 16), nn.Linear(16, 16), Spot(misdeed), nn.Linear(16, 8)]
+    return nn.Sequential(*parts)
 
 
-def train_uncaught(deed, place, folder, transport):
-    """As `train`, but an exception ends the program."""
+def batch(step):
+    """The same on all ranks, so that the mean of the gradients equals each rank's own."""
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+
+
+def step_once(model, optimizer, misdeed, step):
+    misdeed.step = step
+    loss = model(batch(step)).square().sum()
+    loss.backward()
+    misdeed.at("step")
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def wrap(model, transport, timeout=None, strategy="full_shard"):
+    policy = {nn.Linear}
+    return FSDP(
+        model, strategy=strategy, auto_wrap_policy=policy, transport=transport, timeout=timeout
+    )
+
+
+def train(deed, place, folder, transport, timeout=60.0, strategy="full_shard"):
+    """Run the loop with the failure; return its `End`."""
     misdeed = Misdeed(deed, place, folder)
-    model = wrap(make_model(misdeed), transport, 60.0)
-    optimizer = zshard.SGD(model.parameters(), lr=0.01)
-    try:
-        for step in range(STEPS):
-            step_once(model, optimizer, misdeed, step)
-    finally:
-        print(f"ended {misdeed.end(None).seconds:.1f} s after the deed", flush=True)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_rank_that_raises_ends_the_others(transport, tmp_path):
-    arguments = ("raise", "forward", tmp_path, transport)
-    results = fork_ranks(train_uncaught, 2, *arguments)
-    assert results[1].returncode == 1 and f"ValueError: {PLANTED}" in results[1].stderr
-    assert results[0].returncode == 1 and "PeerError" in results[0].stderr
-    assert "rank 1" in results[0].stderr
-    assert f"failed: ValueError: {PLANTED}" in results[0].stderr
-    assert float(results[0].stdout.split()[1]) < 5.0
-
-
-def raise_before_wrapping(folder):
-    misdeed = Misdeed("raise", "start", folder)
-    misdeed.step = BAD_STEP
-    dist.init_process_group("gloo")
 
     def loop():
-        if misdeed.due:
-            sys.exit("no model here")
-        FSDP(make_model(misdeed))
+        model = wrap(make_model(misdeed), transport, timeout, strategy)
+        optimizer = zshard.SGD(model.parameters(), lr=0.01)
+        for step in range(STEPS):
+            step_once(model, optimizer, misdeed, step)
 
     return misdeed.end_of(loop)
+
+
+def check_survivors(results, kinds, *words, within=5.0):
+    """Check that all ranks but the last ended by themselves with an error of `kinds` that contains
+    `words`, or that names another of them, which had already ended with such an error."""
+    survivors = {f"see the output of rank {result.rank} for the cause" for result in results[:-1]}
+    for result in results[:-1]:
+        assert result.returncode == 0, f"rank {result.rank}: {result.returncode}\n{result.stderr}"
+        end = result.value
+        assert end.kind in kinds, f"rank {result.rank} ended with {end}"
+        if any(other in end.message for other in survivors):
+            continue
+        missing = [word for word in words if word not in end.message]
+        assert not missing, f"{missing} not in: {end.message}"
+        assert end.seconds < within, f"rank {result.rank} took {end.seconds:.1f} s"
+
+
+ENDS = [
+    ("kill", "forward", 2, "full_shard"),
+    ("kill", "backward", 3, "shard_grad_op"),
+    ("kill", "step", 4, "no_shard"),
+    ("exit", "step", 2, "full_shard"),
+    ("raise", "forward", 2, "full_shard"),
+]
+CODES = {"kill": -signal.SIGKILL, "exit": 0, "raise": 1}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("deed", "place", "world", "strategy"), ENDS)
+def test_rank_that_ends_is_named_within_seconds(deed, place, world, strategy, transport, tmp_path):
+    results = fork_ranks(train, world, deed, place, tmp_path, transport, 60.0, strategy)
+    assert results[-1].returncode == CODES[deed]
+    quoted = [f"failed: ValueError: {PLANTED}"] if deed == "raise" else []
+    check_survivors(results, ("PeerError",), f"rank {world - 1}", *quoted)
+
+
+def exit_before_wrapping(folder):
+    misdeed = Misdeed("raise", "start", folder)
+    dist.init_process_group("gloo")
+    if misdeed.due:
+        sys.exit("no model here")
+    return misdeed.end_of(lambda: FSDP(make_model(misdeed)))
 
 
 def test_rank_that_never_wraps_ends_the_others(tmp_path):
-    results = fork_ranks(raise_before_wrapping, 2, tmp_path)
+    results = fork_ranks(exit_before_wrapping, 2, tmp_path)
     assert results[1].returncode == 1
     assert results[0].returncode == 0 and results[0].value.kind == "PeerError", results[0].value
-
-
-def wrap_again_and_die(folder, transport):
-    """The transport exists when rank 1 dies; rank 0 waits for it in FSDP(...)."""
-    misdeed = Misdeed("kill", "wrap", folder)
-    wrap(make_model(misdeed), transport, 60.0)
-    misdeed.step = BAD_STEP
-
-    def loop():
-        misdeed.at("wrap")
-        wrap(make_model(misdeed), transport)
-
-    return misdeed.end_of(loop)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_rank_killed_before_wrapping_is_named(transport, tmp_path):
-    results = fork_ranks(wrap_again_and_die, 2, tmp_path, transport)
-    check_survivors(results, ("PeerError",), "rank 1")
-
-
-def just_train(transport):
-    """A script without any use of process groups."""
-    model = wrap(make_model(Misdeed("", "", ".")), transport)
-    model(batch(0)).sum().backward()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("attempt", range(3))
-def test_script_without_cleanup_exits_normally(transport, attempt):
-    for result in fork_ranks(just_train, 2, transport):
-        said = result.stderr  # Triton's nanobind prints leaks at exit: not zshard's lines
-        assert result.returncode == 0 and (not said or said.startswith("nanobind:")), result
 
 
 # --- a late rank ----------------------------------------------------------------------------------
@@ -173,29 +214,15 @@ def test_stopped_rank_is_named_after_the_timeout(transport, world, tmp_path):
     assert woken.value.kind in ("PeerError", "PeerTimeoutError"), "it went on alone"
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("place", ["forward", "backward", "step"])
-@on_ranks(2)
-def test_slow_rank_is_waited_for(transport, place, tmp_path):
-    misdeed = Misdeed("sleep", place, tmp_path)
-    plain = make_model(Misdeed("", "", tmp_path))
-    model = wrap(make_model(misdeed), transport)
-    optimizers = [zshard.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
-    for step in range(STEPS):
-        step_once(model, optimizers[0], misdeed, step)
-        step_once(plain, optimizers[1], plain[2].misdeed, step)
-    assert differences(model.state_dict(), plain.state_dict()) == []
-
-
 # --- a diverging rank -----------------------------------------------------------------------------
 
 
-def catch_and_continue(transport, place, folder):
-    """Every rank catches the error of its step and continues. Return the errors, and how the model
-    then differs from one without that step."""
-    misdeed = Misdeed("raise", place, folder)
-    plain = make_model(Misdeed("", "", folder))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_caught_backward_failure_on_one_rank_diverges(transport, tmp_path):
+    """The steps after it are right: those of a model without that step."""
+    misdeed = Misdeed("raise", "backward", tmp_path)
+    plain = make_model(Misdeed("", "", tmp_path))
     model = wrap(make_model(misdeed), transport)
     optimizers = [zshard.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
     ends = []
@@ -207,19 +234,13 @@ def catch_and_continue(transport, place, folder):
             optimizers[0].zero_grad()
         else:
             step_once(plain, optimizers[1], plain[2].misdeed, step)
-    return ends, differences(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_caught_backward_failure_on_one_rank_diverges(pool2, transport, tmp_path):
-    (others, own), wrong = zip(
-        *pool2.run(catch_and_continue, transport, "backward", tmp_path), strict=True
-    )
-    assert [end.kind for end in own] == ["ValueError"] and own[0].message == PLANTED
-    assert [end.kind for end in others] == ["DivergenceError"]
-    assert "rank 1" in others[0].message and "its backward" in others[0].message
-    assert others[0].seconds < 5
-    assert wrong == ([], []), "the steps after it are wrong"
+    (end,) = ends
+    if dist.get_rank() == 1:
+        assert (end.kind, end.message) == ("ValueError", PLANTED)
+    else:
+        assert end.kind == "DivergenceError" and end.seconds < 5
+        assert "rank 1" in end.message and "its backward" in end.message
+    assert differences(model.state_dict(), plain.state_dict()) == []
 
 
 def skip_a_backward(folder, transport):
@@ -247,31 +268,6 @@ def test_skipped_backward_is_an_error_not_a_hang(transport, tmp_path):
     assert results[1].value.kind == ""
 
 
-def diverge(folder, transport):
-    """Rank 1 wraps another model while rank 0 runs a backward."""
-    (Path(folder) / "time").write_text(str(time.monotonic()))
-    misdeed = Misdeed("", "", folder)
-    model = wrap(make_model(misdeed), transport, 60.0)
-    loss = model(batch(0)).sum()
-
-    def loop():
-        if os.environ["RANK"] == "0":
-            loss.backward()
-        else:
-            wrap(make_model(misdeed), transport)
-
-    return misdeed.end_of(loop)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_deadlock_is_reported_at_once(transport, tmp_path):
-    for result in fork_ranks(diverge, 2, tmp_path, transport):
-        assert result.returncode == 0, result.stderr
-        assert result.value.kind == "DivergenceError", result.value
-        assert "rank 0" in result.value.message and "rank 1" in result.value.message
-        assert result.value.seconds < 5.0
-
-
 def interrupt(folder, transport):
     """Rank 0 waits for rank 1, which sleeps; a signal handler raises KeyboardInterrupt there, as
     Ctrl-C does."""
@@ -281,23 +277,16 @@ def interrupt(folder, transport):
         deadline = time.monotonic() + 5.0
         while not interrupted.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        return End("", "", 0.0)
-
-    def on_alarm(*_):
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGALRM, on_alarm)
+        return None
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     due = time.monotonic() + 0.5
     try:
         model(batch(0)).sum().backward()
-    except KeyboardInterrupt:
-        seconds = time.monotonic() - due
+    except BaseException as error:
         interrupted.touch()
-        return End("KeyboardInterrupt", "", seconds)
-    except Exception as error:
         return End(type(error).__name__, str(error), time.monotonic() - due)
-    return End("", "", 0.0)
+    return None
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -305,3 +294,146 @@ def test_interrupt_ends_a_wait(transport, tmp_path):
     end = fork_ranks(interrupt, 2, tmp_path, transport, timeout=30)[0].value
     assert end is not None and end.kind == "KeyboardInterrupt", end
     assert end.seconds < 2.0, "only after the wait"
+
+
+def harmless():
+    """Return the model on a rank that does nothing wrong."""
+    return make_model(Misdeed("", "", ""))
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return batch(index)[0]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_forked_dataloader_workers_are_harmless(transport):
+    """Two epochs with two forked workers each are those of a plain model without any."""
+    model, plain = wrap(harmless(), transport), harmless()
+    for net, workers in ((model, 2), (plain, 0)):
+        optimizer = zshard.SGD(net.parameters(), lr=0.01)
+        loader = torch.utils.data.DataLoader(Numbers(), batch_size=3, num_workers=workers)
+        for _ in range(2):
+            for x in loader:
+                net(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert differences(model.state_dict(), plain.state_dict()) == []
+
+
+def kill_beside_workers(folder):
+    """As `train`, but the last rank has forked workers, which outlive it for a while."""
+    loader = torch.utils.data.DataLoader(Numbers(), num_workers=2, persistent_workers=True)
+    workers = iter(loader)
+    next(workers)
+    return train("kill", "forward", folder, "shm")
+
+
+def test_rank_killed_with_workers_is_named(tmp_path):
+    results = fork_ranks(kill_beside_workers, 2, tmp_path)
+    assert results[-1].returncode == -signal.SIGKILL
+    check_survivors(results, ("PeerError",), "rank 1")
+
+
+def in_child(function):
+    """Return the result of `function` in a forked child that exits without cleaning up."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, function().encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as answer:
+        text = answer.read().decode()
+    os.waitpid(child, 0)
+    return text
+
+
+def free(model):
+    """Free all that a child has inherited."""
+    for module in list(model.modules()):
+        module.__dict__.clear()
+    zshard.ranks.transports._connections.clear()
+    gc.collect()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_forked_child_is_refused_and_frees_nothing(transport):
+    """It tries to use the model, frees all it inherited, and exits; then training continues."""
+    model, plain = wrap(harmless(), transport), harmless()
+    optimizers = [zshard.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
+
+    def use_and_free():
+        text = message_of(lambda: model(batch(0)), RuntimeError)
+        free(model)
+        return text
+
+    for step in range(STEPS):
+        for net, optimizer in zip((model, plain), optimizers, strict=True):
+            step_once(net, optimizer, plain[2].misdeed, step)
+        if step == 1:
+            text = in_child(use_and_free)
+    assert f"forked from rank {dist.get_rank()} cannot use its process group" in text
+    assert differences(model.state_dict(), plain.state_dict()) == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_dying_child_does_not_report_for_its_parent(transport):
+    """A child dies between forward and backward; then the ranks wait for each other so long that
+    they check the store for messages."""
+    model = wrap(harmless(), transport, 30.0)
+    loss = model(batch(0)).square().sum()
+
+    def die():
+        """Exit as after an uncaught exception: an exit hook runs, and objects are freed."""
+        text = message_of(loss.backward, RuntimeError)
+        sys.excepthook(ValueError, ValueError("the child dies"), None)
+        zshard.ranks.transports._leave()
+        free(model)
+        return text
+
+    text = in_child(die)
+    for rank in (0, 1):
+        if dist.get_rank() == rank:
+            time.sleep(2.5)
+        loss.backward()
+        loss = model(batch(0)).square().sum()
+    assert f"forked from rank {dist.get_rank()} cannot use its process group" in text
+
+
+@on_ranks(4)
+def test_fork_while_a_parents_thread_works():
+    """Each layer's backward forks a child that frees the model, while a thread of the parent sums
+    the earlier layers' gradients."""
+    layers = [torch.nn.Linear(1024, 1024) for _ in range(4)]
+    plain, ends = torch.nn.Sequential(*copy.deepcopy(layers)), []
+
+    def free_soon():
+        signal.alarm(20)
+        free(model)
+        return "freed"
+
+    with hosts_of(2, 2) as group:
+        options = {"auto_wrap_policy": {torch.nn.Linear}, "process_group": group}
+        model = FSDP(torch.nn.Sequential(*layers), transport="hosts", **options)
+        optimizers = [zshard.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+        for _ in range(3):
+            x = torch.ones(2, 1024)
+            plain(x).sum().backward()
+            for layer in model:
+                x = layer(x)
+                x.register_hook(lambda _: ends.append(in_child(free_soon)))
+            x.sum().backward()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+        assert ends == ["freed"] * 12
+        assert differences(model.state_dict(), plain.state_dict()) == []

@@ -5,23 +5,76 @@ Hosts are namespaces of this machine with a wire between them (benchmarks/hosts_
 different hosts share only TCP, and a test can cut the connection.
 """
 
+from __future__ import annotations
+
+import contextlib
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from hosts import HostedRanks, HostsUnavailable
-from misdeeds import Misdeed, check_survivors, make_model, step_once, train, wrap
-from models import CASES, make, make_optimizer
-from models import train as train_case
-from torch.nn.parallel import DistributedDataParallel
+from nursery import SLACK, connect, result_of, start_nursery
+from scenario import Scenario
+from tasks import RankResult, task_of
+from test_failures import Misdeed, check_survivors, make_model, step_once, train, wrap
 
 import zshard
-from zshard import FSDP
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is not installed
+
+from benchmarks.hosts_net import INTERFACE, SPACES, Hosts, HostsUnavailable
+
+
+class HostedRanks:
+    """Standing hosts; a context manager that ends them. Raises HostsUnavailable where none can be
+    created."""
+
+    def __init__(self, count: int) -> None:
+        with contextlib.ExitStack() as stack:
+            self.hosts = stack.enter_context(Hosts(count))
+            self._hosts: list[Connection] = []
+            for host in self.hosts.all:
+                spaces = [f"/proc/{host.pid}/ns/{space}" for space in SPACES]
+                self._hosts.append(connect(start_nursery(), spaces=spaces))
+                stack.callback(self._hosts[-1].close)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> HostedRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(
+        self, function: Any, ranks: int, *args: Any, meanwhile: Any = lambda: None
+    ) -> list[RankResult]:
+        """Run function(*args) on so many fresh ranks of each host, and `meanwhile` here; return how
+        each rank ended. One that ran into the limit has no returncode."""
+        store = self.hosts.store()  # lives as long as they do
+        variables = {**self.hosts.environment(store, ranks), "GLOO_SOCKET_IFNAME": INTERFACE}
+        codes: list[int | None] = []
+        with tempfile.TemporaryDirectory(prefix="zshard-hosted-") as folder:
+            for index, host in enumerate(self._hosts):
+                own = range(index * ranks, (index + 1) * ranks)
+                host.send((task_of(function, args), own, folder, LIMIT, variables, None))
+            meanwhile()
+            for host in self._hosts:
+                if not host.poll(LIMIT + SLACK):
+                    raise TimeoutError("a host's nursery does not answer")
+                codes += host.recv()
+            return [result_of(Path(folder), rank, code) for rank, code in enumerate(codes)]
+
+
+LIMIT = 60.0
+"""Seconds after which ranks are killed."""
 
 STRATEGIES = ("full_shard", "hybrid_shard")
 BOUND = 1e-5
@@ -47,15 +100,10 @@ def hosted() -> Iterator[HostedRanks]:
 def losses_of_all(name):
     """Return both libraries' losses of a few steps on this rank."""
     dist.init_process_group("gloo")
-    case, rank = CASES[name], dist.get_rank()
-    sides = {"ddp": DistributedDataParallel(make(case.make))}
+    scenario = Scenario(name, optimizer="torch.SGD", steps=4)
+    losses = {"ddp": scenario.ddp(None).losses}
     for strategy in STRATEGIES:
-        sides[strategy] = FSDP(make(case.make), strategy=strategy, auto_wrap_policy=case.policy)
-    losses = {
-        side: train_case(model, case, make_optimizer("torch.SGD", model), rank)
-        for side, model in sides.items()
-    }
-    del sides
+        losses[strategy] = scenario.but(way=(strategy, "auto")).sharded(None).losses
     dist.destroy_process_group()
     return losses
 
@@ -112,13 +160,15 @@ def wait_for(folder, what):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_cut_wire_is_an_error_on_every_rank(hosted, strategy, tmp_path):
-    running = hosted.start(train_until_cut, 2, tmp_path, strategy)
     host = hosted.hosts.all[1]
-    assert wait_for(tmp_path, "ready") == 4, "the ranks do not train"
-    (tmp_path / "time").write_text(str(time.monotonic()))
-    host.cut()
+
+    def cut():
+        assert wait_for(tmp_path, "ready") == 4, "the ranks do not train"
+        (tmp_path / "time").write_text(str(time.monotonic()))
+        host.cut()
+
     try:
-        results = running.wait()
+        results = hosted.run(train_until_cut, 2, tmp_path, strategy, meanwhile=cut)
     finally:
         host.mend()
     for result in results:

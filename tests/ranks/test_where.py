@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import TRANSPORTS
 from nursery import fork_ranks
 from scenarios import WIDTH, floats, loss_of
+from spawn import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -67,27 +69,12 @@ def wrapped(transport: str) -> Any:
 
 
 def text_of(action: Any) -> str:
-    try:
+    with pytest.raises((zshard.DivergenceError, zshard.PeerTimeoutError)) as caught:
         action()
-    except (zshard.DivergenceError, zshard.PeerTimeoutError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return f"{caught.type.__name__}: {caught.value}"
 
 
 # --- ranks that diverged --------------------------------------------------------------------------
-
-
-def diverges(transport: str) -> str:
-    model, _ = wrapped(transport)
-    loss_of(model(floats(dist.get_rank()))).backward()
-
-    def continues() -> None:
-        if dist.get_rank() == 0:
-            model.clip_grad_norm_(1.0)  # clips
-        else:
-            loss_of(model(floats(1))).backward()  # trains
-
-    return text_of(continues)
 
 
 @pytest.mark.parametrize(("transport", "world"), [("shm", 3), ("c10d", 3), ("hosts", 4)])
@@ -101,19 +88,12 @@ def test_ranks_that_diverged_are_on_different_lines(transport: str, world: int) 
         assert others.startswith(line_of("# trains")) and "ward, step 2" in others
 
 
-def saves_another(transport: str, folder: str) -> str:
+def diverges(transport: str) -> str:
     model, _ = wrapped(transport)
+    loss_of(model(floats(dist.get_rank()))).backward()
     if dist.get_rank() == 0:
-        return text_of(lambda: zshard.save(folder, model))  # saves
-    return text_of(lambda: zshard.named_norms(model))  # takes norms
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_different_calls_are_named(tmp_path: Path, transport: str) -> None:
-    for result in fork_ranks(saves_another, 2, transport, str(tmp_path / "saved"), check=True):
-        lines = lines_in(result.value)
-        assert lines["rank 0"].startswith(line_of("# saves")) and "save()" in lines["rank 0"]
-        assert lines["rank 1"].startswith(line_of("# takes norms"))
+        return text_of(lambda: model.clip_grad_norm_(1.0))  # clips
+    return text_of(lambda: loss_of(model(floats(1))).backward())  # trains
 
 
 def steps_alone(transport: str) -> str:
@@ -134,33 +114,27 @@ def test_ranks_out_of_step(transport: str, world: int) -> None:
         assert ", step 2" in alike and ", step 3" in lines.pop("rank 1") and not lines
 
 
-def holds_a_gradient(transport: str) -> str:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2, fresh=True)
+def test_failure_within_backward(transport):
     model, optimizer = wrapped(transport)
     loss_of(model(floats(dist.get_rank()))).backward()
     if dist.get_rank() == 0:
         optimizer.zero_grad()
-    return text_of(lambda: loss_of(model(floats(0))).backward())  # a second backward
+    text = text_of(lambda: loss_of(model(floats(0))).backward())  # a second backward
+    assert "zero_grad() was called on one of them only" in text
+    for line in lines_in(text).values():
+        assert line.startswith(line_of("# a second backward")) and ", in backward" in line
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_failure_within_backward(transport: str) -> None:
-    for result in fork_ranks(holds_a_gradient, 2, transport, check=True):
-        assert "zero_grad() was called on one of them only" in result.value
-        for line in lines_in(result.value).values():
-            assert line.startswith(line_of("# a second backward")) and ", in backward" in line
-
-
-def differs(transport: str) -> str:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2, fresh=True)
+def test_errors_that_python_raises_have_the_lines_too(transport):
     comm = state_of(wrap(transport, 60.0)).comms.all
-    return text_of(lambda: agreement.check_agreement(comm, [("it", str(comm.rank))]))  # agrees
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_errors_that_python_raises_have_the_lines_too(transport: str) -> None:
-    for result in fork_ranks(differs, 2, transport, check=True):
-        lines = lines_in(result.value)
-        assert len(lines) in (1, 2)
-        assert all(line.startswith(line_of("# agrees")) for line in lines.values())
+    text = text_of(lambda: agreement.check_agreement(comm, [("it", str(comm.rank))]))  # agrees
+    lines = lines_in(text)
+    assert len(lines) in (1, 2)
+    assert all(line.startswith(line_of("# agrees")) for line in lines.values())
 
 
 # --- ranks that hang ------------------------------------------------------------------------------
@@ -177,45 +151,22 @@ class SlowData(Dataset[int]):
         return index
 
 
-def sleeps(loss: torch.Tensor) -> None:
-    time.sleep(SECONDS)  # sleeps
-
-
-def waits_for_a_lock(loss: torch.Tensor) -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire(timeout=SECONDS)  # waits for a lock
-
-
 def loops(loss: torch.Tensor) -> None:
     while True:
         pass
 
 
-def waits_for_data(loss: torch.Tensor) -> None:
-    for _ in DataLoader(SlowData(), num_workers=1):  # waits for data
-        pass
-
-
-def is_in_a_barrier(loss: torch.Tensor) -> None:
-    dist.barrier()  # is in a barrier
-
-
-def is_in_a_hook(loss: torch.Tensor) -> None:
-    loss.register_hook(lambda grad: time.sleep(SECONDS))  # is in a hook
-    loss.backward()
-
-
-def holds_the_lock_of_python(loss: torch.Tensor) -> None:
-    ctypes.PyDLL(None).sleep(int(SECONDS))
-
-
-def is_stopped(loss: torch.Tensor) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-HANGS = (sleeps, waits_for_a_lock, waits_for_data, is_in_a_barrier, is_in_a_hook, loops)
-CANNOT_ANSWER = (holds_the_lock_of_python, is_stopped)
+HANGS: list[Any] = [
+    lambda loss: time.sleep(SECONDS),  # rank 1 hangs
+    lambda loss: threading.Event().wait(SECONDS),  # rank 2 hangs
+    lambda loss: next(iter(DataLoader(SlowData(), num_workers=1))),  # rank 3 hangs
+    lambda loss: dist.barrier(),  # rank 4 hangs
+    lambda loss: [loss.register_hook(lambda _: time.sleep(9)), loss.backward()],  # rank 5 hangs
+    loops,
+    # These cannot answer.
+    lambda loss: ctypes.PyDLL(None).sleep(int(SECONDS)),
+    lambda loss: os.kill(os.getpid(), signal.SIGSTOP),
+]
 
 
 def hang(transport: str) -> str:
@@ -223,43 +174,24 @@ def hang(transport: str) -> str:
     model, _ = wrapped(transport)
     loss = loss_of(model(floats(0)))
     if rank := dist.get_rank():
-        (*HANGS, *CANNOT_ANSWER)[rank - 1](loss)
+        HANGS[rank - 1](loss)
     return text_of(lambda: loss.backward())  # waits for the others
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_hang_are_named_with_their_lines(transport: str) -> None:
-    world = 1 + len(HANGS) + len(CANNOT_ANSWER)
-    result = fork_ranks(hang, world, transport, until=0)[0]
+    result = fork_ranks(hang, 1 + len(HANGS), transport, until=0)[0]
     assert result.value is not None, result.stderr
     assert result.value.startswith("PeerTimeoutError: ")
     lines = lines_in(result.value)
     assert lines.pop("rank 0").startswith(line_of("# waits for the others"))
     assert lines.pop("ranks 7-8").startswith("no answer (its Python interpreter is busy")
-    assert len(lines) == len(HANGS)
     assert " in loops(), step 2" in lines.pop("rank 6")
-    for name, function in zip(sorted(lines), HANGS, strict=False):
-        mark = f"# {function.__name__.replace('_', ' ')}"
-        assert lines[name].startswith(line_of(mark)) and ", step 2" in lines[name]
-
-
-def exits_meanwhile() -> str:
-    """Ranks 0 and 1 diverge; rank 2 has exited."""
-    model, _ = wrapped("shm")
-    if dist.get_rank() == 2:
-        os._exit(0)
-    time.sleep(0.5)
-    try:
-        loss_of(model(floats(0))).backward()
-    except zshard.PeerError as error:
-        return str(error)
-    return ""
-
-
-def test_dead_rank_remains_a_peer_error() -> None:
-    for result in fork_ranks(exits_meanwhile, 3)[:2]:
-        assert "rank 2 (pid " in result.value and not lines_in(result.value)
+    for rank in range(1, 6):
+        line = lines.pop(f"rank {rank}")
+        assert line.startswith(line_of(f"# rank {rank} hangs")) and ", step 2" in line
+    assert not lines
 
 
 def waits_long(transport: str) -> None:
@@ -272,10 +204,12 @@ def waits_long(transport: str) -> None:
     loss_of(model(floats(0))).backward()
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_line_on_stderr_after_a_long_wait(transport: str) -> None:
     first, second = fork_ranks(waits_long, 2, transport, check=True)
-    text = first.stderr[first.stderr.index("zshard: rank 0 has been waiting 1 s") :]
+    words = "zshard: rank 0 has been waiting 1 s"
+    assert first.stderr.count("has been waiting") == 1
+    text = first.stderr[first.stderr.index(words) :]
     assert lines_in(text)["rank 1"].startswith(line_of("# is late"))
     assert "zshard:" not in second.stderr
 
@@ -304,32 +238,6 @@ def test_script_that_trains_in_a_thread() -> None:
     assert lines["rank 1"].startswith(line_of("# in a thread"))
 
 
-NAMES = ("train.py", "läuft.py", f"{'lang' * 50}.py", b"\xff\xfe.py")
-SCRIPT = """
-import time, torch, torch.distributed as dist
-from zshard import FSDP
-model = FSDP(torch.nn.Linear(3, 3), transport="{transport}", timeout=2.0)
-if dist.get_rank() == 1:
-    time.sleep(60)
-try:
-    model(torch.ones(2, 3)).sum().backward()
-except TimeoutError as error:
-    print(error)
-"""
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("name", NAMES)
-def test_scripts_file(tmp_path: Path, transport: str, name: str | bytes) -> None:
-    path = tmp_path / os.fsdecode(name)
-    path.write_text(SCRIPT.format(transport=transport))
-    first = fork_ranks(str(path), 2, until=0)[0]
-    lines = lines_in(first.stdout)
-    assert lines["rank 0"].partition(",")[0].endswith(".py:8"), first.stderr
-    assert lines["rank 1"].partition(",")[0].endswith(".py:6")
-    assert len(lines["rank 0"]) < 160
-
-
 # --- the text -------------------------------------------------------------------------------------
 
 
@@ -342,13 +250,9 @@ def line_in(file: str) -> str:
 
 
 def test_any_file_name_is_shown() -> None:
-    shown = {name: line_in(os.fsdecode(name)) for name in ("train.py", "a/b/läuft.py", *NAMES[2:])}
-    assert shown["train.py"] == "train.py:2" and shown["a/b/läuft.py"] == "b/läuft.py:2"
-    assert re.fullmatch(r"\.\.\.[lang]{90}\.py:2", shown[NAMES[2]])
-    assert shown[NAMES[3]] == r"\udcff\udcfe.py:2"
-
-
-def test_line_always_fits() -> None:
+    assert line_in("train.py") == "train.py:2" and line_in("a/b/läuft.py") == "b/läuft.py:2"
+    assert re.fullmatch(r"\.\.\.[lang]{90}\.py:2", line_in("lang" * 50 + ".py"))
+    assert line_in(os.fsdecode(b"\xff\xfe.py")) == r"\udcff\udcfe.py:2"
     assert len(line_in("/" + "ü" * 300 + "/" + "é" * 300 + ".py").encode()) < 320
 
 
@@ -385,28 +289,18 @@ def test_nothing_keeps_the_frames() -> None:
         gc.enable()
 
 
-def looks(transport: str) -> int:
-    """Return how often a line is looked up in steps without a failure."""
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2, fresh=True)
+def test_nothing_is_looked_up_while_nothing_fails(transport):
     model = wrap(transport, 600.0)  # ranks ask after a quarter of the timeout
-    count = 0
-
-    def counted(*_: Any) -> str:
-        nonlocal count
-        count += 1
-        return ""
-
-    where.here = where.script = counted
+    looked: list[Any] = []
+    where.here = where.script = looked.append
     _core.report_after(600.0)
     for step in range(3):
         if dist.get_rank() == step:
             time.sleep(0.7)
         loss_of(model(floats(0, step))).backward()
-    return count
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_nothing_is_looked_up_while_nothing_fails(transport: str) -> None:
-    assert [each.value for each in fork_ranks(looks, 2, transport, check=True)] == [0, 0]
+    assert looked == []
 
 
 def test_position_without_a_model() -> None:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-import pytest
+from rows import all_rows
 
 from zshard.extras.doctor import bf16, describe
 from zshard.extras.run.cores import as_list, parse_list, read_host, shares_of
@@ -89,11 +89,12 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize("name", SHARES)
-def test_ranks_get_equal_shares_within_nodes(tmp_path: Path, name: str) -> None:
-    which, ranks, expected = SHARES[name]
-    count = which.get("sockets", 1) * which.get("cores", 8) * which.get("threads", 1)
-    assert shares(host(tmp_path, **which), ranks, range(count)) == expected
+def test_ranks_get_equal_shares_within_nodes(tmp_path: Path) -> None:
+    with all_rows() as row:
+        for name, (which, ranks, expected) in SHARES.items():
+            with row(name):
+                count = which.get("sockets", 1) * which.get("cores", 8) * which.get("threads", 1)
+                assert shares(host(tmp_path / name, **which), ranks, range(count)) == expected
 
 
 def test_other_bindings(tmp_path: Path) -> None:
@@ -128,21 +129,23 @@ def test_affinity_with_gaps(tmp_path: Path) -> None:
     assert shares(tmp_path, 2, uneven) == [("0-2", 3, [0]), ("3-4,6", 3, [1, 2])]
 
 
-@pytest.mark.parametrize(
-    ("limit", "usable", "words"),
-    [
-        ("max 100000", 8, None),
-        ("800000 100000", 8, None),
-        ("350000 100000", 3, "a quota of 3.5 CPUs' time applies to 8 cores"),
-        ("50000 100000", 1, "1 core(s)"),
-    ],
-)
-def test_quota(tmp_path: Path, limit: str, usable: int, words: str | None) -> None:
-    quota(host(tmp_path), limit, "/kubepods/pod1")
-    assert read_host(tmp_path, range(8)).usable == usable
-    found, threads, why = shares_of(read_host(tmp_path, range(8)), 2, "core")
-    assert (why == "") == (words is None) and (words or "") in why
-    assert threads == max(1, usable // 2) and bool(found[0].cpus) == (words is None)
+QUOTAS: dict[str, tuple[int, str]] = {  # how many cores are usable, and why ranks are not bound
+    "max 100000": (8, ""),
+    "800000 100000": (8, ""),
+    "350000 100000": (3, "a quota of 3.5 CPUs' time applies to 8 cores"),
+    "50000 100000": (1, "1 core(s)"),
+}
+
+
+def test_quota(tmp_path: Path) -> None:
+    with all_rows() as row:
+        for limit, (usable, words) in QUOTAS.items():
+            quota(host(tmp_path), limit, "/kubepods/pod1")
+            with row(limit):
+                assert read_host(tmp_path, range(8)).usable == usable
+                found, threads, why = shares_of(read_host(tmp_path, range(8)), 2, "core")
+                assert (why == "") == (words == "") and words in why
+                assert threads == max(1, usable // 2) and bool(found[0].cpus) == (words == "")
 
 
 def test_quota_of_version_1_and_of_a_parent(tmp_path: Path) -> None:
@@ -171,22 +174,20 @@ def test_missing_files(tmp_path: Path) -> None:
     assert shares(tmp_path, 2, range(32)) == [("0-7", 8, []), ("8-15", 8, [])]
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers"), [("0-2,8\n", {0, 1, 2, 8}), ("", set()), ("\n", set()), ("0-x", set())]
-)
-def test_lists(text: str, numbers: set[int]) -> None:
-    assert parse_list(text) == numbers
+def test_lists() -> None:
+    lists = {"0-2,8\n": {0, 1, 2, 8}, "": set(), "\n": set(), "0-x": set()}
+    assert {text: parse_list(text) for text in lists} == lists
 
 
-@pytest.mark.parametrize(
-    ("cpuinfo", "words"),
-    [
-        ("flags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n", "amx_bf16"),
-        ("flags\t\t: fpu avx512f avx512_bf16\n", "avx512_bf16"),
-        ("Features\t: fp asimd sve bf16\n", "bf16"),
-        ("flags\t\t: fpu avx2\n", "none: the CPU has no bfloat16"),
-        ("", "none: the CPU has no"),
-    ],
-)
-def test_bf16(cpuinfo: str, words: str) -> None:
-    assert bf16(cpuinfo).startswith(words)
+BF16 = {  # the CPU's flags, and what the doctor says
+    "flags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n": "amx_bf16",
+    "flags\t\t: fpu avx512f avx512_bf16\n": "avx512_bf16",
+    "Features\t: fp asimd sve bf16\n": "bf16",
+    "flags\t\t: fpu avx2\n": "none: the CPU has no bfloat16",
+    "": "none: the CPU has no",
+}
+
+
+def test_bf16() -> None:
+    for cpuinfo, words in BF16.items():
+        assert bf16(cpuinfo).startswith(words), cpuinfo

@@ -12,12 +12,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from rows import all_rows
 from tasks import python_path
 
+from zshard import KeeperError
+from zshard.extras.keeping import client
+from zshard.extras.keeping.client import Keeper
 from zshard.extras.run import launch, rank
 from zshard.extras.run.cores import Share
 
@@ -26,25 +31,27 @@ Done = subprocess.CompletedProcess[str]
 # --- refusals ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("-n 0 train.py", "-n must be at least 1, got 0"),
-        ("-n two train.py", "-n must be a number, 'auto', 'gpu' or 'cpu': Unsupported"),
-        ("--bind cores train.py", "invalid choice: 'cores' (choose from"),
-        ("-m --no-python train.py", "pass one of them"),
-        ("--bind core --numa-binding node train.py", "pass one of them"),
-        ("--frobnicate train.py", "--frobnicate"),
-        ("-n 2", "the following arguments are required"),
-    ],
-)
+REFUSED = {  # options, and what is said
+    "-n 0 train.py": "-n must be at least 1, got 0",
+    "-n two train.py": "-n must be a number, 'auto', 'gpu' or 'cpu': Unsupported",
+    "--bind cores train.py": "invalid choice: 'cores' (choose from",
+    "-m --no-python train.py": "pass one of them",
+    "--bind core --numa-binding node train.py": "pass one of them",
+    "--frobnicate train.py": "--frobnicate",
+    "-n 2": "the following arguments are required",
+}
+
+
 def test_invalid_options_are_refused_early(
-    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launch.torchrun, "run", lambda args: pytest.fail("it was started"))
-    with pytest.raises(SystemExit) as end:
-        launch.main(words.split())
-    assert end.value.code == 2 and said in capsys.readouterr().err
+    with all_rows() as row:
+        for words, text in REFUSED.items():
+            with row(words):
+                with pytest.raises(SystemExit) as end:
+                    launch.main(words.split())
+                assert end.value.code == 2 and text in capsys.readouterr().err
 
 
 # --- torchrun's arguments ---------------------------------------------------------------------------
@@ -54,20 +61,30 @@ def test_invalid_options_are_refused_early(
 def given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple]:
-    """Return (torchrun's arguments, its OMP_NUM_THREADS, the output) for a command line."""
-    for name in ("TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"):
+    """Return (torchrun's arguments, its OMP_NUM_THREADS, the output) for a command line.
+
+    The arguments have the token, too, and the process of the run's keeper, if it answers."""
+    for name in ("TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", client.VARIABLE, "PET_MAX_RESTARTS"):
         monkeypatch.delenv(name, raising=False)
     runs: list = []
-    monkeypatch.setattr(launch.torchrun, "run", runs.append)
+
+    def run(args: argparse.Namespace) -> None:
+        args.token = os.environ.get(client.VARIABLE)
+        args.keeper = args.token and Keeper(args.token).pid()
+        runs.append(args)
+
+    monkeypatch.setattr(launch.torchrun, "run", run)
     monkeypatch.setattr(launch, "record", lambda run: run)
 
     def main(*words: str) -> tuple:
         before = dict(os.environ)
-        assert launch.main(list(words)) == 0
-        threads = os.environ["OMP_NUM_THREADS"]
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        return runs.pop(), threads, capsys.readouterr().err
+        try:
+            assert launch.main(list(words)) == 0
+            threads = os.environ["OMP_NUM_THREADS"]
+        finally:
+            for name in set(os.environ) - set(before):
+                del os.environ[name]
+        return runs.pop() if runs else None, threads, capsys.readouterr().err
 
     return main
 
@@ -88,11 +105,14 @@ def test_torchrun_options_pass_through(given: Callable[..., tuple]) -> None:
     assert (args.nnodes, args.rdzv_backend, args.rdzv_endpoint) == ("2", "c10d", "h:1")
 
 
-def test_torchruns_variables_set_options(
+def test_variables_set_options_and_threads(
     given: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
-    assert given("train.py")[0].nproc_per_node == "3"
+    monkeypatch.setenv("OMP_NUM_THREADS", "11")
+    args, threads, said = given("train.py")
+    assert args.nproc_per_node == "3"
+    assert threads == "11" and "OMP_NUM_THREADS=11" in said
     assert given("-n", "2", "train.py")[0].nproc_per_node == "2"
 
 
@@ -102,19 +122,63 @@ def test_more_ranks_than_cores_run_unbound(given: Callable[..., tuple]) -> None:
     assert threads == "1" and (args.training_script, args.no_python) == ("train.py", False)
 
 
-def test_user_thread_count_takes_precedence(
-    given: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "11")
-    _, threads, said = given("-n", "1", "train.py")
-    assert threads == "11" and "OMP_NUM_THREADS=11" in said
-
-
 def test_summary() -> None:
     shares = [Share([0, 1], [0]), Share([2, 3], [1])]
     line = "2 ranks, OMP_NUM_THREADS=2, on CPUs 0-1 | 2-3, memory on NUMA nodes 0 | 1"
     assert launch.summary(shares, "2") == line
     assert launch.summary([Share([], [])], "4") == "1 rank, OMP_NUM_THREADS=4, not bound to cores"
+
+
+# --- a keeper ---------------------------------------------------------------------------------------
+
+
+def has_ended(token: str) -> bool:
+    with pytest.raises(KeeperError, match="no keeper answers"):
+        Keeper(token).list()
+    return True
+
+
+def test_keep_starts_a_keeper_and_ends_it(
+    given: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, _, said = given("-n1", "--bind=none", "--keep", "train.py", "--keep", "x", "--keep=")
+    assert args.training_script == "train.py" and args.max_restarts == 3
+    assert args.training_script_args[-3:] == ["--keep", "x", "--keep="]
+    assert f"process {args.keeper} keeps the run's state" in said
+    assert has_ended(args.token)
+    assert given("-n1", "--keep", "--max-restarts", "0", "train.py")[0].max_restarts == 0
+    monkeypatch.setenv("PET_MAX_RESTARTS", "7")
+    assert given("-n1", "--keep", "train.py")[0].max_restarts == 7
+    assert given("-n1", "train.py")[0].max_restarts == 7
+
+
+def test_a_run_without_keep_has_none(
+    given: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(client.VARIABLE, "of an outer run")
+    args, _, said = given("-n1", "train.py", "--keep")
+    assert (args.max_restarts, args.token) == (0, None) and "keeps" not in said
+    assert args.training_script_args[-1:] == ["--keep"]
+
+
+@pytest.mark.parametrize("ends", ["torchrun", "the keeper"])
+def test_a_run_that_fails_or_whose_keeper_was_ended(
+    given: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """The keeper of a failed run ends; a run without its keeper ends as usual."""
+    tokens = []
+
+    def run(args: object) -> None:
+        tokens.append(os.environ[client.VARIABLE])
+        if ends == "the keeper":
+            return Keeper(tokens[0]).end()
+        Keeper(tokens[0]).hold("a", b"", [])
+        raise RuntimeError("it failed")
+
+    monkeypatch.setattr(launch.torchrun, "run", run)
+    with pytest.raises(RuntimeError, match="it failed") if ends == "torchrun" else nullcontext():
+        assert "keeps the run's state" in given("-n1", "--keep", "train.py")[-1]
+    assert has_ended(tokens[0])
 
 
 # --- a rank, without torchrun -----------------------------------------------------------------------
@@ -221,15 +285,6 @@ def test_unknown_machine_has_no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- launches ---------------------------------------------------------------------------------------
 
 
-def run(folder: Path, *words: str, **more: str) -> Done:
-    """Run `python -m zshard run` in a folder, without this process's OMP_NUM_THREADS."""
-    env = {**os.environ, "PYTHONPATH": python_path(), **more}
-    if "OMP_NUM_THREADS" not in more:
-        env.pop("OMP_NUM_THREADS", None)
-    command = [sys.executable, "-m", "zshard", "run", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=200)
-
-
 def test_two_ranks_see_their_shares_and_arguments(tmp_path: Path) -> None:
     (tmp_path / "report.py").write_text(
         "import json, os, sys\n"
@@ -237,7 +292,12 @@ def test_two_ranks_see_their_shares_and_arguments(tmp_path: Path) -> None:
         "open(f'rank{os.environ[\"RANK\"]}.json', 'w').write(json.dumps(words))\n"
     )
     words = ["--lr", "a b", "-n", "3", "--", ""]
-    done = run(tmp_path, "-n", "2", "report.py", *words)
+    env = {**os.environ, "PYTHONPATH": python_path()}
+    env.pop("OMP_NUM_THREADS", None)
+    command = [sys.executable, "-m", "zshard", "run", "-n", "2", "report.py", *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=200
+    )
     assert done.returncode == 0 and done.stdout == "", done.stderr
     reports = [json.loads((tmp_path / f"rank{of}.json").read_text()) for of in range(2)]
     assert [report[0] for report in reports] == [words, words]
@@ -247,16 +307,3 @@ def test_two_ranks_see_their_shares_and_arguments(tmp_path: Path) -> None:
     assert not cores[0] & cores[1]
     assert [len(each) for each in cores] == [int(report[1]) for report in reports]
     assert "Setting OMP_NUM_THREADS" not in done.stderr  # torchrun's message
-
-
-@pytest.mark.thorough
-def test_module_that_fails_on_one_rank(tmp_path: Path) -> None:
-    package = tmp_path / "pkg"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "fails.py").write_text(
-        "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(100)\nraise SystemExit(3)"
-    )
-    done = run(tmp_path, "-n", "2", "-m", "pkg.fails", OMP_NUM_THREADS="1")
-    assert done.returncode == 1
-    assert "pkg.fails FAILED" in done.stderr and "exitcode  : 3" in done.stderr
