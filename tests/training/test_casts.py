@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 
 @dataclasses.dataclass
 class Batch:
-    x: Tensor
+    x: Any
     ids: Tensor
     note: str = "kept"
 
@@ -39,10 +39,10 @@ class Frozen:
     x: Tensor
 
 
-class Dict(dict[str, Any]):
+class Dict(dict):
     """A subclass with a constructor of its own, and attributes."""
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner):
         super().__init__()
         self.owner = owner
 
@@ -52,58 +52,46 @@ class Pair(NamedTuple):
     second: Any
 
 
-class Output(collections.OrderedDict[str, Any]):
+class Output(collections.OrderedDict):
     """As transformers' ModelOutput: items are attributes as well."""
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key, value):
         super().__setitem__(key, value)
         object.__setattr__(self, key, value)
 
 
-def dict_of(x: Tensor) -> Dict:
-    made = Dict("me")
-    made["x"], made["n"] = x, 3
-    return made
-
-
-def default_of(x: Tensor) -> Any:
-    made: Any = collections.defaultdict(list)
-    made["x"].append(x)
-    return made
-
-
-def output_of(x: Tensor) -> Output:
-    made = Output()
-    made["x"] = x
-    return made
+def filled(container, **items):
+    for key, value in items.items():
+        container[key] = value
+    return container
 
 
 CONTAINERS = {
     "dataclass": lambda x: Batch(x, torch.ones(2, dtype=torch.int64)),
     "frozen": Frozen,
     "OrderedDict": lambda x: collections.OrderedDict(x=x, y=[x]),
-    "dict subclass": dict_of,
-    "defaultdict": default_of,
-    "ModelOutput": output_of,
+    "dict subclass": lambda x: filled(Dict("me"), x=x, n=3),
+    "defaultdict": lambda x: filled(collections.defaultdict(list), x=[x]),
+    "ModelOutput": lambda x: filled(Output(), x=x),
     "namedtuple": lambda x: Pair(x, (x, None)),
     "set": lambda x: {x},
-    "nested": lambda x: [Batch({"a": (x,)}, x.long())],  # type: ignore[arg-type]
+    "nested": lambda x: [Batch({"a": (x,)}, x.long())],
 }
 
 
-def found_in(value: Any) -> list[torch.dtype]:
-    """The dtypes of all tensors, as torch walks through them."""
-    dtypes: list[torch.dtype] = []
+def dtypes_in(value):
+    """Return the dtypes of all tensors, as torch walks through them."""
+    dtypes = []
     _apply_to_tensors(lambda tensor: dtypes.append(tensor.dtype) or tensor, copy.copy(value))
     return dtypes
 
 
 class Passes(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch):
         self.seen = batch
         return batch
 
@@ -112,57 +100,55 @@ class Passes(nn.Module):
 @on_ranks(2)
 def test_containers_are_cast_as_in_fsdp2(transport):
     """Tensors in containers are cast as FSDP2 casts them, on the way in and out."""
-    low: Any = FSDP(Passes(), mixed_precision=MixedPrecision(BF16), transport=transport)
-    policy = MixedPrecisionPolicy(BF16, output_dtype=torch.float64)
-    back: Any = FSDP(Passes(), mixed_precision=policy, transport=transport)
-    for name, make in CONTAINERS.items():
-        for model, dtype in ((low, BF16), (back, torch.float64)):
-            given = make(torch.ones(2, requires_grad=True))
-            before = found_in(given)
-            output = model(given)
-            floats = [BF16 if each.is_floating_point else each for each in before]
-            wanted = [dtype if each.is_floating_point else each for each in before]
-            assert found_in(model.seen) == floats and found_in(output) == wanted, name
-            assert type(output) is type(given) and found_in(given) == before, name
+    back = MixedPrecisionPolicy(BF16, output_dtype=torch.float64)
+    for precision, out in ((MixedPrecision(BF16), BF16), (back, torch.float64)):
+        model = FSDP(Passes(), mixed_precision=precision, transport=transport)
+        for name, make in CONTAINERS.items():
+            batch = make(torch.ones(2, requires_grad=True))
+            before = dtypes_in(batch)
+            output = model(batch)
+            for value, dtype in ((model.seen, BF16), (output, out)):
+                wanted = [dtype if each.is_floating_point else each for each in before]
+                assert dtypes_in(value) == wanted, name
+            assert type(output) is type(batch) and dtypes_in(batch) == before, name
 
 
-def test_uncast_objects_are_not_copied() -> None:
-    cache: Any = {"ids": torch.ones(2, dtype=torch.int64), "list": [1, None]}
+def to_bf16(tensor):
+    return tensor.to(BF16) if tensor.is_floating_point() else tensor
+
+
+def test_uncast_objects_are_not_copied():
+    cache = {"ids": torch.ones(2, dtype=torch.int64), "list": [1, None]}
     cache["itself"] = cache
-    holds_itself: list[Any] = [torch.ones(1)]
+    holds_itself = [torch.ones(1)]
     holds_itself.append(holds_itself)
     assert map_tensors(lambda t: t, cache) is cache
     assert map_tensors(lambda t: t + 1, holds_itself)[0] == 2
-    made = map_tensors(lambda t: t.to(BF16), dict_of(torch.ones(1)))
-    assert type(made) is Dict and made.owner == "me" and made["x"].dtype == BF16
-    output = map_tensors(lambda t: t.to(BF16), output_of(torch.ones(1)))
-    assert output.x.dtype == BF16
-    packed = map_tensors(
-        lambda t: t.to(BF16) if t.is_floating_point() else t, pack_sequence([torch.ones(2)])
-    )
+    low = map_tensors(to_bf16, CONTAINERS["dict subclass"](torch.ones(1)))
+    assert type(low) is Dict and low.owner == "me" and low["x"].dtype == BF16
+    assert map_tensors(to_bf16, CONTAINERS["ModelOutput"](torch.ones(1))).x.dtype == BF16
+    packed = map_tensors(to_bf16, pack_sequence([torch.ones(2)]))
     assert type(packed) is PackedSequence and packed.data.dtype == BF16
 
 
-def test_outputs_of_transformers_are_cast() -> None:
+def test_outputs_of_transformers_are_cast():
     outputs = pytest.importorskip("transformers").modeling_outputs
-    given = outputs.BaseModelOutput(last_hidden_state=torch.ones(1))
-    made = map_tensors(lambda t: t.to(BF16), given)
-    assert type(made) is outputs.BaseModelOutput
-    assert made.last_hidden_state.dtype == made["last_hidden_state"].dtype == BF16
-    assert given.last_hidden_state.dtype == torch.float32
+    output = outputs.BaseModelOutput(last_hidden_state=torch.ones(1))
+    low = map_tensors(to_bf16, output)
+    assert type(low) is outputs.BaseModelOutput
+    assert low.last_hidden_state.dtype == low["last_hidden_state"].dtype == BF16
+    assert output.last_hidden_state.dtype == torch.float32
 
 
 # --- buffers --------------------------------------------------------------------------------------
 
 
 class Buffered(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4))
-        self.inner.register_buffer("scale", torch.full((4,), 1 / 3))
-        self.left = nn.Sequential(nn.Linear(4, 4))
-        self.left.register_buffer("scale", torch.full((4,), 1 / 3))
-        self.left[0].register_buffer("deep", torch.full((4,), 1 / 3))
+        self.inner, self.left = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+        for each, name in ((self.inner, "scale"), (self.left, "scale"), (self.left[0], "deep")):
+            each.register_buffer(name, torch.full((4,), 1 / 3))
 
 
 @pytest.mark.sampled(2)
@@ -170,41 +156,35 @@ class Buffered(nn.Module):
 @on_ranks(2)
 def test_buffer_dtype(combination, tmp_path):
     """Buffers are cast in the model, ignored ones are not; state dicts keep their dtype."""
-    folder = str(tmp_path / "saved")
     plain = Buffered()
-    strategy, transport = combination
-    model: Any = FSDP(
+    model = FSDP(
         plain,
         mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16),
         ignored_modules=[plain.left],
-        strategy=strategy,
-        transport=transport,
+        strategy=combination[0],
+        transport=combination[1],
     )
-    within = {name: buffer.dtype for name, buffer in model.named_buffers()}
-    assert within == {
-        "inner.scale": BF16,
-        "left.scale": torch.float32,
-        "left.0.deep": torch.float32,
-    }
+    third = torch.full((4,), 1 / 3)
+    within = {"inner.scale": third.bfloat16(), "left.scale": third, "left.0.deep": third}
+    assert_same(dict(model.named_buffers()), within, "the buffers within")
     state = model.state_dict()
-    kept = torch.full((4,), 1 / 3)
-    for name in ("left.scale", "left.0.deep"):
-        assert_same(state[name], kept, name)
-    assert_same(state["inner.scale"], kept.bfloat16().float(), "inner.scale")
+    buffers = {name: state[name] for name in within}
+    wanted = {name: value.float() for name, value in within.items()}
+    assert_same(buffers, wanted, "the buffers in the state dict")
     for each in (model.inner.state_dict(), copy.deepcopy(model).state_dict()):
         assert {value.dtype for value in each.values()} == {torch.float32}
-    zshard.save(folder, model)
+    zshard.save(tmp_path / "saved", model)
     fresh = Buffered()
-    zshard.load(folder, fresh)
+    zshard.load(tmp_path / "saved", fresh)
     assert_same(fresh.state_dict(), state, "the loaded plain state")
-    zshard.load(folder, model)
+    zshard.load(tmp_path / "saved", model)
     model.load_state_dict(state)
     assert_same(model.state_dict(), state, "the loaded state")
     assert {buffer.dtype for buffer in model.inner.buffers()} == {BF16}
 
 
 class Counted(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         with torch.no_grad():
             self.count.add_(1)
         return super().forward(x)
@@ -216,7 +196,7 @@ def test_a_buffer_that_modules_share_stays_shared():
     count = torch.zeros(1)
     for each in plain:
         each.register_buffer("count", count)
-    model: Any = FSDP(plain, mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
+    model = FSDP(plain, mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
     model(torch.ones(2, 4))
     assert model[0].count is model[1].count
     assert float(model[1].count) == 1.0

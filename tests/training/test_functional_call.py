@@ -6,14 +6,12 @@ model trains on as if it had not been.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from compare import assert_same, differences
-from models import COMBINATIONS, make
+from compare import assert_same
+from models import COMBINATIONS, make, wrapped
+from rows import all_refused
 from scenarios import (
     FULL,
     WIDTH,
@@ -21,11 +19,10 @@ from scenarios import (
     floats,
     forward_backward,
     mean_grads,
-    message_of,
     whole_grads,
 )
 from spawn import on_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from zshard import FSDP
@@ -34,61 +31,49 @@ from zshard import FSDP
 class Hyper(nn.Module):
     """A network that makes the weight of another one, a unit."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.target = nn.Linear(WIDTH, 128)
         self.generator = nn.Linear(4, 128 * WIDTH)
         self.code = nn.Parameter(torch.linspace(-1, 1, 4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         weight = self.generator(self.code).view(128, WIDTH)
-        made: Tensor = functional_call(self.target, {"weight": weight}, (x,))
-        return made
+        return functional_call(self.target, {"weight": weight}, (x,))
 
 
-class Big(nn.Sequential):
+def wide():
     """Each rank has a part of the first weight, over both transports."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(WIDTH, 600), nn.Tanh(), nn.Linear(600, 2))
-
-
-def sharded(combination: tuple[str, str], kind: Any = Big) -> Any:
-    strategy, transport = combination
-    return FSDP(make(kind), strategy=strategy, transport=transport)
-
-
-def others() -> dict[str, Tensor]:
-    """Leaves that a functional call is given in place of the parameters."""
-    values = {name: p.detach() * 2 for name, p in make(Big, seed=3).named_parameters()}
-    return {name: value.requires_grad_() for name, value in values.items()}
+    return nn.Sequential(nn.Linear(WIDTH, 600), nn.Tanh(), nn.Linear(600, 2))
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_functional_call_with_other_tensors(combination):
-    rank = dist.get_rank()
-    model, plain, found = sharded(combination), make(Big), []
-    for each in (model, plain):
-        values = others()
+    rank, found = dist.get_rank(), []
+    model = wrapped(wide, combination)
+    for each in (model, make(wide)):
+        named = make(wide, seed=3).named_parameters()
+        values = {name: (p.detach() * 2).requires_grad_() for name, p in named}
         functional_call(each, values, (floats(rank),)).square().sum().backward()
         found.append({name: value.grad for name, value in values.items()})
-    left = [name for name, p in model.named_parameters() if p.grad is not None]
+    assert_same(*found, "the gradients of the other tensors")
+    assert all(p.grad is None for p in model.parameters())
     forward_backward(model, rank)
-    wrong = differences(whole_grads(model), mean_grads(Big, forward_backward))
-    assert [*differences(*found), *left, *wrong] == []
+    assert_same(whole_grads(model), mean_grads(wide, forward_backward), "the gradients")
 
 
-def test_hypernetwork(pool2):
-    pool2.run(check_mean_grads, Hyper, forward_backward, True)
+@on_ranks(2)
+def test_hypernetwork():
+    check_mean_grads(Hyper, forward_backward, True)
 
 
-def per_sample(module: nn.Module, values: dict[str, Tensor]) -> Any:
-    def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
-        made: Tensor = functional_call(module, values, (x.unsqueeze(0),)).square().sum()
-        return made
+def per_sample(module, values):
+    def loss(values, x):
+        return functional_call(module, values, (x.unsqueeze(0),)).square().sum()
 
+    values = {name: value.detach() for name, value in dict(values).items()}
     return vmap(grad(loss), in_dims=(None, 0))(values, floats(dist.get_rank()))
 
 
@@ -97,34 +82,39 @@ def per_sample(module: nn.Module, values: dict[str, Tensor]) -> Any:
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_per_sample_gradients(combination, how):
-    model, plain = sharded(combination), make(Big)
-    theirs = per_sample(plain, {name: p.detach() for name, p in plain.named_parameters()})
+    model, plain = wrapped(wide, combination), make(wide)
     if how == "summoned":
         with FSDP.summon_full_params(model):
-            ours = per_sample(model, {name: p.detach() for name, p in model.named_parameters()})
-    elif how == "state dict":
-        ours = per_sample(model, model.state_dict())
+            ours = per_sample(model, model.named_parameters())
     else:
-        ours = per_sample(model, dict(make(Big).state_dict()))
-    assert_same(ours, theirs, "the result")
+        ours = per_sample(model, (plain if how == "given" else model).state_dict())
+    assert_same(ours, per_sample(plain, plain.named_parameters()), "the gradients")
 
 
 @on_ranks(2)
 def test_replaced_parameter_is_refused_after_a_failed_call():
-    model = sharded(FULL)
-    with pytest.raises(RuntimeError, match="shapes"):
-        functional_call(model, {"0.weight": torch.ones(3, 3)}, (floats(0),))
-    parameter = nn.Parameter(torch.ones(600, WIDTH))
-    call = functools.partial(functional_call, model, {"0.weight": parameter}, (floats(0),))
-    assert "no nn.Parameter" in message_of(call, ValueError)
-    model[0].weight = parameter
-    said = message_of(lambda: model(floats(0)), ValueError)
-    assert "'0.weight' of unit '0' was replaced" in said and "functional_call" in said
+    model, parameter = wrapped(wide, FULL), nn.Parameter(torch.ones(600, WIDTH))
+
+    def call_with(value):
+        return lambda: functional_call(model, {"0.weight": value}, (floats(0),))
+
+    def replaced():
+        model[0].weight = parameter
+        model(floats(0))
+
+    all_refused(
+        {
+            "another shape": (call_with(torch.ones(3, 3)), RuntimeError, "shapes"),
+            "a parameter": (call_with(parameter), ValueError, "no nn.Parameter"),
+            "replaced": (replaced, ValueError, "'0.weight' of unit '0' was replaced"),
+            "the remedy": (replaced, ValueError, "functional_call"),
+        }
+    )
 
 
 @on_ranks(2)
 def test_functional_call_of_other_models_compiles():
-    sharded(FULL)
+    wrapped(wide, FULL)
     plain = nn.Linear(WIDTH, 2)
     values = {name: p.detach() for name, p in plain.named_parameters()}
     call = torch.compile(
