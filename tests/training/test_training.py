@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import textwrap
 
 import pytest
 import torch
 import torch.distributed as dist
-from compare import assert_same
-from models import (
-    CASES,
-    COMBINATIONS,
-    TRANSPORTS,
-    Block,
-    Net,
-    ddp,
-    differences,
-    loss_of,
-    make,
-    wrapped,
-)
+from compare import assert_same, differences
+from models import COMBINATIONS, TRANSPORTS, Block, Case, Net, make, wrapped
 from nursery import fork_ranks
-from scenarios import FULL, WIDTH, Stack, floats, message_of
+from rows import all_rows
+from scenario import Scenario, Training
+from scenarios import WIDTH, Stack, floats, message_of
 from spawn import on_ranks
 from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.wrap import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    always_wrap_policy,
-    enable_wrap,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-    wrap,
-)
+from zshard.wrap import CustomPolicy, always_wrap_policy, enable_wrap, wrap
 
 # --- how it is wrapped -----------------------------------------------------------------------------
 
@@ -66,110 +47,46 @@ class WrapsInContext(nn.Module):
     forward = Stack.forward
 
 
-def trained_state(build, **options):
-    """(names of the units, state dict after some steps)."""
-    rank = dist.get_rank()
-    model = build()
-    model.load_state_dict(make(Stack).state_dict())  # whole values, also where slices are already
-    model = FSDP(model, **options)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model(floats(rank, step))).backward()
-        optimizer.step()
-    named = {module: name for name, module in model.named_modules()}
-    return [named[unit] for unit in FSDP.fsdp_modules(model)], model.state_dict()
+def shard_grad_op_for_blocks(module):
+    return isinstance(module, Block) and {"sharding_strategy": "shard_grad_op"}
 
 
 BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
-POLICIES = {
-    "auto": ("auto", [*BLOCKS, "head"]),
-    "none": (None, [""]),
-    "classes": ({Block, nn.LayerNorm}, None),
-    "module policy": (ModuleWrapPolicy({Block}), BLOCKS),
-    "custom": (CustomPolicy(lambda m: isinstance(m, Block)), BLOCKS),
-    "override": (
-        CustomPolicy(lambda m: isinstance(m, Block) and {"sharding_strategy": "shard_grad_op"}),
-        BLOCKS,
-    ),
-    "size": (functools.partial(size_based_auto_wrap_policy, min_num_params=300), BLOCKS),
-    "transformer": (
-        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-        BLOCKS,
-    ),
-    "lambda policy": (
-        functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, Block)),
-        BLOCKS,
-    ),
-    "lambda": (lambda m: isinstance(m, Block), BLOCKS),
-    "always": (always_wrap_policy, None),
+# Of each: the class, the policy, the names of the units (which forms of a policy find: test_wrap.py).
+WRAPPED = {
+    "auto": (Stack, "auto", [*BLOCKS, "head"]),
+    "override": (Stack, CustomPolicy(shard_grad_op_for_blocks), BLOCKS),
+    "always": (Stack, always_wrap_policy, None),
+    "itself": (WrapsItself, None, BLOCKS),
+    "itself, and auto": (WrapsItself, "auto", None),
+    "in a context": (WrapsInContext, None, [*BLOCKS, "head"]),
+    "in a context, and auto": (WrapsInContext, "auto", None),
 }
 
 
-def train_with_each_policy():
-    """{policy: (units, what differs from DDP)}."""
-    rank = dist.get_rank()
-    plain = make(Stack)
-    parallel = ddp(plain)
-    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(parallel(floats(rank, step))).backward()
-        optimizer.step()
-    found = {}
-    for name, (policy, _) in POLICIES.items():
-        units, state = trained_state(Stack, auto_wrap_policy=policy)
-        found[name] = units, differences(state, plain.state_dict())
-    for build in (WrapsItself, WrapsInContext):
-        for policy in (None, "auto"):
-            units, state = trained_state(build, auto_wrap_policy=policy)
-            found[f"{build.__name__}, {policy}"] = units, differences(state, plain.state_dict())
-    return found
-
-
-def test_all_policies_match_ddp(pool2):
-    for found in pool2.run(train_with_each_policy):
-        assert {name: wrong for name, (_, wrong) in found.items() if wrong} == {}
-        for name, (_, units) in POLICIES.items():
-            if units is not None:
-                assert found[name][0] == units, name
-        assert len(found["always"][0]) == 1 + 3 * 3 + 1  # and no unit for a Block: nothing is left
-        assert found["WrapsItself, None"][0] == BLOCKS
-        assert found["WrapsInContext, None"][0] == [*BLOCKS, "head"]
-
-
-# --- ranks that differ in what they do, or when ------------------------------------------------------
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
-def test_averaged_weights_can_be_swapped_in(combination):
-    """Training with an average of the weights that is swapped in for evaluation; what differs from
-    DDP in it: the evaluations' losses, or the state in the end."""
-    rank, case = dist.get_rank(), CASES["net"]
+def test_all_ways_to_wrap_match_ddp():
+    case = Case(Stack, lambda generator: torch.randn(4, WIDTH, generator=generator))
+    scenario = Scenario(case, optimizer="torch.SGD")
+    expected = scenario.ddp(3).state()
+    with all_rows() as row:
+        for name, (build, policy, units) in WRAPPED.items():
+            with row(name):
+                model = build()
+                model.load_state_dict(
+                    make(Stack).state_dict()
+                )  # whole, also where slices are already
+                model = FSDP(model, auto_wrap_policy=policy)
+                training = Training(scenario, model, model, dist.get_rank()).go(3)
+                assert_same(training.state(), expected, "three steps")
+                names = {module: name for name, module in model.named_modules()}
+                found = [names[unit] for unit in FSDP.fsdp_modules(model)]
+                assert units is None or found == units
+                # and no unit for a Block: nothing is left
+                assert name != "always" or len(found) == 1 + 3 * 3 + 1
 
-    def trained(model, forward):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        averages = [p.detach().clone() for p in model.parameters()]
-        losses = []
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(forward(case.batch(step, rank))).backward()
-            optimizer.step()
-            with torch.no_grad():
-                for average, param in zip(averages, model.parameters(), strict=True):
-                    average.lerp_(param, 0.1)
-                kept = [p.detach().clone() for p in model.parameters()]
-                for average, param in zip(averages, model.parameters(), strict=True):
-                    param.data.copy_(average)
-                losses.append(float(loss_of(forward(case.batch(50, rank)))))
-                for value, param in zip(kept, model.parameters(), strict=True):
-                    param.data.copy_(value)
-        return losses
 
-    plain, model = make(case.make), wrapped(case.make, combination)
-    assert trained(model, model) == trained(plain, ddp(plain))
-    assert_same(model.state_dict(), plain.state_dict(), "the state")
+# --- what is changed after wrapping ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -204,26 +121,28 @@ def test_cast_after_wrapping_is_refused(transport):
 # --- initial values -----------------------------------------------------------------------------------
 
 
-def start_of(combination, sync):
-    """This rank's values before and after wrapping, whole."""
+def unequal_net():
+    """A model whose values differ among the ranks."""
     model = make(Net, seed=1 + dist.get_rank())
     model.register_buffer("offset", torch.full((3,), float(dist.get_rank())))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    strategy, transport = combination
-    model = FSDP(model, strategy=strategy, transport=transport, sync_module_states=sync)
-    return before, model.state_dict()
+    return model
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_initial_values_come_from_rank_0(pool2, combination):
-    (first, start), (second, other) = pool2.run(start_of, combination, True)
-    assert differences(first, second), "the ranks have to start from different values"
-    assert differences(start, first) == differences(other, first) == []
+@on_ranks(2)
+def test_initial_values_come_from_rank_0(combination):
+    plain = unequal_net()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, plain.state_dict())
+    assert differences(*everyone), "the ranks have to start from different values"
+    model = FSDP(plain, strategy=combination[0], transport=combination[1])
+    assert_same(model.state_dict(), everyone[0], "the initial values")
 
 
 @on_ranks(2)
 def test_unequal_initial_values_raise_without_sync_module_states():
-    message = message_of(lambda: start_of(FULL, False), zshard.DivergenceError)
+    call = lambda: FSDP(unequal_net(), sync_module_states=False)  # noqa: E731
+    message = message_of(call, zshard.DivergenceError)
     assert "'embed.weight'" in message and "rank 1" in message
 
 
