@@ -327,32 +327,6 @@ def test_weight_modified_within_forward_is_an_error():
     assert "make its module a unit of its own (auto_wrap_policy)" in message
 
 
-class Scaled(nn.Module):
-    """Has a method that uses the root's own weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = Block(WIDTH)
-        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def encode(self, x):
-        return torch.tanh(self.block(x) @ self.mix)
-
-    def forward(self, x):
-        return self.encode(x)
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@on_ranks(2)
-def test_unregistered_method_on_shards_is_an_error(transport):
-    """It raises rather than compute with shards; the next forward is right."""
-    model = wrapped(Scaled, ("full_shard", transport), auto_wrap_policy={Block})
-    x = floats(dist.get_rank())
-    message = message_of(lambda: loss_of(model.encode(x)).backward(), RuntimeError)
-    assert "shape" in message or "size" in message
-    assert_same(model(x), make(Scaled)(x), "the output")
-
-
 # --- lifetimes -------------------------------------------------------------------------------------
 
 
