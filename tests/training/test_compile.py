@@ -20,7 +20,6 @@ from scenarios import (
     floats,
     forward_backward,
     mean_grads,
-    message_of,
     near,
     stack,
     whole_grads,
@@ -165,35 +164,6 @@ class Tied(nn.Module):
 @on_ranks(2)
 def test_gradients_of_compiled_checkpointed_and_tied_models(build, way, first, combination):
     check_compiled(build, three_steps, way, "aot_eager", first, combination)
-
-
-# --- a limit -----------------------------------------------------------------------------------------
-
-
-class OwnParameter(nn.Parameter):
-    """A class of the script's own, which zshard leaves as it is."""
-
-
-class Own(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = OwnParameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x):
-        return x @ self.weight
-
-
-@on_ranks(2)
-def test_parameters_of_an_own_class_need_zero_grad_first():
-    torch._dynamo.reset()
-    model = FSDP(nn.Sequential(Own(), Own()), auto_wrap_policy={Own})
-    for block in model:
-        block.compile(backend="eager", dynamic=False)
-    for rows in (4, 5):
-        model.zero_grad()
-        loss_of(model(floats(dist.get_rank(), rows=rows))).backward()
-    said = message_of(lambda: model(floats(0, rows=6)))
-    assert "attempting to assign a gradient" in said
 
 
 # --- gradients that are there when the compiler starts anew ---------------------------------------
