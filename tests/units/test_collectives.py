@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
-from models import differences
-from scenarios import message_of
-from spawn import on_ranks, ranks
+from compare import assert_same
+from rows import all_refused
+from spawn import on_ranks
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 
@@ -54,20 +54,6 @@ def step(model, x):
     model(x).square().sum().backward()
 
 
-def counts(build, strategy):
-    """Return (gathers in forward, gathers in backward, exchanges of gradients) in one of the later
-    steps."""
-    model, x = wrap(build, strategy), batch()
-    step(model, x)
-    with Collectives() as forward:
-        loss = model(x).sum()
-    with Collectives() as backward:
-        loss.backward()
-    assert forward.scatters == 0
-    return forward.gathers, backward.gathers, backward.scatters
-
-
-@ranks(2, 3)
 @pytest.mark.parametrize("build", [stack, Rooted])
 @pytest.mark.parametrize(
     ("strategy", "expected"),
@@ -77,8 +63,17 @@ def counts(build, strategy):
         ("zero1", (0, 0, UNITS)),  # nothing has changed since the first step
     ],
 )
-def test_collectives_of_a_step(pool, build, strategy, expected):
-    assert pool.run(counts, build, strategy) == [expected] * pool.world
+@on_ranks(2, 3)
+def test_collectives_of_a_step(build, strategy, expected):
+    """Gathers in forward, gathers in backward, and exchanges of gradients, in a later step."""
+    model, x = wrap(build, strategy), batch()
+    step(model, x)
+    with Collectives() as forward:
+        loss = model(x).sum()
+    with Collectives() as backward:
+        loss.backward()
+    assert forward.scatters == 0
+    assert (forward.gathers, backward.gathers, backward.scatters) == expected
 
 
 @on_ranks(2)
@@ -100,39 +95,37 @@ LINEAR = "aten::addmm"  # of a block's forward
 BACKWARD = "AddmmBackward0"  # of its backward
 
 
-def order_of(options, by_hand=None):
-    """Return the order of gathers and computations in forward and in backward."""
+HAND = ((1, 2, 3), (1, 0))  # what the first unit prefetches in forward, the last in backward
+ALONE = {"backward_prefetch": None}
+
+
+@pytest.mark.parametrize(
+    ("options", "by_hand", "forward", "backward"),
+    [
+        ({}, None, "GGfGfGff", "GbGbGbb"),
+        (ALONE, None, "GfGfGfGf", "bGbGbGb"),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, None, "GfGfGfGf", "bGbGbGb"),
+        ({"forward_prefetch": True}, None, "GGfGfGff", "GbGbGbb"),
+        ({"forward_prefetch": True, "limit_all_gathers": False}, None, "GGGfGfff", "GGbGbbb"),
+        (ALONE, HAND, "GGGGffff", "GGbGbbb"),
+    ],
+)
+@pytest.mark.sampled(3)
+@on_ranks(2)
+def test_prefetch_settings_determine_when_gathers_start(options, by_hand, forward, backward):
+    """The order of gathers (G) and computations (f, b) in forward and in backward."""
     model, x = wrap(stack, **options), batch()
     if by_hand is not None:
-        forward, backward = by_hand
-        model[0].set_modules_to_forward_prefetch([model[i] for i in forward])
-        model[3].set_modules_to_backward_prefetch([model[i] for i in backward])
+        model[0].set_modules_to_forward_prefetch([model[i] for i in by_hand[0]])
+        model[3].set_modules_to_backward_prefetch([model[i] for i in by_hand[1]])
     step(model, x)
     with Collectives(LINEAR) as first:
         loss = model(x).sum()
     with Collectives(BACKWARD) as second:
         loss.backward()
     short = {LINEAR: "f", BACKWARD: "b", "gather": "G"}
-    return tuple("".join(short.get(name, "") for name in seen.order) for seen in (first, second))
-
-
-@pytest.mark.parametrize(
-    ("options", "forward", "backward"),
-    [
-        ({}, "GGfGfGff", "GbGbGbb"),
-        ({"backward_prefetch": None}, "GfGfGfGf", "bGbGbGb"),
-        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "GfGfGfGf", "bGbGbGb"),
-        ({"forward_prefetch": True}, "GGfGfGff", "GbGbGbb"),
-        ({"forward_prefetch": True, "limit_all_gathers": False}, "GGGfGfff", "GGbGbbb"),
-    ],
-)
-def test_prefetch_settings_determine_when_gathers_start(pool2, options, forward, backward):
-    assert pool2.run(order_of, options) == [(forward, backward)] * 2
-
-
-def test_manual_prefetch_starts_gathers(pool2):
-    found = pool2.run(order_of, {"backward_prefetch": None}, ((1, 2, 3), (1, 0)))
-    assert found == [("GGGGffff", "GGbGbbb")] * 2
+    order = ["".join(short.get(name, "") for name in seen.order) for seen in (first, second)]
+    assert order == [forward, backward]
 
 
 OPTIONS = [
@@ -170,16 +163,12 @@ def trained(build, options):
     return model.state_dict(), model.memory()["slots"]
 
 
-def compare(build, options):
-    expected, _ = trained(build, {"backward_prefetch": None})
-    ours, slots = trained(build, options)
-    return differences(ours, expected), slots
-
-
 @pytest.mark.parametrize("build", [stack, Rooted, Winding])
 @pytest.mark.parametrize("options", [{}, *OPTIONS])
-def test_prefetch_does_not_change_results(pool2, build, options):
-    assert [wrong for wrong, _ in pool2.run(compare, build, options)] == [[], []]
+@on_ranks(2)
+def test_prefetch_does_not_change_results(build, options):
+    (expected, _), (ours, _) = (trained(build, each) for each in (ALONE, options))
+    assert_same(ours, expected, "training")
 
 
 SLOT = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a block's full buffer
@@ -187,11 +176,12 @@ SLOT = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a block's full buffer
 
 @pytest.mark.parametrize(
     ("options", "ahead"),
-    [({"backward_prefetch": None}, 0), ({}, 1), (OPTIONS[0], 1), (OPTIONS[1], 2), (OPTIONS[2], 0)],
+    [(ALONE, 0), ({}, 1), (OPTIONS[0], 1), (OPTIONS[1], 2), (OPTIONS[2], 0)],
 )
-def test_prefetch_is_limited(pool2, options, ahead):
-    for _, slots in pool2.run(trained, stack, options):
-        assert slots == (1 + ahead) * SLOT
+@on_ranks(2)
+def test_prefetch_is_limited(options, ahead):
+    _, slots = trained(stack, options)
+    assert slots == (1 + ahead) * SLOT
 
 
 @on_ranks(2)
@@ -201,24 +191,23 @@ def test_unneeded_gather_is_dropped():
     step(model, x)
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-
-    def fail(_):
-        raise ValueError("stumbled")
-
     y = model[:2](x)
-    y.register_hook(fail)
-    message = message_of(lambda: model[2:](y).sum().backward(), ValueError)
+    y.register_hook(lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        model[2:](y).sum().backward()
     model.zero_grad()
     step(model, x)
-    assert message == "stumbled"
-    assert differences([p.grad for p in model.parameters()], expected) == []
+    assert_same([p.grad for p in model.parameters()], expected, "the gradients")
 
 
 @on_ranks(2)
 def test_mistakes_are_named():
     model, other = wrap(stack), wrap(stack)
-    models, value = [
-        message_of(lambda: model[0].set_modules_to_forward_prefetch([other[0]]), ValueError),
-        message_of(lambda: wrap(stack, backward_prefetch="soon"), ValueError),
-    ]
-    assert "different models" in models and "'soon'" in value
+    of_another = lambda: model[0].set_modules_to_forward_prefetch([other[0]])  # noqa: E731
+    a_word = lambda: wrap(stack, backward_prefetch="soon")  # noqa: E731
+    all_refused(
+        {
+            "another model's": (of_another, ValueError, "different models"),
+            "a word": (a_word, ValueError, "'soon'"),
+        }
+    )

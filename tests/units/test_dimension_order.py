@@ -9,11 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from compare import differences
+from compare import assert_same
 from groups import mesh_of
-from models import Conv, ddp, loss_of, make
+from models import Case, Conv, ddp, loss_of, make
 from spawn import on_ranks
-from test_plan import differences as differences_from_plan
+from test_plan import check_plan
 from torch import nn
 
 import zshard
@@ -36,30 +36,27 @@ class Seeing(nn.Module):
         return self.conv(self.point(x))
 
 
-class Case:
-    @staticmethod
-    def batch(step, rank):
-        return torch.randn(4, 3, 7, 7, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 def last():
     return make(Seeing).to(memory_format=torch.channels_last)
 
 
+CASE = Case(last, lambda generator: torch.randn(4, 3, 7, 7, generator=generator))
+
+
 def run(model, optimizer):
     """Return losses of steps, one of them with accumulation, and an evaluation's result."""
-    rank, found = dist.get_rank(), []
+    rank, results = dist.get_rank(), []
     for step in range(3):
         optimizer.zero_grad()
         if step == 1:
             with model.no_sync():
-                loss_of(model(Case.batch(7, rank))).backward()
-        loss = loss_of(model(Case.batch(step, rank)))
+                loss_of(model(CASE.batch(7, rank))).backward()
+        loss = loss_of(model(CASE.batch(step, rank)))
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
+        results.append(loss.item())
     with torch.no_grad():
-        return [*found, model.eval()(Case.batch(9, rank)).sum().item()]
+        return [*results, model.eval()(CASE.batch(9, rank)).sum().item()]
 
 
 STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard", "hybrid_shard", "hybrid_full")
@@ -70,7 +67,7 @@ STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard", "hybrid_shard"
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_forward_sees_the_plain_models_strides(strategy, transport):
-    """Return what differs from DDP, in numbers and in strides, with a policy and without."""
+    """Numbers, strides and the optimizer's state are DDP's."""
     plain = last()
     reference = ddp(plain)
     theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
@@ -79,19 +76,20 @@ def test_forward_sees_the_plain_models_strides(strategy, transport):
     options = {"device_mesh": mesh_of(1, 2)} if strategy.startswith("hybrid") else {}
     model = FSDP(last(), strategy=strategy, transport=transport, auto_wrap_policy=None, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    found = differences(run(model, optimizer), losses) + differences(SEEN, strides)
+    assert_same(run(model, optimizer), losses, "the losses")
+    assert_same(SEEN, strides, "strides in forward")
     # BatchNorm's buffers are each rank's own in both
-    found += differences(model.state_dict(), plain.state_dict())
-    for n, state in optimizer.state_dict()["state"].items():
-        found += differences(state, theirs.state_dict()["state"][n])
-    with FSDP.summon_full_params(model):
-        found += differences({n: p.stride() for n, p in model.named_parameters()}, strides)
-        with torch.no_grad():
-            model.conv.stages[0][0].weight[:, 1] *= 2
-            plain.conv.stages[0][0].weight[:, 1] *= 2
-    found += differences(model.state_dict(), plain.state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
+    states = (each.state_dict()["state"] for each in (optimizer, theirs))
+    assert_same(*states, "the optimizer's state")
+    with FSDP.summon_full_params(model), torch.no_grad():
+        summoned = {name: param.stride() for name, param in model.named_parameters()}
+        assert_same(summoned, strides, "summoned strides")
+        for each in (model, plain):
+            each.conv.stages[0][0].weight[:, 1] *= 2
+    assert_same(model.state_dict(), plain.state_dict(), "the state after a write")
     model.load_state_dict(last().state_dict())
-    assert found + differences(model.state_dict(), last().state_dict()) == []
+    assert_same(model.state_dict(), last().state_dict(), "the loaded state")
 
 
 @pytest.mark.sampled(2)
@@ -99,10 +97,5 @@ def test_forward_sees_the_plain_models_strides(strategy, transport):
 @pytest.mark.parametrize("precision", [None, zshard.MixedPrecision(torch.bfloat16)], ids=str)
 @on_ranks(2)
 def test_predicted_slots(transport, precision):
-    model = FSDP(
-        last(),
-        transport=transport,
-        auto_wrap_policy={nn.Conv2d},
-        mixed_precision=precision,
-    )
-    assert differences_from_plan(model, Case, steps=3) == []
+    options = {"transport": transport, "mixed_precision": precision}
+    check_plan(FSDP(last(), auto_wrap_policy={nn.Conv2d}, **options), CASE, steps=3)
