@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from collectives import Collectives
 from groups import hosts_of, mesh_of
-from spawn import ranks
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -57,18 +57,6 @@ def step(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def traffic(strategy: str, precision: Any) -> tuple[tuple[float, float], list[float]]:
-    """Return the bytes of parameters and of gradients that this rank receives in the second
-    step, and those of its metrics."""
-    options: dict[str, Any] = {"device_mesh": mesh_of(2, 2)} if strategy in HYBRID else {}
-    model = wrapped(strategy, transport="c10d", mixed_precision=precision, **options)
-    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-    for _ in range(2):
-        with Collectives() as seen:
-            step(model, optimizer)
-    return (seen.received["gather"], seen.received["scatter"]), counted(model)
-
-
 def counted(model: Any) -> list[float]:
     """Return the bytes in the model's metrics, of parameters and of gradients: from all ranks, and
     from other hosts."""
@@ -81,38 +69,25 @@ BF16 = zshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bflo
 
 
 @pytest.mark.sampled(4)
-@ranks(2, 4)
 @pytest.mark.parametrize(("precision", "bytes_"), [(None, 4), (BF16, 2)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", FORMULAS)
-def test_bytes_of_a_step_match_the_formulas(
-    pool: Any, strategy: str, precision: Any, bytes_: int
-) -> None:
-    if strategy in HYBRID and pool.world != 4:
-        pytest.skip("a mesh of two by two")
-    copy = 2 if strategy in HYBRID else pool.world
-    params, grads = FORMULAS[strategy](pool.world, copy, bytes_, bytes_)
+@on_ranks(2, 4)
+def test_bytes_of_a_step_match_the_formulas(strategy, precision, bytes_):
+    world, options = dist.get_world_size(), {}
+    if strategy in HYBRID:
+        options = {"device_mesh": mesh_of(world // 2, 2)}
+    model = wrapped(strategy, transport="c10d", mixed_precision=precision, **options)
+    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        with Collectives() as seen:
+            step(model, optimizer)
+    params, grads = FORMULAS[strategy](world, 2 if strategy in HYBRID else world, bytes_, bytes_)
     # Over c10d the used parameters and the rank's state travel along: 128 bytes to each rank. (On
     # GPUs the hosts exchange them.)
-    expected = params, grads + UNITS * 128 * (pool.world - 1)
-    of_metrics = [0, params + grads, 0, 0] if strategy == "no_shard" else [params, grads, 0, 0]
-    assert pool.run(traffic, strategy, precision) == [(expected, of_metrics)] * pool.world
-
-
-def mesh_anew() -> Any:
-    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
-def counted_over(transport: str, sizes: tuple[int, ...], strategy: str, wire: Any) -> list[float]:
-    """Return the bytes in the metrics after the second step, on hosts of so many ranks each."""
-    with hosts_of(*sizes) as group:
-        options: dict[str, Any] = {"process_group": group, "keep_gathered": False, "wire": wire}
-        if strategy in HYBRID:  # new groups
-            options |= {"process_group": None, "device_mesh": mesh_anew()}
-        model = wrapped(strategy, transport=transport, **options)
-        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-        for _ in range(2):
-            step(model, optimizer)
-        return counted(model)
+    expected = params, grads + UNITS * 128 * (world - 1)
+    assert (seen.received["gather"], seen.received["scatter"]) == expected
+    of_metrics = [0, params + grads] if strategy == "no_shard" else [params, grads]
+    assert counted(model) == [*of_metrics, 0, 0]
 
 
 G = (2 * P - U) * R  # bytes of the gathers of a step of full_shard, on all ranks
@@ -143,14 +118,32 @@ COUNTED: dict[tuple[str, tuple[int, ...], str, str | None], tuple[float, float, 
 }
 
 
-@pytest.mark.sampled(6)
-@ranks(2, 4)
-@pytest.mark.parametrize(("transport", "sizes", "strategy", "wire"), COUNTED)
-def test_metrics_count_bytes(
-    pool: Any, transport: str, sizes: tuple[int, ...], strategy: str, wire: str | None
-) -> None:
-    if sum(sizes) != pool.world:
-        pytest.skip("for other numbers of ranks")
+def check_metrics(transport, sizes, strategy, wire):
+    """The bytes in the metrics after the second step, on hosts of so many ranks each."""
     gather, reduce, gather_afar, reduce_afar = COUNTED[transport, sizes, strategy, wire]
-    expected = [gather + gather_afar, reduce + reduce_afar, gather_afar, reduce_afar]
-    assert pool.run(counted_over, transport, sizes, strategy, wire) == [expected] * pool.world
+    with hosts_of(*sizes) as group:
+        options: dict[str, Any] = {"process_group": group, "keep_gathered": False, "wire": wire}
+        if strategy in HYBRID:  # new groups
+            names = ("replicate", "shard")
+            mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            options |= {"process_group": None, "device_mesh": mesh}
+        model = wrapped(strategy, transport=transport, **options)
+        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+        for _ in range(2):
+            step(model, optimizer)
+        expected = [gather + gather_afar, reduce + reduce_afar, gather_afar, reduce_afar]
+        assert counted(model) == expected
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("case", [case for case in COUNTED if sum(case[1]) == 2], ids=str)
+@on_ranks(2)
+def test_metrics_count_bytes_of_two_ranks(case):
+    check_metrics(*case)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("case", [case for case in COUNTED if sum(case[1]) == 4], ids=str)
+@on_ranks(4)
+def test_metrics_count_bytes_of_four_ranks(case):
+    check_metrics(*case)
