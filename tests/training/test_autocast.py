@@ -15,6 +15,14 @@ from groups import hosts_of, mesh_of
 from models import COMBINATIONS, loss_of, make, wrapped
 from scenario import Scenario
 from scenarios import Stack, floats, mean_grads, near, whole_grads
+from scripts import (
+    accumulate,
+    evaluate_then_train,
+    forward_without_backward,
+    no_grad_forward_between,
+    two_forwards_one_backward,
+    two_forwards_two_backwards,
+)
 from spawn import on_ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,30 +39,12 @@ def on(enabled=True):
 # --- what a script does within one context -----------------------------------------------------------
 
 
-def evaluation_first(model, rank):
-    with torch.no_grad():
-        model(floats(rank, 7))
-    loss_of(model(floats(rank))).backward()
-
-
 def inference_first(model, rank):
     model.eval()
     with torch.inference_mode():
         model(floats(rank, 7, rows=2))
     model.train()
     loss_of(model(floats(rank))).backward()
-
-
-def evaluation_between(model, rank):
-    output = model(floats(rank))
-    with torch.no_grad():
-        model(floats(rank, 7))
-    loss_of(output).backward()
-
-
-def micro_batches(model, rank):
-    for step in range(3):
-        loss_of(model(floats(rank, step))).backward()
 
 
 def backward_where_it_is_off(model, rank):
@@ -64,20 +54,6 @@ def backward_where_it_is_off(model, rank):
             loss.backward()
 
 
-def two_forwards_one_backward(model, rank):
-    (loss_of(model(floats(rank))) + loss_of(model(floats(rank, 1)))).backward()
-
-
-def two_forwards_two_backwards(model, rank):
-    for loss in [loss_of(model(floats(rank, step))) for step in range(2)]:
-        loss.backward()
-
-
-def a_forward_is_dropped(model, rank):
-    model(floats(rank, 7))
-    loss_of(model(floats(rank))).backward()
-
-
 def a_forward_raises(model, rank):
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         model.head(floats(rank)[:, :3])
@@ -85,14 +61,14 @@ def a_forward_raises(model, rank):
 
 
 SCENARIOS = [
-    (evaluation_first, True),
+    (evaluate_then_train, True),
     (inference_first, True),
-    (evaluation_between, True),
-    (micro_batches, False),
+    (no_grad_forward_between, True),
+    (accumulate, False),
     (backward_where_it_is_off, False),
     (two_forwards_one_backward, True),
     (two_forwards_two_backwards, False),
-    (a_forward_is_dropped, True),
+    (forward_without_backward, False),
     (a_forward_raises, True),
 ]
 
@@ -135,7 +111,7 @@ def test_passes_in_one_context_on_two_hosts(run, exact, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-@pytest.mark.parametrize("run", [evaluation_first, micro_batches])
+@pytest.mark.parametrize("run", [evaluate_then_train, accumulate])
 @on_ranks(4)
 def test_passes_in_one_context_under_hybrid_strategies(run, strategy):
     check(run, False, wrapped(Stack, (strategy, "c10d"), device_mesh=mesh_of(2, 2)), strategy)

@@ -29,7 +29,8 @@ from recomputed import (
     within_and_around_units,
     within_units,
 )
-from scenarios import check_mean_grads, units_of
+from scenarios import check_mean_grads, forward_backward, units_of
+from scripts import accumulate, forward_without_backward, retain_graph, two_forwards_one_backward
 from spawn import on_ranks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -44,35 +45,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
-
-
-def one_step(model, rank):
-    loss_of(model(leaf(rank))).backward()
-
-
-def three_steps(model, rank):
-    for step in range(3):
-        loss_of(model(leaf(rank, step))).backward()
-
-
-def two_losses_at_once(model, rank):
-    (loss_of(model(leaf(rank))) + loss_of(model(leaf(rank, 1)))).backward()
-
-
-def a_forward_that_nobody_uses(model, rank):
-    kept = model(leaf(rank, 1))
-    loss_of(model(leaf(rank))).backward()
-    del kept
-    with torch.no_grad():
-        model(leaf(rank, 2))
-    loss_of(model(leaf(rank, 3))).backward()
-
-
-def graph_kept(model, rank):
-    loss = loss_of(model(leaf(rank)))
-    loss.backward(retain_graph=True)
-    loss.backward()
-
 
 # What a reentrant checkpoint recomputes has a backward of its own. A weight with uses in several of
 # them has several gradients, each reduced by itself, where the plain model adds them up first.
@@ -89,12 +61,12 @@ TWICE = (
 @KINDS
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_gradients_of_one_step(way, reentrant):
+def test_gradients_of_forward_backward(way, reentrant):
     exact = not (reentrant and way in TWICE)
-    check_mean_grads(functools.partial(Stack, way, reentrant), one_step, exact)
+    check_mean_grads(functools.partial(Stack, way, reentrant), forward_backward, exact)
 
 
-RUNS = [three_steps, two_losses_at_once, a_forward_that_nobody_uses, graph_kept]
+RUNS = [accumulate, two_forwards_one_backward, forward_without_backward, retain_graph]
 
 
 @pytest.mark.sampled(2)
@@ -143,7 +115,7 @@ def apply_wrappers(model, reentrant):
 
 
 def wrappers_around(reentrant, model, rank):
-    one_step(apply_wrappers(model, reentrant), rank)
+    forward_backward(apply_wrappers(model, reentrant), rank)
 
 
 @pytest.mark.sampled(2)
@@ -166,7 +138,7 @@ def test_checkpoints_around_the_model(run, reentrant):
 @KINDS
 @on_ranks(2)
 def test_checkpoint_wrappers_before_wrapping(reentrant):
-    check_mean_grads(lambda: apply_wrappers(Plain(), reentrant), one_step, True)
+    check_mean_grads(lambda: apply_wrappers(Plain(), reentrant), forward_backward, True)
 
 
 def keep_products(ctx, op, *args, **kwargs):
@@ -184,13 +156,13 @@ def selective(model, rank):
 
 def without_early_stop(model, rank):
     with set_checkpoint_early_stop(False):
-        one_step(model, rank)
+        forward_backward(model, rank)
 
 
 def offloaded(model, rank):
     """What backward needs is copied away in forward: with the parameters' bytes of then."""
     with torch.autograd.graph.save_on_cpu():
-        one_step(model, rank)
+        forward_backward(model, rank)
 
 
 @pytest.mark.sampled(3)
@@ -224,7 +196,7 @@ class Dropping(Stack):
 
 def seeded_step(model, rank):
     torch.manual_seed(10 + rank)
-    one_step(model, rank)
+    forward_backward(model, rank)
 
 
 @KINDS
@@ -240,6 +212,6 @@ def test_recomputed_units_are_resharded(way, reentrant):
     """No unit is full when the backward is over."""
     for combination in (("full_shard", "shm"), ("shard_grad_op", "c10d")):
         model = wrapped(functools.partial(Stack, way, reentrant), combination)
-        three_steps(model, 0)
+        accumulate(model, 0)
         units = units_of(model)
         assert len(units) >= 4 and not any(unit.is_full for unit in units), combination

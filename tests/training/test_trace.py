@@ -1,4 +1,4 @@
-"""zshard.profile(), ZSHARD_TRACE, `python -m zshard trace`, and model.metrics()."""
+"""zshard.profile(), ZSHARD_TRACE, `python -m zshard trace`, model.metrics(), and torch.profiler."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from groups import case_of, hosts_of
 from nursery import fork_ranks
-from scenario import Scenario
+from scenario import Scenario, Training
 from spawn import on_ranks, ranks
 from torch import nn
+from torch.profiler import profile
 
 import zshard
 from zshard import FSDP, _core
@@ -27,6 +29,7 @@ from zshard.extras import trace
 from zshard.extras.trace import RankTrace, Trace, bounds
 from zshard.extras.trace.times import Arrival, arrivals_of, own_times, summary_of
 
+OF_TORCH = ("zshard::backward", "zshard::optimizer.step")
 LATE = 1.0  # seconds: far more than a busy machine delays the other rank by
 
 
@@ -43,11 +46,15 @@ def late_step(training, seconds=LATE):
 
 
 def recorded(transport, file):
-    """Return what each rank has of two steps, with rank 1 late for the second."""
+    """Return what each rank has of two steps, with rank 1 late for the second. Torch's profiler, which
+    knows backwards and steps by itself, has the other ranges."""
     training = trained(transport)
-    with zshard.profile(file) as traced:
+    with profile() as profiler, zshard.profile(file) as traced:
         training.go(1)
         late_step(training)
+    own = next(each for each in traced.ranks if each.rank == dist.get_rank())
+    names = {name for name, *_ in own.ranges if not name.startswith(OF_TORCH)}
+    assert len(names) > 10 and names <= {event.key for event in profiler.key_averages()}
     return traced.ranks, traced.to_json()
 
 
@@ -217,6 +224,55 @@ def test_metrics(pool, strategy):
     assert first["grad_norm"] == second["grad_norm"] == norm
     assert first["memory/peak/total"] >= first["memory/now/total"] > 0
     assert all(type(value) is float for value in first.values())
+
+
+# --- torch's profiler -------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_profiler_started_or_stopped_within_a_forward():
+    """A profiler that stops, and one that starts, between a unit's hooks; then a forward that raises."""
+    training = trained("shm")
+    head = training.model.head
+
+    def fail():
+        raise ValueError("in the middle")
+
+    def step(hook):
+        handle = head.register_forward_pre_hook(lambda *_: hook())
+        try:
+            training.go(1)
+        finally:
+            handle.remove()
+
+    profiler = profile()
+    profiler.start()
+    step(profiler.stop)
+    profiler = profile()
+    step(profiler.start)
+    profiler.stop()
+    with profile(), pytest.raises(ValueError, match="in the middle"):
+        step(fail)
+    with profile() as profiler:
+        training.go(1)
+    assert "zshard::forward (root)" in {event.key for event in profiler.key_averages()}
+
+
+@on_ranks(4)
+def test_messages_between_hosts_outlast_the_profile():
+    """Torch writes an operation's end to the profile that saw its beginning, also to one that has
+    been freed; the receive of the next turn is always under way."""
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with hosts_of(2, 2) as group:
+        model = case_of(group, "net")
+        training = Training(Scenario("net", optimizer="torch.SGD"), model, model, dist.get_rank())
+        with profile(experimental_config=config) as profiler:
+            late_step(training.go(1))
+            time.sleep(LATE)  # torch's threads end what they record after those who wait go on
+        training.go(2)
+    names = {event.name for event in profiler.events() if event.name.startswith("gloo:")}
+    assert "gloo:scatter" in names
+    assert not names & {"gloo:send", "gloo:recv"}, names
 
 
 # --- what a trace is made of ------------------------------------------------------------------------

@@ -49,4 +49,4 @@ def test_all_failures_on_all_ranks(pool2, where):
 def test_failures_on_one_rank(pool2, where):
     """Every tenth of them: most end with a wait until the deadline, and all would take nine hours."""
     cells = [c for c in all_cells() if c.where == where and c.who == "one"]
-    assert walk(pool2, sorted(cells, key=lambda cell: hash_of(str(cell)))[::10]) == []
+    assert walk(pool2, sorted(cells, key=hash_of)[::10]) == []

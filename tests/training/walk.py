@@ -12,21 +12,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from groups import own_group, passing_groups
-from models import Block, loss_of, make
+from models import Block, loss_of, make, wrapped
+from scenarios import WIDTH, floats
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zshard
 from zshard import FSDP, MixedPrecision
 
-WIDTH = 9
 DEADLINE = 1.0  # seconds per wait of a cell
 
 
@@ -85,9 +87,7 @@ def nowhere(planted, script, x):
     """`do_failing_step` raises by itself."""
 
 
-Places = dict[str, Callable[..., None]]
-
-PLACES: Places = {
+PLACES: dict[str, Callable[..., None]] = {
     "before_forward": lambda p, s, x: p.on(s.model.register_forward_pre_hook, prepend=True),
     "within_forward": lambda p, s, x: p.on(s.block.down.register_forward_pre_hook),
     "before_unit": lambda p, s, x: p.on(s.block.register_forward_pre_hook),
@@ -170,7 +170,7 @@ def pairwise(cells: list[Cell]) -> list[Cell]:
         pairs = itertools.combinations(vars(cell).items(), 2)
         pairs_of[cell] = sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs)
     left, taken = (1 << len(bits)) - 1, []
-    pool = sorted(cells, key=lambda cell: hash_of(str(cell)))
+    pool = sorted(cells, key=hash_of)
     while left:
         next_few = itertools.islice((cell for cell in pool if pairs_of[cell] & left), 300)
         best = max(next_few, key=lambda cell: (pairs_of[cell] & left).bit_count())
@@ -179,12 +179,9 @@ def pairwise(cells: list[Cell]) -> list[Cell]:
     return taken
 
 
-def hash_of(text: str) -> int:
+def hash_of(cell: Cell) -> int:
     """Return a sort key that is the same in each process and independent of the factors."""
-    value = 0
-    for char in text:
-        value = (value * 1000003 ^ ord(char)) & 0xFFFFFFFF
-    return value
+    return zlib.crc32(str(cell).encode())
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -193,7 +190,7 @@ def hash_of(text: str) -> int:
 class Net(nn.Module):
     """Blocks that are units; one may be checkpointed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(6))
         self.head = nn.Linear(WIDTH, 2)
@@ -211,16 +208,12 @@ class Net(nn.Module):
         return self.head(self.blocks[0](x))
 
 
-def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
 class Script:
     """One rank's script; the two sides differ in how they build, average and read: each defines build,
-    forward, method, backward, no_sync, whole and parameters."""
+    forward, method, backward, no_sync, whole and parameters. link: what it needs of its peer."""
 
-    def __init__(self, cell, rank):
-        self.cell, self.rank = cell, rank
+    def __init__(self, cell, rank, link):
+        self.cell, self.rank, self.link = cell, rank, link
         self.fails = cell.who == "all" or rank == 0
         self.seen = []
         self.build()
@@ -228,7 +221,7 @@ class Script:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02)
 
     def learn(self, step):
-        self.backward(loss_of(self.forward(batch(self.rank, step))))
+        self.backward(loss_of(self.forward(floats(self.rank, step))))
 
     def zero_grad(self):
         if not self.cell.held:
@@ -242,7 +235,7 @@ class Script:
     def evaluate(self, step):
         self.model.eval()
         with torch.no_grad():
-            out = self.forward(batch(0, step))
+            out = self.forward(floats(0, step))
         self.model.train()
         return out.float()
 
@@ -251,7 +244,7 @@ class Script:
 
     def failing_step(self):
         """A step in which the failing ranks raise."""
-        planted, x = Planted(self.cell.what), batch(self.rank, 1).requires_grad_()
+        planted, x = Planted(self.cell.what), floats(self.rank, 1).requires_grad_()
         if self.fails:
             self.plant(planted, x)
         try:
@@ -289,7 +282,7 @@ class Script:
     def run(self) -> list[Any]:
         self.train(0)
         then = self.cell.then
-        kept = loss_of(self.forward(batch(self.rank, 5))) if then == "backward" else None
+        kept = loss_of(self.forward(floats(self.rank, 5))) if then == "backward" else None
         try:
             self.failing_step()
         except (KINDS[self.cell.what], TypeError, AttributeError) as error:
@@ -318,21 +311,14 @@ class Script:
 
 
 class Sharded(Script):
-    def __init__(self, cell: Cell, rank: int, deadline: float) -> None:
-        self.deadline = deadline
-        super().__init__(cell, rank)
-
-    def build(self) -> None:
-        precision = None
-        if self.cell.dtype == "bfloat16":
-            precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        self.model = FSDP(
-            make(Net),
+    def build(self):
+        low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        self.model = wrapped(
+            Net,
+            (self.cell.strategy, self.cell.transport),
             process_group=own_group(),
-            strategy=self.cell.strategy,
-            transport=self.cell.transport,
-            mixed_precision=precision,
-            timeout=self.deadline,
+            mixed_precision=low if self.cell.dtype == "bfloat16" else None,
+            timeout=self.link,
         )
         zshard.register_forward_method(self.model, "scores")
 
@@ -362,19 +348,12 @@ OWN_ERRORS = (zshard.DivergenceError, zshard.PeerError, zshard.PeerTimeoutError)
 def sharded(cell: Cell, deadline: float = DEADLINE) -> tuple[str, Any]:
     """Return ("seen", what the script saw), or ("error", the text of the zshard error that ended
     it)."""
-    script = None
     try:
-        script = Sharded(cell, dist.get_rank(), deadline)
-        return "seen", script.run()
-    except OfAPeer as error:  # planted, in a place without a handler
-        return "wrong", f"{type(error).__name__}: {error}"
-    except OWN_ERRORS as error:
-        return "error", f"{type(error).__name__}: {error}"
-    except RuntimeError as error:
-        kind = "error" if "call zero_grad() on all ranks" in str(error) else "wrong"
-        return kind, f"RuntimeError: {error}"
-    except BaseException as error:  # likewise
-        return "wrong", f"{type(error).__name__}: {error}"
+        return "seen", Sharded(cell, dist.get_rank(), deadline).run()
+    except BaseException as error:
+        own = isinstance(error, OWN_ERRORS) and not isinstance(error, OfAPeer)  # which is planted
+        told = isinstance(error, RuntimeError) and "call zero_grad() on all ranks" in str(error)
+        return "error" if own or told else "wrong", f"{type(error).__name__}: {error}"
 
 
 # --- the plain side -------------------------------------------------------------------------------
@@ -387,12 +366,12 @@ class Waits(Exception):
 class Average:
     """Two threads average their gradients, in the order in which they arrive."""
 
-    def __init__(self) -> None:
-        self.given: list[list[list[torch.Tensor | None]]] = [[], []]
+    def __init__(self):
+        self.given = [[], []]
         self.ended = [False, False]
         self.changed = threading.Condition()
 
-    def of(self, rank: int, mine: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def of(self, rank, mine):
         """Return the means with the other rank's values at the exchange of the same number."""
         with self.changed:
             self.given[rank].append(mine)
@@ -401,31 +380,27 @@ class Average:
             self.changed.wait_for(lambda: len(others) >= number or self.ended[1 - rank])
             if len(others) < number:
                 raise Waits
-            other = others[number - 1]
-        return [mean_of(a, b) for a, b in zip(mine, other, strict=True)]
+            sums = map(add, mine, others[number - 1])
+        return [None if each is None else each / 2 for each in sums]
 
-    def end(self, rank: int) -> None:
+    def end(self, rank):
         with self.changed:
             self.ended[rank] = True
             self.changed.notify()
 
 
-def mean_of(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    if a is None and b is None:
-        return None
-    zero = torch.zeros_like(a if a is not None else b)
-    return ((a if a is not None else zero) + (b if b is not None else zero)) / 2
+def add(a, b):
+    """Return the sum of two gradients, of which there may be none."""
+    return (a if b is None else b) if a is None or b is None else a + b
 
 
 class Plain(Script):
-    def __init__(self, cell: Cell, rank: int, average: Average) -> None:
-        self.average, self.syncs = average, True
-        super().__init__(cell, rank)
+    syncs, fails_late = True, False
 
-    def build(self) -> None:
+    def build(self):
         self.model = make(Net)
         self.params = dict(self.model.named_parameters())
-        self.total: dict[str, torch.Tensor | None] = {}
+        self.total = {}
 
     def call(self, x, method):
         self.restore()
@@ -483,11 +458,9 @@ class Plain(Script):
         """Add new gradients to .grad. DDP's rule: accumulated gradients take part in the mean."""
         grads = [add(self.total[name], param.grad) for name, param in self.params.items()]
         if synchronize:
-            grads = self.average.of(self.rank, grads)
+            grads = self.link.of(self.rank, grads)
         for param, grad in zip(self.params.values(), grads, strict=True):
             param.grad = grad
-
-    fails_late = False
 
     def failing_step(self):
         self.restore()  # hooks go onto the parameters themselves
@@ -500,7 +473,7 @@ class Plain(Script):
             super().plant(planted, x)
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self):
         self.syncs = False
         try:
             yield
@@ -515,48 +488,36 @@ class Plain(Script):
         return {name: t.detach().clone() for name, t in self.params.items()}
 
 
-def add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    if a is None or b is None:
-        return a if b is None else b
-    return a + b
-
-
 def plain(cell: Cell) -> list[tuple[str, Any]]:
     """Return what two ranks of DDP see: ("seen", ...), ("waits", None), or ("error", ...)."""
     average = Average()
-    results: list[tuple[str, Any]] = [("error", "did not run")] * 2
-
     scripts = [Plain(cell, rank, average) for rank in range(2)]
 
-    def rank_of(rank: int) -> None:
+    def run(rank: int) -> tuple[str, Any]:
         try:
-            results[rank] = "seen", scripts[rank].run()
+            return "seen", scripts[rank].run()
         except Waits:
-            results[rank] = "waits", None
+            return "waits", None
         except BaseException as error:
-            results[rank] = "error", f"{type(error).__name__}: {error}"
+            return "error", f"{type(error).__name__}: {error}"
         finally:
             average.end(rank)
 
-    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(run, range(2)))
 
 
 # --- verdict --------------------------------------------------------------------------------------
 
 
-def difference(a: Any, b: Any, tolerance: float) -> str | None:
-    if isinstance(a, torch.Tensor):
-        gap = float((a.double() - b.double()).abs().max()) if a.shape == b.shape else float("inf")
-        return None if gap <= tolerance else f"by {gap:.2g}"
-    if isinstance(a, dict):
-        gaps = [f"{k} {d}" for k in a if (d := difference(a[k], b[k], tolerance))]
-        return ", ".join(gaps[:3]) or None
-    return None if a == b else f"{a!r} instead of {b!r}"
+def difference(a: Any, b: Any, tolerance: float) -> str:
+    if isinstance(a, str):
+        return "" if a == b else f"{a!r} instead of {b!r}"
+    try:
+        torch.testing.assert_close(a, b, rtol=0.0, atol=tolerance, check_dtype=False)
+    except AssertionError as error:
+        return str(error)
+    return ""
 
 
 def verdict(cell: Cell, ours: list[tuple[str, Any]], theirs: list[tuple[str, Any]]) -> str | None:
@@ -579,7 +540,6 @@ def verdict(cell: Cell, ours: list[tuple[str, Any]], theirs: list[tuple[str, Any
         if waits[rank]:
             return f"rank {rank}: no error, where DDP waits for ever"
         for i, (a, b) in enumerate(zip(ours[rank][1], theirs[rank][1], strict=True)):
-            gap = difference(a, b, tolerance)
-            if gap:
+            if gap := difference(a, b, tolerance):
                 return f"rank {rank}, look {i}: {gap}"
     return None

@@ -15,7 +15,6 @@ from rows import all_refused
 from scenario import Scenario
 from scenarios import (
     Stack,
-    all_grads,
     forward_backward,
     mean_grads,
     near,
@@ -24,7 +23,6 @@ from scenarios import (
 from scripts import SCENARIOS
 from spawn import on_ranks, ranks
 
-import zshard
 from zshard import FSDP
 
 HYBRIDS = ("hybrid_shard", "hybrid_shard_zero2")
@@ -171,17 +169,3 @@ def test_invalid_meshes_are_refused():
             for name, (args, options, *error) in table.items()
         }
     )
-
-
-@on_ranks(2)
-def test_one_dimensional_mesh_is_sharded_over():
-    models = FSDP(make(Stack), device_mesh=dist.init_device_mesh("cpu", (2,))), FSDP(make(Stack))
-    for model in models:
-        forward_backward(model, dist.get_rank())
-    assert_same(*map(all_grads, models), "the gradients")
-
-
-def test_strategies_within_a_shard_group():
-    strategy = zshard.ShardingStrategy.HYBRID_SHARD
-    assert strategy.is_hybrid and strategy.in_group is zshard.ShardingStrategy.FULL_SHARD
-    assert not zshard.ShardingStrategy.NO_SHARD.is_hybrid
