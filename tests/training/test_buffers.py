@@ -1,12 +1,17 @@
 """Buffers, broadcast from rank 0 at the start of each forward or left local, as under DDP.
 
-The script replaces, adds and removes buffers between steps.
+The script replaces, adds and removes buffers between steps. Then casts of mixed precision: in
+containers of all kinds, and of buffers. Torch's own FSDP2 casts what torch._apply_to_tensors walks
+through; the same values go through our hooks.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
+import dataclasses
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,10 +20,13 @@ from compare import assert_same
 from models import COMBINATIONS, ddp
 from rows import all_refused
 from spawn import on_ranks
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.utils import _apply_to_tensors
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import zshard
-from zshard import FSDP
+from zshard import FSDP, MixedPrecision, MixedPrecisionPolicy
+from zshard.precision import map_tensors
 
 
 class Replacing(nn.Module):
@@ -38,7 +46,7 @@ class Replacing(nn.Module):
         return self.last(x - self.mean)
 
 
-def batch(step, rank):
+def rows_of(step, rank):
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
@@ -61,7 +69,7 @@ def states_of(model, inner, accumulate):
         swap_buffers(inner, step)
         within = accumulate and step % 2 == 0
         with model.no_sync() if within else contextlib.nullcontext():
-            model(batch(step, dist.get_rank())).square().sum().backward()
+            model(rows_of(step, dist.get_rank())).square().sum().backward()
         states.append({name: each.clone() for name, each in inner.named_buffers()})
         if not within:
             optimizer.step()
@@ -101,10 +109,10 @@ def test_one_rank_evaluates_alone(strategy):
     parallel = ddp(plain, sync_buffers=True)
     for step in range(3):
         for each in (model, parallel):
-            each(batch(step, dist.get_rank())).square().sum().backward()
+            each(rows_of(step, dist.get_rank())).square().sum().backward()
         if dist.get_rank() == 0:
             with torch.no_grad():
-                ours, theirs = (each.eval()(batch(9, 0)) for each in (model, plain))
+                ours, theirs = (each.eval()(rows_of(9, 0)) for each in (model, plain))
             assert_same(ours, theirs, "rank 0's evaluation")
             model.train()
             plain.train()
@@ -118,7 +126,7 @@ def test_copy_broadcasts_its_own_buffers(transport):
     model = FSDP(Replacing(), transport=transport, forward_sync_buffers="training")
     twin = copy.deepcopy(model)
     twin.mean = torch.full((4,), float(dist.get_rank()))
-    twin(batch(0, 0)).sum().backward()
+    twin(rows_of(0, 0)).sum().backward()
     assert_same(model.mean, torch.zeros(4), "the original's buffer")
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, twin.mean.clone())
@@ -129,3 +137,183 @@ def test_invalid_argument_is_refused():
     call = lambda: FSDP(Replacing(), forward_sync_buffers="eval")  # noqa: E731
     text = "one of False, True, 'training', got 'eval'"
     all_refused({"a word of no meaning": (call, ValueError, text)})
+
+
+# --- casts of mixed precision, as FSDP2 has them ------------------------------------------------------
+
+BF16 = torch.bfloat16
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Any
+    ids: Tensor
+    note: str = "kept"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+
+
+class Dict(dict):
+    """A subclass with a constructor of its own, and attributes."""
+
+    def __init__(self, owner):
+        super().__init__()
+        self.owner = owner
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Output(collections.OrderedDict):
+    """As transformers' ModelOutput: items are attributes as well."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        object.__setattr__(self, key, value)
+
+
+def filled(container, **items):
+    for key, value in items.items():
+        container[key] = value
+    return container
+
+
+CONTAINERS = {
+    "dataclass": lambda x: Batch(x, torch.ones(2, dtype=torch.int64)),
+    "frozen": Frozen,
+    "OrderedDict": lambda x: collections.OrderedDict(x=x, y=[x]),
+    "dict subclass": lambda x: filled(Dict("me"), x=x, n=3),
+    "defaultdict": lambda x: filled(collections.defaultdict(list), x=[x]),
+    "ModelOutput": lambda x: filled(Output(), x=x),
+    "namedtuple": lambda x: Pair(x, (x, None)),
+    "set": lambda x: {x},
+    "nested": lambda x: [Batch({"a": (x,)}, x.long())],
+}
+
+
+def dtypes_in(value):
+    """Return the dtypes of all tensors, as torch walks through them."""
+    dtypes = []
+    _apply_to_tensors(lambda tensor: dtypes.append(tensor.dtype) or tensor, copy.copy(value))
+    return dtypes
+
+
+class Passes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, batch):
+        self.seen = batch
+        return batch
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_containers_are_cast_as_in_fsdp2(transport):
+    """Tensors in containers are cast as FSDP2 casts them, on the way in and out."""
+    back = MixedPrecisionPolicy(BF16, output_dtype=torch.float64)
+    for precision, out in ((MixedPrecision(BF16), BF16), (back, torch.float64)):
+        model = FSDP(Passes(), mixed_precision=precision, transport=transport)
+        for name, make in CONTAINERS.items():
+            batch = make(torch.ones(2, requires_grad=True))
+            before = dtypes_in(batch)
+            output = model(batch)
+            for value, dtype in ((model.seen, BF16), (output, out)):
+                wanted = [dtype if each.is_floating_point else each for each in before]
+                assert dtypes_in(value) == wanted, name
+            assert type(output) is type(batch) and dtypes_in(batch) == before, name
+
+
+def to_bf16(tensor):
+    return tensor.to(BF16) if tensor.is_floating_point() else tensor
+
+
+def test_uncast_objects_are_not_copied():
+    cache = {"ids": torch.ones(2, dtype=torch.int64), "list": [1, None]}
+    cache["itself"] = cache
+    holds_itself = [torch.ones(1)]
+    holds_itself.append(holds_itself)
+    assert map_tensors(lambda t: t, cache) is cache
+    assert map_tensors(lambda t: t + 1, holds_itself)[0] == 2
+    low = map_tensors(to_bf16, CONTAINERS["dict subclass"](torch.ones(1)))
+    assert type(low) is Dict and low.owner == "me" and low["x"].dtype == BF16
+    assert map_tensors(to_bf16, CONTAINERS["ModelOutput"](torch.ones(1))).x.dtype == BF16
+    packed = map_tensors(to_bf16, pack_sequence([torch.ones(2)]))
+    assert type(packed) is PackedSequence and packed.data.dtype == BF16
+
+
+def test_outputs_of_transformers_are_cast():
+    outputs = pytest.importorskip("transformers").modeling_outputs
+    output = outputs.BaseModelOutput(last_hidden_state=torch.ones(1))
+    low = map_tensors(to_bf16, output)
+    assert type(low) is outputs.BaseModelOutput
+    assert low.last_hidden_state.dtype == low["last_hidden_state"].dtype == BF16
+    assert output.last_hidden_state.dtype == torch.float32
+
+
+# --- buffers --------------------------------------------------------------------------------------
+
+
+class Buffered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.left = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+        for each, name in ((self.inner, "scale"), (self.left, "scale"), (self.left[0], "deep")):
+            each.register_buffer(name, torch.full((4,), 1 / 3))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_buffer_dtype(combination, tmp_path):
+    """Buffers are cast in the model, ignored ones are not; state dicts keep their dtype."""
+    plain = Buffered()
+    model = FSDP(
+        plain,
+        mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16),
+        ignored_modules=[plain.left],
+        strategy=combination[0],
+        transport=combination[1],
+    )
+    third = torch.full((4,), 1 / 3)
+    within = {"inner.scale": third.bfloat16(), "left.scale": third, "left.0.deep": third}
+    assert_same(dict(model.named_buffers()), within, "the buffers within")
+    state = model.state_dict()
+    buffers = {name: state[name] for name in within}
+    wanted = {name: value.float() for name, value in within.items()}
+    assert_same(buffers, wanted, "the buffers in the state dict")
+    for each in (model.inner.state_dict(), copy.deepcopy(model).state_dict()):
+        assert {value.dtype for value in each.values()} == {torch.float32}
+    zshard.save(tmp_path / "saved", model)
+    fresh = Buffered()
+    zshard.load(tmp_path / "saved", fresh)
+    assert_same(fresh.state_dict(), state, "the loaded plain state")
+    zshard.load(tmp_path / "saved", model)
+    model.load_state_dict(state)
+    assert_same(model.state_dict(), state, "the loaded state")
+    assert {buffer.dtype for buffer in model.inner.buffers()} == {BF16}
+
+
+class Counted(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.count.add_(1)
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_a_buffer_that_modules_share_stays_shared():
+    plain = nn.Sequential(Counted(4, 4), nn.Linear(4, 4))
+    count = torch.zeros(1)
+    for each in plain:
+        each.register_buffer("count", count)
+    model = FSDP(plain, mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
+    model(torch.ones(2, 4))
+    assert model[0].count is model[1].count
+    assert float(model[1].count) == 1.0

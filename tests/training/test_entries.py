@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from models import COMBINATIONS, Block, loss_of, make, wrapped
+from models import COMBINATIONS, Block, loss_of, wrapped
 from scenarios import (
     WIDTH,
     Stack,
@@ -292,22 +292,6 @@ def test_backward_started_in_cpp_is_right_or_an_error(transport, refused):
     else:
         backward_in_cpp(loss)
     assert_same(whole_grads(model), mean_grads(Kept, forward_backward), "the gradients")
-
-
-@pytest.mark.parametrize("combination", FULL)
-@on_ranks(2)
-def test_two_models_in_one_graph(combination):
-    """Two models in one graph, one fed by the other."""
-    build = lambda: nn.Sequential(Block(WIDTH))  # noqa: E731
-    ours, plain = (
-        [wrapped(build, combination, seed) for seed in (1, 2)],
-        [make(build), make(build, 2)],
-    )
-    for first, second in (ours, plain):
-        loss_of(second(first(floats(0)))).backward()
-    for sharded, whole in zip(ours, plain, strict=True):
-        expected = {name: p.grad for name, p in whole.named_parameters()}
-        assert_same(whole_grads(sharded), expected, "the gradients")
 
 
 # --- parameters that a backward reads ---------------------------------------------------------------

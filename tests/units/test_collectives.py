@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
-from compare import assert_same
 from rows import all_refused
 from spawn import on_ranks
 from torch import nn
@@ -128,31 +127,24 @@ def test_prefetch_settings_determine_when_gathers_start(options, by_hand, forwar
     assert order == [forward, backward]
 
 
-OPTIONS = [
-    {"forward_prefetch": True},
-    {"forward_prefetch": True, "limit_all_gathers": False, "backward_prefetch": None},
-    {"backward_prefetch": "backward_post"},
-]
+SLOT = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a block's full buffer
+FAR = {"forward_prefetch": True, "limit_all_gathers": False, "backward_prefetch": None}
 
 
-class Winding(nn.Module):
-    """Blocks in a different order at each step, one of them twice: no prediction is right."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))
-        self.steps = 0
-
-    def forward(self, x):
-        order = torch.randperm(UNITS, generator=torch.Generator().manual_seed(self.steps)).tolist()
-        self.steps += 1
-        for i in [*order, order[0]]:
-            x = self.blocks[i](x).tanh()
-        return x
-
-
-def trained(build, options):
-    model = wrap(build, **options)
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [
+        (ALONE, 0),
+        ({}, 1),
+        ({"forward_prefetch": True}, 1),
+        (FAR, 2),
+        ({"backward_prefetch": "backward_post"}, 0),
+    ],
+)
+@on_ranks(2)
+def test_prefetch_is_limited(options, ahead):
+    """After training, so many blocks ahead have a full buffer. (Results: test_skipped_units.py.)"""
+    model = wrap(stack, **options)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for _ in range(4):
         step(model, batch())
@@ -160,44 +152,7 @@ def trained(build, options):
         optimizer.zero_grad()
         with torch.no_grad():
             model(batch())
-    return model.state_dict(), model.memory()["slots"]
-
-
-@pytest.mark.parametrize("build", [stack, Rooted, Winding])
-@pytest.mark.parametrize("options", [{}, *OPTIONS])
-@on_ranks(2)
-def test_prefetch_does_not_change_results(build, options):
-    (expected, _), (ours, _) = (trained(build, each) for each in (ALONE, options))
-    assert_same(ours, expected, "training")
-
-
-SLOT = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a block's full buffer
-
-
-@pytest.mark.parametrize(
-    ("options", "ahead"),
-    [(ALONE, 0), ({}, 1), (OPTIONS[0], 1), (OPTIONS[1], 2), (OPTIONS[2], 0)],
-)
-@on_ranks(2)
-def test_prefetch_is_limited(options, ahead):
-    _, slots = trained(stack, options)
-    assert slots == (1 + ahead) * SLOT
-
-
-@on_ranks(2)
-def test_unneeded_gather_is_dropped():
-    """A backward fails while a gather is in flight: the next step has correct results."""
-    model, x = wrap(stack), batch()
-    step(model, x)
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    y = model[:2](x)
-    y.register_hook(lambda _: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        model[2:](y).sum().backward()
-    model.zero_grad()
-    step(model, x)
-    assert_same([p.grad for p in model.parameters()], expected, "the gradients")
+    assert model.memory()["slots"] == (1 + ahead) * SLOT
 
 
 @on_ranks(2)

@@ -83,19 +83,6 @@ class Shared(nn.Module):
         return x + first
 
 
-class Skipping(nn.Sequential):
-    """A layer in the middle of the model that no forward uses."""
-
-    def __init__(self):
-        super().__init__(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
-
-    def forward(self, x):
-        for i, layer in enumerate(self):
-            if i != DEPTH // 2:
-                x = torch.tanh(layer(x))
-        return x
-
-
 def stack_of(kind):
     return lambda: nn.Sequential(*[kind() for _ in range(DEPTH)])
 
@@ -105,7 +92,6 @@ MODELS = {
     "adapters inside": (stack_of(Inside), {Inside}),
     "used in part": (stack_of(Partly), {Partly}),
     "passing on": (Shared, {Passing}),
-    "one unused": (Skipping, {nn.Linear}),
 }
 
 
