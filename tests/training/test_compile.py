@@ -24,6 +24,7 @@ from scenarios import (
     stack,
     whole_grads,
 )
+from scripts import accumulate
 from spawn import on_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -68,11 +69,6 @@ WAYS = [
 ]
 
 
-def three_steps(model, rank):
-    for step in range(3):
-        loss_of(model(floats(rank, step))).backward()
-
-
 def other_shapes(model, rank):
     """Shapes and modes for which the compiler starts anew; gradients are dropped before."""
     for rows in (4, 7, 5):
@@ -102,20 +98,6 @@ def check_compiled(build, run, way, backend, first, combination):
     grads = {name.replace("_orig_mod.", ""): grad for name, grad in whole_grads(model).items()}
     ours = {name: near(grad, expected.get(name)) for name, grad in grads.items()}
     assert_same(ours, expected, "the gradients")
-
-
-names = ["compiled, wrapped", "wrapped, compiled"]
-each_first = pytest.mark.parametrize("first", [True, False], ids=names)
-
-
-@each_first
-@pytest.mark.parametrize(
-    ("way", "backend"), [*((way, "aot_eager") for way in WAYS), (each_block_in_place, "eager")]
-)
-@each_combination
-@on_ranks(2)
-def test_gradients_of_a_compiled_model(way, first, backend, combination):
-    check_compiled(Stack, three_steps, way, backend, first, combination)
 
 
 @pytest.mark.parametrize(
@@ -156,14 +138,26 @@ class Tied(nn.Module):
         return F.linear(x, self.weight)
 
 
-@pytest.mark.thorough
-@each_first
-@pytest.mark.parametrize("way", [each_block_in_place, the_whole_in_place])
-@pytest.mark.parametrize("build", [Recomputing, Tied])
+THOROUGH = [
+    pytest.param(build, way, "aot_eager", marks=pytest.mark.thorough)
+    for build in (Recomputing, Tied)
+    for way in (each_block_in_place, the_whole_in_place)
+]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["compiled, wrapped", "wrapped, compiled"])
+@pytest.mark.parametrize(
+    ("build", "way", "backend"),
+    [
+        *((Stack, way, "aot_eager") for way in WAYS),
+        (Stack, each_block_in_place, "eager"),
+        *THOROUGH,
+    ],
+)
 @each_combination
 @on_ranks(2)
-def test_gradients_of_compiled_checkpointed_and_tied_models(build, way, first, combination):
-    check_compiled(build, three_steps, way, "aot_eager", first, combination)
+def test_gradients_of_a_compiled_model(build, way, first, backend, combination):
+    check_compiled(build, accumulate, way, backend, first, combination)
 
 
 # --- gradients that are there when the compiler starts anew ---------------------------------------

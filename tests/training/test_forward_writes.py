@@ -39,7 +39,7 @@ class Momentum(nn.Module):
         self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.prototypes = nn.Linear(WIDTH, 5, bias=False)
         self.key.requires_grad_(False)
-        self.update = update
+        self.update = UPDATES[update]
 
     def forward(self, x):
         with torch.no_grad():
@@ -54,24 +54,17 @@ class Momentum(nn.Module):
         return self.prototypes(self.query(x)) + (target - before)[:, :5]
 
 
-def in_place(key, query):
-    key.mul_(0.9).add_(query, alpha=0.1)
-
-
-def of_a_value(key, query):
-    key.mul_(0.9).add_(query * 0.1)
-
-
-def by_a_copy(key, query):
-    key.copy_(key * 0.9 + query * 0.1)
-
-
-def through_data(key, query):
-    key.data.mul_(0.9).add_(query.detach().data * 0.1)
-
-
 def by_new_data(key, query):
     key.data = key.data * 0.9 + query.data * 0.1
+
+
+UPDATES = {
+    "in place": lambda key, query: key.mul_(0.9).add_(query, alpha=0.1),
+    "of a value": lambda key, query: key.mul_(0.9).add_(query * 0.1),
+    "by a copy": lambda key, query: key.copy_(key * 0.9 + query * 0.1),
+    "through data": lambda key, query: key.data.mul_(0.9).add_(query.detach().data * 0.1),
+    "by new data": by_new_data,
+}
 
 
 def batches():
@@ -97,7 +90,7 @@ def two_of(build, combination, **options):
 
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("combination", [*COMBINATIONS, *HYBRID])
-@pytest.mark.parametrize("update", [in_place, of_a_value, by_a_copy, through_data, by_new_data])
+@pytest.mark.parametrize("update", UPDATES)
 @on_ranks(2)
 def test_forward_computes_with_what_it_wrote(update, combination):
     plain, model = two_of(functools.partial(Momentum, update), combination)
@@ -109,7 +102,7 @@ def test_forward_computes_with_what_it_wrote(update, combination):
 def test_bf16_casts_follow_a_write():
     """Peers read casts of the shards, and the forward writes to the shards."""
     policy = zshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    build = functools.partial(Momentum, in_place)
+    build = functools.partial(Momentum, "in place")
     losses = [
         train(two_of(build, ("full_shard", transport), mixed_precision=policy)[1])
         for transport in ("shm", "c10d")
@@ -120,7 +113,7 @@ def test_bf16_casts_follow_a_write():
 @on_ranks(2)
 def test_write_in_a_forward_without_gradients_is_refused():
     """One rank may run such a forward alone, so it cannot wait for the others; the remedy works."""
-    plain, model = two_of(functools.partial(Momentum, in_place), FULL)
+    plain, model = two_of(functools.partial(Momentum, "in place"), FULL)
     batch = torch.ones(2, WIDTH)
     with pytest.raises(RuntimeError, match=r"'key'.*without gradients"), torch.no_grad():
         model(batch)

@@ -234,13 +234,12 @@ class Shared(Stack):
         return self.head(x) + self.head(x.square())
 
 
-@pytest.mark.parametrize("build", [Stack, Shared])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
-def test_state_dict_keeps_the_dtype_of_the_model(build, combination):
+def test_state_dict_keeps_the_dtype_of_the_model(combination):
     """State dicts are exact before a forward, before its backward, and after a load."""
-    model = wrapped(build, combination, mixed_precision=BF16)
-    expected = make(build).state_dict()
+    model = wrapped(Shared, combination, mixed_precision=BF16)
+    expected = make(Shared).state_dict()
     assert_same(model.state_dict(), expected, "the state before a forward")
     out = model(floats(dist.get_rank()))
     assert_same(model.state_dict(), expected, "the state before the backward")
@@ -262,9 +261,9 @@ def micro_batch(model, rank, step, dtype=torch.float32):
     sum(loss_of(model(floats(rank, each).to(dtype))) for each in steps).backward()
 
 
-def own_sums(build, compute, rank):
+def own_sums(compute, rank):
     """The sums of one rank's gradients after each micro-batch, in float32, by a plain, cast copy."""
-    low, found = make(build).to(compute), []
+    low, found = make(Shared).to(compute), []
     for step in range(MICRO):
         low.zero_grad()
         micro_batch(low, rank, step, compute)
@@ -273,22 +272,22 @@ def own_sums(build, compute, rank):
     return found
 
 
-def travels_in(policy, strategy):
-    compute = policy.param_dtype or torch.float32
-    return torch.float32 if strategy == "no_shard" else policy.reduce_dtype or compute
+def dict_of_grads(model):
+    return {name: param.grad for name, param in model.named_parameters()}
 
 
-def sum_micro_batches(name, combination, build=Shared, **options):
+def sum_micro_batches(name, combination, **options):
     """Within no_sync() each rank's .grad is the float32 sum, to the bit; the ranks' mean is that of
     these sums, each cast once."""
     rank, policy = dist.get_rank(), POLICIES[name]
-    compute, wire = policy.param_dtype or torch.float32, travels_in(policy, combination[0])
-    sums = [own_sums(build, compute, each) for each in range(dist.get_world_size())]
-    model = wrapped(build, combination, mixed_precision=policy, **options)
+    compute = policy.param_dtype or torch.float32
+    wire = torch.float32 if combination[0] == "no_shard" else policy.reduce_dtype or compute
+    sums = [own_sums(compute, each) for each in range(dist.get_world_size())]
+    model = wrapped(Shared, combination, mixed_precision=policy, **options)
     with model.no_sync():
         for step, expected in enumerate(sums[rank][:-1]):
             micro_batch(model, rank, step)
-            ours = {name: param.grad for name, param in model.named_parameters()}
+            ours = dict_of_grads(model)
             assert_same(ours, expected, f"the gradient after micro-batch {step}")
             full = {name: zshard.full_tensor(grad) for name, grad in ours.items()}
             assert_same(full, expected, f"its full tensor after micro-batch {step}")
@@ -300,8 +299,9 @@ def sum_micro_batches(name, combination, build=Shared, **options):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16, reduced in fp32", "fp32, reduced in bf16"])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_micro_batches_are_summed_in_the_dtype_of_the_parameters(pool2, combination, name):
-    pool2.run(sum_micro_batches, name, combination)
+@on_ranks(2)
+def test_micro_batches_are_summed_in_the_dtype_of_the_parameters(combination, name):
+    sum_micro_batches(name, combination)
 
 
 @pytest.mark.parametrize("combination", HYBRIDS)
@@ -324,21 +324,6 @@ def test_micro_batches_of_an_offloaded_model(tmp_path):
     sum_micro_batches("bf16", ("full_shard", "shm"), offload=offload)
 
 
-def dict_of_grads(model):
-    return {name: param.grad for name, param in model.named_parameters()}
-
-
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_micro_batches_alone(name):
-    """With one rank, gradients are cast for the wire, too."""
-    model = FSDP(make(Shared), mixed_precision=POLICIES[name])
-    with model.no_sync():
-        for step in range(MICRO):
-            micro_batch(model, 0, step)
-    expected = own_sums(Shared, POLICIES[name].param_dtype, 0)[-1]
-    assert_same(dict_of_grads(model), expected, "the gradients")
-
-
 @pytest.mark.parametrize("reduced", [None, torch.float32])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
@@ -355,38 +340,14 @@ def test_micro_batches_of_a_bfloat16_model(combination, reduced):
         assert_same(dict_of_grads(model), dict_of_grads(plain), f"the gradient after {step}")
 
 
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, zshard.GradScaler])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@on_ranks(2)
-def test_micro_batches_with_a_loss_scale(kind, combination):
-    """A loss scale that is a power of two changes no bit."""
-    found = []
-    for scale in (1.0, 2.0**10):
-        model = wrapped(Stack, combination, mixed_precision=BF16)
-        optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), kind("cpu", init_scale=scale)
-        for step in range(MICRO):
-            with model.no_sync() if step < MICRO - 1 else contextlib.nullcontext():
-                scaler.scale(loss_of(model(floats(dist.get_rank(), step)))).backward()
-        scaler.unscale_(optimizer)
-        found.append(all_grads(model))
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == scale
-    assert_same(*found, "the scaled gradient")
-
-
 @pytest.mark.parametrize("combination", SHARDED)
 @pytest.mark.parametrize("order", [("linear", "norm"), ("norm", "linear")])
 @on_ranks(2)
 def test_parameters_that_keep_their_dtype_send_it(order, combination):
     """Rank 0 alone has gradients: only the linear layer's sums are in bfloat16's range of values."""
     layers = {"linear": nn.Linear(WIDTH, WIDTH), "norm": nn.BatchNorm1d(WIDTH)}
-    model = FSDP(
-        nn.Sequential(OrderedDict((name, layers[name]) for name in order)),
-        strategy=combination[0],
-        transport=combination[1],
-        mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16),
-    )
+    build = lambda: nn.Sequential(OrderedDict((name, layers[name]) for name in order))  # noqa: E731
+    model = wrapped(build, combination, mixed_precision=POLICIES["fp32, reduced in bf16"])
     (model(floats(0)).pow(3).sum() * (dist.get_rank() == 0)).backward()
     sums = all_grads(model)
     rounded = {name: bool((each == each.bfloat16().float()).all()) for name, each in sums.items()}
@@ -434,15 +395,10 @@ def test_full_buffers_and_buckets_use_the_low_dtype():
 
 
 def test_invalid_policies_are_refused():
+    def sharded(policy):
+        return lambda: FSDP(make(Stack), mixed_precision=policy)
+
     keeps = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
-    table = {
-        "a dtype": (torch.bfloat16, TypeError, "MixedPrecisionPolicy"),
-        "integers": (MixedPrecision(torch.int8), ValueError, "param_dtype must be one of"),
-        "low gradients": (keeps, NotImplementedError, "keep_low_precision_grads"),
-    }
-    all_refused(
-        {
-            name: (lambda policy=policy: FSDP(make(Stack), mixed_precision=policy), *error)
-            for name, (policy, *error) in table.items()
-        }
-    )
+    integers = (sharded(MixedPrecision(torch.int8)), ValueError, "param_dtype must be one of")
+    low = (sharded(keeps), NotImplementedError, "keep_low_precision_grads")
+    all_refused({"integers": integers, "low gradients": low})

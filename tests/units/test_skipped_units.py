@@ -97,6 +97,7 @@ OPTIONS = {
     "default": {},
     "far ahead": {"forward_prefetch": True, "limit_all_gathers": False},
     "no prefetch": {"backward_prefetch": None},
+    "after a block": {"backward_prefetch": "backward_post"},
 }
 
 
