@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from models import COMBINATIONS, Block, loss_of, wrapped
+from models import COMBINATIONS, Block, Parts, loss_of, wrapped
 from scenarios import (
     WIDTH,
     Stack,
@@ -169,22 +169,19 @@ def test_backward_from_outputs_of_compiled_blocks(way, combination):
 # --- results that are kept beside the output ------------------------------------------------------
 
 
-class Kept(nn.Module):
-    """Keeps what each block has made, which no other block sees. `leaks`: the output does not
-    depend on the blocks."""
+def keeping(leaks=False):
+    """A model that keeps what each block has made, which no other block sees. `leaks`: the output does
+    not depend on the blocks."""
 
-    def __init__(self, leaks=False):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 2)
-        self.leaks = leaks
+    def forward(model, x):
+        model.kept = []
+        for block in model.blocks:
+            model.kept.append(block.up(block(x)))
+            x = x * 2 if leaks else block(x)
+        return model.head(x)
 
-    def forward(self, x):
-        self.kept = []
-        for block in self.blocks:
-            self.kept.append(block.up(block(x)))
-            x = x * 2 if self.leaks else block(x)
-        return self.head(x)
+    blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
+    return Parts(forward, blocks=blocks, head=nn.Linear(WIDTH, 2))
 
 
 def first_kept(model, rank):
@@ -227,7 +224,7 @@ RUNS = [first_kept, both, kept_before_the_output, output_twice, two_forwards_in_
 @on_ranks(2)
 def test_backward_from_kept_intermediates(leaks, run, policy, combination):
     exact = run is not kept_before_the_output  # its two backwards are reduced one by one
-    build = functools.partial(Kept, leaks)
+    build = functools.partial(keeping, leaks)
     check_mean_grads(build, run, exact, [combination], POLICIES[policy])
 
 
@@ -282,7 +279,7 @@ def backward_in_cpp(loss: torch.Tensor):
 @on_ranks(2)
 def test_backward_started_in_cpp_is_right_or_an_error(transport, refused):
     """Over c10d the outermost unit stays gathered, so its hooks open the backward."""
-    model = wrapped(Kept, ("full_shard", transport), auto_wrap_policy={Block})
+    model = wrapped(keeping, ("full_shard", transport), auto_wrap_policy={Block})
     loss = loss_of(model(floats(dist.get_rank())))
     if refused:
         with pytest.raises(RuntimeError, match="sharded"):
@@ -291,7 +288,7 @@ def test_backward_started_in_cpp_is_right_or_an_error(transport, refused):
         forward_backward(model, dist.get_rank())
     else:
         backward_in_cpp(loss)
-    assert_same(whole_grads(model), mean_grads(Kept, forward_backward), "the gradients")
+    assert_same(whole_grads(model), mean_grads(keeping, forward_backward), "the gradients")
 
 
 # --- parameters that a backward reads ---------------------------------------------------------------
@@ -322,23 +319,20 @@ class Reversible(torch.autograd.Function):
         return None, x.grad, y.grad, *[None] * ctx.n
 
 
-class Reads(nn.Module):
-    """A hook in the forward's graph reads a parameter of a unit that it has not called."""
+def reading(reversible):
+    """A model with a hook in the forward's graph that reads a parameter of a unit that it has not called."""
 
-    def __init__(self, reversible):
-        super().__init__()
-        self.f, self.g, self.other = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
-        self.reversible = reversible
-
-    def forward(self, x):
-        x = x * self.scale
-        if self.reversible:
-            params = (*self.f.parameters(), *self.g.parameters())
-            return torch.cat(Reversible.apply(self, x, x + 1, *params), -1)
-        other = self.other.weight
+    def forward(model, x):
+        x = x * model.scale
+        if reversible:
+            params = (*model.f.parameters(), *model.g.parameters())
+            return torch.cat(Reversible.apply(model, x, x + 1, *params), -1)
+        other = model.other.weight
         x.register_hook(lambda grad: (grad * other.square().sum()) @ other.detach())
-        return self.g(torch.tanh(self.f(x)))
+        return model.g(torch.tanh(model.f(x)))
+
+    layers = {name: nn.Linear(WIDTH, WIDTH) for name in ("f", "g", "other")}
+    return Parts(forward, **layers, scale=nn.Parameter(torch.full((WIDTH,), 0.5)))
 
 
 @pytest.mark.sampled(6)
@@ -346,5 +340,5 @@ class Reads(nn.Module):
 @pytest.mark.parametrize("reversible", [True, False], ids=["reversible", "hook"])
 @on_ranks(2)
 def test_backward_reads_parameters(reversible, combination):
-    build = functools.partial(Reads, reversible)
+    build = functools.partial(reading, reversible)
     check_mean_grads(build, two_steps, reversible, [combination], {nn.Linear})

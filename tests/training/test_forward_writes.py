@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from models import COMBINATIONS, make, wrapped
+from models import COMBINATIONS, Parts, make, wrapped
 from scenarios import FULL, WIDTH, check_mean_grads, forward_backward
 from spawn import on_ranks
 from torch import nn
@@ -31,27 +31,26 @@ def lag(turn):
         time.sleep(0.005)
 
 
-class Momentum(nn.Module):
-    """Moves one layer's weights towards another's in each forward, and uses it before and after."""
+def momentum(update):
+    """A model that moves one layer's weights towards another's in each forward, and uses it before and
+    after."""
 
-    def __init__(self, update):
-        super().__init__()
-        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.prototypes = nn.Linear(WIDTH, 5, bias=False)
-        self.key.requires_grad_(False)
-        self.update = UPDATES[update]
-
-    def forward(self, x):
+    def forward(model, x):
+        query, key, prototypes = model.query, model.key, model.prototypes
         with torch.no_grad():
             lag(0)
-            before = self.key(x)
-            for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
-                self.update(key, query)
+            before = key(x)
+            for ours, theirs in zip(key.parameters(), query.parameters(), strict=True):
+                UPDATES[update](ours, theirs)
                 lag(1)
-            norms = self.prototypes.weight.norm(dim=1, keepdim=True)
-            self.prototypes.weight.copy_(self.prototypes.weight / norms)
-            target = self.key(x)
-        return self.prototypes(self.query(x)) + (target - before)[:, :5]
+            norms = prototypes.weight.norm(dim=1, keepdim=True)
+            prototypes.weight.copy_(prototypes.weight / norms)
+            target = key(x)
+        return prototypes(query(x)) + (target - before)[:, :5]
+
+    key = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    prototypes = nn.Linear(WIDTH, 5, bias=False)
+    return Parts(forward, query=nn.Linear(WIDTH, WIDTH), key=key, prototypes=prototypes)
 
 
 def by_new_data(key, query):
@@ -93,7 +92,7 @@ def two_of(build, combination, **options):
 @pytest.mark.parametrize("update", UPDATES)
 @on_ranks(2)
 def test_forward_computes_with_what_it_wrote(update, combination):
-    plain, model = two_of(functools.partial(Momentum, update), combination)
+    plain, model = two_of(functools.partial(momentum, update), combination)
     assert train(model) == train(plain)
     assert_same(model.state_dict(), plain.state_dict(), "the state")
 
@@ -102,7 +101,7 @@ def test_forward_computes_with_what_it_wrote(update, combination):
 def test_bf16_casts_follow_a_write():
     """Peers read casts of the shards, and the forward writes to the shards."""
     policy = zshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    build = functools.partial(Momentum, "in place")
+    build = functools.partial(momentum, "in place")
     losses = [
         train(two_of(build, ("full_shard", transport), mixed_precision=policy)[1])
         for transport in ("shm", "c10d")
@@ -113,7 +112,7 @@ def test_bf16_casts_follow_a_write():
 @on_ranks(2)
 def test_write_in_a_forward_without_gradients_is_refused():
     """One rank may run such a forward alone, so it cannot wait for the others; the remedy works."""
-    plain, model = two_of(functools.partial(Momentum, "in place"), FULL)
+    plain, model = two_of(functools.partial(momentum, "in place"), FULL)
     batch = torch.ones(2, WIDTH)
     with pytest.raises(RuntimeError, match=r"'key'.*without gradients"), torch.no_grad():
         model(batch)
@@ -182,58 +181,54 @@ class Plus(nn.Module):
         return weight + self.change
 
 
-class LoraOnParameter(nn.Module):
+def lora_on_parameter(trains):
     """What PEFT puts around a module that has experts' weights, a unit of its own."""
 
-    def __init__(self, trains=True):
-        super().__init__()
-        self.base = nn.Linear(WIDTH, 300).requires_grad_(trains)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, 300, bias=False)
-
-    def forward(self, x):
-        trains = self.base.weight.requires_grad
-        change = self.up.weight @ self.down.weight
-        parametrize.register_parametrization(self.base, "weight", Plus(change))
-        self.base.parametrizations.weight.original.requires_grad_(trains)
+    def forward(model, x):
+        trains = model.base.weight.requires_grad
+        change = model.up.weight @ model.down.weight
+        parametrize.register_parametrization(model.base, "weight", Plus(change))
+        model.base.parametrizations.weight.original.requires_grad_(trains)
         try:
-            return self.base(x)
+            return model.base(x)
         finally:
-            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+            parametrize.remove_parametrizations(model.base, "weight", leave_parametrized=False)
+
+    base = nn.Linear(WIDTH, 300).requires_grad_(trains)
+    down, up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, 300, bias=False)
+    return Parts(forward, base=base, down=down, up=up)
 
 
-class Setting(nn.Module):
-    """Its forward calls `weight.set_()` with itself, an alias or a copy."""
+def setting(source):
+    """A model whose forward calls `weight.set_()` with itself, an alias or a copy."""
 
-    def __init__(self, source):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 300)
-        self.source = source
-
-    def forward(self, x):
-        weight = self.layer.weight
+    def forward(model, x):
+        weight = model.layer.weight
         with torch.no_grad():
-            if self.source == "copy":
+            if source == "copy":
                 weight.set_(weight * 2)
             else:
-                weight.set_(weight if self.source == "itself" else weight.detach())
-        return F.linear(x, weight, self.layer.bias)
+                weight.set_(weight if source == "itself" else weight.detach())
+        return F.linear(x, weight, model.layer.bias)
+
+    return Parts(forward, layer=nn.Linear(WIDTH, 300))
 
 
 @pytest.mark.parametrize("trains", [True, False])
 @on_ranks(2)
 def test_parametrization_in_forward(trains):
-    check_mean_grads(lambda: LoraOnParameter(trains), forward_backward, True)
+    check_mean_grads(lambda: lora_on_parameter(trains), forward_backward, True)
 
 
 @pytest.mark.parametrize("source", ["itself", "alias"])
 @on_ranks(2)
 def test_set_to_own_memory_changes_nothing(source):
-    check_mean_grads(lambda: Setting(source), forward_backward, True)
+    check_mean_grads(lambda: setting(source), forward_backward, True)
 
 
 @on_ranks(2)
 def test_set_to_other_memory_is_refused():
-    model = wrapped(lambda: Setting("copy"), FULL)
+    model = wrapped(lambda: setting("copy"), FULL)
     with pytest.raises(RuntimeError, match=r"layer\.weight.*replaced"):
         forward_backward(model, 0)
 

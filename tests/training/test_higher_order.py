@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from models import COMBINATIONS, loss_of, make, wrapped
+from models import COMBINATIONS, Parts, loss_of, make, wrapped
 from rows import all_refused
 from scenarios import (
     FULL,
@@ -107,7 +107,7 @@ def by_func_vmap(model, rank):
     return torch.func.vmap(model)(floats(rank)).square().sum()
 
 
-def forces(model, rank):
+def energy_and_forces(model, rank):
     energy, forces = model(floats(rank))
     return energy + forces.square().sum()
 
@@ -117,19 +117,17 @@ def smooth():
     return nn.Sequential(*(nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(3)))
 
 
-class Forces(nn.Module):
-    """Forces are the gradient of the energy by the positions, taken in the forward."""
+def forces():
+    """A model whose forces are the gradient of the energy by the positions, taken in the forward."""
 
-    def __init__(self):
-        super().__init__()
-        self.body, self.scale = smooth(), nn.Parameter(torch.ones(9))
-
-    def forward(self, x):
+    def forward(model, x):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            energy = (self.body(x) * self.scale).square().sum()
-            (grad,) = torch.autograd.grad(energy, x, create_graph=self.training)
-        return energy, -grad * self.scale
+            energy = (model.body(x) * model.scale).square().sum()
+            (grad,) = torch.autograd.grad(energy, x, create_graph=model.training)
+        return energy, -grad * model.scale
+
+    return Parts(forward, body=smooth(), scale=nn.Parameter(torch.ones(9)))
 
 
 ORDERS = [
@@ -147,7 +145,9 @@ def two_steps(loss, model, rank):
 @pytest.mark.sampled(18)
 @pytest.mark.parametrize("combination", [*COMBINATIONS, ("hybrid_full", "c10d")])
 @pytest.mark.parametrize("policy", [None, {nn.Linear}], ids=["one unit", "nested"])
-@pytest.mark.parametrize(("run", "build"), [*((run, smooth) for run in ORDERS), (forces, Forces)])
+@pytest.mark.parametrize(
+    ("run", "build"), [*((run, smooth) for run in ORDERS), (energy_and_forces, forces)]
+)
 @on_ranks(2)
 def test_gradients_of_gradients(run, build, policy, combination):
     """To the bit those of plain PyTorch, and reduced."""
@@ -159,7 +159,7 @@ def test_gradients_of_gradients(run, build, policy, combination):
 def test_autograd_grad_within_a_forward_of_an_evaluation(combination):
     """The forward goes on with its parameters."""
     with torch.no_grad():
-        ours, theirs = (m.eval()(floats(0)) for m in (wrapped(Forces, combination), make(Forces)))
+        ours, theirs = (m.eval()(floats(0)) for m in (wrapped(forces, combination), make(forces)))
     assert_same(ours, theirs, "energy and forces")
 
 
@@ -214,18 +214,16 @@ def test_backward_with_inputs(run):
 # --- functional_call(): with other tensors, and per-sample gradients ---------------------------------
 
 
-class Hyper(nn.Module):
+def hyper():
     """A network that makes the weight of another one, a unit."""
 
-    def __init__(self):
-        super().__init__()
-        self.target = nn.Linear(WIDTH, 128)
-        self.generator = nn.Linear(4, 128 * WIDTH)
-        self.code = nn.Parameter(torch.linspace(-1, 1, 4))
+    def forward(model, x):
+        weight = model.generator(model.code).view(128, WIDTH)
+        return functional_call(model.target, {"weight": weight}, (x,))
 
-    def forward(self, x):
-        weight = self.generator(self.code).view(128, WIDTH)
-        return functional_call(self.target, {"weight": weight}, (x,))
+    target, generator = nn.Linear(WIDTH, 128), nn.Linear(4, 128 * WIDTH)
+    code = nn.Parameter(torch.linspace(-1, 1, 4))
+    return Parts(forward, target=target, generator=generator, code=code)
 
 
 def wide():
@@ -252,7 +250,7 @@ def test_functional_call_with_other_tensors(combination):
 
 @on_ranks(2)
 def test_hypernetwork():
-    check_mean_grads(Hyper, forward_backward, True)
+    check_mean_grads(hyper, forward_backward, True)
 
 
 def per_sample(module, values):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from compare import assert_same
 from groups import hosts_of, mesh_of
-from models import COMBINATIONS, Block, loss_of, make, wrapped
+from models import COMBINATIONS, Block, Parts, loss_of, make, wrapped
 from rows import all_refused
 from scenario import this_rank
 from scenarios import WIDTH, Stack, all_grads, floats, message_of, stack
@@ -142,22 +142,21 @@ def test_policy_without_a_reduce_dtype_sends_what_parameters_promote_to(monkeypa
 # --- dtypes ----------------------------------------------------------------------------------------
 
 
-class Look(nn.Module):
-    """Remembers the dtypes that it sees."""
+def look(model, x, *, bias, mask):
+    """A forward that remembers the dtypes that it sees."""
+    y = model.linear(x) * model.scale
+    z = model.norm(y)
+    named = {"weight": model.linear.weight, "norm": model.norm.weight, "buffer": model.scale}
+    named |= {"x": x, "bias": bias, "mask": mask, "y": y, "z": z}
+    model.seen = {name: tensor.dtype for name, tensor in named.items()}
+    return z + bias
 
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-        self.register_buffer("scale", torch.ones(WIDTH))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, x, *, bias, mask):
-        y = self.linear(x) * self.scale
-        z = self.norm(y)
-        named = {"weight": self.linear.weight, "norm": self.norm.weight, "buffer": self.scale}
-        named |= {"x": x, "bias": bias, "mask": mask, "y": y, "z": z}
-        self.seen = {name: tensor.dtype for name, tensor in named.items()}
-        return z + bias
+def looking():
+    model = Parts(look, linear=nn.Linear(WIDTH, WIDTH), norm=nn.BatchNorm1d(WIDTH))
+    model.register_buffer("scale", torch.ones(WIDTH))
+    model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    return model
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -165,7 +164,7 @@ class Look(nn.Module):
 def test_dtypes_of_parameters_inputs_and_buffers(combination):
     low, full = torch.bfloat16, torch.float32
     policy = MixedPrecision(low, full, buffer_dtype=low)
-    model = wrapped(Look, combination, mixed_precision=policy, auto_wrap_policy=None)
+    model = wrapped(looking, combination, mixed_precision=policy, auto_wrap_policy=None)
     out = model(floats(0), bias=torch.zeros(WIDTH), mask=torch.ones(4, dtype=torch.bool))
     out.float().square().sum().backward()
     optimizer = zshard.AdamW(model.parameters())
@@ -188,23 +187,20 @@ def test_casts_of_inputs_and_outputs():
     assert "dtype" in message_of(lambda: FSDP(make(Stack), mixed_precision=uncast)(floats(0)))
 
 
-class Seeing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH)
-
-    def forward(self, x):
-        self.seen = {name: param.dtype for name, param in self.named_parameters()}
-        return self.norm(self.inner(x).float())
-
-
 @on_ranks(2)
 def test_param_dtype_override_fn():
     """A norm keeps its dtype; a wrong dtype, and ranks that differ, are errors."""
 
     def sharded(override, kind=MixedPrecisionPolicy):
         policy = kind(torch.bfloat16, param_dtype_override_fn=override)
-        return fully_shard(make(Seeing), mp_policy=policy)
+        return fully_shard(make(build), mp_policy=policy)
+
+    def see(model, x):
+        model.seen = {name: param.dtype for name, param in model.named_parameters()}
+        return model.norm(model.inner(x).float())
+
+    def build():
+        return Parts(see, inner=nn.Linear(WIDTH, WIDTH, bias=False), norm=nn.LayerNorm(WIDTH))
 
     low, full = torch.bfloat16, torch.float32
     for kind in (MixedPrecisionPolicy, torchs.MixedPrecisionPolicy):
@@ -354,24 +350,18 @@ def test_parameters_that_keep_their_dtype_send_it(order, combination):
     assert rounded["linear.weight"] and not rounded["norm.weight"]
 
 
-class Part(nn.Module):
-    """A float32 unit within a bfloat16 model."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = Block(WIDTH)
-        self.exact = FSDP(nn.Linear(WIDTH, WIDTH), mixed_precision=MixedPrecision())
-
-    def forward(self, x):
-        y = self.block(x)
-        z = self.exact(y.float())
-        self.dtypes = y.dtype, z.dtype
-        return z
-
-
 @on_ranks(2)
 def test_units_have_their_own_policies():
-    model = FSDP(Part(), mixed_precision=BF16)
+    """A float32 unit within a bfloat16 model."""
+
+    def forward(model, x):
+        y = model.block(x)
+        z = model.exact(y.float())
+        model.dtypes = y.dtype, z.dtype
+        return z
+
+    exact = FSDP(nn.Linear(WIDTH, WIDTH), mixed_precision=MixedPrecision())
+    model = FSDP(Parts(forward, block=Block(WIDTH), exact=exact), mixed_precision=BF16)
     loss_of(model(floats(0))).backward()
     assert model.dtypes == (torch.bfloat16, torch.float32)
     assert all(p.grad is not None for p in model.parameters())

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from models import COMBINATIONS, Block, loss_of, make, wrapped
+from models import COMBINATIONS, Block, Parts, loss_of, make, wrapped
 from rows import all_refused
 from scenario import Scenario
 from scenarios import WIDTH, Stack, all_grads, check_mean_grads, floats, units_of
@@ -123,16 +123,11 @@ def test_gradients_on_more_ranks():
     check_mean_grads(Stack, sum_up_twice, False)
 
 
-class Optional(nn.Module):
-    """Its block is used when asked for."""
-
-    def __init__(self):
-        super().__init__()
-        self.block, self.other = Block(WIDTH), Block(WIDTH)
-        self.used = True
-
-    def forward(self, x):
-        return self.other(self.block(x) if self.used else x)
+def optional():
+    """Its first block is used when asked for."""
+    blocks = {"first": Block(WIDTH), "last": Block(WIDTH)}
+    run = lambda model, x: model.last(model.first(x) if model.used else x)  # noqa: E731
+    return Parts(run, used=True, **blocks)
 
 
 def used_only_before(model, rank):
@@ -156,7 +151,7 @@ IN_ANY_ORDER = [c for c in COMBINATIONS if c[1] == "shm" or c[0] == "no_shard"]
 )
 @on_ranks(2)
 def test_parameters_unused_in_the_last_backward_are_reduced(run, combinations):
-    check_mean_grads(Optional, run, True, combinations)
+    check_mean_grads(optional, run, True, combinations)
 
 
 @pytest.mark.parametrize("name", ["mlp", "net", "odds"])

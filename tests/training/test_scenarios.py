@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import COMBINATIONS, Block, Unused, loss_of
+from models import COMBINATIONS, Block, Parts, Unused, loss_of
 from scenarios import WIDTH, Stack, check_mean_grads, floats, forward_backward
 from scripts import (
     SCENARIOS,
@@ -37,17 +37,15 @@ def test_gradients_on_three_ranks(run):
 # --- models that do something unusual inside -------------------------------------------------------
 
 
-class CalledTwice(nn.Module):
+def called_twice():
     """Each block runs twice in a forward, and one once more at the end."""
 
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
+    def forward(model, x):
+        for block in model.blocks:
             x = block(block(x))
-        return self.blocks[0](x)
+        return model.blocks[0](x)
+
+    return Parts(forward, blocks=nn.ModuleList(Block(WIDTH) for _ in range(2)))
 
 
 class Halves(nn.Module):
@@ -75,40 +73,40 @@ class Halves(nn.Module):
         return self.head(x + self.shift if full else x)
 
 
-class AllKinds(nn.Module):
+def all_kinds():
     """In one unit: tied, frozen, of three dtypes, of no dimension, empty, and not contiguous."""
 
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Linear(WIDTH, WIDTH)
-        self.two = nn.Linear(WIDTH, WIDTH)
-        self.two.weight = self.one.weight
-        self.two.bias.requires_grad_(False)
-        self.scale = nn.Parameter(torch.rand(()) + 1.0)
-        self.frozen_scale = nn.Parameter(torch.rand(()) + 1.0, requires_grad=False)
-        self.empty = nn.Parameter(torch.empty(0, 3))
-        self.across = nn.Parameter(torch.randn(5, WIDTH).t())
-        self.coarse = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
-        self.fine = nn.Linear(5, 3).double()
+    def forward(model, x):
+        x = torch.tanh(model.two(torch.tanh(model.one(x)))) * model.scale * model.frozen_scale
+        x = x @ model.across.contiguous() + model.empty.sum()
+        return model.fine((x * model.coarse.float()).double())
 
-    def forward(self, x):
-        x = torch.tanh(self.two(torch.tanh(self.one(x)))) * self.scale * self.frozen_scale
-        x = x @ self.across.contiguous() + self.empty.sum()
-        return self.fine((x * self.coarse.float()).double())
+    model = Parts(
+        forward,
+        one=nn.Linear(WIDTH, WIDTH),
+        two=nn.Linear(WIDTH, WIDTH),
+        scale=nn.Parameter(torch.rand(()) + 1.0),
+        frozen_scale=nn.Parameter(torch.rand(()) + 1.0, requires_grad=False),
+        empty=nn.Parameter(torch.empty(0, 3)),
+        across=nn.Parameter(torch.randn(5, WIDTH).t()),
+        coarse=nn.Parameter(torch.randn(5, dtype=torch.bfloat16)),
+        fine=nn.Linear(5, 3).double(),
+    )
+    model.two.weight = model.one.weight
+    model.two.bias.requires_grad_(False)
+    return model
 
 
-class SparseTable(nn.Module):
+def sparse_table():
     """Embeddings with sparse gradients, of which each rank touches some rows."""
 
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.Embedding(13, WIDTH, sparse=True)
-        self.bags = nn.EmbeddingBag(7, WIDTH, mode="sum", sparse=True)
-        self.block = Block(WIDTH)
-
-    def forward(self, x):
+    def forward(model, x):
         ids = x.argsort(-1)
-        return self.block(self.rows(ids[:, 0] + ids[:, 1] % 4) + self.bags(ids[:, 2:5] % 7))
+        return model.block(model.rows(ids[:, 0] + ids[:, 1] % 4) + model.bags(ids[:, 2:5] % 7))
+
+    rows = nn.Embedding(13, WIDTH, sparse=True)
+    bags = nn.EmbeddingBag(7, WIDTH, mode="sum", sparse=True)
+    return Parts(forward, rows=rows, bags=bags, block=Block(WIDTH))
 
 
 def use_one_half_on_rank_1(model, rank):
@@ -121,14 +119,14 @@ def run_only_a_block_on_rank_1(model, rank):
 
 # (model, scenario, to the bit?, policy)
 UNUSUAL = [
-    (CalledTwice, forward_backward, True, "auto"),
-    (CalledTwice, accumulate, False, "auto"),
+    (called_twice, forward_backward, True, "auto"),
+    (called_twice, accumulate, False, "auto"),
     (Halves, use_one_half_on_rank_1, True, "auto"),
     (Unused, forward_backward, True, "auto"),
     (Unused, accumulate, False, "auto"),
-    (SparseTable, forward_backward, True, "auto"),
-    (SparseTable, accumulate, False, "auto"),
-    (AllKinds, forward_backward, True, None),
+    (sparse_table, forward_backward, True, "auto"),
+    (sparse_table, accumulate, False, "auto"),
+    (all_kinds, forward_backward, True, None),
     (Stack, run_only_a_block_on_rank_1, True, "auto"),
 ]
 

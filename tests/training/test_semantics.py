@@ -10,7 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from models import CASES, COMBINATIONS, STRATEGIES, TRANSPORTS, Block, ddp, loss_of, make, wrapped
+from models import (
+    CASES,
+    COMBINATIONS,
+    STRATEGIES,
+    TRANSPORTS,
+    Block,
+    Parts,
+    ddp,
+    loss_of,
+    make,
+    wrapped,
+)
 from scenario import Scenario, Training
 from scenarios import (
     FULL,
@@ -376,22 +387,20 @@ def test_two_models_train_on_each_others_outputs(combination):
     assert_same(trained(*ours, ours), expected, "the two models")
 
 
-class Chain(nn.Module):
+def chain():
     """Units small.0 to small.3 and large: its forward runs those that it is given."""
 
-    def __init__(self):
-        super().__init__()
-        self.small = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.large = nn.Linear(WIDTH, 1000)
-
-    def forward(self, x, before, between, after, large=False):
-        out = self.large(x).mean() if large else 0.0
+    def forward(model, x, before, between, after, large=False):
+        out = model.large(x).mean() if large else 0.0
         for i in before:
-            x = self.small[i](x)
+            x = model.small[i](x)
         x = between(x)
         for i in after:
-            x = self.small[i](x)
+            x = model.small[i](x)
         return x.mean() + out
+
+    small = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    return Parts(forward, small=small, large=nn.Linear(WIDTH, 1000))
 
 
 def with_all_reduce(x):
@@ -406,7 +415,7 @@ def test_collectives_within_a_backward_over_shm(strategy, between):
     """Ranks that did different things before, and so have other buckets, end the same rounds before
     a collective that shm knows nothing of."""
     rank = dist.get_rank()
-    model = FSDP(make(Chain), strategy=strategy, transport="shm", auto_wrap_policy={nn.Linear})
+    model = FSDP(make(chain), strategy=strategy, transport="shm", auto_wrap_policy={nn.Linear})
     if between == "a model over c10d":
         between = FSDP(make(lambda: Block(WIDTH)), strategy=strategy, transport="c10d")
     else:

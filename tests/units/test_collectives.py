@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
+from models import Parts
 from rows import all_refused
 from spawn import on_ranks
 from torch import nn
@@ -20,18 +21,11 @@ UNITS = 4
 WIDTH = 64
 
 
-class Rooted(nn.Module):
+def rooted():
     """Blocks, and parameters of the root's own: as many units as the stack below."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS - 1))
-        self.scale = nn.Parameter(torch.ones(2048))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x * self.scale[:WIDTH]
+    run = lambda model, x: model.blocks(x) * model.scale[:WIDTH]  # noqa: E731
+    blocks = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(UNITS - 1)])
+    return Parts(run, blocks=blocks, scale=nn.Parameter(torch.ones(2048)))
 
 
 def stack():
@@ -53,7 +47,7 @@ def step(model, x):
     model(x).square().sum().backward()
 
 
-@pytest.mark.parametrize("build", [stack, Rooted])
+@pytest.mark.parametrize("build", [stack, rooted])
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [

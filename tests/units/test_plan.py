@@ -146,24 +146,16 @@ def test_units_wrapped_one_by_one(transport):
     check_plan(model, CASES["net"])
 
 
-class Twice(nn.Module):
+def twice():
     """One block runs twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(7) for _ in range(3))
-        self.again = self.blocks[0]
-
-    def forward(self, x):
-        for block in [*self.blocks, self.again]:
-            x = block(x)
-        return x
+    blocks = [Block(7) for _ in range(3)]
+    return nn.Sequential(*blocks, blocks[0])
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_module_that_runs_twice(combination):
-    model = wrapped(Twice, combination, auto_wrap_policy={Block})
+    model = wrapped(twice, combination, auto_wrap_policy={Block})
     check_plan(model, CASES["mlp"])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
-from models import Case, loss_of
+from models import Case, Parts, loss_of
 from scenario import Scenario
 from spawn import on_ranks
 from torch import nn
@@ -19,21 +19,18 @@ PAGE = 4096
 SLOT = -(-4 * (WIDTH * WIDTH + WIDTH) // PAGE) * PAGE  # bytes of a layer's full buffer
 
 
-class Adapted(nn.Module):
-    """A frozen layer, which is the unit, beside a trainable adapter in the root."""
+def adapted():
+    """Frozen layers, which are the units, beside trainable adapters in the root."""
 
-    def __init__(self):
-        super().__init__()
-        self.body = nn.ModuleList(
-            nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(DEPTH)
-        )
-        self.down = nn.ParameterList(torch.randn(WIDTH, 2) / 8 for _ in range(DEPTH))
-        self.up = nn.ParameterList(torch.randn(2, WIDTH) / 8 for _ in range(DEPTH))
-
-    def forward(self, x):
-        for layer, down, up in zip(self.body, self.down, self.up, strict=True):
+    def forward(model, x):
+        for layer, down, up in zip(model.body, model.down, model.up, strict=True):
             x = torch.tanh(layer(x) + x @ down @ up)
         return x
+
+    body = (nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(DEPTH))
+    down = nn.ParameterList(torch.randn(WIDTH, 2) / 8 for _ in range(DEPTH))
+    up = nn.ParameterList(torch.randn(2, WIDTH) / 8 for _ in range(DEPTH))
+    return Parts(forward, body=nn.ModuleList(body), down=down, up=up)
 
 
 class Inside(nn.Module):
@@ -71,16 +68,14 @@ class Passing(nn.Module):
         return y, y if first is None else first
 
 
-class Shared(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Passing() for _ in range(DEPTH))
-
-    def forward(self, x):
+def shared():
+    def forward(model, x):
         first = None
-        for block in self.blocks:
+        for block in model.blocks:
             x, first = block(x + (0 if first is None else first), first)
         return x + first
+
+    return Parts(forward, blocks=nn.ModuleList(Passing() for _ in range(DEPTH)))
 
 
 def stack_of(kind):
@@ -88,10 +83,10 @@ def stack_of(kind):
 
 
 MODELS = {
-    "adapters in the root": (Adapted, {nn.Linear}),
+    "adapters in the root": (adapted, {nn.Linear}),
     "adapters inside": (stack_of(Inside), {Inside}),
     "used in part": (stack_of(Partly), {Partly}),
-    "passing on": (Shared, {Passing}),
+    "passing on": (shared, {Passing}),
 }
 
 
