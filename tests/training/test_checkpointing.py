@@ -61,7 +61,7 @@ TWICE = (
 @KINDS
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_gradients_of_forward_backward(way, reentrant):
+def test_gradients_of_one_step(way, reentrant):
     exact = not (reentrant and way in TWICE)
     check_mean_grads(functools.partial(Stack, way, reentrant), forward_backward, exact)
 

@@ -161,9 +161,7 @@ def test_all_ways_to_wrap_match_ddp():
         for name, (build, policy, units) in WRAPPED.items():
             with row(name):
                 model = build()
-                model.load_state_dict(
-                    make(Stack).state_dict()
-                )  # whole, also where slices are already
+                model.load_state_dict(make(Stack).state_dict())  # whole, also of shards
                 model = FSDP(model, auto_wrap_policy=policy)
                 training = Training(scenario, model, model, dist.get_rank()).go(3)
                 assert_same(training.state(), expected, "three steps")
@@ -181,7 +179,7 @@ def test_all_ways_to_wrap_match_ddp():
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
 def test_replaced_data_is_written_back(transport, whole):
-    """p.data = tensor between steps, of the whole shape or of the slice's; what differs then."""
+    """p.data = tensor between steps, of the whole shape or of the shard's."""
     model, plain = wrapped(Stack, ("full_shard", transport)), make(Stack)
     param, other = model.head.weight, plain.head.weight
     value = torch.randn(other.shape, generator=torch.Generator().manual_seed(5))

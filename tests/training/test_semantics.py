@@ -306,7 +306,7 @@ def penalty_and_loss(model, rank):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_penalty_over_parameters_is_right_or_an_error(combination, run):
-    """It is an error where slices cannot give it; then steps without it are right."""
+    """It is an error where shards cannot give it; then steps without it are right."""
     model, message = wrapped(Stack, combination), ""
     try:
         run(model, dist.get_rank())

@@ -390,7 +390,7 @@ class Average:
 
 
 def add(a, b):
-    """Return the sum of two gradients, of which there may be none."""
+    """Return the sum of two gradients; either may be None."""
     return (a if b is None else b) if a is None or b is None else a + b
 
 
