@@ -213,7 +213,8 @@ class Unused(nn.Module):
 
 
 class Parts(nn.Module):
-    """A module of named parts, whose forward is a function of it: for models with one special thing.
+    """A module of named parts, whose forward is a function of it: for models that are special in
+    one way.
 
     Parts(lambda model, x: model.layer(x) * model.scale, layer=..., scale=...)
     """

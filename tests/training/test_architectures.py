@@ -39,8 +39,8 @@ def train(model, name):
 
 
 def check_against_ddp(name, combinations, prepare=lambda model: None, **options):
-    """Losses and weights are DDP's, after `prepare(model)`. Return the losses, and the least number of
-    units."""
+    """Losses and weights are DDP's, after `prepare(model)`. Return the losses, and the least number
+    of units."""
 
     def trained(parallel, **options):
         # DDP takes rank 0's weights, and so has FSDP to
@@ -113,7 +113,8 @@ BEAMS = {"do_sample": False, "num_beams": 2}
 
 
 def check_generation(name, combination, how, lone):
-    """Each rank generates a plain model's tokens from its own prompt and length, which may end early.
+    """Each rank generates a plain model's tokens from its own prompt and length, which may end
+    early.
 
     lone: rank 0 alone generates; the others wait."""
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,8 +1,8 @@
 """torch.autocast around several passes: each gather has its own casts.
 
 Autocast keeps its casts of parameters until its context ends. The reference is a plain model that
-drops them before each forward: equal to the bit where each forward has its own backward. At any time
-only one unit's casts are alive.
+drops them before each forward: equal to the bit where each forward has its own backward. At any
+time only one unit's casts are alive.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def on(enabled=True):
     return torch.autocast("cpu", torch.bfloat16, enabled)
 
 
-# --- what a script does within one context -----------------------------------------------------------
+# --- what a script does within one context --------------------------------------------------------
 
 
 def inference_first(model, rank):
@@ -74,8 +74,8 @@ SCENARIOS = [
 
 
 def check(run, exact, model, strategy):
-    """Gradients are the mean of those of plain models that drop their casts before each forward; where
-    nothing is sharded, of models as plain as DDP's."""
+    """Gradients are the mean of those of plain models that drop their casts before each forward;
+    where nothing is sharded, of models as plain as DDP's."""
 
     def in_one_context(model, rank):
         if not isinstance(model, FSDP) and strategy != "no_shard":
@@ -139,7 +139,7 @@ def test_training_with_evaluations_matches_ddp():
         assert_same(*states, f"training under {way}")
 
 
-# --- memory -------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 SIDE = 24
 

@@ -67,7 +67,7 @@ def assert_close(models):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
 
 
-# --- unfreezing ---------------------------------------------------------------------------------------
+# --- unfreezing -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [{nn.Linear}, None], ids=["units", "one unit"])
@@ -93,7 +93,7 @@ def test_gradual_unfreezing(policy):
 @on_ranks(2)
 @passing_groups()
 def test_a_change_on_one_rank_raises_on_all(combination, layer, trains):
-    """Rank 0 fails in the middle of its backward, and then does nothing that its peer could wait for."""
+    """Rank 0 fails in the middle of its backward, and then nothing that its peer could wait for."""
     model = sharded_model(combination, (0,), process_group=own_group(), timeout=10)
     backward(model, 0)
     model.zero_grad()
@@ -115,7 +115,7 @@ def test_unfreezing_over_unreduced_gradients_is_refused():
 
 @on_ranks(2)
 def test_deepcopy_after_unfreezing():
-    """A copy of a model of which some layers were unfrozen, and one frozen, since it was wrapped."""
+    """A copy of a model whose layers were unfrozen, and one frozen, since it was wrapped."""
     for combination in COMBINATIONS:
         copies = []
         for model in (sharded_model(combination, (0, 1), None), plain_model((0, 1))):
@@ -133,7 +133,7 @@ def test_deepcopy_after_unfreezing():
         assert ours == theirs
 
 
-# --- gradients that are kept ----------------------------------------------------------------------------
+# --- gradients that are kept ----------------------------------------------------------------------
 
 
 HOW = {
@@ -176,7 +176,7 @@ def test_kept_gradients_do_not_change(how):
 @pytest.mark.parametrize("how", HOW)
 @on_ranks(2)
 def test_kept_unreduced_gradients_do_not_change(how):
-    """Gradients that no_sync() has left unreduced, kept beyond zero_grad(); one parameter's goes on."""
+    """Unreduced gradients of no_sync(), kept beyond zero_grad(); one parameter's grows."""
     for combination in COMBINATIONS:
         grads = []
         for model in (sharded_model(combination), plain_model()):
@@ -212,7 +212,7 @@ def test_gradient_in_a_loop_variable_costs_one_unit():
     assert min(faults[-4:]) < 16
 
 
-# --- closures, summoned parameters, hooks -------------------------------------------------------------------
+# --- closures, summoned parameters, hooks ---------------------------------------------------------
 
 
 @on_ranks(2)
@@ -248,8 +248,8 @@ def test_summon_without_writeback_between_forward_and_backward():
 
 @on_ranks(2)
 def test_hooks_on_reduced_gradients_are_guarded():
-    """A norm of a reduced gradient is refused in post-accumulate hooks, unless it is not sharded. What
-    a hook raises is raised, though there are hooks of other units; none runs after it."""
+    """A norm of a reduced gradient is refused in post-accumulate hooks, unless it is not sharded.
+    What a hook raises is raised, though there are hooks of other units; none runs after it."""
     for combination in COMBINATIONS:
         model, ran = sharded_model(combination), []
 
@@ -270,7 +270,7 @@ def test_hooks_on_reduced_gradients_are_guarded():
         assert len(ran) == 1 + len(list(model.parameters()))
 
 
-# --- forwards that read parameters by iterators; notes --------------------------------------------------------
+# --- forwards that read parameters by iterators; notes --------------------------------------------
 
 
 class OverParameters(nn.Module):
@@ -309,7 +309,7 @@ def test_shape_error_names_unit_and_parameters():
     assert "unit '0', with parameters 0.weight (40, 40), 0.bias (40,)" in note
 
 
-# --- the memory of gradients: what it held before, and none being left --------------------------------
+# --- the memory of gradients: what it held before, and none being left ----------------------------
 
 SIZES = {"a": 40, "b": 40, "c": 1000}  # no multiples of the layout's alignment
 

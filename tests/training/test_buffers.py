@@ -138,7 +138,7 @@ def test_invalid_argument_is_refused():
     all_refused({"a word of no meaning": (call, ValueError, text)})
 
 
-# --- casts of mixed precision, as FSDP2 has them ------------------------------------------------------
+# --- casts of mixed precision, as FSDP2 has them --------------------------------------------------
 
 BF16 = torch.bfloat16
 

@@ -78,7 +78,7 @@ def test_gradients_of_several_passes(way, run, reentrant):
     check_mean_grads(functools.partial(Stack, way, reentrant), run, False)
 
 
-# --- checkpoints by the script, and torch's other ways to ask for them ------------------------------
+# --- checkpoints by the script, and torch's other ways to ask for them ----------------------------
 
 Plain = functools.partial(Stack, within_units, None)  # recomputes nothing by itself
 

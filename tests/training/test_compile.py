@@ -111,7 +111,7 @@ def test_gradients_when_shapes_and_modes_change(run, way, combination):
     check_compiled(Stack, run, way, "aot_eager", True, combination)
 
 
-# --- models with something special inside -----------------------------------------------------------
+# --- models with something special inside ---------------------------------------------------------
 
 
 class Recomputing(Stack):
@@ -218,7 +218,7 @@ def test_training_loop_compiles(strategy, transport, dynamic, precision):
 
 @on_ranks(2)
 def test_optimizer_in_backward_of_compiled_blocks():
-    """Losses of models made by fully_shard whose optimizer steps in backward, with other lengths."""
+    """Losses of a model by fully_shard() that steps in backward, with other lengths."""
     torch._dynamo.reset()
     seen = []
     for compiles in (False, True):

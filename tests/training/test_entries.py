@@ -36,7 +36,7 @@ from zshard import FSDP
 FULL = [("full_shard", "shm"), ("full_shard", "c10d")]
 HYBRID = [("hybrid_shard", "c10d"), ("hybrid_full", "c10d")]
 
-# --- ways for a result to leave a forward other than its return value -------------------------------
+# --- ways for a result to leave a forward other than its return value -----------------------------
 
 
 class Slotted:
@@ -134,7 +134,7 @@ def two_steps(model, rank):
         loss_of(model(floats(rank).requires_grad_())).backward()
 
 
-# --- each way, learned -------------------------------------------------------------------------------
+# --- each way, learned ----------------------------------------------------------------------------
 
 # A reentrant checkpoint runs its forward without a graph: nothing to keep on the module.
 HOW = ("eager", "non-reentrant", "reentrant")
@@ -170,8 +170,8 @@ def test_backward_from_outputs_of_compiled_blocks(way, combination):
 
 
 def keeping(leaks=False):
-    """A model that keeps what each block has made, which no other block sees. `leaks`: the output does
-    not depend on the blocks."""
+    """A model that keeps what each block has made, which no other block sees. `leaks`: the output
+    does not depend on the blocks."""
 
     def forward(model, x):
         model.kept = []
@@ -228,7 +228,7 @@ def test_backward_from_kept_intermediates(leaks, run, policy, combination):
     check_mean_grads(build, run, exact, [combination], POLICIES[policy])
 
 
-# --- where and when a forward ran -------------------------------------------------------------------
+# --- where and when a forward ran -----------------------------------------------------------------
 
 
 def backward_of_a_very_old_graph(model, rank):
@@ -291,11 +291,11 @@ def test_backward_started_in_cpp_is_right_or_an_error(transport, refused):
     assert_same(whole_grads(model), mean_grads(keeping, forward_backward), "the gradients")
 
 
-# --- parameters that a backward reads ---------------------------------------------------------------
+# --- parameters that a backward reads -------------------------------------------------------------
 
 
 class Reversible(torch.autograd.Function):
-    """Recomputes its inputs in backward; the gradients of its layers come from a backward within."""
+    """Recomputes its inputs in backward; its layers' gradients come from a backward within."""
 
     @staticmethod
     def forward(ctx, block, x, y, *params):
@@ -320,7 +320,7 @@ class Reversible(torch.autograd.Function):
 
 
 def reading(reversible):
-    """A model with a hook in the forward's graph that reads a parameter of a unit that it has not called."""
+    """A hook in the forward's graph reads a parameter of a unit that has not been called."""
 
     def forward(model, x):
         x = x * model.scale

@@ -32,8 +32,7 @@ def lag(turn):
 
 
 def momentum(update):
-    """A model that moves one layer's weights towards another's in each forward, and uses it before and
-    after."""
+    """Each forward moves a layer's weights towards another's, and uses it before and after."""
 
     def forward(model, x):
         query, key, prototypes = model.query, model.key, model.prototypes
@@ -121,7 +120,7 @@ def test_write_in_a_forward_without_gradients_is_refused():
     assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
-# --- .data ------------------------------------------------------------------------------------------
+# --- .data ----------------------------------------------------------------------------------------
 
 
 class Decaying(nn.Linear):
@@ -169,7 +168,7 @@ def test_write_to_data_in_forward_is_refused(combination):
     assert_same(model.state_dict(), before, "the state")
 
 
-# --- torch.nn.utils.parametrize, as PEFT's `target_parameters` uses it -------------------------------
+# --- torch.nn.utils.parametrize, as PEFT's `target_parameters` uses it ----------------------------
 
 
 class Plus(nn.Module):
@@ -233,7 +232,7 @@ def test_set_to_other_memory_is_refused():
         forward_backward(model, 0)
 
 
-# --- optimizers within a forward --------------------------------------------------------------------
+# --- optimizers within a forward ------------------------------------------------------------------
 
 
 class Decayed(torch.optim.Optimizer):

@@ -54,7 +54,7 @@ def test_autograd_grad_returns_local_unsharded_gradients(combination):
     assert_same(all_grads(model), all_grads(other), "the gradients of a later backward")
 
 
-# --- gradients of gradients ------------------------------------------------------------------------
+# --- gradients of gradients -----------------------------------------------------------------------
 
 
 def outputs_of(model, rank):
@@ -118,7 +118,7 @@ def smooth():
 
 
 def forces():
-    """A model whose forces are the gradient of the energy by the positions, taken in the forward."""
+    """Forces are the gradient of the energy by the positions, taken in the forward."""
 
     def forward(model, x):
         with torch.enable_grad():
@@ -186,7 +186,7 @@ def test_world_size_one():
     assert_same(ours, theirs, "the gradients")
 
 
-# --- backward(inputs=...) --------------------------------------------------------------------------
+# --- backward(inputs=...) -------------------------------------------------------------------------
 
 
 def last_layer(model, rank):
@@ -211,7 +211,7 @@ def test_backward_with_inputs(run):
     check_mean_grads(Stack, run, True)
 
 
-# --- functional_call(): with other tensors, and per-sample gradients ---------------------------------
+# --- functional_call(): with other tensors, and per-sample gradients ------------------------------
 
 
 def hyper():

@@ -139,7 +139,7 @@ def test_policy_without_a_reduce_dtype_sends_what_parameters_promote_to(monkeypa
     assert wires == [unset, unset, unset, own, own, unset]
 
 
-# --- dtypes ----------------------------------------------------------------------------------------
+# --- dtypes ---------------------------------------------------------------------------------------
 
 
 def look(model, x, *, bias, mask):
@@ -216,8 +216,8 @@ def test_param_dtype_override_fn():
 
 
 class Shared(Stack):
-    """Uses the weights of a block, and of the head, twice. Its root has a weight of its own, which over
-    c10d stays unsharded until the backward."""
+    """Uses the weights of a block, and of the head, twice. Its root has a weight of its own, which
+    over c10d stays unsharded until the backward."""
 
     def __init__(self):
         super().__init__()
@@ -245,7 +245,7 @@ def test_state_dict_keeps_the_dtype_of_the_model(combination):
     assert_same(model.state_dict(), others, "the loaded state")
 
 
-# --- micro-batches ---------------------------------------------------------------------------------
+# --- micro-batches --------------------------------------------------------------------------------
 
 MICRO = 16
 HYBRIDS = [("hybrid_shard", "c10d"), ("hybrid_shard_zero2", "shm"), ("hybrid_full", "c10d")]
@@ -258,7 +258,7 @@ def micro_batch(model, rank, step, dtype=torch.float32):
 
 
 def own_sums(compute, rank):
-    """The sums of one rank's gradients after each micro-batch, in float32, by a plain, cast copy."""
+    """One rank's sums of gradients after each micro-batch, in float32, by a plain, cast copy."""
     low, found = make(Shared).to(compute), []
     for step in range(MICRO):
         low.zero_grad()
@@ -340,7 +340,7 @@ def test_micro_batches_of_a_bfloat16_model(combination, reduced):
 @pytest.mark.parametrize("order", [("linear", "norm"), ("norm", "linear")])
 @on_ranks(2)
 def test_parameters_that_keep_their_dtype_send_it(order, combination):
-    """Rank 0 alone has gradients: only the linear layer's sums are in bfloat16's range of values."""
+    """Rank 0 alone has gradients: only the linear layer's sums are values of bfloat16."""
     layers = {"linear": nn.Linear(WIDTH, WIDTH), "norm": nn.BatchNorm1d(WIDTH)}
     build = lambda: nn.Sequential(OrderedDict((name, layers[name]) for name in order))  # noqa: E731
     model = wrapped(build, combination, mixed_precision=POLICIES["fp32, reduced in bf16"])

@@ -33,7 +33,7 @@ def step_unsynced(model, rank, number):
         step(model, rank, number)
 
 
-# --- the gradients ---------------------------------------------------------------------------------
+# --- the gradients --------------------------------------------------------------------------------
 
 
 def sum_up_twice(model, rank):
@@ -165,14 +165,14 @@ def test_world_size_one():
     assert_same(alone.sharded(None).state(), alone.plain(None).state(), "one rank's training")
 
 
-# --- what lies in .grad ------------------------------------------------------------------------------
+# --- what lies in .grad ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_grad_is_local_and_unsharded(combination):
-    """.grad is this rank's own, unsharded, in no_sync(), and a shard after the last backward. Another
-    backward that fails in no_sync() leaves it as it was, under any strategy."""
+    """.grad is this rank's own, unsharded, in no_sync(), and a shard after the last backward.
+    Another backward that fails in no_sync() leaves it as it was, under any strategy."""
     rank = dist.get_rank()
     plain, model, other = make(Stack), wrapped(Stack, combination), wrapped(Stack, combination)
     for each in (plain, model, other):

@@ -1,5 +1,5 @@
-"""The numbers of training are those of DDP, bit for bit, whatever is sharded and however it travels; and
-however a script wraps its model and sets its values."""
+"""The numbers of training are those of DDP, bit for bit, whatever is sharded and however it
+travels; and however a script wraps its model and sets its values."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from zshard.wrap import CustomPolicy, always_wrap_policy, enable_wrap, wrap
 
 # With zshard's optimizers the plain side has them too; test_optim.py holds them against torch's.
 OPTIMIZERS = ("torch.SGD", "zshard.SGD", "torch.AdamW", "zshard.AdamW")
-# A few models are trained by all, each other one by one of each rule. zshard.AdamW leaves parameters
-# that are not contiguous to torch's rule, which rounds otherwise; no shard is such a one.
+# A few models are trained by all, each other one by one of each rule. zshard.AdamW leaves
+# parameters that are not contiguous to torch's rule, which rounds otherwise; no shard is one.
 PAIRS = [
     (name, optimizer)
     for name in CASES
@@ -108,7 +108,7 @@ def test_two_process_groups():
     assert_same(ours.state(), state, "a pair of four ranks")
 
 
-# --- how it is wrapped -----------------------------------------------------------------------------
+# --- how it is wrapped ----------------------------------------------------------------------------
 
 
 class WrapsItself(nn.Module):
@@ -140,7 +140,7 @@ def shard_grad_op_for_blocks(module):
 
 
 BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
-# Of each: the class, the policy, the names of the units (which forms of a policy find: test_wrap.py).
+# Of each: the class, the policy, the names of the units (other policies: test_wrap.py).
 WRAPPED = {
     "auto": (Stack, "auto", [*BLOCKS, "head"]),
     "override": (Stack, CustomPolicy(shard_grad_op_for_blocks), BLOCKS),
@@ -172,7 +172,7 @@ def test_all_ways_to_wrap_match_ddp():
                 assert name != "always" or len(found) == 1 + 3 * 3 + 1
 
 
-# --- what is changed after wrapping ------------------------------------------------------------------
+# --- what is changed after wrapping ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -204,7 +204,7 @@ def test_cast_after_wrapping_is_refused(transport):
     assert "'blocks.0.norm.weight'" in message and "before FSDP" in message
 
 
-# --- initial values -----------------------------------------------------------------------------------
+# --- initial values -------------------------------------------------------------------------------
 
 
 def unequal_net():
@@ -232,7 +232,7 @@ def test_unequal_initial_values_raise_without_sync_module_states():
     assert "'embed.weight'" in message and "rank 1" in message
 
 
-# --- a script that imports torch's functions before its first model ------------------------------------------
+# --- a script that imports torch's functions before its first model -------------------------------
 
 EARLY = """
     from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm

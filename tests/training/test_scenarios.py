@@ -34,7 +34,7 @@ def test_gradients_on_three_ranks(run):
     check_mean_grads(Stack, run, False)
 
 
-# --- models that do something unusual inside -------------------------------------------------------
+# --- models that do something unusual inside ------------------------------------------------------
 
 
 def called_twice():

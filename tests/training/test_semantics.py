@@ -1,4 +1,4 @@
-"""Hooks, optimizers, exceptions, misuse and lifetimes: right numbers, or an error that says what to do."""
+"""Hooks, optimizers, exceptions, misuse and lifetimes: right numbers, or an error with a remedy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_a_step(model, what):
     assert_same(whole_grads(model), mean_grads(Stack, forward_backward), f"the gradients {what}")
 
 
-# --- after a failure (more in walk.py) --------------------------------------------------------------
+# --- after a failure (more in walk.py) ------------------------------------------------------------
 
 
 class Planted(RuntimeError):
@@ -96,7 +96,7 @@ def test_full_gradients_of_a_failed_backward_are_refused(transport):
     training.go(1)
 
 
-# --- hooks and optimizers of the user --------------------------------------------------------------
+# --- hooks and optimizers of the user -------------------------------------------------------------
 
 
 EARLY = pytest.mark.parametrize("early", [True, False], ids=["before wrapping", "after wrapping"])
@@ -278,7 +278,7 @@ def test_schedulers_drive_the_optimizer():
     assert_same(*states, "six steps")
 
 
-# --- what is used where it must not be -------------------------------------------------------------
+# --- what is used where it must not be ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -338,7 +338,7 @@ def test_weight_modified_within_forward_is_an_error():
     assert "make its module a unit of its own (auto_wrap_policy)" in message
 
 
-# --- lifetimes -------------------------------------------------------------------------------------
+# --- lifetimes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)

@@ -46,8 +46,8 @@ def late_step(training, seconds=LATE):
 
 
 def recorded(transport, file):
-    """Return what each rank has of two steps, with rank 1 late for the second. Torch's profiler, which
-    knows backwards and steps by itself, has the other ranges."""
+    """Return what each rank has of two steps, with rank 1 late for the second. Torch's profiler,
+    which knows backwards and steps by itself, has the other ranges."""
     training = trained(transport)
     with profile() as profiler, zshard.profile(file) as traced:
         training.go(1)
@@ -226,12 +226,12 @@ def test_metrics(pool, strategy):
     assert all(type(value) is float for value in first.values())
 
 
-# --- torch's profiler -------------------------------------------------------------------------------
+# --- torch's profiler -----------------------------------------------------------------------------
 
 
 @on_ranks(2)
 def test_profiler_started_or_stopped_within_a_forward():
-    """A profiler that stops, and one that starts, between a unit's hooks; then a forward that raises."""
+    """A profiler stops, and another starts, between a unit's hooks; then a forward raises."""
     training = trained("shm")
     head = training.model.head
 
@@ -275,7 +275,7 @@ def test_messages_between_hosts_outlast_the_profile():
     assert not names & {"gloo:send", "gloo:recv"}, names
 
 
-# --- what a trace is made of ------------------------------------------------------------------------
+# --- what a trace is made of ----------------------------------------------------------------------
 
 
 def test_a_wait_is_of_the_unit_around_it_and_counts_once():
@@ -369,7 +369,7 @@ def test_command_merges_files(tmp_path, monkeypatch, capsys):
         trace.read([tmp_path / "other.json"])
 
 
-# --- processes of their own -------------------------------------------------------------------------
+# --- processes of their own -----------------------------------------------------------------------
 
 
 @on_ranks(2, fresh=True)

@@ -47,6 +47,6 @@ def test_all_failures_on_all_ranks(pool2, where):
 @pytest.mark.thorough
 @pytest.mark.parametrize("where", PLACES)
 def test_failures_on_one_rank(pool2, where):
-    """Every tenth of them: most end with a wait until the deadline, and all would take nine hours."""
+    """Every tenth of them: most wait until the deadline, and all would take nine hours."""
     cells = [c for c in all_cells() if c.where == where and c.who == "one"]
     assert walk(pool2, sorted(cells, key=hash_of)[::10]) == []

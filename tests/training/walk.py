@@ -1,4 +1,4 @@
-"""Failures that a script catches: every place, kind, rank and continuation, and the expected results.
+"""Failures that a script catches: every place, kind, rank and continuation, and what must come of it.
 
 A cell is a short training script that raises, catches the exception and continues. It runs twice:
 on two ranks with a sharded model, and on two threads with plain models whose gradients are averaged
@@ -209,8 +209,9 @@ class Net(nn.Module):
 
 
 class Script:
-    """One rank's script; the two sides differ in how they build, average and read: each defines build,
-    forward, method, backward, no_sync, whole and parameters. link: what it needs of its peer."""
+    """One rank's script; the two sides differ in how they build, average and read: each defines
+    build, forward, method, backward, no_sync, whole and parameters. link: what it needs of its
+    peer."""
 
     def __init__(self, cell, rank, link):
         self.cell, self.rank, self.link = cell, rank, link

@@ -2,8 +2,8 @@
 
 Over c10d each collective is a torch operation that the profiler records. (Over shm there are none.)
 
-Then the bytes that a rank receives in a step: the formulas of docs/gpus.md, and model.metrics(). The
-engine determines the traffic, whatever transport carries it, so the bytes that torch's profiler
+Then the bytes that a rank receives in a step: the formulas of docs/gpus.md, and model.metrics().
+The engine determines the traffic, whatever transport carries it, so the bytes that torch's profiler
 records over c10d apply to a GPU's backends as well.
 """
 
@@ -171,7 +171,7 @@ def test_mistakes_are_named():
     )
 
 
-# --- bytes that a rank receives in a step -----------------------------------------------------------
+# --- bytes that a rank receives in a step ---------------------------------------------------------
 
 LAYERS, SIDE = 5, 128
 P = LAYERS * SIDE * SIDE  # elements of all parameters; no unit is padded for 2 or 4 ranks

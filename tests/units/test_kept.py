@@ -84,11 +84,11 @@ def layers_of(width, count=4):
 @pytest.mark.parametrize("strategy", KEEPING)
 @on_ranks(4)
 def test_copy_is_refreshed_once_per_change(strategy):
-    """Counts the gathers of a step, an accumulation's second backward, an evaluation, and a forward after
-    a change that no counter of torch records.
+    """Counts the gathers of a step, an accumulation's second backward, an evaluation, and a forward
+    after a change that no counter of torch records.
 
-    zero1 keeps everything; with hybrid_full forward gathers the 4 units within the group, backward all
-    but the last.
+    zero1 keeps everything; with hybrid_full forward gathers the 4 units within the group, backward
+    all but the last.
     """
     options = {"transport": "c10d", "auto_wrap_policy": {nn.Linear}, **mesh_for(strategy, (2, 2))}
     model = FSDP(layers_of(64), strategy=strategy, **options)

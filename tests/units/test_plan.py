@@ -70,8 +70,8 @@ def step(model, case, number):
 
 
 def check_plan(model, case, steps=5):
-    """The prediction, the memory after wrapping, and the memory after each step are equal; and none is
-    mapped in these steps."""
+    """The prediction, the memory after wrapping, and the memory after each step are equal; and none
+    is mapped in these steps."""
     engine = engine_of(model)
     model.zero_grad()
     wanted, before = parts_of(engine.predict(False)), _core.mappings()
@@ -235,7 +235,7 @@ def test_evaluation_needs_no_more_memory(combination):
     assert _core.mappings() == before
 
 
-# --- parameters with another dimension order in memory: channels_last, transposed ------------------------
+# --- parameters with another dimension order in memory: channels_last, transposed -----------------
 
 SEEN: dict[str, tuple[int, ...]] = {}
 

@@ -170,7 +170,7 @@ def test_gradients_are_the_mean_of_the_ranks(run):
     check_mean_grads(Paths, run, exact, SHARDED, {nn.Linear})
 
 
-# --- related features -------------------------------------------------------------------------------
+# --- related features -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("combination", OVER_C10D, ids=str)
@@ -253,7 +253,7 @@ def test_state_dict_right_after_a_forward(combination):
     assert_same(model.state_dict(), expected, "the state")
 
 
-# --- errors -----------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -291,8 +291,8 @@ def test_error_names_the_models():
 
 @on_ranks(4, fresh=True)
 def test_skipped_unit_with_a_hybrid_strategy_is_an_error():
-    """Gathers run in the shard group and rounds in the world: neither learns of the other. A rank may
-    learn that another has failed first."""
+    """Gathers run in the shard group and rounds in the world: neither learns of the other. A rank
+    may learn that another has failed first."""
     model = wrapped(("hybrid_shard", "c10d"), device_mesh=mesh_of(2, 2), timeout=1)
     path = [0] if dist.get_rank() == 1 else range(DEPTH)
     with pytest.raises(zshard.PeerError):
