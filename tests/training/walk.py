@@ -1,4 +1,4 @@
-"""Failures that a script catches: every place, kind, rank and continuation, and what must come of it.
+"""Failures that a script catches: every place, kind, rank and continuation, and the right results.
 
 A cell is a short training script that raises, catches the exception and continues. It runs twice:
 on two ranks with a sharded model, and on two threads with plain models whose gradients are averaged
