@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from groups import hosts_of, mesh_of
-from models import COMBINATIONS, loss_of, make, wrapped
+from models import COMBINATIONS, Parts, loss_of, make, wrapped
 from scenario import Scenario
 from scenarios import Stack, floats, mean_grads, near, whole_grads
 from scripts import (
@@ -166,23 +166,21 @@ class Living(TorchDispatchMode):
         return len(self.casts)
 
 
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layers = (nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh()) for _ in range(8))
-        self.blocks = nn.ModuleList(layers)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.training else block(x)
+def deep():
+    def forward(model, x):
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if model.training else block(x)
         return x
+
+    layers = (nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh()) for _ in range(8))
+    return Parts(forward, blocks=nn.ModuleList(layers))
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "recomputed"])
 @on_ranks(2)
 def test_only_one_units_casts_are_alive(training, transport):
-    model = FSDP(make(Deep), auto_wrap_policy={nn.Sequential}, transport=transport).train(training)
+    model = FSDP(make(deep), auto_wrap_policy={nn.Sequential}, transport=transport).train(training)
     with on(), Living() as living, torch.set_grad_enabled(training):
         for _ in range(2):
             loss = model(torch.randn(3, SIDE)).square().mean()

@@ -18,8 +18,6 @@ from models import (
     Net,
     ddp,
     make,
-    make_optimizer,
-    train,
     wrapped,
 )
 from nursery import fork_ranks
@@ -98,14 +96,13 @@ def test_process_group_of_one():
 @on_ranks(4)
 def test_two_process_groups():
     """Two pairs of four ranks each train their own model, as DDP over the same pair."""
-    rank, case = dist.get_rank(), CASES["mlp"]
-    pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    options = {"process_group": pair}
-    ours = Scenario("mlp", ("full_shard", None), "torch.SGD", options=options).sharded(4, 1 + rank)
-    plain = make(case.make, seed=1 + rank)
-    theirs = train(ddp(plain, **options), case, make_optimizer("torch.SGD", plain), rank)
-    state = {"losses": theirs, "model": plain.state_dict()}
-    assert_same(ours.state(), state, "a pair of four ranks")
+    rank = dist.get_rank()
+    options = {"process_group": [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]}
+    scenario = Scenario("mlp", ("full_shard", None), "torch.SGD", options=options)
+    plain = make(scenario.case.make, seed=1 + rank)
+    theirs = Training(scenario, ddp(plain, **options), plain, rank).go(4)
+    ours = scenario.sharded(4, 1 + rank)
+    assert_same(ours.state(), theirs.state(), "a pair of four ranks")
 
 
 # --- how it is wrapped ----------------------------------------------------------------------------
