@@ -16,7 +16,7 @@ from c_compile import ROOT
 from stand_ins import with_stand_ins
 
 FILES = {
-    "training/test_parity.py": "",
+    "training/test_parity.py": "bit_identical or agree or process_group",
     # A GPU's slots and buckets are lent to others between passes.
     "training/test_mixed_precision.py": "not offload and not over_hosts and not full_buffers",
     "units/test_hybrid.py": "not shm_within_hosts",

@@ -212,6 +212,23 @@ class Unused(nn.Module):
         return x
 
 
+class Parts(nn.Module):
+    """A module of named parts, whose forward is a function of it: for models that are special in
+    one way.
+
+    Parts(lambda model, x: model.layer(x) * model.scale, layer=..., scale=...)
+    """
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.function(self, *args, **options)
+
+
 # --- cases: a model and its inputs ----------------------------------------------------------------
 
 

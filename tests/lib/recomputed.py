@@ -71,6 +71,8 @@ class Stack(nn.Module):
         return self.blocks[number](x) + self.shift
 
     def forward(self, x):
+        if x.is_leaf:  # reentrant checkpoints need an input that requires a gradient
+            x.requires_grad_()
         return self.head(self.way(self, x) + self.shift)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -143,3 +143,11 @@ class Scenario:
         assert_same(ours.state(), theirs.state(), f"{scenario.model} under {scenario.way}")
         assert all(torch.isfinite(torch.tensor(ours.losses)))
         return ours, theirs
+
+    def same_under(self, ways: Iterable[tuple[Any, ...]], seed: int = 1) -> None:
+        """The same for several ways to shard; DDP trains once."""
+        theirs = self.ddp(None, seed).state()
+        for way in ways:
+            ours = self.but(way=way).sharded(None, seed).state()
+            assert_same(ours, theirs, f"{self.model} under {way}")
+        assert all(torch.isfinite(torch.tensor(theirs["losses"])))

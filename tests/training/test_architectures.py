@@ -6,20 +6,18 @@ where transformers is not installed.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from architectures import ARCHITECTURES
 from compare import assert_same
-from models import COMBINATIONS, ddp, differences, make, make_optimizer
+from models import COMBINATIONS, ddp, make, make_optimizer, wrapped
 from spawn import on_ranks
+from torch import nn
 
 from zshard import FSDP
 
-pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 STEPS = 2
 FULL = [("full_shard", "shm")]
@@ -27,204 +25,133 @@ FULL = [("full_shard", "shm")]
 IN_ALL_WAYS = ("gpt2, tied", "t5, tied", "albert", "mixtral", "switch", "resnet", "wav2vec2")
 
 
-def train(model, name, optimizer="torch.SGD"):
-    """Trains on this rank's batches; returns the losses."""
-    losses, chosen = [], make_optimizer(optimizer, model)
+def train(model, name):
+    """Train on this rank's batches; return the losses."""
+    losses, optimizer = [], make_optimizer("torch.SGD", model)
+    torch.manual_seed(dist.get_rank())  # for dropout
     for step in range(STEPS):
-        chosen.zero_grad()
+        optimizer.zero_grad()
         loss = model(**ARCHITECTURES[name].batch(step, dist.get_rank())).loss
         loss.backward()
-        chosen.step()
+        optimizer.step()
         losses.append(loss.item())
     return losses
 
 
-def train_by_ddp(name):
-    """(losses, state dict) under DDP. Fails where that shows nothing."""
-    architecture = ARCHITECTURES[name]
-    model = make(architecture.build, seed=1 + dist.get_rank())  # DDP takes rank 0's, so has FSDP to
-    parallel = ddp(model, find_unused_parameters=architecture.unused)
-    losses = train(parallel, name)
+def check_against_ddp(name, combinations, prepare=lambda model: None, **options):
+    """Losses and weights are DDP's, after `prepare(model)`. Return the losses, and the least number
+    of units."""
+
+    def trained(parallel, **options):
+        # DDP takes rank 0's weights, and so has FSDP to
+        model = make(ARCHITECTURES[name].build, seed=1 + dist.get_rank())
+        prepare(model)
+        called = parallel(model, **options)
+        losses = train(called, name)
+        state = (model if parallel is ddp else called).state_dict()
+        return called, {"losses": losses, "model": state}
+
+    _, expected = trained(ddp, **options)
+    losses = expected["losses"]
     assert all(map(torch.isfinite, map(torch.tensor, losses))) and len(set(losses)) == STEPS, losses
-    return losses, model.state_dict()
-
-
-def train_sharded(name, combination):
-    """(losses, state dict, number of units) under zshard."""
-    strategy, transport = combination
-    model = make(ARCHITECTURES[name].build, seed=1 + dist.get_rank())
-    model = FSDP(model, strategy=strategy, transport=transport)
-    return train(model, name), model.state_dict(), len(FSDP.fsdp_modules(model))
-
-
-def differences_from_ddp(name, combinations):
-    """({combination: what differs from DDP}, the least number of units)."""
-    losses, state = train_by_ddp(name)
-    found: dict[Any, list[str]] = {}
     units = []
-    for combination in combinations:
-        our_losses, ours, count = train_sharded(name, combination)
-        units.append(count)
-        found[combination] = differences(ours, state)
-        if our_losses != losses:
-            found[combination].append(f"losses: {our_losses}, not {losses}")
-    return found, min(units)
-
-
-def combinations_of(name):
-    return COMBINATIONS if name in IN_ALL_WAYS else FULL
+    for strategy, transport in combinations:
+        model, ours = trained(FSDP, strategy=strategy, transport=transport)
+        assert_same(ours, expected, f"{name} under {strategy}, {transport}")
+        units.append(len(FSDP.fsdp_modules(model)))
+    return losses, min(units)
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_training_is_bit_identical_to_ddp(pool2, name):
-    found_on_ranks = pool2.run(differences_from_ddp, name, combinations_of(name))
-    for rank, (found, units) in enumerate(found_on_ranks):
-        assert not any(found.values()), f"rank {rank}: {found}"
-        assert units >= 2, "the model is one unit: nothing is tested"
+@on_ranks(2)
+def test_training_is_bit_identical_to_ddp(name):
+    combinations = COMBINATIONS if name in IN_ALL_WAYS else FULL
+    unused = ARCHITECTURES[name].unused
+    _, units = check_against_ddp(name, combinations, find_unused_parameters=unused)
+    assert units >= 2, "the model is one unit: nothing is tested"
 
 
 # --- what else users of transformers do ----------------------------------------------------------
 
 
-def trained(name, prepare, combination=None, **options):
-    """(losses, state dict) after `prepare(model)`; by DDP if no combination is given."""
-    architecture, rank = ARCHITECTURES[name], dist.get_rank()
-    model = make(architecture.build)
-    prepare(model)
-    if combination is None:
-        parallel = ddp(model, **options)
-    else:
-        parallel = FSDP(model, strategy=combination[0], transport=combination[1])
-    torch.manual_seed(rank)
-    return train(parallel, name), model.state_dict()
-
-
-def nothing(model):
-    pass
-
-
-def checkpointing_with(reentrant, model):
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()  # reentrant checkpoints work only below such an input
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("name", ["gpt2, tied", "llama, untied", "bert", "t5, untied"])
 @on_ranks(2)
 def test_gradient_checkpointing_is_bit_identical_to_ddp(name, reentrant):
-    """What differs from DDP with the same checkpoints."""
-    prepare = functools.partial(checkpointing_with, reentrant)
-    losses, state = trained(name, prepare)
-    found = {}
-    for combination in COMBINATIONS:
-        our_losses, ours = trained(name, prepare, combination)
-        found[combination] = differences(ours, state) + [our_losses] * (our_losses != losses)
-    assert not any(found.values()), found
+    def prepare(model):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()  # reentrant checkpoints work only below such an input
+
+    check_against_ddp(name, COMBINATIONS, prepare)
 
 
 def dropping(model):
     """Dropout and skipped layers, drawn anew by each rank."""
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
+        if isinstance(module, nn.Dropout):
             module.p = 0.3
         for attribute in ("dropout", "layerdrop"):
             if isinstance(getattr(module, attribute, None), float):
                 setattr(module, attribute, 0.3)
 
 
-def differences_with_dropout(name, combinations):
-    """({combination: what differs from DDP}, does dropout do anything?)"""
-    losses, state = trained(name, dropping, find_unused_parameters=True)
-    found = {}
-    for combination in combinations:
-        our_losses, ours = trained(name, dropping, combination)
-        found[combination] = differences(ours, state) + [our_losses] * (our_losses != losses)
-    return found, trained(name, nothing, find_unused_parameters=True)[0] != losses
-
-
 @pytest.mark.parametrize(
     ("name", "combinations"),
-    [
-        ("gpt2, tied", COMBINATIONS),
-        ("bart", COMBINATIONS),
-        ("whisper", FULL),
-    ],
+    [("gpt2, tied", COMBINATIONS), ("bart", COMBINATIONS), ("whisper", FULL)],
 )
-def test_dropout_and_skipped_layers_match_ddp(pool2, name, combinations):
-    # A rank that skips a layer runs other units than its peers.
-    for found, matters in pool2.run(differences_with_dropout, name, combinations):
-        assert matters
-        assert not any(found.values()), found
-
-
-def generated(name, combination):
-    """(tokens by a sharded model, by a plain one) after the same training."""
-    model = make(ARCHITECTURES[name].build)
-    model = FSDP(model, strategy=combination[0], transport=combination[1])
-    train(model, name)
-    plain = ARCHITECTURES[name].build()
-    plain.load_state_dict(model.state_dict())
-    prompt = ARCHITECTURES[name].batch(9, dist.get_rank())["input_ids"]
-    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    return [m.eval().generate(prompt, **options).tolist() for m in (model, plain)]
-
-
-@pytest.mark.parametrize("name", ["llama, tied", "t5, tied"])
-def test_generation_by_all_ranks(pool2, name):
-    for combination in (("full_shard", "shm"), ("shard_grad_op", "c10d")):
-        for ours, theirs in pool2.run(generated, name, combination):
-            assert ours == theirs
-            assert len(ours[0]) > 5
-
-
-def generated_by_each(name, combination, how, lone):
-    """Each rank generates a plain model's tokens from its own prompt and length, which may end early.
-
-    lone: rank 0 alone generates; the others wait."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = make(ARCHITECTURES[name].build)
-    model = FSDP(model, strategy=combination[0], transport=combination[1])
-    train(model, name)
-    plain = ARCHITECTURES[name].build()
-    plain.load_state_dict(model.state_dict())
-    wrong = []
-    for round_ in range(3):
-        length = 2 + (rank + round_) % world
-        prompt = ARCHITECTURES[name].batch(9 + round_, rank)["input_ids"][:, :length]
-        options = {"max_new_tokens": 3 + 4 * ((rank + round_) % world), **how}
-        theirs = plain.eval().generate(prompt, **options)
-        if round_ == 2:  # one that ends by itself, on rank 0 at its first token
-            ends = int(theirs[0, length + 2 * rank])
-            options["eos_token_id"] = ends
-            theirs = plain.generate(prompt, **options)
-        if rank == 0 or not lone:
-            ours = model.eval().generate(prompt, **options)
-            wrong += [] if ours.tolist() == theirs.tolist() else [(ours.tolist(), theirs.tolist())]
-        if lone:
-            dist.barrier()
-    train(model, name)  # and training goes on
-    assert wrong == []
+@on_ranks(2)
+def test_dropout_and_skipped_layers_match_ddp(name, combinations):
+    """A rank that skips a layer runs other units than its peers."""
+    losses, _ = check_against_ddp(name, combinations, dropping, find_unused_parameters=True)
+    plain, _ = check_against_ddp(name, FULL, find_unused_parameters=True)
+    assert losses != plain
 
 
 GREEDY = {"do_sample": False}
 BEAMS = {"do_sample": False, "num_beams": 2}
-GENERATING = [*COMBINATIONS, ("zero1", "c10d")]
+
+
+def check_generation(name, combination, how, lone):
+    """Each rank generates a plain model's tokens from its own prompt and length, which may end
+    early.
+
+    lone: rank 0 alone generates; the others wait."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = wrapped(ARCHITECTURES[name].build, combination)
+    train(model, name)
+    plain = ARCHITECTURES[name].build()
+    plain.load_state_dict(model.state_dict())
+    for round_ in range(3):
+        length, new = 2 + (rank + round_) % world, 3 + 4 * ((rank + round_) % world)
+        prompt = ARCHITECTURES[name].batch(9 + round_, rank)["input_ids"][:, :length]
+        options = {"max_new_tokens": new, "min_new_tokens": new, **how}
+        theirs = plain.eval().generate(prompt, **options)
+        if round_ == 2:  # one that ends by itself, on rank 0 at its first token
+            options |= {"min_new_tokens": 1, "eos_token_id": int(theirs[0, 2 * rank - new])}
+            theirs = plain.generate(prompt, **options)
+        if rank == 0 or not lone:
+            assert_same(model.eval().generate(prompt, **options), theirs, f"tokens {round_}")
+        if lone:
+            dist.barrier()
+    train(model, name)  # and training goes on
 
 
 @pytest.mark.parametrize("how", [GREEDY, BEAMS], ids=["greedy", "beams"])
-@pytest.mark.parametrize("combination", list(dict.fromkeys(GENERATING)), ids=str)
-def test_generation_of_different_lengths(pool2, combination, how):
-    pool2.run(generated_by_each, "gpt2, tied", combination, how, False)
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
+@pytest.mark.parametrize("name", ["gpt2, tied", "t5, tied"])
+@on_ranks(2)
+def test_generation_of_different_lengths(name, combination, how):
+    check_generation(name, combination, how, lone=False)
 
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[1] == "shm"], ids=str)
-def test_generation_on_rank_0_alone(pool2, combination):
-    pool2.run(generated_by_each, "gpt2, tied", combination, GREEDY, True)
+@on_ranks(2)
+def test_generation_on_rank_0_alone(combination):
+    check_generation("gpt2, tied", combination, GREEDY, lone=True)
 
 
-class Adapted(torch.nn.Module):
+class Adapted(nn.Module):
     """Passes arguments on to the model within, as PEFT's models do."""
 
     def __init__(self, base):
@@ -257,15 +184,12 @@ def test_generation_of_a_model_within_a_model():
 @on_ranks(2)
 def test_save_pretrained(name, tmp_path):
     """`from_pretrained` loads what save_pretrained() of a sharded model saved."""
-    folder = str(tmp_path)
-    import transformers
-
     model = FSDP(make(ARCHITECTURES[name].build))
     train(model, name)
     state = model.state_dict()
     if dist.get_rank() == 0:
-        model.save_pretrained(folder, state_dict=dict(state))  # which empties it
+        model.save_pretrained(tmp_path, state_dict=dict(state))  # which empties it
     dist.barrier()
-    loaded = getattr(transformers, ARCHITECTURES[name].model).from_pretrained(folder)
+    loaded = getattr(transformers, ARCHITECTURES[name].model).from_pretrained(tmp_path)
     assert_same(loaded.state_dict(), state, "the loaded state")
     assert loaded.config.architectures == [ARCHITECTURES[name].model]

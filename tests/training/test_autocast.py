@@ -1,146 +1,102 @@
 """torch.autocast around several passes: each gather has its own casts.
 
 Autocast keeps its casts of parameters until its context ends. The reference is a plain model that
-drops them before each forward: equal to the bit where each forward has its own backward. At any time
-only one unit's casts are alive.
+drops them before each forward: equal to the bit where each forward has its own backward. At any
+time only one unit's casts are alive.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
 from groups import hosts_of, mesh_of
-from models import COMBINATIONS, ddp, loss_of, make, wrapped
-from scenarios import Grads, Stack, floats, mean_grads, near, whole_grads, wrong_grads
+from models import COMBINATIONS, Parts, loss_of, make, wrapped
+from scenario import Scenario
+from scenarios import Stack, floats, mean_grads, near, whole_grads
+from scripts import (
+    accumulate,
+    evaluate_then_train,
+    forward_without_backward,
+    no_grad_forward_between,
+    two_forwards_one_backward,
+    two_forwards_two_backwards,
+)
 from spawn import on_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from zshard import FSDP
 
-Run = Callable[[nn.Module, int], None]
 
-
-def on(enabled: bool = True) -> torch.autocast:
+def on(enabled=True):
     return torch.autocast("cpu", torch.bfloat16, enabled)
 
 
-# --- what a script does within one context -----------------------------------------------------------
+# --- what a script does within one context --------------------------------------------------------
 
 
-def evaluation_first(model: nn.Module, rank: int) -> None:
-    with on():
-        with torch.no_grad():
-            model(floats(rank, 7))
-        loss_of(model(floats(rank))).backward()
+def inference_first(model, rank):
+    model.eval()
+    with torch.inference_mode():
+        model(floats(rank, 7, rows=2))
+    model.train()
+    loss_of(model(floats(rank))).backward()
 
 
-def inference_first(model: nn.Module, rank: int) -> None:
-    with on():
-        model.eval()
-        with torch.inference_mode():
-            model(floats(rank, 7, rows=2))
-        model.train()
-        loss_of(model(floats(rank))).backward()
-
-
-def evaluation_between(model: nn.Module, rank: int) -> None:
-    with on():
-        output = model(floats(rank))
-        with torch.no_grad():
-            model(floats(rank, 7))
-        loss_of(output).backward()
-
-
-def micro_batches(model: nn.Module, rank: int) -> None:
-    with on():
-        for step in range(3):
-            loss_of(model(floats(rank, step))).backward()
-
-
-def backward_where_it_is_off(model: nn.Module, rank: int) -> None:
-    with on():
-        for step in range(3):
-            loss = loss_of(model(floats(rank, step)))
-            with on(False):
-                loss.backward()
-
-
-def two_forwards_one_backward(model: nn.Module, rank: int) -> None:
-    with on():
-        (loss_of(model(floats(rank))) + loss_of(model(floats(rank, 1)))).backward()
-
-
-def two_forwards_two_backwards(model: nn.Module, rank: int) -> None:
-    with on():
-        for loss in [loss_of(model(floats(rank, step))) for step in range(2)]:
+def backward_where_it_is_off(model, rank):
+    for step in range(3):
+        loss = loss_of(model(floats(rank, step)))
+        with on(False):
             loss.backward()
 
 
-def a_forward_is_dropped(model: nn.Module, rank: int) -> None:
-    with on():
-        model(floats(rank, 7))
-        loss_of(model(floats(rank))).backward()
+def a_forward_raises(model, rank):
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model.head(floats(rank)[:, :3])
+    loss_of(model(floats(rank))).backward()
 
 
-def a_forward_raises(model: nn.Module, rank: int) -> None:
-    with on():
-        with pytest.raises(RuntimeError, match="mat1 and mat2"):
-            model.head(floats(rank)[:, :3])
-        loss_of(model(floats(rank))).backward()
-
-
-SCENARIOS: list[tuple[Run, bool]] = [
-    (evaluation_first, True),
+SCENARIOS = [
+    (evaluate_then_train, True),
     (inference_first, True),
-    (evaluation_between, True),
-    (micro_batches, False),
+    (no_grad_forward_between, True),
+    (accumulate, False),
     (backward_where_it_is_off, False),
     (two_forwards_one_backward, True),
     (two_forwards_two_backwards, False),
-    (a_forward_is_dropped, True),
+    (forward_without_backward, False),
     (a_forward_raises, True),
 ]
 
 
-def with_casts_of_its_own(run: Run) -> Run:
-    """The scenario on a plain model that drops its casts before each forward."""
+def check(run, exact, model, strategy):
+    """Gradients are the mean of those of plain models that drop their casts before each forward;
+    where nothing is sharded, of models as plain as DDP's."""
 
-    def plain(model: nn.Module, rank: int) -> None:
-        model.register_forward_pre_hook(lambda *_: torch.clear_autocast_cache())
-        run(model, rank)
+    def in_one_context(model, rank):
+        if not isinstance(model, FSDP) and strategy != "no_shard":
+            model.register_forward_pre_hook(lambda *_: torch.clear_autocast_cache())
+        with on():
+            run(model, rank)
 
-    return plain
-
-
-def expected_grads(run: Run, strategy: str) -> Grads:
-    """The means of the ranks' gradients; a model that is not sharded is as plain as DDP's."""
-    grads = mean_grads(Stack, run if strategy == "no_shard" else with_casts_of_its_own(run))
-    assert all(grad is not None and grad.abs().sum() > 0 for grad in grads.values())
-    return grads
-
-
-def wrong(run: Run, exact: bool, model: nn.Module, strategy: str) -> list[str]:
-    """The gradients that are not the mean of the ranks'."""
-    expected = expected_grads(run, strategy)
-    run(model, dist.get_rank())
+    expected = mean_grads(Stack, in_one_context)
+    assert all(grad is not None and grad.abs().sum() > 0 for grad in expected.values())
+    in_one_context(model, dist.get_rank())
     ours = whole_grads(model)
     if not exact:
         ours = {name: near(grad, expected[name]) for name, grad in ours.items()}
-    return wrong_grads(ours, expected)
+    assert_same(ours, expected, f"the gradients under {strategy}")
 
 
 @pytest.mark.parametrize(("run", "exact"), SCENARIOS)
 @on_ranks(2)
 def test_passes_in_one_context(run, exact):
     for each in COMBINATIONS:
-        assert wrong(run, exact, wrapped(Stack, each), each[0]) == [], each
+        check(run, exact, wrapped(Stack, each), each[0])
 
 
 @pytest.mark.sampled(2)
@@ -149,50 +105,41 @@ def test_passes_in_one_context(run, exact):
 @on_ranks(2)
 def test_passes_in_one_context_on_two_hosts(run, exact, strategy):
     with hosts_of(1, 1) as group:
-        model = FSDP(make(Stack), process_group=group, transport="hosts", strategy=strategy)
+        model = wrapped(Stack, (strategy, "hosts"), process_group=group)
         assert "transport hosts" in model.summary()
-        assert wrong(run, exact, model, strategy) == []
+        check(run, exact, model, strategy)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-@pytest.mark.parametrize("run", [evaluation_first, micro_batches])
+@pytest.mark.parametrize("run", [evaluate_then_train, accumulate])
 @on_ranks(4)
 def test_passes_in_one_context_under_hybrid_strategies(run, strategy):
-    exact = False
-    model = FSDP(make(Stack), device_mesh=mesh_of(2, 2), strategy=strategy, transport="c10d")
-    assert wrong(run, exact, model, strategy) == []
-
-
-def trained(model: nn.Module, parameters: list[nn.Parameter]) -> list[float]:
-    """Losses of training with an evaluation before each step, all of it in one context."""
-    optimizer = torch.optim.SGD(parameters, 0.05, momentum=0.9)
-    rank, losses = dist.get_rank(), []
-    for step in range(4):
-        with on():
-            optimizer.zero_grad()
-            with torch.no_grad():
-                losses.append(loss_of(model(floats(rank, 50 + step))).item())
-            loss = loss_of(model(floats(rank, step)))
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-    return losses
+    check(run, False, wrapped(Stack, (strategy, "c10d"), device_mesh=mesh_of(2, 2)), strategy)
 
 
 @on_ranks(2)
 def test_training_with_evaluations_matches_ddp():
-    combinations = COMBINATIONS
-    plain = make(Stack)
-    expected = trained(ddp(plain), list(plain.parameters()))
-    for combination in combinations:
-        model = wrapped(Stack, combination)
-        losses = trained(model, list(model.parameters()))
-        assert losses == expected, combination
-        assert_same(model.state_dict(), plain.state_dict(), f"{combination}: the state")
+    """The losses of evaluations, too, which are in one context with a step."""
+
+    def evaluated_step(training):
+        with on():
+            with torch.no_grad():
+                batch = training.scenario.case.batch(50 + training.step, training.rank)
+                training.losses.append(loss_of(training.model(batch)).item())
+            training.backward()
+
+    for way in COMBINATIONS:
+        scenario, states = Scenario("frozen", way, "torch.SGD"), []
+        for training in (scenario.sharded(), scenario.ddp()):
+            for _ in range(3):
+                training.optimizer.zero_grad()
+                evaluated_step(training)
+                training.optimizer.step()
+            states.append(training.state())
+        assert_same(*states, f"training under {way}")
 
 
-# --- memory -------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 SIDE = 24
 
@@ -200,55 +147,45 @@ SIDE = 24
 class Living(TorchDispatchMode):
     """Counts casts of weights that are alive at each operation."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.casts: list[StorageWeakRef] = []
+        self.casts = []
         self.made = self.most = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         cast = func is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16
         if cast and result.shape == (SIDE, SIDE):
             self.casts.append(StorageWeakRef(result.untyped_storage()))
             self.made += 1
-        self.casts = [each for each in self.casts if not each.expired()]
-        self.most = max(self.most, len(self.casts))
+        self.most = max(self.most, self.alive())
         return result
 
+    def alive(self):
+        self.casts = [each for each in self.casts if not each.expired()]
+        return len(self.casts)
 
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh()) for _ in range(8)
-        )
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.training else block(x)
+def deep():
+    def forward(model, x):
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if model.training else block(x)
         return x
+
+    layers = (nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh()) for _ in range(8))
+    return Parts(forward, blocks=nn.ModuleList(layers))
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "recomputed"])
 @on_ranks(2)
 def test_only_one_units_casts_are_alive(training, transport):
-    """How many casts two passes in one context have made, and how many were alive at once."""
-    combination = ("full_shard", transport)
-    strategy, transport = combination
-    model = FSDP(
-        make(Deep), auto_wrap_policy={nn.Sequential}, strategy=strategy, transport=transport
-    ).train(training)
-    x = torch.randn(3, SIDE)
-    with on(), Living() as living:
+    model = FSDP(make(deep), auto_wrap_policy={nn.Sequential}, transport=transport).train(training)
+    with on(), Living() as living, torch.set_grad_enabled(training):
         for _ in range(2):
+            loss = model(torch.randn(3, SIDE)).square().mean()
             if training:
-                model(x).square().mean().backward()
-            else:
-                with torch.no_grad():
-                    model(x)
-        alive = sum(not each.expired() for each in living.casts)
-    made = living.made
-    most = max(living.most, alive)
-    assert made >= 16, "each gather has casts of its own"
-    assert most == 1
+                loss.backward()
+        alive = living.alive()
+    assert living.made >= 16, "each gather has casts of its own"
+    assert max(living.most, alive) == 1

@@ -6,8 +6,9 @@ gradients by hand, and compares them.
 
 import contextlib
 import copy
-import itertools
+import math
 import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from groups import own_group, passing_groups
-from models import COMBINATIONS
+from models import COMBINATIONS, Parts, make, wrapped
 from scenarios import message_of
 from spawn import on_ranks
 from torch import nn
@@ -25,6 +26,7 @@ from zshard import FSDP
 
 WIDTH = 40
 SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
+NOTHING = contextlib.nullcontext()
 
 
 def plain_model(frozen=()):
@@ -35,355 +37,240 @@ def plain_model(frozen=()):
     return model
 
 
-def sharded_model(combination, frozen=(), policy=None, **options):
+def sharded_model(combination, frozen=(), policy=frozenset({nn.Linear}), **options):
     strategy, transport = combination
-    return FSDP(
-        plain_model(frozen),
-        strategy=strategy,
-        transport=transport,
-        auto_wrap_policy=policy or {nn.Linear},
-        **options,
-    )
+    options |= {"strategy": strategy, "transport": transport, "auto_wrap_policy": policy}
+    return FSDP(plain_model(frozen), **options)
 
 
-def batch(step, rank=None):
-    rank = dist.get_rank() if rank is None else rank
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+def batch(step):
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(4, WIDTH, generator=generator)
 
 
-def average(model):
-    """Average the gradients over the ranks, as DDP does."""
-    for param in model.parameters():
+def backward(model, step):
+    """One of DDP, which averages by hand where nothing else does."""
+    model(batch(step)).square().mean().backward()
+    for param in () if isinstance(model, FSDP) else model.parameters():
         if param.grad is not None:
             dist.all_reduce(param.grad)
             param.grad /= dist.get_world_size()
 
 
-def backward(model, step):
-    model(batch(step)).square().mean().backward()
-    if not isinstance(model, FSDP):
-        average(model)
+def unreduced_backward(model, step):
+    with model.no_sync() if isinstance(model, FSDP) else contextlib.nullcontext():
+        model(batch(step)).square().mean().backward()
 
 
-def differs(ours, theirs):
-    """Names of the parameters that differ between a sharded and a plain model."""
-    found = ours.state_dict()
-    return [n for n, v in theirs.state_dict().items() if not torch.allclose(found[n], v, rtol=1e-5)]
+def assert_close(models):
+    ours, theirs = (model.state_dict() for model in models)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
 
 
-# --- unfreezing ---------------------------------------------------------------------------------------
+# --- unfreezing -----------------------------------------------------------------------------------
 
 
-def unfreeze_gradually(combination, one_unit):
+@pytest.mark.parametrize("policy", [{nn.Linear}, None], ids=["units", "one unit"])
+@on_ranks(2)
+def test_gradual_unfreezing(policy):
     """Frozen layers join one after the other, as in ULMFiT; torch's AdamW has all parameters."""
-    policy = (lambda module: False) if one_unit else None
-    models = [sharded_model(combination, (0, 1), policy), plain_model((0, 1))]
-    for model in models:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for step in range(6):
-            if step in (2, 4):
-                model[step // 2 - 1].requires_grad_(True)
-            optimizer.zero_grad()
-            backward(model, step)
-            optimizer.step()
-    assert differs(*models) == []
-    assert models[0].memory("peak")["grads"] > 0
-
-
-@pytest.mark.parametrize("one_unit", [False, True], ids=["units", "one unit"])
-def test_gradual_unfreezing(pool2, one_unit):
     for combination in COMBINATIONS:
-        pool2.run(unfreeze_gradually, combination, one_unit)
+        models = [sharded_model(combination, (0, 1), policy), plain_model((0, 1))]
+        for model in models:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            for step in range(6):
+                if step in (2, 4):
+                    model[step // 2 - 1].requires_grad_(True)
+                optimizer.zero_grad()
+                backward(model, step)
+                optimizer.step()
+        assert_close(models)
+        assert models[0].memory("peak")["grads"] > 0
 
 
-def unfreeze(model):
-    model[0].requires_grad_(True)
-
-
-def freeze(model):
-    model[2].requires_grad_(False)
-
-
-def step(model):
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
+@pytest.mark.parametrize(("layer", "trains"), [(0, True), (2, False)], ids=["unfreeze", "freeze"])
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
+@on_ranks(2)
 @passing_groups()
-def change_on_one_rank(combination, change):
-    """Rank 0 fails in the middle of its backward, and then does nothing that its peer could wait for."""
+def test_a_change_on_one_rank_raises_on_all(combination, layer, trains):
+    """Rank 0 fails in the middle of its backward, and then nothing that its peer could wait for."""
     model = sharded_model(combination, (0,), process_group=own_group(), timeout=10)
     backward(model, 0)
     model.zero_grad()
     if dist.get_rank() == 0:
-        change(model)
+        model[layer].requires_grad_(trains)
     said = message_of(lambda: [backward(model, step) for step in (1, 2)], zshard.DivergenceError)
     dist.barrier()
-    return said
-
-
-@pytest.mark.parametrize("change", [unfreeze, freeze, step])
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
-def test_a_change_on_one_rank_raises_on_all(pool2, combination, change):
-    for said in pool2.run(change_on_one_rank, combination, change):
-        assert "diverged" in said or "out of step" in said
+    assert "diverged" in said or "out of step" in said
 
 
 @on_ranks(2)
 def test_unfreezing_over_unreduced_gradients_is_refused():
-    model = sharded_model(("full_shard", "shm"), (0,), lambda module: False)
-    with model.no_sync():
-        backward(model, 0)
+    model = sharded_model(("full_shard", "shm"), (0,), None)
+    unreduced_backward(model, 0)
     model[0].requires_grad_(True)
     said = message_of(lambda: backward(model, 1), RuntimeError)
     assert "outside of no_sync() before requires_grad_(True)" in said
 
 
-def copy_after_unfreezing(combination):
-    """A copy of a model of which some layers were unfrozen, and one frozen, since it was wrapped."""
-    models = [sharded_model(combination, (0, 1), lambda module: False), plain_model((0, 1))]
-    copies = []
-    for model in models:
-        model[0].requires_grad_(True)
-        model[2].requires_grad_(False)
-        backward(model, 0)
-        copied = copy.deepcopy(model)
-        copied.zero_grad()
-        optimizer = torch.optim.SGD([p for p in copied.parameters() if p.requires_grad], lr=0.1)
-        backward(copied, 1)
-        optimizer.step()
-        copies.append(copied)
-    assert differs(*copies) == []
-    ours, theirs = ([p.requires_grad for p in model.parameters()] for model in copies)
-    assert ours == theirs
-
-
-def test_deepcopy_after_unfreezing(pool2):
+@on_ranks(2)
+def test_deepcopy_after_unfreezing():
+    """A copy of a model whose layers were unfrozen, and one frozen, since it was wrapped."""
     for combination in COMBINATIONS:
-        pool2.run(copy_after_unfreezing, combination)
+        copies = []
+        for model in (sharded_model(combination, (0, 1), None), plain_model((0, 1))):
+            model[0].requires_grad_(True)
+            model[2].requires_grad_(False)
+            backward(model, 0)
+            copied = copy.deepcopy(model)
+            copied.zero_grad()
+            params = [p for p in copied.parameters() if p.requires_grad]
+            backward(copied, 1)
+            torch.optim.SGD(params, lr=0.1).step()
+            copies.append(copied)
+        assert_close(copies)
+        ours, theirs = ([p.requires_grad for p in model.parameters()] for model in copies)
+        assert ours == theirs
 
 
-# --- gradients that are kept ----------------------------------------------------------------------------
+# --- gradients that are kept ----------------------------------------------------------------------
 
 
-def kept_in(model, how):
-    grads = [p.grad for p in model.parameters()]
-    if how == "tensors":
-        return grads
-    if how == "views":
-        return [zshard.to_local(grad).view(-1) for grad in grads]
-    return [zshard.to_local(grad).numpy() for grad in grads]
+HOW = {
+    "tensors": lambda grad: grad,
+    "views": lambda grad: zshard.to_local(grad).view(-1),
+    "arrays": lambda grad: zshard.to_local(grad).numpy(),
+}
 
 
-def keep(combination, how):
-    """Gradients of four backwards, all kept, stay what they were, and training is right."""
-    models = [sharded_model(combination), plain_model()]
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        kept = []
-        for step in range(4):
-            optimizer.zero_grad()
-            backward(model, step)
-            kept.append((kept_in(model, how), [np.array(g) for g in kept_in(model, "arrays")]))
-            optimizer.step()
-        for grads, copies in kept:
-            for grad, copied in zip(grads, copies, strict=True):
-                np.testing.assert_array_equal(np.ravel(zshard.to_local(grad)), np.ravel(copied))
-    assert differs(*models) == []
+class KeptGrads:
+    """Gradients of some parameters that a script keeps, and what they were."""
+
+    def __init__(self, params, how):
+        self.grads = [HOW[how](param.grad) for param in params]
+        self.copies = [HOW["arrays"](param.grad).copy() for param in params]
+
+    def check(self):
+        for grad, copied in zip(self.grads, self.copies, strict=True):
+            np.testing.assert_array_equal(np.ravel(zshard.to_local(grad)), np.ravel(copied))
 
 
-@pytest.mark.parametrize("how", ["tensors", "views", "arrays"])
-def test_kept_gradients_do_not_change(pool2, how):
+@pytest.mark.parametrize("how", HOW)
+@on_ranks(2)
+def test_kept_gradients_do_not_change(how):
     for combination in COMBINATIONS:
-        pool2.run(keep, combination, how)
+        models = [sharded_model(combination), plain_model()]
+        for model in models:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            kept = []
+            for step in range(4):
+                optimizer.zero_grad()
+                backward(model, step)
+                kept.append(KeptGrads(list(model.parameters()), how))
+                optimizer.step()
+            for each in kept:
+                each.check()
+        assert_close(models)
 
 
-def keep_unreduced(combination, how):
-    """Gradients that no_sync() has left unreduced, kept beyond zero_grad(); one parameter's goes on."""
-    models = [sharded_model(combination), plain_model()]
-    found = []
-    for model in models:
-        kept = []
-        for step in range(3):
-            with model.no_sync() if isinstance(model, FSDP) else contextlib.nullcontext():
-                model(batch(step)).square().mean().backward()
-            if step < 2:
-                kept.append((kept_in(model, how), [np.array(g) for g in kept_in(model, "arrays")]))
-                for param in list(model.parameters())[1:]:
-                    param.grad = None
-        backward(model, 3)
-        for grads, copies in kept:
-            for grad, copied in list(zip(grads, copies, strict=True))[1:]:
-                np.testing.assert_array_equal(np.ravel(grad), np.ravel(copied))
-        found.append([zshard.full_tensor(param.grad) for param in model.parameters()])
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("how", ["tensors", "views", "arrays"])
-def test_kept_unreduced_gradients_do_not_change(pool2, how):
+@pytest.mark.parametrize("how", HOW)
+@on_ranks(2)
+def test_kept_unreduced_gradients_do_not_change(how):
+    """Unreduced gradients of no_sync(), kept beyond zero_grad(); one parameter's grows."""
     for combination in COMBINATIONS:
-        pool2.run(keep_unreduced, combination, how)
+        grads = []
+        for model in (sharded_model(combination), plain_model()):
+            kept, rest = [], list(model.parameters())[1:]
+            for step in range(3):
+                unreduced_backward(model, step)
+                if step < 2:
+                    kept.append(KeptGrads(rest, how))
+                    for param in rest:
+                        param.grad = None
+            backward(model, 3)
+            for each in kept:
+                each.check()
+            grads.append([zshard.full_tensor(param.grad) for param in model.parameters()])
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-7)
 
 
 @on_ranks(2)
 def test_gradient_in_a_loop_variable_costs_one_unit():
-    """(bytes of gradients more than before, page faults of the last steps)."""
-    transport = "shm"
-    model = FSDP(
-        nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]),
-        transport=transport,
-        auto_wrap_policy={nn.Linear},
-    )
-    x = torch.randn(2, 256)
-    grads = model.memory("predicted")["grads"]
-    faults = []
+    """And no page faults in later steps."""
+    layers = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    model = FSDP(layers, transport="shm", auto_wrap_policy={nn.Linear})
+    grads, faults = model.memory("predicted")["grads"], []
     for _ in range(12):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         model.zero_grad()
-        model(x).sum().backward()
+        model(torch.ones(2, 256)).sum().backward()
         for param in model.parameters():
             grad = param.grad  # which the loop leaves behind
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     del grad
-    more = model.memory()["grads"] - grads
-    faults = min(faults[-4:])
-    assert 0 < more <= grads // 8
-    assert faults < 16
+    assert 0 < model.memory()["grads"] - grads <= grads // 8
+    assert min(faults[-4:]) < 16
 
 
-# --- closures, whole parameters, buffers --------------------------------------------------------------------
+# --- closures, summoned parameters, hooks ---------------------------------------------------------
 
 
-def step_with_closure(combination, kind):
-    models = [sharded_model(combination), plain_model()]
-    for model in models:
-        optimizer = getattr(zshard if isinstance(model, FSDP) else torch.optim, kind)(
-            model.parameters(), lr=0.1
-        )
-        for step in range(2):
-            optimizer.zero_grad()
-            if isinstance(model, FSDP):
-                with model.no_sync():
-                    backward(model, step)
-            else:
-                model(batch(step)).square().mean().backward()
-
-            def closure(model=model, step=step):
-                backward(model, step + 10)
-                return 1.0
-
-            optimizer.step(closure)
-    assert differs(*models) == []
-
-
-@pytest.mark.parametrize("kind", ["SGD"])
-def test_step_with_a_closure_after_no_sync(pool2, kind):
+@on_ranks(2)
+def test_step_with_a_closure_after_no_sync():
     for combination in COMBINATIONS:
-        pool2.run(step_with_closure, combination, kind)
+        models = [sharded_model(combination), plain_model()]
+        for model in models:
+            library = zshard if isinstance(model, FSDP) else torch.optim
+            optimizer = library.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                optimizer.zero_grad()
+                unreduced_backward(model, step)
+                optimizer.step(lambda model=model, step=step: backward(model, step + 10) or 1.0)
+        assert_close(models)
 
 
-def summon_between_passes(combination):
+@on_ranks(2)
+def test_summon_without_writeback_between_forward_and_backward():
     """Unsharded parameters are changed and discarded between a forward and its backward."""
-    models = [sharded_model(combination), plain_model()]
-    for model in models:
-        loss = model(batch(0)).square().mean()
-        if isinstance(model, FSDP):
-            with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
-                for param in model.parameters():
-                    param.mul_(2.0)
-        loss.backward()
-        if not isinstance(model, FSDP):
-            average(model)
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert differs(*models) == []
-
-
-def test_summon_without_writeback_between_forward_and_backward(pool2):
     for combination in COMBINATIONS:
-        pool2.run(summon_between_passes, combination)
+        grads = []
+        for summons in (True, False):
+            model = sharded_model(combination)
+            loss = model(batch(0)).square().mean()
+            if summons:
+                with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
+                    for param in model.parameters():
+                        param.mul_(2.0)
+            loss.backward()
+            grads.append([zshard.to_local(param.grad) for param in model.parameters()])
+        assert_same(*grads, f"{combination}: the gradients")
 
 
-def summon_within_summon(combination):
-    """An inner context that discards does so, also within one that keeps."""
-    model = sharded_model(combination)
-    inner = FSDP.summon_full_params(model, writeback=False)
-    with FSDP.summon_full_params(model), inner, torch.no_grad():
+@on_ranks(2)
+def test_hooks_on_reduced_gradients_are_guarded():
+    """A norm of a reduced gradient is refused in post-accumulate hooks, unless it is not sharded.
+    What a hook raises is raised, though there are hooks of other units; none runs after it."""
+    for combination in COMBINATIONS:
+        model, ran = sharded_model(combination), []
+
+        def hook(param, combination=combination, ran=ran):
+            ran.append(param)
+            with pytest.raises(zshard.ShardError) if combination in SHARDED else NOTHING:
+                param.grad.norm()
+            if len(ran) == 1:
+                raise ArithmeticError("in a hook")
+
         for param in model.parameters():
-            param.zero_()
-    assert differs(model, plain_model()) == []
+            param.register_post_accumulate_grad_hook(hook)
+        with pytest.raises(ArithmeticError, match="in a hook"):
+            backward(model, 0)
+        assert len(ran) == 1
+        model.zero_grad()
+        backward(model, 1)
+        assert len(ran) == 1 + len(list(model.parameters()))
 
 
-def test_summon_without_writeback_within_summon(pool2):
-    for combination in COMBINATIONS:
-        pool2.run(summon_within_summon, combination)
-
-
-def norms_in_hooks(combination):
-    """A norm of a reduced gradient is refused in post-accumulate hooks, unless it is not sharded."""
-    model, said = sharded_model(combination), []
-
-    def hook(param):
-        try:
-            said.append(float(param.grad.norm()))
-        except zshard.ShardError:
-            said.append("refused")
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(hook)
-    backward(model, 0)
-    if combination[0] == "no_shard":
-        assert {type(each) for each in said} == {float}
-    else:
-        assert set(said) == {"refused"}
-
-
-def test_hooks_on_reduced_gradients_are_guarded(pool2):
-    for combination in COMBINATIONS:
-        pool2.run(norms_in_hooks, combination)
-
-
-def raising_hooks(combination):
-    """What a hook raises is raised, though there are hooks of other units; none runs after it."""
-    model, ran = sharded_model(combination), []
-
-    def hook(param):
-        ran.append(param)
-        if len(ran) == 1:
-            raise ArithmeticError("in a hook")
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(hook)
-    text = message_of(lambda: backward(model, 0), ArithmeticError)
-    count = len(ran)
-    model.zero_grad()
-    backward(model, 1)
-    return text, count, len(ran) - count == len(list(model.parameters()))
-
-
-def test_what_a_hook_raises_is_not_lost(pool2):
-    for combination in COMBINATIONS:
-        assert pool2.run(raising_hooks, combination) == [("in a hook", 1, True)] * 2
-
-
-def save_with_buffers(combination):
-    strategy, transport = combination
-    model = FSDP(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
-        strategy=strategy,
-        transport=transport,
-        forward_sync_buffers=True,
-    )
-    model(batch(0)).sum().backward()
-    before = [buffer.clone() for buffer in model.buffers()]
-    model.state_dict()
-    assert_same(model.buffers(), before, "the result")
-
-
-def test_state_dict_leaves_buffers_unchanged(pool2):
-    for combination in COMBINATIONS:
-        pool2.run(save_with_buffers, combination)
-
-
-# --- forwards that read parameters by iterators; notes --------------------------------------------------------
+# --- forwards that read parameters by iterators; notes --------------------------------------------
 
 
 class OverParameters(nn.Module):
@@ -404,30 +291,158 @@ class OverChildren(OverParameters):
         return x
 
 
-def iterate(kind, combination):
-    strategy, transport = combination
-    torch.manual_seed(0)
-    model = FSDP(kind(), strategy=strategy, transport=transport)
-    torch.manual_seed(0)
-    torch.testing.assert_close(model(batch(0)), kind()(batch(0)), rtol=1e-5, atol=1e-8)
-
-
 @pytest.mark.filterwarnings("ignore:auto_wrap_policy")
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("kind", [OverParameters, OverChildren])
-def test_auto_wrap_skips_modules_read_by_iterators(pool2, kind):
-    for combination in itertools.product(["full_shard"], ["shm", "c10d"]):
-        pool2.run(iterate, kind, combination)
+@on_ranks(2)
+def test_auto_wrap_skips_modules_read_by_iterators(kind, transport):
+    model = wrapped(kind, ("full_shard", transport))
+    torch.testing.assert_close(model(batch(0)), make(kind)(batch(0)), rtol=1e-5, atol=1e-8)
 
 
-def raise_by_shape():
+@on_ranks(2)
+def test_shape_error_names_unit_and_parameters():
     model = sharded_model(("full_shard", "shm"))
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(2, WIDTH + 1))
-    return getattr(caught.value, "__notes__", None)
+    (note,) = caught.value.__notes__
+    assert "unit '0', with parameters 0.weight (40, 40), 0.bias (40,)" in note
 
 
-def test_shape_error_names_unit_and_parameters(pool2):
-    for notes in pool2.run(raise_by_shape):
-        if notes is not None:  # Python 3.11
-            assert len(notes) == 1
-            assert "unit '0', with parameters 0.weight (40, 40), 0.bias (40,)" in notes[0]
+# --- the memory of gradients: what it held before, and none being left ----------------------------
+
+SIZES = {"a": 40, "b": 40, "c": 1000}  # no multiples of the layout's alignment
+
+
+def three():
+    """Parameters that are used as a call says."""
+    params = {name: nn.Parameter(torch.ones(size)) for name, size in SIZES.items()}
+    return Parts(lambda m, names: sum((getattr(m, name) * 2).sum() for name in names), **params)
+
+
+def dirty_heap(value):
+    """Leave `value` in freed memory of the sizes that gradients take."""
+    for size in (64, 128, 256, 512, 576, 640, 1024, 1040, 2048):
+        _ = [torch.full((size,), value) for _ in range(200)]
+
+
+@pytest.mark.parametrize("value", [1e10, math.nan])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_norms_do_not_see_what_memory_held_before(transport, value):
+    model = FSDP(three(), transport=transport)
+
+    def renew():
+        model.zero_grad()
+        dirty_heap(value)
+
+    def check_norm(used):
+        """Each gradient is 2 as often as its parameter was used."""
+        squares = sum((2 * used.count(name)) ** 2 * size for name, size in SIZES.items())
+        norm = float(model.clip_grad_norm_(math.inf))
+        assert norm == pytest.approx(math.sqrt(squares), rel=1e-6)
+
+    model("abc").backward()
+    check_norm("abc")  # from now on, sums take squares
+    renew()
+    used = ""
+    for names in ("a", "b", "ab", "abc", "c"):  # each adds to what earlier ones have left
+        model(names).backward()
+        used += names
+        check_norm(used)
+    renew()
+    model("abc").backward()
+    held = [param.grad for param in model.parameters()]
+    dirty_heap(value)
+    model("abc").backward()  # into new memory, as the script keeps the old
+    check_norm("abcabc")
+    del held
+    renew()
+    model("abc").backward()
+    saved = [param.grad.clone() for param in model.parameters()]
+    renew()
+    for param, grad in zip(model.parameters(), saved, strict=True):
+        param.grad = grad
+    model("abc").backward()
+    check_norm("abcabc")
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_a_grad_kept_from_a_step_in_backward_is_no_trap(transport):
+    model, kept = FSDP(nn.Linear(100, 100), transport=transport), []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+    handle = model.optimizer_in_backward(zshard.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(2, 100)).sum().backward()
+    handle.remove()
+    model(torch.ones(2, 100)).sum().backward()
+    assert len(kept) == 4
+    for param in model.parameters():
+        assert (zshard.full_tensor(param.grad) == 2.0).all()
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_negated_views_are_read_as_torch_reads_them(transport):
+    """A gradient and parameters whose bytes torch negates when it reads them."""
+    model = FSDP(nn.Linear(3, 3, bias=False), transport=transport)
+    model.load_state_dict({"weight": torch.ones(3, 3)})
+    optimizer = zshard.SGD(model.parameters(), lr=0.5)
+    weight, twos = model.weight, torch.full((3, 3), 2.0)
+    weight.register_hook(torch._neg_view)
+    model(torch.ones(2, 3)).sum().backward()  # 2 in each element, and -2 with the hook
+    assert torch.equal(zshard.full_tensor(weight.grad), -twos)
+    optimizer.step()
+    assert torch.equal(model.state_dict()["weight"], twos)
+    with torch.no_grad():
+        weight.data = torch._neg_view(zshard.to_local(weight).detach().clone())
+        assert torch.equal(model(torch.eye(3)).T.contiguous(), -twos)
+
+
+@pytest.mark.parametrize("cls", [zshard.SGD, zshard.AdamW])
+def test_optimizers_of_plain_models_read_negated_gradients(cls):
+    ours, theirs = (nn.Parameter(torch.ones(40)) for _ in range(2))
+    for param, kind in ((ours, cls), (theirs, getattr(torch.optim, cls.__name__))):
+        param.grad = torch._neg_view(torch.full((40,), 2.0))
+        kind([param], lr=0.5).step()
+    torch.testing.assert_close(ours, theirs)
+
+
+class LimitsMemory(torch.autograd.Function):
+    """Its first backward leaves the process 4 MiB of address space."""
+
+    on = True
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if LimitsMemory.on:
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+            resource.setrlimit(resource.RLIMIT_AS, (size + (4 << 20), resource.RLIM_INFINITY))
+        return grad
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["all ranks", "rank 1"])
+@pytest.mark.parametrize(
+    ("transport", "strategy"),
+    [("shm", "full_shard"), ("c10d", "full_shard"), ("shm", "no_shard")],
+)
+@on_ranks(2, fresh=True)
+def test_training_continues_after_a_sum_without_memory(transport, strategy, everywhere):
+    """Under no_shard all ranks lack what one cannot sum."""
+    dist.init_process_group("gloo")
+    LimitsMemory.on = everywhere or dist.get_rank() == 1
+    lacks = LimitsMemory.on or strategy == "no_shard"
+    run = lambda model, x: model.linear(LimitsMemory.apply(x)).sum()  # noqa: E731
+    wide = Parts(run, linear=nn.Linear(4096, 2048, bias=False))
+    model = FSDP(wide, transport=transport, strategy=strategy, timeout=30)
+    for step in range(3):
+        with pytest.raises(MemoryError) if lacks and step == 0 else contextlib.nullcontext():
+            model(torch.ones(1, 4096, requires_grad=True)).backward()
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        LimitsMemory.on = False
+        model.zero_grad()

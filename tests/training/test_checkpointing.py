@@ -2,6 +2,7 @@
 
 A way is a forward that recomputes some stretch of a model; whichever it is, and of
 either kind (reentrant or not), the gradients have to be those of the plain model.
+(Failures within a recomputation: walk.py.)
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from recomputed import (
     within_and_around_units,
     within_units,
 )
-from scenarios import check_mean_grads, message_of
-from spawn import ranks
+from scenarios import check_mean_grads, forward_backward, units_of
+from scripts import accumulate, forward_without_backward, retain_graph, two_forwards_one_backward
+from spawn import on_ranks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -43,35 +45,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
-
-
-def one_step(model, rank):
-    loss_of(model(leaf(rank))).backward()
-
-
-def three_steps(model, rank):
-    for step in range(3):
-        loss_of(model(leaf(rank, step))).backward()
-
-
-def two_losses_at_once(model, rank):
-    (loss_of(model(leaf(rank))) + loss_of(model(leaf(rank, 1)))).backward()
-
-
-def a_forward_that_nobody_uses(model, rank):
-    kept = model(leaf(rank, 1))
-    loss_of(model(leaf(rank))).backward()
-    del kept
-    with torch.no_grad():
-        model(leaf(rank, 2))
-    loss_of(model(leaf(rank, 3))).backward()
-
-
-def graph_kept(model, rank):
-    loss = loss_of(model(leaf(rank)))
-    loss.backward(retain_graph=True)
-    loss.backward()
-
 
 # What a reentrant checkpoint recomputes has a backward of its own. A weight with uses in several of
 # them has several gradients, each reduced by itself, where the plain model adds them up first.
@@ -87,51 +60,37 @@ TWICE = (
 @pytest.mark.sampled(2)
 @KINDS
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_of_one_step(pool2, way, reentrant):
+@on_ranks(2)
+def test_gradients_of_one_step(way, reentrant):
     exact = not (reentrant and way in TWICE)
-    build = functools.partial(Stack, way, reentrant)
-    pool2.run(check_mean_grads, build, one_step, exact)
+    check_mean_grads(functools.partial(Stack, way, reentrant), forward_backward, exact)
+
+
+RUNS = [accumulate, two_forwards_one_backward, forward_without_backward, retain_graph]
 
 
 @pytest.mark.sampled(2)
 @KINDS
-@pytest.mark.parametrize(
-    "run", [three_steps, two_losses_at_once, a_forward_that_nobody_uses, graph_kept]
-)
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("way", [nested, within_and_around_units])
-def test_gradients_of_several_passes(pool2, way, run, reentrant):
-    pool2.run(check_mean_grads, functools.partial(Stack, way, reentrant), run, False)
+@on_ranks(2)
+def test_gradients_of_several_passes(way, run, reentrant):
+    check_mean_grads(functools.partial(Stack, way, reentrant), run, False)
 
 
-@pytest.mark.thorough
-@pytest.mark.sampled(1)
-@KINDS
-@ranks(3)
-def test_gradients_on_three_ranks(pool, reentrant):
-    build = functools.partial(Stack, nested, reentrant)
-    pool.run(check_mean_grads, build, three_steps, False)
-
-
-# --- checkpoints around the model, by the script ---------------------------------------------------
+# --- checkpoints by the script, and torch's other ways to ask for them ----------------------------
 
 Plain = functools.partial(Stack, within_units, None)  # recomputes nothing by itself
 
 
-def around_the_model(reentrant, model, rank):
-    for step in range(2):
-        loss_of(checkpoint(model, leaf(rank, step), use_reentrant=reentrant)).backward()
-
-
 def around_the_model_and_the_loss(reentrant, model, rank):
-    def loss(x):
-        return loss_of(model(x))
-
-    checkpoint(loss, leaf(rank), use_reentrant=reentrant).backward()
+    checkpoint(lambda x: loss_of(model(x)), leaf(rank), use_reentrant=reentrant).backward()
 
 
 def around_the_model_twice_in_one_backward(reentrant, model, rank):
     outputs = [checkpoint(model, leaf(rank, s), use_reentrant=reentrant) for s in range(2)]
     sum(map(loss_of, outputs)).backward()
+    loss_of(checkpoint(model, leaf(rank, 2), use_reentrant=reentrant)).backward()
 
 
 def around_blocks_called_by_themselves(reentrant, model, rank):
@@ -142,28 +101,8 @@ def around_blocks_called_by_themselves(reentrant, model, rank):
 
 
 def around_a_sequence_of_blocks(reentrant, model, rank):
-    loss_of(
-        checkpoint_sequential(list(model.blocks), 2, leaf(rank), use_reentrant=reentrant)
-    ).backward()
-
-
-@pytest.mark.sampled(2)
-@KINDS
-@pytest.mark.parametrize(
-    "run",
-    [
-        around_the_model,
-        around_the_model_and_the_loss,
-        around_the_model_twice_in_one_backward,
-        around_blocks_called_by_themselves,
-        around_a_sequence_of_blocks,
-    ],
-)
-def test_checkpoints_around_the_model(pool2, run, reentrant):
-    pool2.run(check_mean_grads, Plain, functools.partial(run, reentrant), False)
-
-
-# --- torch's other ways to ask for it ---------------------------------------------------------------
+    output = checkpoint_sequential(list(model.blocks), 2, leaf(rank), use_reentrant=reentrant)
+    loss_of(output).backward()
 
 
 def apply_wrappers(model, reentrant):
@@ -175,24 +114,31 @@ def apply_wrappers(model, reentrant):
     return model
 
 
-def wrappers_within(reentrant):
-    return apply_wrappers(Plain(), reentrant)
-
-
 def wrappers_around(reentrant, model, rank):
-    one_step(apply_wrappers(model, reentrant), rank)
+    forward_backward(apply_wrappers(model, reentrant), rank)
+
+
+@pytest.mark.sampled(2)
+@KINDS
+@pytest.mark.parametrize(
+    "run",
+    [
+        around_the_model_and_the_loss,
+        around_the_model_twice_in_one_backward,
+        around_blocks_called_by_themselves,
+        around_a_sequence_of_blocks,
+        wrappers_around,
+    ],
+)
+@on_ranks(2)
+def test_checkpoints_around_the_model(run, reentrant):
+    check_mean_grads(Plain, functools.partial(run, reentrant), run is wrappers_around)
 
 
 @KINDS
-def test_checkpoint_wrappers_before_wrapping(pool2, reentrant):
-    build = functools.partial(wrappers_within, reentrant)
-    pool2.run(check_mean_grads, build, one_step, True)
-
-
-@KINDS
-def test_checkpoint_wrappers_after_wrapping(pool2, reentrant):
-    run = functools.partial(wrappers_around, reentrant)
-    pool2.run(check_mean_grads, Plain, run, True)
+@on_ranks(2)
+def test_checkpoint_wrappers_before_wrapping(reentrant):
+    check_mean_grads(lambda: apply_wrappers(Plain(), reentrant), forward_backward, True)
 
 
 def keep_products(ctx, op, *args, **kwargs):
@@ -210,29 +156,30 @@ def selective(model, rank):
 
 def without_early_stop(model, rank):
     with set_checkpoint_early_stop(False):
-        one_step(model, rank)
+        forward_backward(model, rank)
 
 
 def offloaded(model, rank):
     """What backward needs is copied away in forward: with the parameters' bytes of then."""
     with torch.autograd.graph.save_on_cpu():
-        one_step(model, rank)
+        forward_backward(model, rank)
 
 
-def test_selective_checkpoints(pool2):
-    pool2.run(check_mean_grads, Plain, selective, True)
-
-
-@pytest.mark.parametrize("way", [around_units, nested, within_units])
-def test_recomputation_without_early_stop(pool2, way):
-    build = functools.partial(Stack, way, False)
-    pool2.run(check_mean_grads, build, without_early_stop, True)
-
-
-@pytest.mark.parametrize("way", [around_units, within_units])
-def test_save_on_cpu(pool2, way):
-    build = functools.partial(Stack, way, False)
-    pool2.run(check_mean_grads, build, offloaded, True)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("run", "way"),
+    [
+        (selective, within_units),
+        (without_early_stop, around_units),
+        (without_early_stop, nested),
+        (without_early_stop, within_units),
+        (offloaded, around_units),
+        (offloaded, within_units),
+    ],
+)
+@on_ranks(2)
+def test_other_ways_to_save_and_recompute(run, way):
+    check_mean_grads(Plain if run is selective else lambda: Stack(way, False), run, True)
 
 
 class Dropping(Stack):
@@ -249,65 +196,22 @@ class Dropping(Stack):
 
 def seeded_step(model, rank):
     torch.manual_seed(10 + rank)
-    one_step(model, rank)
+    forward_backward(model, rank)
 
 
 @KINDS
-def test_dropout_is_recomputed_identically(pool2, reentrant):
-    build = functools.partial(Dropping, around_stretches, reentrant)
-    pool2.run(check_mean_grads, build, seeded_step, True)
-
-
-# --- what a failure within a recomputation leaves ---------------------------------------------------
-
-
-class Failing(Stack):
-    """Its second block fails when it is recomputed, as often as `failures` says."""
-
-    failures = 0
-
-    def part(self, x, number):
-        if number == 1 and torch._C._current_graph_task_id() != -1 and self.failures:
-            self.failures -= 1
-            raise ArithmeticError("recomputed badly")
-        return self.blocks[number](x)
-
-
-def around_parts_by_number(model, x):
-    for number in range(4):
-        x = model.again(model.part, x, number)
-    return x
-
-
-def fail_then_go_on(model, rank):
-    if hasattr(model, "clip_grad_norm_"):  # the plain model shows what comes of the last step alone
-        model.failures = 1
-        loss = loss_of(model(leaf(rank, 1)))
-        assert "recomputed badly" in message_of(loss.backward, ArithmeticError)
-        model.zero_grad()
-    one_step(model, rank)
-
-
-@KINDS
-def test_training_continues_after_a_failed_recomputation(pool2, reentrant):
-    build = functools.partial(Failing, around_parts_by_number, reentrant)
-    pool2.run(check_mean_grads, build, fail_then_go_on, True)
-
-
-# --- memory ----------------------------------------------------------------------------------------
-
-
-def units_full_after(way, reentrant, combination):
-    """How many units are still whole when the backward is over."""
-    model = wrapped(functools.partial(Stack, way, reentrant), combination)
-    three_steps(model, 0)
-    modules = type(model).fsdp_modules(model)
-    return len(modules), sum(module._zshard_state.unit.is_full for module in modules)
+@on_ranks(2)
+def test_dropout_is_recomputed_identically(reentrant):
+    check_mean_grads(lambda: Dropping(around_stretches, reentrant), seeded_step, True)
 
 
 @KINDS
 @pytest.mark.parametrize("way", [around_units, nested, within_and_around_units])
-def test_recomputed_units_are_resharded(pool2, way, reentrant):
+@on_ranks(2)
+def test_recomputed_units_are_resharded(way, reentrant):
+    """No unit is full when the backward is over."""
     for combination in (("full_shard", "shm"), ("shard_grad_op", "c10d")):
-        for count, full in pool2.run(units_full_after, way, reentrant, combination):
-            assert (count >= 4, full) == (True, 0), combination
+        model = wrapped(functools.partial(Stack, way, reentrant), combination)
+        accumulate(model, 0)
+        units = units_of(model)
+        assert len(units) >= 4 and not any(unit.is_full for unit in units), combination

@@ -6,7 +6,6 @@ are this file's own: the compiler changes much of torch.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import types
 
@@ -14,15 +13,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from models import loss_of, make, wrapped
-from scenarios import WIDTH, Stack, floats, mean_grads, message_of, near, whole_grads
+from models import loss_of, wrapped
+from scenarios import (
+    WIDTH,
+    Stack,
+    floats,
+    forward_backward,
+    mean_grads,
+    near,
+    stack,
+    whole_grads,
+)
+from scripts import accumulate
 from spawn import on_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zshard
-from zshard import FSDP, MixedPrecision, fully_shard
+from zshard import FSDP, MixedPrecision
 
 COMBINATIONS = (("full_shard", "shm"), ("shard_grad_op", "c10d"))  # a compilation costs a second
 each_combination = pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
@@ -60,15 +69,6 @@ WAYS = [
 ]
 
 
-def plain_name(name):
-    return name.replace("_orig_mod.", "")
-
-
-def three_steps(model, rank):
-    for step in range(3):
-        loss_of(model(floats(rank, step))).backward()
-
-
 def other_shapes(model, rank):
     """Shapes and modes for which the compiler starts anew; gradients are dropped before."""
     for rows in (4, 7, 5):
@@ -85,52 +85,33 @@ def other_shapes_onto_gradients(model, rank):
     loss_of(model(floats(rank, 2, rows=5))).backward()
 
 
-def compiled(build, way, backend, first, combination):
-    """A sharded model that is compiled before (`first`) or after it is wrapped."""
-    strategy, transport = combination
-    if first:
-        return FSDP(way(make(build), backend), strategy=strategy, transport=transport)
-    return way(wrapped(build, combination), backend)
-
-
-def learn_when_compiled(build, run, way, backend, first, combination):
-    """Gradients are the mean over ranks, to rounding."""
+def check_compiled(build, run, way, backend, first, combination):
+    """Gradients of a sharded model that is compiled before (`first`) or after it is wrapped are the
+    mean over ranks, to rounding."""
     expected = mean_grads(build, run)
     torch._dynamo.reset()
-    model = compiled(build, way, backend, first, combination)
+    if first:
+        model = wrapped(lambda: way(build(), backend), combination)
+    else:
+        model = way(wrapped(build, combination), backend)
     run(model, dist.get_rank())
-    ours = {plain_name(name): grad for name, grad in whole_grads(model).items()}
-    ours = {name: near(grad, expected.get(name)) for name, grad in ours.items()}
+    grads = {name.replace("_orig_mod.", ""): grad for name, grad in whole_grads(model).items()}
+    ours = {name: near(grad, expected.get(name)) for name, grad in grads.items()}
     assert_same(ours, expected, "the gradients")
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("first", [True, False], ids=["compiled, wrapped", "wrapped, compiled"])
 @pytest.mark.parametrize(
-    ("way", "backend"), [*((way, "aot_eager") for way in WAYS), (each_block_in_place, "eager")]
+    "run",
+    [pytest.param(other_shapes, marks=pytest.mark.thorough), other_shapes_onto_gradients],
 )
-@each_combination
-def test_gradients_of_a_compiled_model(pool2, way, first, backend, combination):
-    pool2.run(learn_when_compiled, Stack, three_steps, way, backend, first, combination)
-
-
-@pytest.mark.thorough
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_by_another_module])
 @each_combination
-def test_gradients_when_shapes_and_modes_change(pool2, way, combination):
-    pool2.run(learn_when_compiled, Stack, other_shapes, way, "aot_eager", True, combination)
+@on_ranks(2)
+def test_gradients_when_shapes_and_modes_change(run, way, combination):
+    check_compiled(Stack, run, way, "aot_eager", True, combination)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("way", [each_block_in_place, the_whole_by_another_module])
-@each_combination
-def test_gradients_when_shapes_change_between_accumulations(pool2, way, combination):
-    run = other_shapes_onto_gradients
-    pool2.run(learn_when_compiled, Stack, run, way, "aot_eager", True, combination)
-
-
-# --- models with something special inside -----------------------------------------------------------
+# --- models with something special inside ---------------------------------------------------------
 
 
 class Recomputing(Stack):
@@ -157,46 +138,26 @@ class Tied(nn.Module):
         return F.linear(x, self.weight)
 
 
-@pytest.mark.thorough
-@pytest.mark.sampled(1)
+THOROUGH = [
+    pytest.param(build, way, "aot_eager", marks=pytest.mark.thorough)
+    for build in (Recomputing, Tied)
+    for way in (each_block_in_place, the_whole_in_place)
+]
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["compiled, wrapped", "wrapped, compiled"])
-@pytest.mark.parametrize("way", [each_block_in_place, the_whole_in_place])
-@pytest.mark.parametrize("build", [Recomputing, Tied])
+@pytest.mark.parametrize(
+    ("build", "way", "backend"),
+    [
+        *((Stack, way, "aot_eager") for way in WAYS),
+        (Stack, each_block_in_place, "eager"),
+        *THOROUGH,
+    ],
+)
 @each_combination
-def test_gradients_of_compiled_checkpointed_and_tied_models(pool2, build, way, first, combination):
-    pool2.run(learn_when_compiled, build, three_steps, way, "aot_eager", first, combination)
-
-
-# --- training --------------------------------------------------------------------------------------
-
-
-# --- a limit -----------------------------------------------------------------------------------------
-
-
-class OwnParameter(nn.Parameter):
-    """A class of the script's own, which zshard leaves as it is."""
-
-
-class Own(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = OwnParameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x):
-        return x @ self.weight
-
-
 @on_ranks(2)
-def test_parameters_of_an_own_class_need_zero_grad_first():
-    torch._dynamo.reset()
-    model = FSDP(nn.Sequential(Own(), Own()), auto_wrap_policy={Own})
-    for block in model:
-        block.compile(backend="eager", dynamic=False)
-    for rows in (4, 5):
-        model.zero_grad()
-        loss_of(model(floats(dist.get_rank(), rows=rows))).backward()
-    said = message_of(lambda: model(floats(0, rows=6)))
-    assert "attempting to assign a gradient" in said
+def test_gradients_of_a_compiled_model(build, way, first, backend, combination):
+    check_compiled(build, accumulate, way, backend, first, combination)
 
 
 # --- gradients that are there when the compiler starts anew ---------------------------------------
@@ -217,20 +178,16 @@ class Counting:
         return graph
 
 
-def no_sync_but_last(model, last):
-    return contextlib.nullcontext() if last else model.no_sync()
-
-
-def ordinary_loop(model, parameters, held=False):
+def ordinary_loop(model, held):
     """Accumulation over other lengths, a step, an evaluation: losses and outputs."""
-    optimizer = torch.optim.SGD(parameters, 0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     rank, seen = dist.get_rank(), []
     for step, lengths in enumerate(LENGTHS):
         optimizer.zero_grad()
         for rows in lengths:
-            with no_sync_but_last(model, rows == lengths[-1] or not held):
-                loss = loss_of(model(floats(rank, step, rows)))
-                loss.backward()
+            model.set_requires_gradient_sync(rows == lengths[-1] or not held)
+            loss = loss_of(model(floats(rank, step, rows)))
+            loss.backward()
             seen.append(loss.item())
         optimizer.step()
         model.eval()
@@ -240,105 +197,91 @@ def ordinary_loop(model, parameters, held=False):
     return seen
 
 
-def compiled_loop(strategy, transport, dynamic, precision=None):
-    """The loop without a compiler, and with; how many graphs that compiled."""
+# Without shards the compiler sees held gradients, and takes none of another dtype.
+LOOPS = [
+    *((strategy, dynamic, None) for strategy in STRATEGIES for dynamic in (None, True)),
+    *((strategy, None, BF16) for strategy in STRATEGIES if strategy != "no_shard"),
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize(("strategy", "dynamic", "precision"), LOOPS)
+@on_ranks(2)
+def test_training_loop_compiles(strategy, dynamic, precision, transport):
+    """It gives what it gives without; at least two graphs, for training and for evaluation."""
     torch._dynamo.reset()
-    found = []
-    for backend in (None, Counting()):
+    seen, backend = [], Counting()
+    for compiles in (False, True):
         model = wrapped(Stack, (strategy, transport), mixed_precision=precision)
-        for block in model.blocks if backend else ():
+        for block in model.blocks if compiles else ():
             block.compile(backend=backend, fullgraph=True, dynamic=dynamic)
-        found.append(ordinary_loop(model, model.parameters(), held=dynamic is True))
-    return *found, backend.compiled
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_training_loop_compiles(pool2, strategy, transport, dynamic):
-    for eager, compiled, graphs in pool2.run(compiled_loop, strategy, transport, dynamic):
-        assert compiled == pytest.approx(eager, rel=1e-6)
-        assert graphs >= 2, "for training, and for evaluation"
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_training_loop_compiles_in_bf16(pool2, transport):
-    for eager, compiled, graphs in pool2.run(compiled_loop, "full_shard", transport, None, BF16):
-        assert compiled == pytest.approx(eager, rel=1e-6)
-        assert graphs >= 2
+        seen.append(ordinary_loop(model, held=dynamic is True))
+    eager, compiled = seen
+    assert compiled == pytest.approx(eager, rel=1e-6)
+    assert backend.compiled >= 2
 
 
 @on_ranks(2)
 def test_optimizer_in_backward_of_compiled_blocks():
-    """Losses of models made by fully_shard whose optimizer steps in backward, with other lengths."""
+    """Losses of a model by fully_shard() that steps in backward, with other lengths."""
     torch._dynamo.reset()
-    found = []
-    for compiled in (False, True):
-        model = make(Stack)
-        for module in (*model.blocks, model):
-            fully_shard(module)
-        optimizer = zshard.AdamW(model.parameters(), 0.01)
-        model.optimizer_in_backward(optimizer)
-        for block in model.blocks if compiled else ():
+    seen = []
+    for compiles in (False, True):
+        model, losses = stack(), []
+        model.optimizer_in_backward(zshard.AdamW(model.parameters(), 0.01))
+        for block in model.blocks if compiles else ():
             block.compile(backend="aot_eager", fullgraph=True)
-        losses = []
         for step in range(3):
             loss = loss_of(model(floats(dist.get_rank(), step, rows=3 + step)))
             loss.backward()
             losses.append(loss.item())
-        found.append(losses)
-    eager, compiled = found
-    assert compiled == pytest.approx(eager, rel=1e-6)
+        seen.append(losses)
+    assert seen[1] == pytest.approx(seen[0], rel=1e-6)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
 def test_only_the_compiler_sees_grad_as_none(transport):
-    """Whether there is a gradient for eager code in forward, and for the compiler."""
+    """Eager code in forward, and another thread while the compiler traces, see the gradient."""
     torch._dynamo.reset()
     model = wrapped(Stack, ("full_shard", transport))
-    weight = model.blocks[0].up.weight
-    loss_of(model(floats(0))).backward()
-    eager, tracing, threads = [], [], []
+    block, eager, tracing, threads = model.blocks[0], [], [], []
+    forward_backward(model, 0)
+
+    def look(where):
+        where.append(block.up.weight.grad is not None)
 
     def backend(graph, inputs):
-        tracing.append(weight.grad is not None)
-        asking = threading.Thread(target=lambda: threads.append(weight.grad is not None))
-        asking.start()
-        asking.join()
+        look(tracing)
+        thread = threading.Thread(target=look, args=(threads,))
+        thread.start()
+        thread.join()
         raise RuntimeError("no such backend")
 
-    model.blocks[0].register_forward_pre_hook(lambda *_: eager.append(weight.grad is not None))
-    model.blocks[0].down.register_forward_hook(lambda *_: eager.append(weight.grad is not None))
-    compiled = torch.compile(model.blocks[0].up.forward, backend=backend)
-    model.blocks[0].up.forward = compiled
+    block.register_forward_pre_hook(lambda *_: look(eager))
+    block.down.register_forward_hook(lambda *_: look(eager))
+    block.up.forward = torch.compile(block.up.forward, backend=backend)
     for _ in range(2):
         with pytest.raises(Exception, match="no such backend"):
             model(floats(0))
-        eager.append(weight.grad is not None)
-    del model.blocks[0].up.forward
-    loss_of(model(floats(0))).backward()
-    assert set(eager) == {True}
-    assert set(tracing) == {False}
-    assert set(threads) == {True}
+        look(eager)
+    del block.up.forward
+    forward_backward(model, 0)
+    assert (set(eager), set(tracing), set(threads)) == ({True}, {False}, {True})
 
 
 @on_ranks(2)
 def test_compiled_autograd_is_refused_with_a_remedy():
     """The remedy in the error: the model is compiled, and backward() runs outside of it."""
-    transport = "shm"
     torch._dynamo.reset()
-    model = wrapped(Stack, ("full_shard", transport))
+    model = wrapped(Stack, ("full_shard", "shm"))
     loss = loss_of(model(floats(0)))
     enabled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
     with enabled, pytest.raises(NotImplementedError, match=r"torch\.compile\(model\)"):
         loss.backward()
-    loss_of(torch.compile(model, backend="eager")(floats(0))).backward()
-    expected = mean_grads(Stack, lambda plain, _: loss_of(plain(floats(0))).backward())
-    assert_same(whole_grads(model), expected, "the gradients")
+    forward_backward(torch.compile(model, backend="eager"), dist.get_rank())
+    assert_same(whole_grads(model), mean_grads(Stack, forward_backward), "the gradients")
 
 
 # --- a model of many classes ----------------------------------------------------------------------

@@ -7,23 +7,36 @@ plain model's.
 from __future__ import annotations
 
 import collections
-import copy
-from collections.abc import Callable
+import functools
+import itertools
+import threading
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from models import COMBINATIONS, Block, loss_of, make, wrapped
-from scenarios import WIDTH, check_mean_grads, floats, mean_grads, whole_grads, wrong_grads
+from models import COMBINATIONS, Block, Parts, loss_of, wrapped
+from scenarios import (
+    WIDTH,
+    Stack,
+    check_mean_grads,
+    floats,
+    forward_backward,
+    mean_grads,
+    square_sum,
+    whole_grads,
+)
 from spawn import on_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zshard import FSDP
 
-# --- ways for a result to leave a forward other than its return value -------------------------------
+FULL = [("full_shard", "shm"), ("full_shard", "c10d")]
+HYBRID = [("hybrid_shard", "c10d"), ("hybrid_full", "c10d")]
+
+# --- ways for a result to leave a forward other than its return value -----------------------------
 
 
 class Slotted:
@@ -31,40 +44,33 @@ class Slotted:
 
     __slots__ = ("value",)
 
-    def __init__(self, value: Tensor) -> None:
+    def __init__(self, value):
         self.value = value
 
 
 class Way(NamedTuple):
-    """How a block passes its result, and how the model gets it."""
+    """How a block passes its result, and how the model gets it: (module, result, box)."""
 
-    give: Callable[[nn.Module, Tensor, list[Any]], Any]
-    take: Callable[[nn.Module, Any, list[Any]], Tensor]
-
-
-def _into_box(module: nn.Module, y: Tensor, box: list[Any]) -> None:
-    box.append(y)
+    give: Any
+    take: Any
 
 
-def _onto_module(module: nn.Module, y: Tensor, box: list[Any]) -> Tensor:
-    module.kept = y  # type: ignore[assignment]
+def _onto_module(module, y, box):
+    module.kept = y
     return y.detach()
 
 
-def _deep(module: nn.Module, y: Tensor, box: list[Any]) -> list[Any]:
-    found: list[Any] = [y]
-    for _ in range(12):
-        found = [found]
-    return found
+def _deep(module, y, box):
+    return functools.reduce(lambda inner, _: [inner], range(12), y)
 
 
-def _from_deep(module: nn.Module, out: Any, box: list[Any]) -> Any:
+def _from_deep(module, out, box):
     while isinstance(out, list):
         out = out[0]
     return out
 
 
-def _written_view(module: nn.Module, out: Any, box: list[Any]) -> Tensor:
+def _written_view(module, out, box):
     out[0].add_(out[0] * 0.5)
     return out[0]
 
@@ -73,7 +79,7 @@ WAYS = {
     "a tensor": Way(lambda m, y, box: y, lambda m, out, box: out),
     "a tuple": Way(lambda m, y, box: (y, y.mean()), lambda m, out, box: out[0] + out[1]),
     "a dict": Way(lambda m, y, box: {"y": [y]}, lambda m, out, box: out["y"][0]),
-    "an argument": Way(_into_box, lambda m, out, box: box[0]),
+    "an argument": Way(lambda m, y, box: box.append(y), lambda m, out, box: box[0]),
     "the module": Way(_onto_module, lambda m, out, box: m.kept),
     "a deque": Way(lambda m, y, box: collections.deque([y]), lambda m, out, box: out[0]),
     "a set": Way(lambda m, y, box: {y}, lambda m, out, box: next(iter(out))),
@@ -94,93 +100,88 @@ class Giving(Block):
 
     way = "a tensor"
 
-    def forward(self, x: Tensor, box: list[Any] | None = None) -> Any:
-        return WAYS[self.way].give(self, super().forward(x), box if box is not None else [])
+    def forward(self, x, box):
+        return WAYS[self.way].give(self, super().forward(x), box)
 
 
 class Taking(nn.Module):
-    """Blocks, one after the other. run: "eager", or checkpointed ("reentrant", "non-reentrant")."""
+    """Blocks, one after the other. how: "eager", or checkpointed ("reentrant", "non-reentrant")."""
 
-    def __init__(self, way: str, run: str = "eager") -> None:
+    def __init__(self, way, how="eager"):
         super().__init__()
         self.blocks = nn.ModuleList(Giving(WIDTH) for _ in range(3))
         for block in self.blocks:
-            block.way = way  # type: ignore[assignment]
+            block.way = way
         self.head = nn.Linear(WIDTH, 2)
-        self.way, self.run = way, run
+        self.way, self.how = way, how
 
-    def _block(self, block: nn.Module, x: Tensor) -> Tensor:
-        box: list[Any] = []
+    def _block(self, block, x):
+        box = []
         return WAYS[self.way].take(block, block(x, box), box)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
-            if self.run == "eager":
+            if self.how == "eager":
                 x = self._block(block, x)
             else:
-                reentrant = self.run == "reentrant"
-                x = checkpoint(self._block, block, x, use_reentrant=reentrant)
-        return self.head(x)  # type: ignore[no-any-return]
+                x = checkpoint(self._block, block, x, use_reentrant=self.how == "reentrant")
+        return self.head(x)
 
 
-def learn(model: nn.Module, x: Tensor) -> None:
-    """A forward and a backward."""
-    loss_of(model(x.requires_grad_())).backward()
-
-
-# --- each way, learned -------------------------------------------------------------------------------
-
-HYBRID = [("hybrid_shard", "c10d"), ("hybrid_full", "c10d")]
-POLICIES = {"one unit": None, "nested": {Giving, Block}}
-
-
-def learn_by_way(way, how, combination, policy):
-    """Gradients of the second of two steps are the mean over ranks."""
-
-    def build():
-        return Taking(way, how)
-
-    def run(model, rank):
-        learn(model, floats(rank))
-
-    model = wrapped(build, combination, auto_wrap_policy=policy)
+def two_steps(model, rank):
     for _ in range(2):
         model.zero_grad()
-        run(model, dist.get_rank())
-    assert_same(whole_grads(model), mean_grads(build, run), "the gradients")
+        loss_of(model(floats(rank).requires_grad_())).backward()
+
+
+# --- each way, learned ----------------------------------------------------------------------------
+
+# A reentrant checkpoint runs its forward without a graph: nothing to keep on the module.
+HOW = ("eager", "non-reentrant", "reentrant")
+WAYS_AND_HOW = [w for w in itertools.product(WAYS, HOW) if w != ("the module", "reentrant")]
+POLICIES = {"one unit": None, "nested": {Giving, Block}}
 
 
 @pytest.mark.sampled(14)
 @pytest.mark.parametrize("combination", [*COMBINATIONS, *HYBRID])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("how", ["eager", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("way", WAYS)
-def test_backward_from_any_kind_of_output(pool2, way, how, policy, combination):
-    if how == "reentrant" and way == "the module":
-        pytest.skip("a reentrant checkpoint runs its forward without a graph")
-    pool2.run(learn_by_way, way, how, combination, POLICIES[policy])
+@pytest.mark.parametrize(("way", "how"), WAYS_AND_HOW)
+@on_ranks(2)
+def test_backward_from_any_kind_of_output(way, how, policy, combination):
+    build = functools.partial(Taking, way, how)
+    check_mean_grads(build, two_steps, True, [combination], POLICIES[policy])
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("combination", FULL)
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("a closure", "a generator")])
+@on_ranks(2)
+def test_backward_from_outputs_of_compiled_blocks(way, combination):
+    torch._dynamo.reset()
+    model = wrapped(lambda: Taking(way), combination, auto_wrap_policy={Giving})
+    for block in model.module.blocks:
+        block.compile(backend="aot_eager")
+    two_steps(model, dist.get_rank())
+    ours, expected = whole_grads(model), mean_grads(lambda: Taking(way), two_steps)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
 # --- results that are kept beside the output ------------------------------------------------------
 
 
-class Kept(nn.Module):
-    """Keeps what each block has made, which no other block sees. `leaks`: the output does not
-    depend on the blocks."""
+def keeping(leaks=False):
+    """A model that keeps what each block has made, which no other block sees. `leaks`: the output
+    does not depend on the blocks."""
 
-    def __init__(self, leaks=False):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 2)
-        self.leaks = leaks
-        self.kept = []
+    def forward(model, x):
+        model.kept = []
+        for block in model.blocks:
+            model.kept.append(block.up(block(x)))
+            x = x * 2 if leaks else block(x)
+        return model.head(x)
 
-    def forward(self, x):
-        self.kept = []
-        for block in self.blocks:
-            self.kept.append(block.up(block(x)))
-            x = x * 2 if self.leaks else block(x)
-        return self.head(x)
+    blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
+    return Parts(forward, blocks=blocks, head=nn.Linear(WIDTH, 2))
 
 
 def first_kept(model, rank):
@@ -215,99 +216,58 @@ def two_forwards_in_turn(model, rank):
 RUNS = [first_kept, both, kept_before_the_output, output_twice, two_forwards_in_turn]
 
 
-def build_kept():
-    return Kept()
-
-
-def build_leaking():
-    return Kept(leaks=True)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("a closure", "a generator")])
-@on_ranks(2)
-def test_backward_from_outputs_of_compiled_blocks(way, combination):
-    """As learn_by_way with compiled blocks, to rounding."""
-    torch._dynamo.reset()
-    model = wrapped(lambda: Taking(way), combination, auto_wrap_policy={Giving})
-    for block in model.module.blocks:
-        block.compile(backend="aot_eager")
-    rank = dist.get_rank()
-    for _ in range(2):
-        model.zero_grad()
-        learn(model, floats(rank))
-    expected = mean_grads(lambda: Taking(way), lambda model, rank: learn(model, floats(rank)))
-    ours = whole_grads(model)
-    assert [
-        name
-        for name, grad in expected.items()
-        if not torch.allclose(ours[name], grad, rtol=1e-5, atol=1e-6)
-    ] == []
-
-
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("combination", [*COMBINATIONS, *HYBRID])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("build", [build_kept, build_leaking])
-def test_backward_from_kept_intermediates(pool2, build, run, policy, combination):
+@pytest.mark.parametrize("leaks", [False, True])
+@on_ranks(2)
+def test_backward_from_kept_intermediates(leaks, run, policy, combination):
     exact = run is not kept_before_the_output  # its two backwards are reduced one by one
-    pool2.run(check_mean_grads, build, run, exact, [combination], POLICIES[policy])
+    build = functools.partial(keeping, leaks)
+    check_mean_grads(build, run, exact, [combination], POLICIES[policy])
 
 
-# --- what a forward leaves behind -----------------------------------------------------------------
+# --- where and when a forward ran -----------------------------------------------------------------
 
 
-def backward_after_many_forwards(combination):
+def backward_of_a_very_old_graph(model, rank):
     """The graph is older than 20,000 forwards of units."""
-    build = lambda: nn.Sequential(Block(WIDTH), Block(WIDTH))  # noqa: E731
-    model, rank = wrapped(build, combination, auto_wrap_policy={Block}), dist.get_rank()
     loss = loss_of(model(floats(rank)))
-    for _ in range(6_700):
+    for _ in range(5_000 if isinstance(model, FSDP) else 0):
         model(floats(rank, rows=1))
     loss.backward()
-    expected = mean_grads(build, lambda model, rank: loss_of(model(floats(rank))).backward())
-    assert_same(whole_grads(model), expected, "the gradients")
 
 
-@pytest.mark.thorough
-def test_backward_of_a_very_old_graph(pool2):
-    """It gathers more than needed; its gradients are right."""
-    pool2.run(backward_after_many_forwards, ("full_shard", "shm"))
-
-
-@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
-@on_ranks(2)
-def test_forward_in_another_thread(combination):
-    """The forward runs in another thread than the backward."""
-    import threading
-
-    build = lambda: nn.Sequential(Block(WIDTH), Block(WIDTH))  # noqa: E731
-    model, rank = wrapped(build, combination, auto_wrap_policy={Block}), dist.get_rank()
+def forward_in_another_thread(model, rank):
     losses = []
     thread = threading.Thread(target=lambda: losses.append(loss_of(model(floats(rank)))))
     thread.start()
     thread.join()
     losses[0].backward()
-    expected = mean_grads(build, lambda model, rank: loss_of(model(floats(rank))).backward())
-    assert_same(whole_grads(model), expected, "the gradients")
 
 
-def square_sum(model):
-    return sum(p.square().sum() for p in model.parameters())
-
-
-@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
-@on_ranks(2)
-def test_penalty_computed_in_summon_full_params(combination):
-    """A term computed within summon_full_params(), with its backward outside."""
-    model = wrapped(build_kept, combination, auto_wrap_policy={Block})
+def penalty_computed_in_summon_full_params(model, rank):
+    if not isinstance(model, FSDP):
+        square_sum(model).backward()
+        return
     with model.summon_full_params(model):
         penalty = square_sum(model)
     penalty.backward()
-    expected = mean_grads(build_kept, lambda model, rank: square_sum(model).backward())
-    assert_same(whole_grads(model), expected, "the gradients")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(backward_of_a_very_old_graph, marks=pytest.mark.thorough),
+        forward_in_another_thread,
+        penalty_computed_in_summon_full_params,
+    ],
+)
+@pytest.mark.sampled(2)
+@on_ranks(2)
+def test_backward_of_other_forwards(run):
+    check_mean_grads(Stack, run, True, FULL)
 
 
 @torch.jit.script
@@ -315,73 +275,40 @@ def backward_in_cpp(loss: torch.Tensor):
     loss.backward()
 
 
-def started_in_cpp(transport):
-    """(message, wrong gradients) of a backward that C++ starts; the wrong ones of the next backward."""
-    model = wrapped(build_kept, ("full_shard", transport), auto_wrap_policy={Block})
-
-    def run(model, rank):
-        loss_of(model(floats(rank))).backward()
-
-    try:
-        backward_in_cpp(loss_of(model(floats(dist.get_rank()))))
-        message = ""
-    except RuntimeError as error:
-        message = str(error)
-    first = [] if message else wrong_grads(whole_grads(model), mean_grads(build_kept, run))
-    model.zero_grad()
-    both(model, dist.get_rank())
-    return message, first, wrong_grads(whole_grads(model), mean_grads(build_kept, both))
-
-
-@pytest.mark.parametrize(("transport", "words"), [("shm", "sharded"), ("c10d", "")])
-def test_backward_started_in_cpp_is_right_or_an_error(pool2, transport, words):
-    """Over c10d the outermost unit stays gathered, so its hooks open the backward."""
-    for message, first, second in pool2.run(started_in_cpp, transport):
-        assert words in message
-        assert bool(message) == bool(words)
-        assert first == second == []
-
-
-@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
+@pytest.mark.parametrize(("transport", "refused"), [("shm", True), ("c10d", False)])
 @on_ranks(2)
-def test_two_models_in_one_graph(combination):
-    """Two models in one graph, one fed by the other."""
-    plain = [
-        make(lambda: nn.Sequential(Block(WIDTH))),
-        make(lambda: nn.Sequential(Block(WIDTH)), 2),
-    ]
-    strategy, transport = combination
-    ours = [FSDP(copy.deepcopy(p), strategy=strategy, transport=transport) for p in plain]
-
-    def grads(first, second):
-        loss_of(second(first(floats(0)))).backward()
-
-    grads(*ours)
-    grads(*plain)
-    for sharded, whole in zip(ours, plain, strict=True):
-        expected = {name: p.grad for name, p in whole.named_parameters()}
-        assert_same(whole_grads(sharded), expected, "the gradients")
+def test_backward_started_in_cpp_is_right_or_an_error(transport, refused):
+    """Over c10d the outermost unit stays gathered, so its hooks open the backward."""
+    model = wrapped(keeping, ("full_shard", transport), auto_wrap_policy={Block})
+    loss = loss_of(model(floats(dist.get_rank())))
+    if refused:
+        with pytest.raises(RuntimeError, match="sharded"):
+            backward_in_cpp(loss)
+        model.zero_grad()
+        forward_backward(model, dist.get_rank())
+    else:
+        backward_in_cpp(loss)
+    assert_same(whole_grads(model), mean_grads(keeping, forward_backward), "the gradients")
 
 
-# --- parameters that a backward reads ---------------------------------------------------------------
+# --- parameters that a backward reads -------------------------------------------------------------
 
 
 class Reversible(torch.autograd.Function):
-    """Recomputes its inputs in backward; the gradients of its layers come from a backward within."""
+    """Recomputes its inputs in backward; its layers' gradients come from a backward within."""
 
     @staticmethod
-    def forward(ctx: Any, block: Any, x: Tensor, y: Tensor, *_: Tensor) -> Any:
+    def forward(ctx, block, x, y, *params):
         with torch.no_grad():
             x = x + block.f(y)
             y = y + block.g(x)
-        ctx.block, ctx.n = block, len(_)
+        ctx.block, ctx.n = block, len(params)
         ctx.save_for_backward(x, y)
         return x, y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, y = ctx.saved_tensors
-        block = ctx.block
+    def backward(ctx, *grads):
+        (x, y), block = ctx.saved_tensors, ctx.block
         with torch.no_grad():
             y = y - block.g(x)
             x = x - block.f(y)
@@ -389,45 +316,29 @@ class Reversible(torch.autograd.Function):
             x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
             first = x + block.f(y)
             torch.autograd.backward((first, y + block.g(first)), grads)
-        return None, x.grad, y.grad, *(None for _ in range(ctx.n))
+        return None, x.grad, y.grad, *[None] * ctx.n
 
 
-class Reads(nn.Module):
-    """A hook in the forward's graph reads a parameter of a unit that it has not called."""
+def reading(reversible):
+    """A hook in the forward's graph reads a parameter of a unit that has not been called."""
 
-    def __init__(self, reversible: bool) -> None:
-        super().__init__()
-        self.f, self.g, self.other = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
-        self.reversible = reversible
+    def forward(model, x):
+        x = x * model.scale
+        if reversible:
+            params = (*model.f.parameters(), *model.g.parameters())
+            return torch.cat(Reversible.apply(model, x, x + 1, *params), -1)
+        other = model.other.weight
+        x.register_hook(lambda grad: (grad * other.square().sum()) @ other.detach())
+        return model.g(torch.tanh(model.f(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * self.scale
-        if self.reversible:
-            params = (*self.f.parameters(), *self.g.parameters())
-            return torch.cat(Reversible.apply(self, x, x + 1, *params), -1)  # type: ignore[no-untyped-call]
-        x.register_hook(
-            lambda g: (g * self.other.weight.square().sum()) @ self.other.weight.detach()
-        )
-        return self.g(torch.tanh(self.f(x)))
-
-
-def check_reads(reversible: bool, strategy: str, transport: str) -> None:
-    plain = make(lambda: Reads(reversible))
-    model = FSDP(
-        copy.deepcopy(plain), strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear}
-    )
-    for each in (plain, model):
-        optimizer = torch.optim.SGD(each.parameters(), 0.01)
-        for _ in range(2):
-            optimizer.zero_grad()
-            each(torch.ones(2, WIDTH)).square().mean().backward()
-            optimizer.step()
-    assert_same(model.state_dict(), plain.state_dict(), "the state")
+    layers = {name: nn.Linear(WIDTH, WIDTH) for name in ("f", "g", "other")}
+    return Parts(forward, **layers, scale=nn.Parameter(torch.full((WIDTH,), 0.5)))
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("reversible", [True, False], ids=["reversible", "hook"])
-def test_backward_reads_parameters(pool2, reversible, combination):
-    pool2.run(check_reads, reversible, *combination)
+@on_ranks(2)
+def test_backward_reads_parameters(reversible, combination):
+    build = functools.partial(reading, reversible)
+    check_mean_grads(build, two_steps, reversible, [combination], {nn.Linear})

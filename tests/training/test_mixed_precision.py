@@ -16,15 +16,18 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from compare import assert_same
 from groups import hosts_of, mesh_of
-from models import COMBINATIONS, Block, differences, loss_of, make, wrapped
-from scenarios import WIDTH, Stack, all_grads, floats, message_of
-from spawn import on_ranks, ranks
+from models import COMBINATIONS, Block, Parts, loss_of, make, wrapped
+from rows import all_refused
+from scenario import this_rank
+from scenarios import WIDTH, Stack, all_grads, floats, message_of, stack
+from spawn import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
 from zshard import FSDP, MixedPrecision, MixedPrecisionPolicy, fully_shard, precision
 
+SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
 REDUCES_IN_OWN = torch.__version__ >= "2.15"  # FSDP2 without a reduce_dtype
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 FOLLOWING = MixedPrecisionPolicy(torch.bfloat16) if REDUCES_IN_OWN else None
@@ -71,58 +74,55 @@ def reference(build, policy, steps=3):
     return model.state_dict()
 
 
-def trained(build, policy, combination, steps=3):
-    model = wrapped(build, combination, mixed_precision=policy)
-    rank = dist.get_rank() if dist.is_initialized() else 0
+def trained(model, steps=3):
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
-        loss_of(model(floats(rank, step))).backward()
+        loss_of(model(floats(this_rank(), step))).backward()
         optimizer.step()
     return model.state_dict()
 
 
 def train_like_the_reference(name, combinations=COMBINATIONS):
-    policy = POLICIES[name]
-    expected = reference(Stack, policy)
+    expected = reference(Stack, POLICIES[name])
     for combination in combinations:
-        assert_same(trained(Stack, policy, combination), expected, f"{combination}: the state")
+        model = wrapped(Stack, combination, mixed_precision=POLICIES[name])
+        assert_same(trained(model), expected, f"{name} under {combination}: the state")
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_gradients_are_summed_in_float32(pool2, name):
-    combinations = COMBINATIONS
-    if name in (
-        "fp32, reduced in bf16",
-        "fp64",
-    ):  # no_shard sends and sums in the model's own dtype
-        combinations = [c for c in COMBINATIONS if c[0] != "no_shard"]
-    pool2.run(train_like_the_reference, name, combinations)
+@on_ranks(2)
+def test_gradients_are_summed_in_float32(name):
+    """no_shard sends and sums in the model's own dtype."""
+    own = name in ("fp32, reduced in bf16", "fp64")
+    train_like_the_reference(name, SHARDED if own else COMBINATIONS)
 
 
-def policies_by_torch(model, theirs):
-    """Return what differs after 3 steps from torch's fully_shard() with the same policy."""
-    policy = torchs.MixedPrecisionPolicy(torch.bfloat16)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in theirs.blocks:
-        torchs.fully_shard(block, mesh=mesh, mp_policy=policy)
-    torchs.fully_shard(theirs, mesh=mesh, mp_policy=policy)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    for each in (model, theirs):
-        optimizer = torch.optim.SGD(each.parameters(), 0.1, momentum=0.9)
-        for step in range(3):
-            loss_of(each(floats(dist.get_rank(), step))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    full = {name: each.full_tensor() for name, each in theirs.state_dict().items()}
-    return differences(model.state_dict(), full)
+@on_ranks(4)
+def test_gradients_on_four_ranks():
+    train_like_the_reference("bf16")
+
+
+def test_world_size_one():
+    for name in ("bf16", "fp16", "bf16, reduced in fp32"):
+        train_like_the_reference(name, [("full_shard", None)])
+
+
+def test_policies_of_torch_are_accepted():
+    for kind in (torchs.MixedPrecision, torchs.MixedPrecisionPolicy):
+        model = FSDP(make(Stack), mixed_precision=kind(param_dtype=torch.bfloat16))
+        assert_same(trained(model), reference(Stack, BF16), f"{kind}: the state")
 
 
 @pytest.mark.skipif(not REDUCES_IN_OWN, reason="torch adds gradients in bfloat16")
-def test_policy_without_a_reduce_dtype_gives_the_bits_of_torch(pool2):
-    assert pool2.run(policies_by_torch, make(Stack), make(Stack)) == [[], []]
+@on_ranks(2)
+def test_policy_without_a_reduce_dtype_gives_the_bits_of_torch():
+    policy = torchs.MixedPrecisionPolicy(torch.bfloat16)
+    mesh, theirs = init_device_mesh("cpu", (dist.get_world_size(),)), make(Stack)
+    for module in (*theirs.blocks, theirs):
+        torchs.fully_shard(module, mesh=mesh, mp_policy=policy)
+    full = {name: each.full_tensor() for name, each in trained(theirs).items()}
+    assert_same(trained(stack(mp_policy=policy)), full, "the state")
 
 
 def test_policy_without_a_reduce_dtype_sends_what_parameters_promote_to(monkeypatch):
@@ -131,153 +131,111 @@ def test_policy_without_a_reduce_dtype_sends_what_parameters_promote_to(monkeypa
     for follows in (False, True):
         monkeypatch.setattr(precision, "_REDUCES_IN_OWN", follows)
         for kind in (MixedPrecisionPolicy, torchs.MixedPrecisionPolicy, MixedPrecision):
-            found = precision.precision_of(kind(torch.bfloat16))
-            wires.append([found.wire_for(params), found.wire_for(params[1:]), found.wire_for([])])
+            policy = precision.precision_of(kind(torch.bfloat16))
+            wires.append([policy.wire_for(some) for some in (params, params[1:], [])])
         set_by_name = precision.precision_of(MixedPrecisionPolicy(torch.bfloat16, torch.float16))
         assert set_by_name.wire_for(params) == torch.float16
     unset, own = [None] * 3, [torch.float32, torch.bfloat16, None]
     assert wires == [unset, unset, unset, own, own, unset]
 
 
-@ranks(4)
-def test_gradients_on_four_ranks(pool):
-    pool.run(train_like_the_reference, "bf16")
+# --- dtypes ---------------------------------------------------------------------------------------
 
 
-def test_world_size_one():
-    for name in ("bf16", "fp16", "bf16, reduced in fp32"):
-        ours = trained(Stack, POLICIES[name], ("full_shard", None))
-        assert differences(ours, reference(Stack, POLICIES[name])) == []
+def look(model, x, *, bias, mask):
+    """A forward that remembers the dtypes that it sees."""
+    y = model.linear(x) * model.scale
+    z = model.norm(y)
+    named = {"weight": model.linear.weight, "norm": model.norm.weight, "buffer": model.scale}
+    named |= {"x": x, "bias": bias, "mask": mask, "y": y, "z": z}
+    model.seen = {name: tensor.dtype for name, tensor in named.items()}
+    return z + bias
 
 
-class Look(nn.Module):
-    """Remembers what it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.register_buffer("scale", torch.ones(WIDTH))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.seen = {}
-
-    def forward(self, x, *, bias, mask):
-        self.seen = {
-            "weight": self.linear.weight.dtype,
-            "norm": self.norm.weight.dtype,
-            "x": x.dtype,
-            "bias": bias.dtype,
-            "mask": mask.dtype,
-            "buffer": self.scale.dtype,
-        }
-        y = self.linear(x) * self.scale
-        self.seen["y"] = y.dtype
-        z = self.norm(y)
-        self.seen["z"] = z.dtype
-        return z + bias
-
-
-def look(combination, policy):
-    model = wrapped(Look, combination, mixed_precision=policy, auto_wrap_policy=None)
-    bias, mask = torch.zeros(WIDTH), torch.ones(4, dtype=torch.bool)
-    out = model(floats(0), bias=bias, mask=mask)
-    out.float().square().sum().backward()
-    optimizer = zshard.AdamW(model.parameters())
-    optimizer.step()
-    rest = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
-    moments = {t.dtype for state in optimizer.state.values() for t in state.values()}
-    return model.seen, out.dtype, rest | moments, model.scale.dtype, model.norm.running_mean.dtype
+def looking():
+    model = Parts(look, linear=nn.Linear(WIDTH, WIDTH), norm=nn.BatchNorm1d(WIDTH))
+    model.register_buffer("scale", torch.ones(WIDTH))
+    model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    return model
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_dtypes_of_parameters_inputs_and_buffers(pool2, combination):
+@on_ranks(2)
+def test_dtypes_of_parameters_inputs_and_buffers(combination):
     low, full = torch.bfloat16, torch.float32
     policy = MixedPrecision(low, full, buffer_dtype=low)
-    for seen, out, rest, buffer, mean in pool2.run(look, combination, policy):
-        assert seen == {
-            **dict.fromkeys(("weight", "x", "bias", "buffer", "y", "z"), low),
-            "norm": full,
-            "mask": torch.bool,
-        }
-        assert (out, rest, buffer, mean) == (low, {full}, low, full)
+    model = wrapped(looking, combination, mixed_precision=policy, auto_wrap_policy=None)
+    out = model(floats(0), bias=torch.zeros(WIDTH), mask=torch.ones(4, dtype=torch.bool))
+    out.float().square().sum().backward()
+    optimizer = zshard.AdamW(model.parameters())
+    optimizer.step()
+    of_low = dict.fromkeys(("weight", "x", "bias", "buffer", "y", "z"), low)
+    assert model.seen == {**of_low, "norm": full, "mask": torch.bool}
+    assert (out.dtype, model.scale.dtype, model.norm.running_mean.dtype) == (low, low, full)
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    at_rest = [*moments, *model.parameters(), *(p.grad for p in model.parameters())]
+    assert {tensor.dtype for tensor in at_rest} == {full}
 
 
-def outputs():
-    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
-    model = FSDP(make(Stack), mixed_precision=policy)
-    plain = FSDP(make(Stack), mixed_precision=MixedPrecisionPolicy(torch.bfloat16))
+@on_ranks(2)
+def test_casts_of_inputs_and_outputs():
+    for out in (torch.float32, None):
+        policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=out)
+        model = FSDP(make(Stack), mixed_precision=policy)
+        assert model(floats(0)).dtype == (out or torch.bfloat16)
     uncast = MixedPrecision(torch.bfloat16, cast_root_forward_inputs=False)
-    refuses = message_of(lambda: FSDP(make(Stack), mixed_precision=uncast)(floats(0)))
-    return model(floats(0)).dtype, plain(floats(0)).dtype, refuses
+    assert "dtype" in message_of(lambda: FSDP(make(Stack), mixed_precision=uncast)(floats(0)))
 
 
-def test_casts_of_inputs_and_outputs(pool2):
-    for cast, plain, refuses in pool2.run(outputs):
-        assert (cast, plain) == (torch.float32, torch.bfloat16)
-        assert "dtype" in refuses
+@on_ranks(2)
+def test_param_dtype_override_fn():
+    """A norm keeps its dtype; a wrong dtype, and ranks that differ, are errors."""
 
+    def sharded(override, kind=MixedPrecisionPolicy):
+        policy = kind(torch.bfloat16, param_dtype_override_fn=override)
+        return fully_shard(make(build), mp_policy=policy)
 
-class Seeing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH)
-        self.seen = {}
+    def see(model, x):
+        model.seen = {name: param.dtype for name, param in model.named_parameters()}
+        return model.norm(model.inner(x).float())
 
-    def forward(self, x):
-        self.seen = {name: param.dtype for name, param in self.named_parameters()}
-        return self.norm(self.inner(x).float())
+    def build():
+        return Parts(see, inner=nn.Linear(WIDTH, WIDTH, bias=False), norm=nn.LayerNorm(WIDTH))
 
-
-def overridden():
-    """The dtypes in forward; the errors for a wrong dtype, and for ranks that differ."""
-
-    def policy(override, kind=MixedPrecisionPolicy):
-        return kind(torch.bfloat16, param_dtype_override_fn=override)
-
-    seen = []
+    low, full = torch.bfloat16, torch.float32
     for kind in (MixedPrecisionPolicy, torchs.MixedPrecisionPolicy):
         if "param_dtype_override_fn" in kind.__dataclass_fields__:  # since torch 2.15
-            model = make(Seeing)
-            keeps = policy(lambda p: torch.float32 if p.dim() == 1 else None, kind)
-            model = fully_shard(model, mp_policy=keeps)
+            model = sharded(lambda p: full if p.dim() == 1 else None, kind)
             model(floats(0)).sum().backward()
-            seen.append(model.seen)
-    wrong = policy(lambda p: torch.float16)
-    mine = policy(lambda p: torch.float32 if dist.get_rank() else None)
-    return (
-        seen,
-        message_of(lambda: fully_shard(make(Seeing), mp_policy=wrong), ValueError),
-        message_of(lambda: fully_shard(make(Seeing), mp_policy=mine), zshard.DivergenceError),
-    )
+            assert model.seen == {"inner.weight": low, "norm.weight": full, "norm.bias": full}
+    text = "param_dtype_override_fn returned torch.float16"
+    wrong = (lambda: sharded(lambda p: torch.float16), ValueError, text)
+    of_one = lambda: sharded(lambda p: full if dist.get_rank() else None)  # noqa: E731
+    differ = (of_one, zshard.DivergenceError, "what keeps its dtype in unit ''")
+    all_refused({"a wrong dtype": wrong, "ranks that differ": differ})
 
 
-def test_param_dtype_override_fn(pool2):
-    low, full = torch.bfloat16, torch.float32
-    wanted = {"inner.weight": low, "norm.weight": full, "norm.bias": full}
-    for seen, wrong, differ in pool2.run(overridden):
-        assert seen and all(each == wanted for each in seen)
-        assert "param_dtype_override_fn returned torch.float16" in wrong
-        assert "what keeps its dtype in unit ''" in differ
-
-
-class Rooted(Stack):
-    """With a parameter of the root's own, which over c10d stays unsharded until the backward."""
+class Shared(Stack):
+    """Uses the weights of a block, and of the head, twice. Its root has a weight of its own, which
+    over c10d stays unsharded until the backward."""
 
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x):
-        return super().forward(x * self.scale)
+        x = x * self.scale
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(x) + self.head(x.square())
 
 
-@pytest.mark.parametrize("build", [Stack, Rooted])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
-def test_state_dict_keeps_the_dtype_of_the_model(build, combination):
+def test_state_dict_keeps_the_dtype_of_the_model(combination):
     """State dicts are exact before a forward, before its backward, and after a load."""
-    model = wrapped(build, combination, mixed_precision=BF16)
-    expected = make(build).state_dict()
+    model = wrapped(Shared, combination, mixed_precision=BF16)
+    expected = make(Shared).state_dict()
     assert_same(model.state_dict(), expected, "the state before a forward")
     out = model(floats(dist.get_rank()))
     assert_same(model.state_dict(), expected, "the state before the backward")
@@ -287,19 +245,10 @@ def test_state_dict_keeps_the_dtype_of_the_model(build, combination):
     assert_same(model.state_dict(), others, "the loaded state")
 
 
-# --- micro-batches ---------------------------------------------------------------------------------
+# --- micro-batches --------------------------------------------------------------------------------
 
 MICRO = 16
 HYBRIDS = [("hybrid_shard", "c10d"), ("hybrid_shard_zero2", "shm"), ("hybrid_full", "c10d")]
-
-
-class Shared(Stack):
-    """Uses the weights of a block, and of the head, twice."""
-
-    def forward(self, x):
-        for block in (*self.blocks, self.blocks[0]):
-            x = block(x)
-        return self.head(x) + self.head(x.square())
 
 
 def micro_batch(model, rank, step, dtype=torch.float32):
@@ -308,9 +257,9 @@ def micro_batch(model, rank, step, dtype=torch.float32):
     sum(loss_of(model(floats(rank, each).to(dtype))) for each in steps).backward()
 
 
-def own_sums(build, compute, rank):
-    """The sums of one rank's gradients after each micro-batch, in float32, by a plain, cast copy."""
-    low, found = make(build).to(compute), []
+def own_sums(compute, rank):
+    """One rank's sums of gradients after each micro-batch, in float32, by a plain, cast copy."""
+    low, found = make(Shared).to(compute), []
     for step in range(MICRO):
         low.zero_grad()
         micro_batch(low, rank, step, compute)
@@ -319,22 +268,22 @@ def own_sums(build, compute, rank):
     return found
 
 
-def travels_in(policy, strategy):
-    compute = policy.param_dtype or torch.float32
-    return torch.float32 if strategy == "no_shard" else policy.reduce_dtype or compute
+def dict_of_grads(model):
+    return {name: param.grad for name, param in model.named_parameters()}
 
 
-def sum_micro_batches(name, combination, build=Shared, **options):
+def sum_micro_batches(name, combination, **options):
     """Within no_sync() each rank's .grad is the float32 sum, to the bit; the ranks' mean is that of
     these sums, each cast once."""
     rank, policy = dist.get_rank(), POLICIES[name]
-    compute, wire = policy.param_dtype or torch.float32, travels_in(policy, combination[0])
-    sums = [own_sums(build, compute, each) for each in range(dist.get_world_size())]
-    model = wrapped(build, combination, mixed_precision=policy, **options)
+    compute = policy.param_dtype or torch.float32
+    wire = torch.float32 if combination[0] == "no_shard" else policy.reduce_dtype or compute
+    sums = [own_sums(compute, each) for each in range(dist.get_world_size())]
+    model = wrapped(Shared, combination, mixed_precision=policy, **options)
     with model.no_sync():
         for step, expected in enumerate(sums[rank][:-1]):
             micro_batch(model, rank, step)
-            ours = {name: param.grad for name, param in model.named_parameters()}
+            ours = dict_of_grads(model)
             assert_same(ours, expected, f"the gradient after micro-batch {step}")
             full = {name: zshard.full_tensor(grad) for name, grad in ours.items()}
             assert_same(full, expected, f"its full tensor after micro-batch {step}")
@@ -346,8 +295,9 @@ def sum_micro_batches(name, combination, build=Shared, **options):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16, reduced in fp32", "fp32, reduced in bf16"])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_micro_batches_are_summed_in_the_dtype_of_the_parameters(pool2, combination, name):
-    pool2.run(sum_micro_batches, name, combination)
+@on_ranks(2)
+def test_micro_batches_are_summed_in_the_dtype_of_the_parameters(combination, name):
+    sum_micro_batches(name, combination)
 
 
 @pytest.mark.parametrize("combination", HYBRIDS)
@@ -366,26 +316,8 @@ def test_micro_batches_over_hosts(wire):
 
 @on_ranks(2)
 def test_micro_batches_of_an_offloaded_model(tmp_path):
-    folder = str(tmp_path)
-    offload = zshard.Offload(directory=folder, grads=True)
+    offload = zshard.Offload(directory=str(tmp_path), grads=True)
     sum_micro_batches("bf16", ("full_shard", "shm"), offload=offload)
-
-
-def test_micro_batches_alone():
-    """With one rank, gradients are cast for the wire, too."""
-    for name in ("bf16", "fp16"):
-        compute, model = (
-            POLICIES[name].param_dtype,
-            FSDP(make(Shared), mixed_precision=POLICIES[name]),
-        )
-        with model.no_sync():
-            for step in range(MICRO):
-                micro_batch(model, 0, step)
-        assert_same(dict_of_grads(model), own_sums(Shared, compute, 0)[-1], "the gradients")
-
-
-def dict_of_grads(model):
-    return {name: param.grad for name, param in model.named_parameters()}
 
 
 @pytest.mark.parametrize("reduced", [None, torch.float32])
@@ -394,12 +326,9 @@ def dict_of_grads(model):
 def test_micro_batches_of_a_bfloat16_model(combination, reduced):
     """A bfloat16 model has the bits that it has without zshard."""
     rank, plain = dist.get_rank(), make(Shared).bfloat16()
-    model = FSDP(
-        make(Shared).bfloat16(),
-        strategy=combination[0],
-        transport=combination[1],
-        mixed_precision=MixedPrecision(reduce_dtype=reduced),
-    )
+    policy = MixedPrecision(reduce_dtype=reduced)
+    model = wrapped(lambda: make(Shared).bfloat16(), combination, mixed_precision=policy)
+    plain.load_state_dict(model.state_dict())
     for step in range(MICRO):
         for net in (plain, model):
             with getattr(net, "no_sync", contextlib.nullcontext)():
@@ -407,123 +336,59 @@ def test_micro_batches_of_a_bfloat16_model(combination, reduced):
         assert_same(dict_of_grads(model), dict_of_grads(plain), f"the gradient after {step}")
 
 
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, zshard.GradScaler])
-@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("combination", SHARDED)
+@pytest.mark.parametrize("order", [("linear", "norm"), ("norm", "linear")])
 @on_ranks(2)
-def test_micro_batches_with_a_loss_scale(kind, combination):
-    """A loss scale that is a power of two changes no bit."""
-    found = []
-    for scale in (1.0, 2.0**10):
-        model = wrapped(Stack, combination, mixed_precision=BF16)
-        optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), kind("cpu", init_scale=scale)
-        for step in range(MICRO):
-            with model.no_sync() if step < MICRO - 1 else contextlib.nullcontext():
-                scaler.scale(loss_of(model(floats(dist.get_rank(), step)))).backward()
-        scaler.unscale_(optimizer)
-        found.append(all_grads(model))
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == scale
-    assert_same(*found, "the scaled gradient")
-
-
-def rounded_by_wire(combination, order):
-    """Rank 0 alone has gradients: which parameters' sums are in bfloat16's range of values?"""
-    strategy, transport = combination
+def test_parameters_that_keep_their_dtype_send_it(order, combination):
+    """Rank 0 alone has gradients: only the linear layer's sums are values of bfloat16."""
     layers = {"linear": nn.Linear(WIDTH, WIDTH), "norm": nn.BatchNorm1d(WIDTH)}
-    model = FSDP(
-        nn.Sequential(OrderedDict((name, layers[name]) for name in order)),
-        strategy=strategy,
-        transport=transport,
-        mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16),
-    )
-    loss = model(floats(0)).pow(3).sum()
-    (loss * (dist.get_rank() == 0)).backward()
+    build = lambda: nn.Sequential(OrderedDict((name, layers[name]) for name in order))  # noqa: E731
+    model = wrapped(build, combination, mixed_precision=POLICIES["fp32, reduced in bf16"])
+    (model(floats(0)).pow(3).sum() * (dist.get_rank() == 0)).backward()
     sums = all_grads(model)
-    return {name: bool((each == each.bfloat16().float()).all()) for name, each in sums.items()}
+    rounded = {name: bool((each == each.bfloat16().float()).all()) for name, each in sums.items()}
+    assert rounded["linear.weight"] and not rounded["norm.weight"]
 
 
-@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_parameters_that_keep_their_dtype_send_it(pool2, combination):
-    for order in (["linear", "norm"], ["norm", "linear"]):
-        for rounded in pool2.run(rounded_by_wire, combination, order):
-            assert rounded["linear.weight"]
-            assert not rounded["norm.weight"]
-
-
-class Part(nn.Module):
+@on_ranks(2)
+def test_units_have_their_own_policies():
     """A float32 unit within a bfloat16 model."""
 
-    def __init__(self):
-        super().__init__()
-        self.block = Block(WIDTH)
-        self.exact = FSDP(nn.Linear(WIDTH, WIDTH), mixed_precision=MixedPrecision())
-        self.dtypes = ()
-
-    def forward(self, x):
-        y = self.block(x)
-        z = self.exact(y.float())
-        self.dtypes = y.dtype, z.dtype
+    def forward(model, x):
+        y = model.block(x)
+        z = model.exact(y.float())
+        model.dtypes = y.dtype, z.dtype
         return z
 
-
-def per_unit():
-    model = FSDP(Part(), mixed_precision=BF16)
+    exact = FSDP(nn.Linear(WIDTH, WIDTH), mixed_precision=MixedPrecision())
+    model = FSDP(Parts(forward, block=Block(WIDTH), exact=exact), mixed_precision=BF16)
     loss_of(model(floats(0))).backward()
-    return model.dtypes, all(p.grad is not None for p in model.parameters())
+    assert model.dtypes == (torch.bfloat16, torch.float32)
+    assert all(p.grad is not None for p in model.parameters())
 
 
-def test_units_have_their_own_policies(pool2):
-    assert pool2.run(per_unit) == [((torch.bfloat16, torch.float32), True)] * 2
-
-
-def memory_with(policy):
-    model = FSDP(
-        nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]),
-        mixed_precision=policy,
-        transport="c10d",
-    )
-    for _ in range(2):
-        model(torch.randn(4, 256)).float().square().sum().backward()
-        model.zero_grad()
-    return model.memory()
-
-
-def test_full_buffers_and_buckets_use_the_low_dtype(pool2):
-    (full, *_), (low, *_) = pool2.run(memory_with, None), pool2.run(memory_with, BF16)
+@on_ranks(2)
+def test_full_buffers_and_buckets_use_the_low_dtype():
+    held = []
+    for policy in (None, BF16):
+        layers = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+        model = FSDP(layers, mixed_precision=policy, transport="c10d")
+        for _ in range(2):
+            model(torch.randn(4, 256)).float().square().sum().backward()
+            model.zero_grad()
+        held.append(model.memory())
+    full, low = held
     assert 0.45 < low["slots"] / full["slots"] < 0.55
     assert 0.45 < low["buckets"] / full["buckets"] < 0.55
     assert low["grads"] == full["grads"]
     assert 1.45 < low["shards"] / full["shards"] < 1.55  # beside the shards, a cast copy
 
 
-def mistakes():
-    return [
-        message_of(lambda: FSDP(make(Stack), mixed_precision=torch.bfloat16), TypeError),
-        message_of(
-            lambda: FSDP(make(Stack), mixed_precision=MixedPrecision(torch.int8)), ValueError
-        ),
-        message_of(
-            lambda: FSDP(
-                make(Stack),
-                mixed_precision=MixedPrecision(torch.bfloat16, keep_low_precision_grads=True),
-            ),
-            NotImplementedError,
-        ),
-    ]
-
-
 def test_invalid_policies_are_refused():
-    first, second, third = mistakes()
-    assert "MixedPrecisionPolicy" in first
-    assert "param_dtype must be one of" in second and "torch.bfloat16" in second
-    assert "keep_low_precision_grads" in third
+    def sharded(policy):
+        return lambda: FSDP(make(Stack), mixed_precision=policy)
 
-
-def test_policies_of_torch_are_accepted():
-    from torch.distributed.fsdp import MixedPrecision as Fsdp1
-    from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2
-
-    for policy in (Fsdp1(param_dtype=torch.bfloat16), Fsdp2(param_dtype=torch.bfloat16)):
-        ours = trained(Stack, policy, ("full_shard", None))
-        assert differences(ours, reference(Stack, BF16)) == []
+    keeps = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
+    integers = (sharded(MixedPrecision(torch.int8)), ValueError, "param_dtype must be one of")
+    low = (sharded(keeps), NotImplementedError, "keep_low_precision_grads")
+    all_refused({"integers": integers, "low gradients": low})

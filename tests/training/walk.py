@@ -1,5 +1,4 @@
-"""Failures that a script catches: every place, kind, rank and continuation, and the expected
-results.
+"""Failures that a script catches: every place, kind, rank and continuation, and the right results.
 
 A cell is a short training script that raises, catches the exception and continues. It runs twice:
 on two ranks with a sharded model, and on two threads with plain models whose gradients are averaged
@@ -13,25 +12,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from groups import own_group, passing_groups
-from models import Block, loss_of, make
+from models import Block, loss_of, make, wrapped
+from scenarios import WIDTH, floats
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zshard
 from zshard import FSDP, MixedPrecision
 
-WIDTH = 9
 DEADLINE = 1.0  # seconds per wait of a cell
 
 
-# --- cells ----------------------------------------------------------------------------------------
+# --- exceptions and their places ------------------------------------------------------------------
 
 
 class Unusual(BaseException):
@@ -51,29 +52,71 @@ KINDS: dict[str, type[BaseException]] = {
     "PeerError": OfAPeer,
 }
 
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "where": (
-        "before_forward",
-        "within_forward",
-        "before_unit",
-        "after_unit",
-        "after_forward",
-        "method",
-        "before_method",
-        "first_in_backward",
-        "middle_of_backward",
-        "last_in_backward",
-        "end_of_backward",
-        "gradient_hook",
-        "recomputation",
-        "reentrant_recomputation",
-        "before_step",
-        "after_step",
-        "no_sync",
-        "accumulating",
-        "summon",
-        "save",
+
+class Planted:
+    """Raises once, where the cell specifies, and removes itself."""
+
+    def __init__(self, what):
+        self.kind = KINDS[what]
+        self.handles = []
+
+    def fail(self, *_):
+        raise self.kind("planted")
+
+    def on(self, register, hook=None, **how):
+        self.handles.append(register(hook or self.fail, **how))
+
+    def remove(self):
+        for handle in self.handles:
+            handle.remove()
+
+
+def at_the_end(planted):
+    """Return a hook that raises when the backward is over."""
+    engine = torch.autograd.Variable._execution_engine
+    return lambda *_: engine.queue_callback(planted.fail)
+
+
+def again(planted):
+    """Return a hook that raises at its second call: when the block is recomputed."""
+    calls = itertools.count()
+    return lambda *_: planted.fail() if next(calls) > 0 else None
+
+
+def nowhere(planted, script, x):
+    """`do_failing_step` raises by itself."""
+
+
+PLACES: dict[str, Callable[..., None]] = {
+    "before_forward": lambda p, s, x: p.on(s.model.register_forward_pre_hook, prepend=True),
+    "within_forward": lambda p, s, x: p.on(s.block.down.register_forward_pre_hook),
+    "before_unit": lambda p, s, x: p.on(s.block.register_forward_pre_hook),
+    "after_unit": lambda p, s, x: p.on(s.block.register_forward_hook),
+    "after_forward": lambda p, s, x: p.on(s.model.register_forward_hook),
+    "method": lambda p, s, x: p.on(s.model.head.register_forward_hook),
+    "before_method": nowhere,
+    "first_in_backward": nowhere,
+    "middle_of_backward": lambda p, s, x: p.on(s.block.up.weight.register_hook),
+    "last_in_backward": lambda p, s, x: p.on(x.register_hook),
+    "end_of_backward": lambda p, s, x: p.on(
+        s.model.blocks[0].up.weight.register_hook, at_the_end(p)
     ),
+    "gradient_hook": lambda p, s, x: p.on(s.model.head.weight.register_post_accumulate_grad_hook),
+    "recomputation": lambda p, s, x: p.on(s.block.down.register_forward_hook, again(p)),
+    "reentrant_recomputation": lambda p, s, x: p.on(s.block.down.register_forward_hook, again(p)),
+    "before_step": lambda p, s, x: p.on(s.optimizer.register_step_pre_hook),
+    "after_step": lambda p, s, x: p.on(s.optimizer.register_step_post_hook),
+    "no_sync": lambda p, s, x: p.on(s.block.up.weight.register_hook),
+    "accumulating": lambda p, s, x: p.on(s.block.up.weight.register_hook),
+    "summon": nowhere,
+    "save": lambda p, s, x: p.on(s.model.register_state_dict_pre_hook),
+}
+
+
+# --- cells ----------------------------------------------------------------------------------------
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "where": tuple(PLACES),
     "what": tuple(KINDS),
     "who": ("all", "one"),
     "then": ("train", "backward", "zero_grad", "evaluate", "save"),
@@ -121,17 +164,13 @@ def pairwise(cells: list[Cell]) -> list[Cell]:
     Greedy and deterministic: of the next few cells with new pairs, take the one with the most,
     until none has any. (Checking all each time takes seconds, and saves hardly a cell.)
     """
-    bits: dict[tuple[str, Any, str, Any], int] = {}
-    names = [field.name for field in fields(Cell)]
+    bits: dict[Any, int] = {}
     pairs_of = {}
     for cell in cells:
-        pairs = (
-            (a, getattr(cell, a), b, getattr(cell, b)) for a, b in itertools.combinations(names, 2)
-        )
+        pairs = itertools.combinations(vars(cell).items(), 2)
         pairs_of[cell] = sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs)
-    left = (1 << len(bits)) - 1
-    taken = []
-    pool = sorted(cells, key=lambda cell: hash_of(str(cell)))
+    left, taken = (1 << len(bits)) - 1, []
+    pool = sorted(cells, key=hash_of)
     while left:
         next_few = itertools.islice((cell for cell in pool if pairs_of[cell] & left), 300)
         best = max(next_few, key=lambda cell: (pairs_of[cell] & left).bit_count())
@@ -140,12 +179,9 @@ def pairwise(cells: list[Cell]) -> list[Cell]:
     return taken
 
 
-def hash_of(text: str) -> int:
+def hash_of(cell: Cell) -> int:
     """Return a sort key that is the same in each process and independent of the factors."""
-    value = 0
-    for char in text:
-        value = (value * 1000003 ^ ord(char)) & 0xFFFFFFFF
-    return value
+    return zlib.crc32(str(cell).encode())
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -154,7 +190,7 @@ def hash_of(text: str) -> int:
 class Net(nn.Module):
     """Blocks that are units; one may be checkpointed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(6))
         self.head = nn.Linear(WIDTH, 2)
@@ -163,7 +199,7 @@ class Net(nn.Module):
     def forward(self, x):
         for i, block in enumerate(self.blocks):
             if i == 1 and self.how != "plain":
-                x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
+                x = checkpoint(block, x, use_reentrant="reentrant" in self.how)
             else:
                 x = block(x)
         return self.head(x)
@@ -172,150 +208,59 @@ class Net(nn.Module):
         return self.head(self.blocks[0](x))
 
 
-def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-# --- exceptions and their places ------------------------------------------------------------------
-
-
-class Planted:
-    """Raises once, where the cell specifies, and removes itself."""
-
-    def __init__(self, cell: Cell) -> None:
-        self.kind = KINDS[cell.what]
-        self.handles: list[Any] = []
-
-    def fail(self, *_: Any) -> None:
-        raise self.kind("planted")
-
-    def on(
-        self, register: Callable[..., Any], hook: Callable[..., Any] | None = None, **how: Any
-    ) -> None:
-        self.handles.append(register(hook or self.fail, **how))
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
-def queue_failure(planted: Planted) -> Callable[..., None]:
-    def hook(*_: Any) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(planted.fail)
-
-    return hook
-
-
-def fail_again(planted: Planted) -> Callable[..., None]:
-    """Raise at the second call: when the block is recomputed."""
-    calls = itertools.count()
-
-    def hook(*_: Any) -> None:
-        if next(calls) > 0:
-            planted.fail()
-
-    return hook
-
-
 class Script:
-    """One rank's script; the two sides differ in how they build, average and read."""
+    """One rank's script; the two sides differ in how they build, average and read: each defines
+    build, forward, method, backward, no_sync, whole and parameters. link: what it needs of its
+    peer."""
 
-    def __init__(self, cell: Cell, rank: int) -> None:
-        self.cell, self.rank = cell, rank
+    def __init__(self, cell, rank, link):
+        self.cell, self.rank, self.link = cell, rank, link
         self.fails = cell.who == "all" or rank == 0
-        self.seen: list[Any] = []
+        self.seen = []
         self.build()
+        self.block = self.model.blocks[1]
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02)
 
-    model: nn.Module
+    def learn(self, step):
+        self.backward(loss_of(self.forward(floats(self.rank, step))))
 
-    def build(self) -> None:
-        raise NotImplementedError
+    def zero_grad(self):
+        if not self.cell.held:
+            self.optimizer.zero_grad()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        raise NotImplementedError
+    def train(self, step):
+        self.zero_grad()
+        self.learn(step)
+        self.optimizer.step()
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def whole(self) -> contextlib.AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def evaluate(self, step: int) -> torch.Tensor:
+    def evaluate(self, step):
         self.model.eval()
         with torch.no_grad():
-            out = self.forward(batch(0, step))
+            out = self.forward(floats(0, step))
         self.model.train()
         return out.float()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    def plant(self, planted, x):
+        PLACES[self.cell.where](planted, self, x)
 
-    def method(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
-
-    def train(self, step: int) -> None:
-        if not self.cell.held:
-            self.optimizer.zero_grad()
-        self.backward(loss_of(self.forward(batch(self.rank, step))))
-        self.optimizer.step()
-
-    def failing_step(self) -> None:
+    def failing_step(self):
         """A step in which the failing ranks raise."""
-        planted, x = Planted(self.cell), batch(self.rank, 1).requires_grad_()
+        planted, x = Planted(self.cell.what), floats(self.rank, 1).requires_grad_()
         if self.fails:
-            self.plant(self.cell.where, planted, x)
+            self.plant(planted, x)
         try:
             self.do_failing_step(x, planted)
         finally:
             planted.remove()
             self.model.how = "plain"
 
-    def plant(self, where: str, planted: Planted, x: torch.Tensor) -> None:
-        model = self.model
-        block = model.blocks[1]
-        if where == "before_forward":
-            planted.on(model.register_forward_pre_hook, prepend=True)
-        elif where == "within_forward":
-            planted.on(block.down.register_forward_pre_hook)
-        elif where == "before_unit":
-            planted.on(block.register_forward_pre_hook)
-        elif where == "after_unit":
-            planted.on(block.register_forward_hook)
-        elif where == "after_forward":
-            planted.on(model.register_forward_hook)
-        elif where == "method":
-            planted.on(model.head.register_forward_hook)
-        elif where in ("middle_of_backward", "no_sync", "accumulating"):
-            planted.on(block.up.weight.register_hook)
-        elif where == "last_in_backward":
-            planted.on(x.register_hook)
-        elif where == "end_of_backward":
-            planted.on(model.blocks[0].up.weight.register_hook, queue_failure(planted))
-        elif where == "gradient_hook":
-            planted.on(model.head.weight.register_post_accumulate_grad_hook)
-        elif "recomputation" in where:
-            planted.on(block.down.register_forward_hook, fail_again(planted))
-        elif where == "before_step":
-            planted.on(self.optimizer.register_step_pre_hook)
-        elif where == "after_step":
-            planted.on(self.optimizer.register_step_post_hook)
-        elif where == "save":
-            planted.on(model.register_state_dict_pre_hook)
-
-    def do_failing_step(self, x: torch.Tensor, planted: Planted) -> None:
+    def do_failing_step(self, x, planted):
         where, model = self.cell.where, self.model
-        if not self.cell.held:
-            self.optimizer.zero_grad()
-        if where == "recomputation":
-            model.how = "checkpointed"
-        elif where == "reentrant_recomputation":
-            model.how = "reentrant"
+        self.zero_grad()
+        if "recomputation" in where:
+            model.how = where
         elif where == "accumulating":
-            self.backward(loss_of(self.forward(batch(self.rank, 7))))
+            self.learn(7)
         elif where == "save":
             model.state_dict()
         elif where == "summon":
@@ -327,33 +272,26 @@ class Script:
         if where == "before_method" and self.fails:
             self.method(None)
         out = self.method(x) if where == "method" else self.forward(x)
-        loss = loss_of(out)
         if where == "first_in_backward" and self.fails:
             planted.on(out.register_hook)
+        with self.no_sync() if where == "no_sync" else contextlib.nullcontext():
+            self.backward(loss_of(out))
         if where == "no_sync":
-            with self.no_sync():
-                self.backward(loss)
-            self.backward(loss_of(self.forward(batch(self.rank, 8))))
-        else:
-            self.backward(loss)
+            self.learn(8)
         self.optimizer.step()
 
     def run(self) -> list[Any]:
         self.train(0)
         then = self.cell.then
-        kept = loss_of(self.forward(batch(self.rank, 5))) if then == "backward" else None
-        caught = (KINDS[self.cell.what], TypeError, AttributeError)
+        kept = loss_of(self.forward(floats(self.rank, 5))) if then == "backward" else None
         try:
             self.failing_step()
-        except caught as error:
-            if self.cell.where != "before_method" and isinstance(
-                error, (TypeError, AttributeError)
-            ):
+        except (KINDS[self.cell.what], TypeError, AttributeError) as error:
+            if self.cell.where != "before_method" and isinstance(error, TypeError | AttributeError):
                 raise
             self.seen.append("caught")
             if kept is not None:
-                if not self.cell.held:
-                    self.optimizer.zero_grad()
+                self.zero_grad()
                 self.backward(kept)
                 self.optimizer.step()
         else:
@@ -374,21 +312,14 @@ class Script:
 
 
 class Sharded(Script):
-    def __init__(self, cell: Cell, rank: int, deadline: float) -> None:
-        self.deadline = deadline
-        super().__init__(cell, rank)
-
-    def build(self) -> None:
-        precision = None
-        if self.cell.dtype == "bfloat16":
-            precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        self.model = FSDP(
-            make(Net),
+    def build(self):
+        low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        self.model = wrapped(
+            Net,
+            (self.cell.strategy, self.cell.transport),
             process_group=own_group(),
-            strategy=self.cell.strategy,
-            transport=self.cell.transport,
-            mixed_precision=precision,
-            timeout=self.deadline,
+            mixed_precision=low if self.cell.dtype == "bfloat16" else None,
+            timeout=self.link,
         )
         zshard.register_forward_method(self.model, "scores")
 
@@ -418,19 +349,12 @@ OWN_ERRORS = (zshard.DivergenceError, zshard.PeerError, zshard.PeerTimeoutError)
 def sharded(cell: Cell, deadline: float = DEADLINE) -> tuple[str, Any]:
     """Return ("seen", what the script saw), or ("error", the text of the zshard error that ended
     it)."""
-    script = None
     try:
-        script = Sharded(cell, dist.get_rank(), deadline)
-        return "seen", script.run()
-    except OfAPeer as error:  # planted, in a place without a handler
-        return "wrong", f"{type(error).__name__}: {error}"
-    except OWN_ERRORS as error:
-        return "error", f"{type(error).__name__}: {error}"
-    except RuntimeError as error:
-        kind = "error" if "call zero_grad() on all ranks" in str(error) else "wrong"
-        return kind, f"RuntimeError: {error}"
-    except BaseException as error:  # likewise
-        return "wrong", f"{type(error).__name__}: {error}"
+        return "seen", Sharded(cell, dist.get_rank(), deadline).run()
+    except BaseException as error:
+        own = isinstance(error, OWN_ERRORS) and not isinstance(error, OfAPeer)  # which is planted
+        told = isinstance(error, RuntimeError) and "call zero_grad() on all ranks" in str(error)
+        return "error" if own or told else "wrong", f"{type(error).__name__}: {error}"
 
 
 # --- the plain side -------------------------------------------------------------------------------
@@ -443,12 +367,12 @@ class Waits(Exception):
 class Average:
     """Two threads average their gradients, in the order in which they arrive."""
 
-    def __init__(self) -> None:
-        self.given: list[list[list[torch.Tensor | None]]] = [[], []]
+    def __init__(self):
+        self.given = [[], []]
         self.ended = [False, False]
         self.changed = threading.Condition()
 
-    def of(self, rank: int, mine: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def of(self, rank, mine):
         """Return the means with the other rank's values at the exchange of the same number."""
         with self.changed:
             self.given[rank].append(mine)
@@ -457,40 +381,33 @@ class Average:
             self.changed.wait_for(lambda: len(others) >= number or self.ended[1 - rank])
             if len(others) < number:
                 raise Waits
-            other = others[number - 1]
-        return [mean_of(a, b) for a, b in zip(mine, other, strict=True)]
+            sums = map(add, mine, others[number - 1])
+        return [None if each is None else each / 2 for each in sums]
 
-    def end(self, rank: int) -> None:
+    def end(self, rank):
         with self.changed:
             self.ended[rank] = True
             self.changed.notify()
 
 
-def mean_of(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    if a is None and b is None:
-        return None
-    zero = torch.zeros_like(a if a is not None else b)
-    return ((a if a is not None else zero) + (b if b is not None else zero)) / 2
+def add(a, b):
+    """Return the sum of two gradients; either may be None."""
+    return (a if b is None else b) if a is None or b is None else a + b
 
 
 class Plain(Script):
-    def __init__(self, cell: Cell, rank: int, average: Average) -> None:
-        self.average, self.syncs = average, True
-        super().__init__(cell, rank)
+    syncs, fails_late = True, False
 
-    def build(self) -> None:
+    def build(self):
         self.model = make(Net)
         self.params = dict(self.model.named_parameters())
-        self.total: dict[str, torch.Tensor | None] = {}
+        self.total = {}
 
     def call(self, x, method):
         self.restore()
         if self.cell.dtype == "float32":
             return method(x)
-        for (
-            name,
-            param,
-        ) in self.params.items():  # as param_dtype does; gradients return in float32
+        for name, param in self.params.items():  # as param_dtype does; gradients return in float32
             module, leaf = self.owner(name)
             del module._parameters[leaf]
             setattr(module, leaf, param.to(torch.bfloat16))
@@ -542,24 +459,22 @@ class Plain(Script):
         """Add new gradients to .grad. DDP's rule: accumulated gradients take part in the mean."""
         grads = [add(self.total[name], param.grad) for name, param in self.params.items()]
         if synchronize:
-            grads = self.average.of(self.rank, grads)
+            grads = self.link.of(self.rank, grads)
         for param, grad in zip(self.params.values(), grads, strict=True):
             param.grad = grad
-
-    fails_late = False
 
     def failing_step(self):
         self.restore()  # hooks go onto the parameters themselves
         super().failing_step()
 
-    def plant(self, where, planted, x):
-        if where == "gradient_hook":  # ours run when the gradient is reduced
+    def plant(self, planted, x):
+        if self.cell.where == "gradient_hook":  # ours run when the gradient is reduced
             self.fails_late = True
         else:
-            super().plant(where, planted, x)
+            super().plant(planted, x)
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self):
         self.syncs = False
         try:
             yield
@@ -574,48 +489,36 @@ class Plain(Script):
         return {name: t.detach().clone() for name, t in self.params.items()}
 
 
-def add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    if a is None or b is None:
-        return a if b is None else b
-    return a + b
-
-
 def plain(cell: Cell) -> list[tuple[str, Any]]:
     """Return what two ranks of DDP see: ("seen", ...), ("waits", None), or ("error", ...)."""
     average = Average()
-    results: list[tuple[str, Any]] = [("error", "did not run")] * 2
-
     scripts = [Plain(cell, rank, average) for rank in range(2)]
 
-    def rank_of(rank: int) -> None:
+    def run(rank: int) -> tuple[str, Any]:
         try:
-            results[rank] = "seen", scripts[rank].run()
+            return "seen", scripts[rank].run()
         except Waits:
-            results[rank] = "waits", None
+            return "waits", None
         except BaseException as error:
-            results[rank] = "error", f"{type(error).__name__}: {error}"
+            return "error", f"{type(error).__name__}: {error}"
         finally:
             average.end(rank)
 
-    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(run, range(2)))
 
 
 # --- verdict --------------------------------------------------------------------------------------
 
 
-def difference(a: Any, b: Any, tolerance: float) -> str | None:
-    if isinstance(a, torch.Tensor):
-        gap = float((a.double() - b.double()).abs().max()) if a.shape == b.shape else float("inf")
-        return None if gap <= tolerance else f"by {gap:.2g}"
-    if isinstance(a, dict):
-        gaps = [f"{k} {d}" for k in a if (d := difference(a[k], b[k], tolerance))]
-        return ", ".join(gaps[:3]) or None
-    return None if a == b else f"{a!r} instead of {b!r}"
+def difference(a: Any, b: Any, tolerance: float) -> str:
+    if isinstance(a, str):
+        return "" if a == b else f"{a!r} instead of {b!r}"
+    try:
+        torch.testing.assert_close(a, b, rtol=0.0, atol=tolerance, check_dtype=False)
+    except AssertionError as error:
+        return str(error)
+    return ""
 
 
 def verdict(cell: Cell, ours: list[tuple[str, Any]], theirs: list[tuple[str, Any]]) -> str | None:
@@ -638,7 +541,6 @@ def verdict(cell: Cell, ours: list[tuple[str, Any]], theirs: list[tuple[str, Any
         if waits[rank]:
             return f"rank {rank}: no error, where DDP waits for ever"
         for i, (a, b) in enumerate(zip(ours[rank][1], theirs[rank][1], strict=True)):
-            gap = difference(a, b, tolerance)
-            if gap:
+            if gap := difference(a, b, tolerance):
                 return f"rank {rank}, look {i}: {gap}"
     return None

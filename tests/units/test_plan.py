@@ -3,17 +3,33 @@ areas.
 
 The plan (csrc/engine/plan.h) simulates a step, and the real step verifies it: afterwards slots and
 buckets have as many bytes as before, and nothing has been mapped.
+
+Forward kernels see strides, so a forward is bit-identical to DDP's if it sees the strides from
+before wrapping. Shards, state dicts and files are row-major in any case.
 """
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from groups import mesh_of
-from models import CASES, COMBINATIONS, Block, Nested, Net, loss_of, make, wrapped
+from models import (
+    CASES,
+    COMBINATIONS,
+    Block,
+    Case,
+    Conv,
+    Nested,
+    Net,
+    ddp,
+    loss_of,
+    make,
+    wrapped,
+)
+from rows import all_rows
+from scenarios import unit_of, units_of
 from spawn import on_ranks
 from torch import nn
 
@@ -31,7 +47,7 @@ PARTS = ("shards", "kept", "grads", "slots", "buckets")
 
 
 def engine_of(model):
-    return model._zshard_state.unit.engine
+    return unit_of(model).engine
 
 
 def parts_of(held):
@@ -40,84 +56,64 @@ def parts_of(held):
 
 def gives_away(model):
     """Are its gradients full ones, which belong to the script?"""
-    unit = unit_of(model)
-    return unit.strategy == "no_shard" or dist.get_world_size() == 1
+    return unit_of(model).strategy == "no_shard" or dist.get_world_size() == 1
 
 
-def step(model, case, number, optimizer=None):
+def case_of(name, combination, **options):
+    case = CASES[name]
+    return wrapped(case.make, combination, auto_wrap_policy=case.policy, **options)
+
+
+def step(model, case, number):
     model.zero_grad()  # first: gradients are there afterwards
     loss_of(model(case.batch(number, dist.get_rank()))).backward()
-    if optimizer is not None:
-        optimizer.step()
 
 
-def differences(model, case, steps=5):
-    """Return where the prediction, the memory after wrapping, and the memory after each step are
-    not equal; and how often memory was mapped in these steps."""
+def check_plan(model, case, steps=5):
+    """The prediction, the memory after wrapping, and the memory after each step are equal; and none
+    is mapped in these steps."""
     engine = engine_of(model)
     model.zero_grad()
     wanted, before = parts_of(engine.predict(False)), _core.mappings()
     if gives_away(model):
         wanted["grads"] = 0
-    found = [f"after wrapping: {parts_of(engine.memory())}, not {wanted} without gradients"]
-    found *= parts_of(engine.memory()) != {**wanted, "grads": 0}
+    assert parts_of(engine.memory()) == {**wanted, "grads": 0}, "after wrapping"
     spare = spare_of(model)
     for number in range(steps):
         step(model, case, number)
         held = parts_of(engine.memory())
         if spare and wanted["buckets"] < held["buckets"] <= wanted["buckets"] + spare:
             before, spare, wanted = before + 1, 0, {**wanted, "buckets": held["buckets"]}
-        if held != wanted:
-            found.append(f"after step {number + 1}: {held}, not {wanted}")
-    if _core.mappings() != before:
-        found.append(f"memory was mapped {_core.mappings() - before} times")
-    return found
+        assert held == wanted, f"after step {number + 1}"
+    assert _core.mappings() == before
 
 
 def spare_of(model):
     """Return the bytes of one bucket over shm, where a rank takes a third one when all wait for
     each other, which happens occasionally on a loaded machine."""
-    state = model._zshard_state
-    if state.comms.all.transport != "shm":
+    if model._zshard_state.comms.all.transport != "shm":
         return 0
-    return max(-(-u.bytes["bucket"] // 4096) * 4096 for u in map(unit_of, FSDP.fsdp_modules(model)))
-
-
-def unit_of(model):
-    return model._zshard_state.unit
-
-
-def all_differences(name, precision):
-    case, found = CASES[name], {}
-    for combination in COMBINATIONS:
-        for options in PREFETCH:
-            model = wrapped(
-                case.make,
-                combination,
-                auto_wrap_policy=case.policy,
-                mixed_precision=precision,
-                **options,
-            )
-            wrong = differences(model, case)
-            if wrong:
-                found[(*combination, str(options))] = wrong
-    return found
+    return max(-(-unit.bytes["bucket"] // 4096) * 4096 for unit in units_of(model))
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("name", ["net", "tied", "conv", "frozen", "attention", "one unit"])
-def test_steps_use_exactly_the_reserved_memory(pool2, name, precision):
+@on_ranks(2)
+def test_steps_use_exactly_the_reserved_memory(name, precision):
     """Nested units, tied weights, frozen ones; each strategy, transport and kind of prefetch."""
-    assert pool2.run(all_differences, name, precision) == [{}, {}]
+    with all_rows() as row:
+        for combination in COMBINATIONS:
+            for options in PREFETCH:
+                with row(combination, options):
+                    model = case_of(name, combination, mixed_precision=precision, **options)
+                    check_plan(model, CASES[name])
 
 
 @on_ranks(3)
 def test_three_ranks():
-    name = "net"
-    case = CASES[name]
-    models = [wrapped(case.make, each, auto_wrap_policy=case.policy) for each in COMBINATIONS]
-    assert [differences(model, case, steps=3) for model in models] == [[]] * len(COMBINATIONS)
+    for combination in COMBINATIONS:
+        check_plan(case_of("net", combination), CASES["net"], steps=3)
 
 
 @pytest.mark.sampled(5)
@@ -127,87 +123,62 @@ def test_three_ranks():
 @on_ranks(2)
 def test_optimizer_in_backward(name, combination, precision):
     """The same where gradients borrow slots, and the memory once the handle is removed."""
-    case = CASES[name]
-    model = wrapped(case.make, combination, auto_wrap_policy=case.policy, mixed_precision=precision)
+    case, model = CASES[name], case_of(name, combination, mixed_precision=precision)
     usual = parts_of(engine_of(model).predict(False))
     usual["grads"] *= not gives_away(model)
     handle = model.optimizer_in_backward(zshard.SGD(model.parameters(), lr=0.01))
     step(model, case, 0)  # the reservation is updated at the start of a pass
-    found = differences(model, case)
-    borrowed = engine_of(model).memory()["grads"]
+    check_plan(model, case)
+    assert engine_of(model).memory()["grads"] == 0
     handle.remove()
     step(model, case, 0)
     assert parts_of(engine_of(model).memory()) == usual
-    found = found, borrowed
-    assert found == ([], 0)
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
 def test_units_wrapped_one_by_one(transport):
-    case, model = CASES["net"], make(Net)
+    model = make(Net)
     for module in reversed(list(model.modules())):
         if isinstance(module, Block | Nested):
             FSDP(module, transport=transport, auto_wrap_policy=None)
     FSDP(model, transport=transport, auto_wrap_policy=None)
-    assert differences(model, case) == []
+    check_plan(model, CASES["net"])
 
 
-class Twice(nn.Module):
+def twice():
     """One block runs twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(7) for _ in range(3))
-        self.again = self.blocks[0]
-
-    def forward(self, x):
-        for block in [*self.blocks, self.again]:
-            x = block(x)
-        return x
+    blocks = [Block(7) for _ in range(3)]
+    return nn.Sequential(*blocks, blocks[0])
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_module_that_runs_twice(combination):
-    model = wrapped(Twice, combination, auto_wrap_policy={Block})
-    assert differences(model, CASES["mlp"]) == []
+    model = wrapped(twice, combination, auto_wrap_policy={Block})
+    check_plan(model, CASES["mlp"])
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
 @on_ranks(4)
 def test_hybrids(strategy, transport):
-    case = CASES["net"]
-    model = FSDP(
-        make(case.make),
-        strategy=strategy,
-        transport=transport,
-        device_mesh=mesh_of(2, 2),
-        auto_wrap_policy=case.policy,
-    )
-    assert differences(model, case, steps=3) == []
+    options = {"device_mesh": mesh_of(2, 2)}
+    check_plan(case_of("net", (strategy, transport), **options), CASES["net"], steps=3)
 
 
-def after_a_change(transport):
-    """Return differences where reshard_after_forward changes; bytes in slots before, after, and
-    after changing it back."""
-    case, found, slots = CASES["net"], [], []
-    model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy=case.policy)
-    for whole in (True, False, True):
-        model.set_reshard_after_forward(whole)
-        step(model, case, 0)
-        found += differences(model, case, steps=2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_changing_settings(transport):
+    """Where reshard_after_forward changes, slots that are no longer needed are freed."""
+    model, slots = case_of("net", ("full_shard", transport)), []
+    for reshards in (True, False, True):
+        model.set_reshard_after_forward(reshards)
+        step(model, CASES["net"], 0)
+        check_plan(model, CASES["net"], steps=2)
         slots.append(engine_of(model).memory()["slots"])
-    return found, slots
-
-
-def test_changing_settings(pool2):
-    for found, (before, during, after) in pool2.run(after_a_change, "c10d"):
-        assert found == []
-        assert before == after < during  # memory that is no longer needed is freed
-    for found, slots in pool2.run(after_a_change, "shm"):
-        assert (found, slots) == ([], [0, 0, 0])
+    before, during, after = slots
+    assert before == after < during if transport == "c10d" else slots == [0, 0, 0]
 
 
 class Backwards(Net):
@@ -223,52 +194,126 @@ class Backwards(Net):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_different_forward_order(combination):
-    """A model whose forward is not in the order of its modules has the plain one's loss, and the
-    same memory after each step."""
-    losses = []
-    plain = make(Backwards)
+    """The model has the plain one's loss, and the same memory after each step."""
+    case, losses, held = CASES["net"], [], []
     model = wrapped(Backwards, combination, auto_wrap_policy={Block, nn.Embedding})
-    for each in (plain, model):
-        loss = loss_of(each(CASES["net"].batch(0, 0)))
+    for each in (make(Backwards), model):
+        loss = loss_of(each(case.batch(0, 0)))
         loss.backward()
         losses.append(loss.item())
-    held = []
     for number in range(3):
-        step(model, CASES["net"], number)
+        step(model, case, number)
         held.append(engine_of(model).memory())
     assert losses[0] == losses[1]
     assert held[0] == held[-1]
 
 
-def alone(precision):
+@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
+def test_single_rank(precision):
     model = FSDP(make(Net), mixed_precision=precision, auto_wrap_policy={Block})
     engine, before = engine_of(model), None
     wanted = parts_of(engine.predict(False))
     for number in range(3):
         loss_of(model(CASES["net"].batch(number, 0))).backward()
         before = before or _core.mappings()
-    return wanted, parts_of(engine.peak()), _core.mappings() - before
-
-
-@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
-def test_single_rank(precision):
-    wanted, held, mapped = alone(precision)
-    assert wanted == held
-    assert mapped == 0
+    held = parts_of(engine.peak())
+    assert wanted == held and _core.mappings() == before
     assert (held["buckets"] > 0) == (precision is not None)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_evaluation_needs_no_more_memory(combination):
-    """Return how often forwards without gradients, in no particular place, map memory."""
-    case = CASES["net"]
-    model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
+    """Forwards without gradients, in no particular place, map none."""
+    case, model = CASES["net"], case_of("net", combination)
     before = _core.mappings()
     for number in range(4):
-        no_grad = torch.no_grad() if number % 2 == 0 else contextlib.nullcontext()
-        with no_grad:
+        with torch.set_grad_enabled(number % 2 == 1):
             loss = loss_of(model(case.batch(number, dist.get_rank())))
         if loss.requires_grad:
             loss.backward()
-    assert _core.mappings() - before == 0
+    assert _core.mappings() == before
+
+
+# --- parameters with another dimension order in memory: channels_last, transposed -----------------
+
+SEEN: dict[str, tuple[int, ...]] = {}
+
+
+class Seeing(nn.Module):
+    """Records the strides that a forward sees; transposed weights, and a convolution of one
+    pixel."""
+
+    def __init__(self):
+        super().__init__()
+        self.point, self.conv = nn.Conv2d(3, 3, 1), Conv()
+        self.conv.head.weight = nn.Parameter(torch.randn(5, 3).t())
+
+    def forward(self, x):
+        SEEN.update({name: param.stride() for name, param in self.named_parameters()})
+        return self.conv(self.point(x))
+
+
+def last():
+    return make(Seeing).to(memory_format=torch.channels_last)
+
+
+CASE = Case(last, lambda generator: torch.randn(4, 3, 7, 7, generator=generator))
+
+
+def run(model, optimizer):
+    """Return losses of steps, one of them with accumulation, and an evaluation's result."""
+    rank, results = dist.get_rank(), []
+    for step in range(3):
+        optimizer.zero_grad()
+        if step == 1:
+            with model.no_sync():
+                loss_of(model(CASE.batch(7, rank))).backward()
+        loss = loss_of(model(CASE.batch(step, rank)))
+        loss.backward()
+        optimizer.step()
+        results.append(loss.item())
+    with torch.no_grad():
+        return [*results, model.eval()(CASE.batch(9, rank)).sum().item()]
+
+
+STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard", "hybrid_shard", "hybrid_full")
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_forward_sees_the_plain_models_strides(strategy, transport):
+    """Numbers, strides and the optimizer's state are DDP's."""
+    plain = last()
+    reference = ddp(plain)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    losses = run(reference, theirs)
+    strides = {name: param.stride() for name, param in plain.named_parameters()}
+    options = {"device_mesh": mesh_of(1, 2)} if strategy.startswith("hybrid") else {}
+    model = FSDP(last(), strategy=strategy, transport=transport, auto_wrap_policy=None, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    assert_same(run(model, optimizer), losses, "the losses")
+    assert_same(SEEN, strides, "strides in forward")
+    # BatchNorm's buffers are each rank's own in both
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
+    states = (each.state_dict()["state"] for each in (optimizer, theirs))
+    assert_same(*states, "the optimizer's state")
+    with FSDP.summon_full_params(model), torch.no_grad():
+        summoned = {name: param.stride() for name, param in model.named_parameters()}
+        assert_same(summoned, strides, "summoned strides")
+        for each in (model, plain):
+            each.conv.stages[0][0].weight[:, 1] *= 2
+    assert_same(model.state_dict(), plain.state_dict(), "the state after a write")
+    model.load_state_dict(last().state_dict())
+    assert_same(model.state_dict(), last().state_dict(), "the loaded state")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("precision", [None, zshard.MixedPrecision(torch.bfloat16)], ids=str)
+@on_ranks(2)
+def test_predicted_slots(transport, precision):
+    options = {"transport": transport, "mixed_precision": precision}
+    check_plan(FSDP(last(), auto_wrap_policy={nn.Conv2d}, **options), CASE, steps=3)

@@ -8,12 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
-from models import ddp, differences, make
-from scenarios import loss_of
-from spawn import ranks
+from models import Case, Parts, loss_of
+from scenario import Scenario
+from spawn import on_ranks
 from torch import nn
-
-from zshard import FSDP
 
 DEPTH = 8
 WIDTH = 64
@@ -21,21 +19,18 @@ PAGE = 4096
 SLOT = -(-4 * (WIDTH * WIDTH + WIDTH) // PAGE) * PAGE  # bytes of a layer's full buffer
 
 
-class Adapted(nn.Module):
-    """A frozen layer, which is the unit, beside a trainable adapter in the root."""
+def adapted():
+    """Frozen layers, which are the units, beside trainable adapters in the root."""
 
-    def __init__(self):
-        super().__init__()
-        self.body = nn.ModuleList(
-            nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(DEPTH)
-        )
-        self.down = nn.ParameterList(torch.randn(WIDTH, 2) / 8 for _ in range(DEPTH))
-        self.up = nn.ParameterList(torch.randn(2, WIDTH) / 8 for _ in range(DEPTH))
-
-    def forward(self, x):
-        for layer, down, up in zip(self.body, self.down, self.up, strict=True):
+    def forward(model, x):
+        for layer, down, up in zip(model.body, model.down, model.up, strict=True):
             x = torch.tanh(layer(x) + x @ down @ up)
         return x
+
+    body = (nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(DEPTH))
+    down = nn.ParameterList(torch.randn(WIDTH, 2) / 8 for _ in range(DEPTH))
+    up = nn.ParameterList(torch.randn(2, WIDTH) / 8 for _ in range(DEPTH))
+    return Parts(forward, body=nn.ModuleList(body), down=down, up=up)
 
 
 class Inside(nn.Module):
@@ -73,30 +68,14 @@ class Passing(nn.Module):
         return y, y if first is None else first
 
 
-class Shared(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Passing() for _ in range(DEPTH))
-
-    def forward(self, x):
+def shared():
+    def forward(model, x):
         first = None
-        for block in self.blocks:
+        for block in model.blocks:
             x, first = block(x + (0 if first is None else first), first)
         return x + first
 
-
-class Skipping(nn.Module):
-    """A layer in the middle of the model that no forward uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-
-    def forward(self, x):
-        for i, layer in enumerate(self.layers):
-            if i != DEPTH // 2:
-                x = torch.tanh(layer(x))
-        return x
+    return Parts(forward, blocks=nn.ModuleList(Passing() for _ in range(DEPTH)))
 
 
 def stack_of(kind):
@@ -104,71 +83,47 @@ def stack_of(kind):
 
 
 MODELS = {
-    "adapters in the root": (Adapted, {nn.Linear}),
+    "adapters in the root": (adapted, {nn.Linear}),
     "adapters inside": (stack_of(Inside), {Inside}),
     "used in part": (stack_of(Partly), {Partly}),
-    "passing on": (Shared, {Passing}),
-    "one unused": (Skipping, {nn.Linear}),
+    "passing on": (shared, {Passing}),
 }
 
 
-def batch(step=0):
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(3, WIDTH, generator=generator)
-
-
-def trained(model, parallel):
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(parallel(batch(step))).backward()
-        optimizer.step()
-    return model.state_dict()
-
-
-def compare(name):
-    """Return (what differs from DDP, bytes of the slots, of the buckets)."""
+def scenario_of(name, transport="c10d"):
     build, policy = MODELS[name]
-    plain = make(build)
-    expected = trained(plain, ddp(plain, find_unused_parameters=True))
-    model = FSDP(make(build), transport="c10d", auto_wrap_policy=policy)
-    ours = trained(model, model)
-    memory = model.memory()
-    return differences(ours, expected), memory["slots"], memory["buckets"]
+    draw = lambda generator: torch.randn(3, WIDTH, generator=generator)  # noqa: E731
+    case = Case(build, draw, policy, unused=True)
+    return Scenario(case, ("full_shard", transport), "zshard.SGD")
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(2)
+def test_two_ranks_are_bit_identical_to_ddp(name, transport):
+    scenario_of(name, transport).same()
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_are_bit_identical_to_ddp(pool2, name):
-    assert [wrong for wrong, *_ in pool2.run(compare, name)] == [[], []]
-
-
-@ranks(2, 3)
-@pytest.mark.parametrize("name", MODELS)
-def test_at_most_two_full_buffers_and_buckets(pool, name):
+@on_ranks(2, 3)
+def test_at_most_two_full_buffers_and_buckets(name):
     """DEPTH units pass: the peak of an all-frozen body with adapters, among others."""
+    memory = scenario_of(name).sharded(3).model.memory()
     params = {"adapters inside": 2, "used in part": 2}.get(name, 1)  # of a layer's size, in a unit
     root = SLOT if name == "adapters in the root" else 0
-    for _, slots, buckets in pool.run(compare, name):
-        assert 0 < slots <= 2 * params * SLOT + root
-        assert 0 < buckets <= 2 * params * SLOT + root
+    for part in ("slots", "buckets"):
+        assert 0 < memory[part] <= 2 * params * SLOT + root
 
 
-def gathers_of(name):
-    """Return gathers in forward and in backward, and exchanges of gradients."""
-    build, policy = MODELS[name]
-    model = FSDP(make(build), transport="c10d", auto_wrap_policy=policy)
-    loss_of(model(batch())).backward()
+@pytest.mark.parametrize("name", ["passing on", "used in part"])
+@on_ranks(2)
+def test_each_unit_takes_one_gather_and_one_round(name):
+    """Also where a result passes through it, or a part of it is used."""
+    training = scenario_of(name).sharded(1)
     with Collectives() as forward:
-        loss = loss_of(model(batch()))
+        loss = loss_of(training.model(training.scenario.case.batch(1, training.rank)))
     with Collectives() as backward:
         loss.backward()
-    return forward.gathers, backward.gathers, backward.scatters
-
-
-def test_passed_through_results_cause_no_gather(pool2):
-    assert pool2.run(gathers_of, "passing on") == [(DEPTH, DEPTH - 1, DEPTH)] * 2
-
-
-def test_partly_used_unit_takes_one_round(pool2):
-    expected = (DEPTH, DEPTH - 1, DEPTH)
-    assert pool2.run(gathers_of, "used in part") == [expected] * 2
+    found = forward.gathers, backward.gathers, backward.scatters
+    assert found == (DEPTH, DEPTH - 1, DEPTH)

@@ -7,43 +7,48 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from models import TRANSPORTS, differences, make
+from compare import assert_same
+from models import TRANSPORTS, loss_of, make
 from scenarios import (
     Stack,
+    check_mean_grads,
     floats,
     forward_backward,
-    loss_of,
     message_of,
     over,
     stack,
     unit_of,
+    whole,
     whole_grads,
-    wrong_grads,
-    wrong_in,
 )
-from spawn import on_ranks, ranks
+from spawn import on_ranks
 
 import zshard
 from zshard import _core
+
+EACH_TRANSPORT = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+def stack_over(transport):
+    with over(transport):
+        return stack()
 
 
 @contextlib.contextmanager
 def in_backward(model, action):
     """Make forwards inside run `action(grad)` during their backwards."""
-    first = model.blocks[0]
-    handle = first.norm.register_forward_hook(
-        lambda m, args, out: (out.register_hook(action), out)[1]
-    )
+    norm = model.blocks[0].norm
+    handle = norm.register_forward_hook(lambda m, args, out: (out.register_hook(action), out)[1])
     yield
     handle.remove()
 
 
-def wrong_in_a_step(model, other):
-    """Return the gradients of a forward and a backward of `model` that differ from those of
-    `other`."""
+def check_a_step(model, other):
+    """A step of `model` has the gradients of `other`, which nothing has happened to."""
     for net in (model, other):
+        net.zero_grad()
         forward_backward(net, dist.get_rank())
-    return wrong_grads(whole_grads(model), whole_grads(other))
+    assert_same(whole_grads(model), whole_grads(other), "the gradients")
 
 
 def hold(*modules):
@@ -121,124 +126,107 @@ def held_in_a_forward(model, rank):
 
 
 @pytest.mark.parametrize(
-    ("run", "exact"),
+    "run",
     [
-        (held_through_a_step, True),
-        (penalty_of_a_held_weight, True),
-        (held_between_forward_and_backward, True),
-        (only_outside_of_forward, True),
-        (held_for_the_second_of_two, False),
-        (unsharded_and_resharded, True),
-        (resharded_before_the_backward, True),
-        (held_in_no_sync, True),
-        (held_in_a_forward, True),
+        held_through_a_step,
+        penalty_of_a_held_weight,
+        held_between_forward_and_backward,
+        only_outside_of_forward,
+        held_for_the_second_of_two,
+        unsharded_and_resharded,
+        resharded_before_the_backward,
+        held_in_no_sync,
+        held_in_a_forward,
     ],
 )
-def test_gradients_are_correct_around_unshard(pool2, run, exact):
-    assert pool2.run(wrong_in, Stack, run, exact) == [{}, {}]
+@on_ranks(2)
+def test_gradients_are_correct_around_unshard(run):
+    check_mean_grads(Stack, run, run is not held_for_the_second_of_two)
 
 
-@ranks(3, 4)
-def test_gradients_are_correct_on_more_ranks(pool):
-    assert pool.run(wrong_in, Stack, penalty_of_a_held_weight, False) == [{}] * pool.world
+@on_ranks(3, 4)
+def test_gradients_are_correct_on_more_ranks():
+    check_mean_grads(Stack, penalty_of_a_held_weight, False)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@EACH_TRANSPORT
 @on_ranks(2)
 def test_unit_stays_unsharded_until_reshard_or_the_end_of_backward(transport):
-    """Return whose parameters are unsharded: before, in between, over forwards, afterwards; and
-    what differs in their values."""
-    plain = dict(make(Stack).named_parameters())
-    with over(transport):
-        model = stack()
+    plain, model = dict(make(Stack).named_parameters()), stack_over(transport)
     inner = model.blocks[0]
-    mine = [name for name in plain if name.startswith("blocks.0.")]
+    matrices = ["blocks.0.up.weight", "blocks.0.down.weight"]
 
-    def whole():
+    def unsharded():
         now = dict(model.named_parameters())
         return [n for n in plain if now[n].shape == plain[n].shape and plain[n].dim() > 1]
 
-    found = [whole()]
-    handle = inner.unshard(async_op=True)
-    handle.wait()
+    assert unsharded() == []
+    inner.unshard(async_op=True).wait()
     assert inner.unshard() is None  # a second time
-    ours = dict(model.named_parameters())
-    wrong = differences({n: ours[n] for n in mine}, {n: plain[n] for n in mine})
-    found.append(whole())
+    ours = {f"blocks.0.{name}": param for name, param in inner.named_parameters()}
+    assert_same(ours, {name: plain[name] for name in ours}, "the full parameters")
+    assert unsharded() == matrices
     with torch.no_grad():
         model(floats(0))
         inner(floats(0))
-    found.append(whole())
+    assert unsharded() == matrices
     inner.reshard()
     inner.reshard()
-    found.append(whole())
+    assert unsharded() == []
     inner.unshard()
     forward_backward(model, 0)
-    found.append(whole())
-    matrices = [n for n in mine if plain[n].dim() > 1]
-    assert found == [[], matrices, matrices, [], []]
-    assert wrong == []
-    assert not (_core.has_held_units())
+    assert unsharded() == [] and not _core.has_held_units()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@EACH_TRANSPORT
 @on_ranks(2)
 def test_step_of_unsharded_parameters_is_refused(transport):
-    """Return (messages of steps that would be lost, what differs from a model without
-    unshard())."""
-    with over(transport):
-        model, other = stack(), stack()
-    rank, messages = dist.get_rank(), []
+    """It would be lost. After reshard() it is that of a model without unshard()."""
+    models = stack_over(transport), stack_over(transport)
+    block = models[0].blocks[1]
     for cls in (zshard.AdamW, torch.optim.SGD):
-        optimizers = [cls(net.parameters(), lr=0.1) for net in (model, other)]
-        for net in (model, other):
-            forward_backward(net, rank)
-        model.blocks[1].unshard()
-        messages.append(message_of(optimizers[0].step, RuntimeError))
-        model.blocks[1].reshard()
+        optimizers = [cls(net.parameters(), lr=0.1) for net in models]
+        for net in models:
+            forward_backward(net, dist.get_rank())
+        block.unshard()
+        message = message_of(optimizers[0].step, RuntimeError)
+        assert "'blocks.1'" in message and "reshard()" in message
+        block.reshard()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    wrong = differences(model.state_dict(), other.state_dict())
-    assert wrong == []
-    for message in messages:
-        assert "'blocks.1'" in message and "reshard()" in message
+    assert_same(*(net.state_dict() for net in models), "the state")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@EACH_TRANSPORT
 @on_ranks(2)
 def test_changes_while_unsharded_are_errors(transport):
-    with over(transport):
-        model, other = stack(), stack()
-    block, rank = model.blocks[0], dist.get_rank()
+    model, other = stack_over(transport), stack_over(transport)
+    block = model.blocks[0]
     block.unshard()
     with torch.no_grad():
         block.up.weight.add_(1)
     messages = [message_of(block.reshard, RuntimeError)]
     block.unshard()
     block.up.weight.data = torch.zeros_like(block.up.weight)
-    messages.append(message_of(lambda: model(floats(rank)), RuntimeError))
+    messages.append(message_of(lambda: model(floats(0)), RuntimeError))
     messages.append(message_of(block.reshard, RuntimeError))
-    wrong = wrong_in_a_step(model, other)
-    assert wrong == []
+    check_a_step(model, other)
     for message in messages:
         assert "up.weight" in message
         assert "unshard()" in message or "while it was unsharded" in message
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@EACH_TRANSPORT
 @on_ranks(2)
 def test_unshard_and_reshard_at_the_wrong_moment(transport):
     """reshard() in the unit's own forward, both in a backward, and a state_dict there: errors,
     after which training continues."""
-    with over(transport):
-        model, other = stack(), stack()
-    rank, messages = dist.get_rank(), []
-    block = model.blocks[1]
+    model, other = stack_over(transport), stack_over(transport)
+    rank, messages, block = dist.get_rank(), [], model.blocks[1]
 
     def note(*actions):
-        for action in actions:
-            messages.append(message_of(action, RuntimeError))
+        messages.extend(message_of(action, RuntimeError) for action in actions)
 
     inside = block.norm.register_forward_hook(lambda *_: note(block.reshard))
     with in_backward(model, lambda grad: note(block.unshard, block.reshard, model.state_dict)):
@@ -251,64 +239,52 @@ def test_unshard_and_reshard_at_the_wrong_moment(transport):
             torch.optim.SGD(net.parameters(), lr=0.1).step()
             net.zero_grad()
             loss_of(net(floats(rank, number))).backward()
-    (forward, unshard, reshard, save) = messages
-    wrong = differences(model.state_dict(), other.state_dict())
-    assert wrong == []
+    assert_same(model.state_dict(), other.state_dict(), "the state")
+    forward, unshard, reshard, save = messages
     assert "'blocks.1' was called during its own forward" in forward
     assert "during a backward" in unshard and "during a backward" in save
     assert "'blocks.1' was called during a backward" in reshard
 
 
-def bytes_while_held(transport):
-    with over(transport):
-        model = stack()
+@EACH_TRANSPORT
+@on_ranks(2)
+def test_unsharded_unit_takes_its_full_size(transport):
+    """Over c10d it has a slot from earlier forwards."""
+    model, slots = stack_over(transport), []
     forward_backward(model, 0)
-    before = model.memory()["slots"]
-    model.blocks[0].unshard()
-    during = model.memory()["slots"]
-    model.blocks[0].reshard()
-    return before, during, model.memory()["slots"], unit_of(model.blocks[0]).bytes["full"]
+    for change in (lambda: None, model.blocks[0].unshard, model.blocks[0].reshard):
+        change()
+        slots.append(model.memory()["slots"])
+    full = unit_of(model.blocks[0]).bytes["full"]
+    assert slots == ([0, full, 0] if transport == "shm" else [slots[0]] * 3)
+    assert transport == "shm" or slots[0] >= full
 
 
-def test_unsharded_unit_takes_its_full_size(pool2):
-    for before, during, after, full in pool2.run(bytes_while_held, "shm"):
-        assert before == after == 0 and during == full
-    for before, during, after, full in pool2.run(bytes_while_held, "c10d"):
-        assert before == during == after >= full  # a slot from earlier forwards
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@EACH_TRANSPORT
 @on_ranks(2)
 def test_state_dict_and_freeing_of_an_unsharded_unit(transport):
-    with over(transport):
-        model = stack()
-    state = {name: value + 1 for name, value in model.state_dict().items()}
+    model = stack_over(transport)
+    before = whole(model)
     model.blocks[0].unshard()
-    saved = differences({k: v + 1 for k, v in model.state_dict().items()}, state)
+    assert_same(model.state_dict(), before, "the state dict")
+    state = {name: value + 1 for name, value in before.items()}
     model.load_state_dict(state)
-    wrong = differences(model.state_dict(), state)
+    assert_same(model.state_dict(), state, "the loaded state")
     model.blocks[0].unshard()
-    held = _core.has_held_units()
+    assert _core.has_held_units()
     del model
-    assert saved == []
-    assert wrong == []
-    assert held
-    assert not (_core.has_held_units())
+    assert not _core.has_held_units()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@EACH_TRANSPORT
 @on_ranks(2)
 def test_failed_backward_reshards(transport):
     """A backward that raises on all ranks reshards as well."""
-    with over(transport):
-        model, other = stack(), stack()
-    rank = dist.get_rank()
+    model, other = stack_over(transport), stack_over(transport)
     model.blocks[0].unshard()
     with in_backward(model, lambda grad: 1 // 0):
-        out = model(floats(rank))
-    with contextlib.suppress(ZeroDivisionError):
+        out = model(floats(dist.get_rank()))
+    with pytest.raises(ZeroDivisionError):
         loss_of(out).backward()
-    held = _core.has_held_units()
-    model.zero_grad()
-    assert not (held)
-    assert wrong_in_a_step(model, other) == []
+    assert not _core.has_held_units()
+    check_a_step(model, other)
