@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.slices [--library fsdp2]
 
-Each function of tests/guard/situations.py runs on a plain model and on a sharded one with the same
+Each piece of code of tests/guard/situations.py runs on a plain model and on a sharded one with the same
 values and gradients. "right": what it returns and leaves in the model is the same. "wrong": it is
 not, and nothing was raised. Else the exception's class. It is no measurement of time.
 """
@@ -117,7 +117,7 @@ def verdict(situation: Callable[[nn.Module], Any], wrap: Wrap) -> str:
 
 def joined(name: str, wrap: Wrap) -> str:
     """What all ranks say together: an exception of one, or wrong on one, counts."""
-    mine = verdict(getattr(situations, name), wrap)
+    mine = verdict({**situations.RIGHT, **situations.REFUSED}[name], wrap)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     raised = [each for each in everyone if each not in ("right", "wrong")]
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file: {library: {situation: verdict}}")
     args = parser.parse_args()
     dist.init_process_group("gloo")
-    names = args.only or [e.__name__ for e in (*situations.RIGHT, *situations.REFUSED)]
+    names = args.only or [*situations.RIGHT, *situations.REFUSED]
     found = {
         library: {name: joined(name, LIBRARIES[library]) for name in names}
         for library in args.library
