@@ -51,7 +51,8 @@ def each(change, result=lambda model: None):
 
 
 def draws(draw):
-    """A situation that draws numbers for the first weight."""
+    """A situation that draws numbers for the first weight, by initializers as the first FSDP(...)
+    leaves them."""
 
     def situation(model):
         torch.manual_seed(5)
