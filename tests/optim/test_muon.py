@@ -4,6 +4,7 @@ What it shares with WholeMatrix, and its state, are in test_whole_matrix.py.
 """
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -278,6 +279,7 @@ def test_a_class_of_another_library_with_that_name_is_not():
     assert not hidden_matrices(nn.Sequential(Conv1D(), nn.Linear(4, 4)))
 
 
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @EACH_WAY
 @on_ranks(2)
 def test_gpt2_has_the_numbers_of_separate_matrices(transport):
