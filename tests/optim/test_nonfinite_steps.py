@@ -176,6 +176,8 @@ def test_what_the_message_says():
         optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
         cause(model)
         assert text in message_of(optimizer.step, zshard.NonFiniteError), name
+    model = built(("full_shard", "shm"), nonfinite="raise")
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
 
     def closure():
         optimizer.zero_grad()
