@@ -255,7 +255,7 @@ def test_unsupported_dtypes_and_options_are_refused():
             "no number": (
                 lambda: zshard.SGD(bf16, stochastic_rounding=True, rounding_seed=0.5),
                 TypeError,
-                "rounding_seed",
+                "integer",
             ),
         }
     )
