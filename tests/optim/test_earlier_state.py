@@ -11,18 +11,18 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
-from compare import differences
+from compare import assert_same
 from groups import own_group, passing_groups
-from models import COMBINATIONS, loss_of, make, make_optimizer
+from models import COMBINATIONS, loss_of, make
 from scenarios import Wide, floats, message_of
-from spawn import on_ranks, ranks
+from spawn import on_ranks
 from torch import nn
 
 import zshard
 from zshard import FSDP
 from zshard.optim import shared_state
 
-OPTIMIZERS = ["torch.AdamW", "zshard.AdamW", "torch.SGD", "zshard.SGD", "torch.Adagrad"]
+# --- steps -------------------------------------------------------------------------------------------
 
 
 def plain_steps(model, optimizer, steps):
@@ -40,55 +40,20 @@ def own_steps(model, optimizer, steps):
         optimizer.step()
 
 
-def state_of(optimizer):
-    return {f"{i}": own for i, own in optimizer.state_dict()["state"].items()}
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("loads", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@on_ranks(2)
-def test_state_from_before_sharding(combination, name, loads):
-    strategy, transport = combination
-    plain = make(Wide)
-    theirs = make_optimizer(name, plain)
-    plain_steps(plain, theirs, range(3))
-    if loads:  # as a resuming script
-        model = make(Wide, seed=2)
-        optimizer = make_optimizer(name, model)
-        model.load_state_dict(copy.deepcopy(plain.state_dict()))
-        optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    else:
-        model = make(Wide)
-        optimizer = make_optimizer(name, model)
-        plain_steps(model, optimizer, range(3))
-    FSDP(model, own_group(), strategy=strategy, transport=transport)
-    found = differences(state_of(optimizer), state_of(theirs))  # before a step
-    plain_steps(plain, theirs, range(3, 6))
-    own_steps(model, optimizer, range(3, 6))
-    found += differences(model.state_dict(), plain.state_dict())
-    assert found + differences(state_of(optimizer), state_of(theirs)) == []
-
-
-def by_layers():
+@on_ranks(2, 3)
+def test_state_from_before_fully_shard():
     """fully_shard() layer by layer; a float64 state of a float32 parameter keeps its dtype."""
     plain, model = make(Wide), make(Wide)
-    theirs, optimizer = (make_optimizer("torch.AdamW", each) for each in (plain, model))
-    plain_steps(plain, theirs, range(2))
-    plain_steps(model, optimizer, range(2))
-    for each in (theirs, optimizer):
-        for own in each.state.values():
+    states = []
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.01)
+        plain_steps(each, optimizer, range(2))
+        for own in optimizer.state.values():
             own["of its own"] = own["exp_avg"].double()
-    for layer in (model.first, model.second):
-        zshard.fully_shard(layer)
-    zshard.fully_shard(model)
-    return differences(state_of(optimizer), state_of(theirs))
-
-
-@ranks(2, 3)
-def test_state_from_before_fully_shard(pool):
-    assert pool.run(by_layers) == [[]] * pool.world
+        for part in (each.first, each.second, each) if each is model else ():
+            zshard.fully_shard(part)
+        states.append(optimizer.state_dict()["state"])
+    assert_same(states[1], states[0], "the state")
 
 
 # --- reads before the first step, or as the first thing after other ways to get state -------------
@@ -108,7 +73,9 @@ class Several(nn.Module):
 KINDS = {
     "torch.AdamW": torch.optim.AdamW,
     "torch.SGD": functools.partial(torch.optim.SGD, momentum=0.9),
+    "torch.Adagrad": torch.optim.Adagrad,
     "zshard.AdamW": zshard.AdamW,
+    "zshard.SGD": functools.partial(zshard.SGD, momentum=0.9),
     "zshard.AdamW8bit": zshard.AdamW8bit,
 }
 
@@ -246,63 +213,57 @@ TOGETHER = [*LONE, on_rank_0, reloaded, saved]
 
 
 @passing_groups()
-def reads(combination, name, way, n, folder):
-    """Return what differs from the plain models': the state as the first read finds it, on rank 0
-    alone and on all ranks, and, of two ranks, what two more steps make of it."""
+def read_in_each_way(combination, name, way, n, folder):
+    """The state as the first read finds it, on rank 0 alone and on all ranks, and what two more
+    steps make of it, are the plain models'."""
     strategy, transport = combination
     settings = {"process_group": own_group(), "strategy": strategy, "transport": transport}
     is_lone = (transport == "shm" and way is not copied) or strategy == "no_shard"
-    found = []
     for read, alone in [*((r, True) for r in LONE if is_lone), *((r, False) for r in TOGETHER)]:
         if read is of_a_copy and way not in (loaded_before, stepped_before):
             continue
         plain = Training(name, n)
         plain.plain_steps(range(2))
-        made = way(name, n, plain, {**settings, "timeout": 20})
-        state = read(made, folder) if not alone or dist.get_rank() == 0 else None
-        wrong = [] if state is None else differences(state, state_by_number(plain, folder))
+        ours = way(name, n, plain, {**settings, "timeout": 20})
+        state = read(ours, folder) if not alone or dist.get_rank() == 0 else None
+        what = f"{read.__name__}, {'alone' if alone else 'together'}"
+        if state is not None:
+            assert_same(state, state_by_number(plain, folder), what)
         plain.plain_steps(range(2, 4))
-        made.own_steps(range(2, 4))
-        ours, theirs = ([m.model.state_dict(), state_by_number(m, folder)] for m in (made, plain))
+        ours.own_steps(range(2, 4))
+        states = [[m.model.state_dict(), state_by_number(m, folder)] for m in (ours, plain)]
         if dist.get_world_size() == 2:  # else the plain model adds the ranks in another order
-            wrong += differences(ours, theirs)
-        found += [f"{read.__name__}, {'alone' if alone else 'together'}: {each}" for each in wrong]
-    return found
+            assert_same(*states, f"after {what}, the training")
 
 
-@ranks(2)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_reads_before_the_next_step(pool, tmp_path, combination, name, way, n):
-    assert pool.run(reads, combination, name, way, n, str(tmp_path)) == [[], []]
+@on_ranks(2)
+def test_reads_before_the_next_step(tmp_path, combination, name, way, n):
+    read_in_each_way(combination, name, way, n, str(tmp_path))
 
 
-@ranks(3)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [loaded_before, stepped_before, loaded_after])
 @pytest.mark.parametrize("name", ["torch.AdamW", "zshard.AdamW"])
-def test_reads_before_the_first_step(pool, tmp_path, name, way):
-    assert pool.run(reads, ("full_shard", "shm"), name, way, 1, str(tmp_path)) == [[], [], []]
+@on_ranks(3)
+def test_reads_before_the_first_step(tmp_path, name, way):
+    read_in_each_way(("full_shard", "shm"), name, way, 1, str(tmp_path))
 
 
+@on_ranks(2)
 @passing_groups()
-def reads_a_copy_alone():
-    """Return the error, and what differs after its remedy."""
-    settings = {"process_group": own_group(), "timeout": 20}
-    made = copied("torch.AdamW", 1, None, settings)
+def test_rank_0_reads_a_copy_that_no_rank_has_stepped():
+    ours = copied("torch.AdamW", 1, None, {"process_group": own_group(), "timeout": 20})
     known, shared_state._LATE = shared_state._LATE, 0.0
-    text = message_of(made.optimizer.state_dict) if dist.get_rank() == 0 else ""
+    if dist.get_rank() == 0:
+        text = message_of(ours.optimizer.state_dict)
+        assert "or it is a copy: call state_dict() on all ranks" in text
     shared_state._LATE = known
     dist.barrier()
     plain = Training("torch.AdamW", 1)
     plain.plain_steps(range(2))
-    return text, differences(state_by_number(made, ""), state_by_number(plain, ""))
-
-
-def test_rank_0_reads_a_copy_that_no_rank_has_stepped(pool2):
-    (text, wrong), (_, others) = pool2.run(reads_a_copy_alone)
-    assert "or it is a copy: call state_dict() on all ranks" in text
-    assert (wrong, others) == ([], [])
+    assert_same(state_by_number(ours, ""), state_by_number(plain, ""), "the state")
