@@ -7,7 +7,7 @@ import pytest
 import torch
 from compare import assert_same
 from models import COMBINATIONS, make
-from rows import all_refused, all_rows
+from rows import all_raise, all_rows
 from scenarios import Wide, floats, loss_of
 from spawn import on_ranks
 from torch import nn
@@ -303,18 +303,10 @@ def test_modules_that_cannot_be_sharded_are_refused_by_name():
     scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
     sharded = FSDP(nn.Linear(2, 2))
     said = "module '1' compares equal to another one"
-    all_refused(
-        {
-            "one unit": (lambda: FSDP(equal, auto_wrap_policy=None), ValueError, said),
-            "units": (lambda: FSDP(equal, auto_wrap_policy={Equal}), ValueError, said),
-            "TorchScript": (
-                lambda: FSDP(scripted),
-                ValueError,
-                "parameter '1.weight' is in a TorchScript module",
-            ),
-            "a shallow copy": (lambda: copy.copy(sharded), TypeError, "use copy.deepcopy(model)"),
-        }
-    )
+    all_raise(ValueError, {said: lambda: FSDP(equal, auto_wrap_policy=None)})
+    all_raise(ValueError, {said: lambda: FSDP(equal, auto_wrap_policy={Equal})})
+    all_raise(ValueError, {"'1.weight' is in a TorchScript module": lambda: FSDP(scripted)})
+    all_raise(TypeError, {"use copy.deepcopy(model)": lambda: copy.copy(sharded)})
     FSDP(scripted, ignored_modules=[scripted[1]])(torch.ones(1, 4)).sum().backward()
     assert copy.deepcopy(sharded).weight.equal(sharded.weight)
 
@@ -347,13 +339,8 @@ def test_dtensors_and_meshes_for_tensor_parallelism_are_refused():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model, parallel = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))
     parallelize_module(parallel, mesh["tp"], {"0": ColwiseParallel()})
-    said = "'0.weight' is a DTensor"
-    all_refused(
-        {
-            "mesh": (lambda: FSDP(model, device_mesh=mesh), ValueError, "no tensor parallelism"),
-            "FSDP": (lambda: FSDP(parallel), NotImplementedError, said),
-            "fully_shard": (lambda: fully_shard(parallel), NotImplementedError, said),
-        }
-    )
+    all_raise(ValueError, {"no tensor parallelism": lambda: FSDP(model, device_mesh=mesh)})
+    for wrap in (FSDP, fully_shard):
+        all_raise(NotImplementedError, {"'0.weight' is a DTensor": lambda: wrap(parallel)})  # noqa: B023
     model = FSDP(model, device_mesh=mesh["tp"])
     model(torch.ones(1, 8)).sum().backward()

@@ -75,17 +75,11 @@ def test_power_sum_is_independent_of_threads():
 
 
 def test_power_sum_refuses_unsupported_tensors():
-    def sum_of(tensor, p=2.0):
-        return lambda: _core.power_sum([tensor], p)
-
-    said = "contiguous floating-point tensors"
-    all_refused(
-        {
-            "strides": (sum_of(torch.ones(4, 4).t()[:2]), TypeError, said),
-            "integers": (sum_of(torch.ones(4, dtype=torch.int64)), TypeError, said),
-            "an order": (sum_of(torch.ones(4), 3.0), ValueError, "1, 2 or inf"),
-        }
-    )
+    for tensor in (torch.ones(4, 4).t()[:2], torch.ones(4, dtype=torch.int64)):
+        with pytest.raises(TypeError, match="contiguous floating-point tensors"):
+            _core.power_sum([tensor], 2.0)
+    with pytest.raises(ValueError, match="1, 2 or inf"):
+        _core.power_sum([torch.ones(4)], 3.0)
 
 
 def squares(*tensors):

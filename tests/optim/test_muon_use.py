@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from models import loss_of, make
-from rows import all_refused, all_rows
+from rows import all_raise, all_refused, all_rows
 from scenarios import Stack, floats
 from spawn import on_ranks
 from torch import nn
@@ -269,17 +269,6 @@ def test_more_param_groups():
     assert len(optimizer.state) == len(whole.state_dict()["state"]) == 2
 
 
-def test_only_the_latest_plans_are_kept():
-    params = [nn.Parameter(torch.ones(4, 4)) for _ in range(12)]
-    optimizer = zshard.Muon(params, ns_steps=1)
-    for i in (*range(12), 11, 3):
-        params[i].grad = torch.ones(4, 4)
-        optimizer.step()
-        params[i].grad = None
-    (known,) = optimizer._whole._members.values()
-    assert [key[1] for key in known.plans] == [(i,) for i in (5, 6, 7, 8, 9, 10, 11, 3)]
-
-
 def test_a_plan_does_not_outlive_its_parameters():
     """A new parameter may get the id of one that was freed."""
     param = nn.Parameter(torch.ones(8, 8))
@@ -329,23 +318,17 @@ def test_invalid_arguments():
         options = {"split": {"0.weight": wrong}}
         call = functools.partial(zshard.Muon, model, **options)
         table[f"{options}"] = (call, ValueError, "does not divide parameter")
-    of_model, whole = functools.partial(zshard.Muon, model), zshard.WholeMatrix
+    new = functools.partial(zshard.Muon, model)
     table |= {
         "vectors": (lambda: zshard.Muon(model.parameters()), ValueError, "use_muon=False"),
-        "a pattern": (
-            lambda: of_model(split={"*.qkv": 3}),
-            ValueError,
-            "'*.qkv' matches no name of",
-        ),
-        "no pattern": (lambda: of_model(split=3), ValueError, "pass a dict, such as"),
-        "capturable": (
-            lambda: of_model(adamw={"capturable": True}),
-            NotImplementedError,
-            "capturable=True",
-        ),
-        "closure": (lambda: whole(torch.optim.LBFGS, [vector]), TypeError, "LBFGS needs a closure"),
+        "a pattern": (lambda: new(split={"*.qkv": 3}), ValueError, "'*.qkv' matches no name of"),
+        "no pattern": (lambda: new(split=3), ValueError, "pass a dict, such as"),
     }
     all_refused(table)
+    capturable = {"capturable": True}
+    all_raise(NotImplementedError, {"capturable=True": lambda: new(adamw=capturable)})
+    lbfgs = functools.partial(zshard.WholeMatrix, torch.optim.LBFGS, [vector])
+    all_raise(TypeError, {"LBFGS needs a closure": lbfgs})
 
 
 def test_a_param_group_that_is_refused_is_not_stepped():
