@@ -191,18 +191,6 @@ def clips_by_value(model, held):
     return grads_of(model)
 
 
-def accumulates(model, held):
-    backward(model, 7)
-    return [model.clip_grad_norm_(0.05), *grads_of(model)]
-
-
-def accumulates_locally(model, held):
-    with model.no_sync():
-        backward(model, 7)
-    backward(model, 8)
-    return grads_of(model)
-
-
 def zeroes(model, held):
     model.zero_grad(set_to_none=False)
     return [*grads_of(model), *held]
@@ -214,12 +202,6 @@ def keeps_them(model, held):
     backward(model, 7)
     model.clip_grad_norm_(0.05)
     return [*held, *grads_of(model)]
-
-
-def replaces(model, held):
-    for param in model.parameters():
-        param.grad = param.grad * 2 if param.grad.dim() > 1 else param.grad
-    return grads_of(model)
 
 
 def swaps(model, held):
@@ -242,10 +224,8 @@ READERS = {  # functions of the model, and of gradients that the script holds
     "lists": lambda model, held: torch._foreach_add(grads_of(model), 1),
     "norms": lambda model, held: sorted(zshard.named_norms(model, grads=True).items()),
     "a copy": lambda model, held: grads_of(copy.deepcopy(model)),
-    "clips again": lambda model, held: [model.clip_grad_norm_(0.01), *grads_of(model)],
 }
-FUNCTIONS = [keywords, addresses, summoned, clips_by_value, accumulates, accumulates_locally]
-FUNCTIONS += [zeroes, keeps_them, replaces, swaps]
+FUNCTIONS = [keywords, addresses, summoned, clips_by_value, zeroes, keeps_them, swaps]
 READERS |= {each.__name__: each for each in FUNCTIONS}
 
 

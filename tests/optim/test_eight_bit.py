@@ -9,7 +9,6 @@ from rows import all_raise
 from torch import nn
 
 import zshard
-from benchmarks.linear_codes import LinearAdamW
 from zshard.extras.optimizers import codes
 
 BF16 = torch.bfloat16
@@ -144,60 +143,6 @@ def test_sgd_without_momentum_keeps_low_bits():
         optimizer.step()
     assert list(optimizer.state[param]) == ["low_bits"]
     assert param.tolist() == [1 - 2.0**-8] * 64
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-def test_the_second_moment_decays(dtype):
-    """A thousandth a step is less than half a code."""
-    param = nn.Parameter(torch.zeros(1 << 14, dtype=dtype))
-    optimizer = zshard.AdamW8bit([param], lr=0.0)
-    for step in range(500):
-        param.grad = torch.ones_like(param) if step == 0 else torch.zeros_like(param)
-        optimizer.step()
-    state = zshard.AdamW8bit.to_fp32(optimizer.state_dict())["state"][0]
-    left = state["exp_avg_sq"].double().mean().item() / 1e-3
-    assert left == pytest.approx(0.999**499, rel=0.01)
-
-
-# --- training, and what linear codes make of it ---------------------------------------------------
-
-
-def losses_of(cls, seed, steps, **options):
-    """Return losses of a model that predicts a token's successor; tokens are as rare as words.
-
-    In a group of 32 elements of the output layer, gradients differ by orders of magnitude.
-    """
-    torch.manual_seed(seed)
-    tokens = 256
-    model = nn.Sequential(nn.Embedding(tokens, 16), nn.Linear(16, tokens))
-    frequency, successor = 1 / torch.arange(1.0, tokens + 1), torch.randperm(tokens)
-    optimizer = cls(model.parameters(), lr=1e-2, **options)
-    losses = []
-    for _ in range(steps):
-        seen = torch.multinomial(frequency, 256, replacement=True)
-        loss = nn.functional.cross_entropy(model(seen), successor[seen])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def test_training_with_eight_bits_loses_nothing_to_float32():
-    def at_the_end(cls, **options):
-        return [np.mean(losses_of(cls, seed, 100, **options)[-10:]) for seed in range(3)]
-
-    exact, ours = at_the_end(zshard.AdamW), at_the_end(zshard.AdamW8bit, min_8bit_size=0)
-    assert max(exact) < 1
-    assert abs(np.mean(exact) - np.mean(ours)) < max(exact) - min(exact)
-
-
-@pytest.mark.parametrize("on_average", [False, True], ids=["nearest", "on average"])
-def test_training_with_linear_codes_diverges(on_average):
-    """The control of the test above, which can fail: the same groups, without logarithmic codes."""
-    losses = losses_of(LinearAdamW, 0, 15, on_average=on_average)
-    assert losses[0] < 6
-    assert not losses[-1] < 1000
 
 
 # --- which parameters ----------------------------------------------------------------------------

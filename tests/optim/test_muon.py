@@ -4,12 +4,12 @@ What it shares with WholeMatrix, and its state, are in test_whole_matrix.py.
 """
 
 import copy
-from importlib.util import find_spec
 
 import pytest
 import torch
 from compare import assert_same
 from models import CASES, COMBINATIONS, make
+from optim_cases import Pair, muon
 from optim_states import differ
 from scenario import Scenario
 from spawn import on_ranks, ranks
@@ -28,37 +28,6 @@ OPTIONS = [
     {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 2, "lr": torch.tensor(0.02)},
 ]
 EACH_WAY = pytest.mark.parametrize("transport", ["shm", "c10d"])
-
-
-class Pair:
-    """Two optimizers as one."""
-
-    def __init__(self, *optimizers):
-        self.optimizers = optimizers
-
-    def zero_grad(self):
-        for each in self.optimizers:
-            each.zero_grad()
-
-    def step(self):
-        for each in self.optimizers:
-            each.step()
-
-
-def muon(**options):
-    """zshard.Muon of a sharded model; of a plain one torch.optim.Muon for what zshard.Muon chooses,
-    and zshard.AdamW for the rest."""
-    options = {"lr": 0.05, **options}
-
-    def made(model):
-        if isinstance(model, FSDP):
-            return zshard.Muon(model, **options)
-        hidden = hidden_matrices(model)
-        matrices = [p for p in model.parameters() if id(p) in hidden]
-        rest = [p for p in model.parameters() if id(p) not in hidden]
-        return Pair(torch.optim.Muon(matrices, **options), zshard.AdamW(rest))
-
-    return made
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
@@ -249,25 +218,15 @@ def test_split_is_in_a_checkpoint(tmp_path):
 # --- transformers' Conv1D -------------------------------------------------------------------------
 
 
-def gpt2(**options):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = transformers.GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=24, n_layer=1, n_head=2, **options
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
 def test_conv1d_of_transformers_is_a_matrix_whose_outputs_are_columns():
-    model = gpt2()
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 24, "n_layer": 1, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
     optimizer = zshard.Muon(model, split={"*.c_attn.weight": 3, "*.mlp.c_fc.weight": (8, 16)})
-    chosen = names_of(model, optimizer)
-    assert chosen == {
-        f"transformer.h.0.{each}.weight"
-        for each in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    }
-    assert {group.get("split") for group in optimizer.param_groups} == {
-        *(None, ("columns", 3), (8, 16))
-    }
+    matrices = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert names_of(model, optimizer) == {f"transformer.h.0.{each}.weight" for each in matrices}
+    splits = {group.get("split") for group in optimizer.param_groups}
+    assert splits == {None, ("columns", 3), (8, 16)}
 
 
 def test_a_class_of_another_library_with_that_name_is_not():
@@ -277,36 +236,6 @@ def test_a_class_of_another_library_with_that_name_is_not():
             self.nf, self.weight = 4, nn.Parameter(torch.ones(4, 4))
 
     assert not hidden_matrices(nn.Sequential(Conv1D(), nn.Linear(4, 4)))
-
-
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-@EACH_WAY
-@on_ranks(2)
-def test_gpt2_has_the_numbers_of_separate_matrices(transport):
-    """Against torch.optim.Muon over separate matrices for queries, keys and values."""
-    torch.manual_seed(0)
-    plain = gpt2(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
-    model = FSDP(copy.deepcopy(plain), transport=transport)
-    ours = zshard.Muon(model, lr=0.05, split={"*.c_attn.weight": 3})
-    fused = plain.transformer.h[0].attn.c_attn.weight
-    pieces = [nn.Parameter(each.contiguous()) for each in fused.detach().split(24, 1)]
-    hidden = hidden_matrices(plain)
-    others = [p for p in plain.parameters() if id(p) in hidden and p is not fused]
-    theirs = Pair(
-        torch.optim.Muon([*others, *pieces], lr=0.05),
-        zshard.AdamW([p for p in plain.parameters() if id(p) not in hidden]),
-    )
-    ids = torch.arange(16).view(2, 8)  # the same on all ranks
-    for _ in range(2):
-        for each, optimizer in ((model, ours), (plain, theirs)):
-            each.zero_grad()
-            each(input_ids=ids, labels=ids).loss.backward()
-            if each is plain:
-                for piece, grad in zip(pieces, fused.grad.split(24, 1), strict=True):
-                    piece.grad = grad.contiguous()
-            optimizer.step()
-        fused.data.copy_(torch.cat([piece.detach() for piece in pieces], 1))
-    assert_same(model.state_dict(), plain.state_dict(), "the model")
 
 
 # --- Newton-Schulz steps --------------------------------------------------------------------------

@@ -1,9 +1,12 @@
 """AdamW inside zshard.Muon: zshard.AdamW's bits, and with "bits": 8 those of zshard.AdamW8bit."""
 
+import functools
+
 import pytest
 import torch
 from compare import assert_same
 from models import CASES, COMBINATIONS, make
+from optim_cases import muon
 from optim_states import differ
 from rows import all_refused
 from scenario import Scenario
@@ -12,51 +15,27 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.extras.optimizers.matrices import hidden_matrices
 
 EIGHT = {"lr": 0.01, "bits": 8, "min_8bit_size": 64}
 EACH_WAY = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 
-def rest_of(model):
-    hidden = hidden_matrices(model)
-    return [param for param in model.parameters() if id(param) not in hidden]
+REST = functools.partial(zshard.AdamW8bit, lr=0.01, min_8bit_size=64)
 
 
-class Pair:
-    """torch.optim.Muon for what zshard.Muon chooses, and zshard.AdamW8bit for the rest."""
-
-    def __init__(self, model):
-        hidden = hidden_matrices(model)
-        self.muon = torch.optim.Muon([p for p in model.parameters() if id(p) in hidden], lr=0.05)
-        self.adamw = zshard.AdamW8bit(rest_of(model), lr=0.01, min_8bit_size=64)
-
-    def zero_grad(self):
-        self.muon.zero_grad()
-        self.adamw.zero_grad()
-
-    def step(self):
-        self.muon.step()
-        self.adamw.step()
-
-
-def muon(model, adamw=EIGHT):
-    return zshard.Muon(model, lr=0.05, adamw=adamw)
-
-
-def muon_or_pair(model):
-    return muon(model) if isinstance(model, FSDP) else Pair(model)
+def muon_of(adamw):
+    return lambda model: zshard.Muon(model, lr=0.05, adamw=adamw)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
 @on_ranks(2)
 def test_equals_adamw8bit_beside_torchs_muon(combination):
-    ours, theirs = Scenario("wide", combination, muon_or_pair).same()
-    saved = ours.optimizer.state_dict()
+    ours, theirs = Scenario("wide", combination, muon(REST, EIGHT)).same()
+    saved, rest = ours.optimizer.state_dict(), theirs.optimizer.optimizers[1]
     numbers = [n for group in saved["param_groups"] for n in group["params"]]
-    rest = numbers[-len(rest_of(theirs.module)) :]  # after Muon's
-    states = [saved["state"].get(number, {}) for number in rest]
-    assert not differ(states, list(theirs.optimizer.adamw.state_dict()["state"].values()))
+    numbers = numbers[-len(rest.param_groups[0]["params"]) :]  # after Muon's
+    states = [saved["state"].get(number, {}) for number in numbers]
+    assert not differ(states, list(rest.state_dict()["state"].values()))
     assert any(own["exp_avg"].dtype == torch.uint8 for own in states)
 
 
@@ -67,7 +46,7 @@ def test_equals_adamw8bit_beside_torchs_muon(combination):
 @on_ranks(2)
 def test_state_converts_from_and_to_float32(transport):
     """From float32 to 8 bits, and back by to_fp32(); into 32 bits as it is: an error."""
-    training = Scenario("wide", ("full_shard", transport), lambda m: muon(m, None)).sharded(3)
+    training = Scenario("wide", ("full_shard", transport), muon_of(None)).sharded(3)
     model, exact = training.model, training.optimizer
     before = exact.state_dict()
     eight = zshard.Muon(model, adamw=EIGHT)
@@ -121,9 +100,9 @@ def test_a_momentum_of_another_dtype_is_cast_as_torch_does():
 @on_ranks(2)
 def test_files_convert(tmp_path):
     """A file with 32 bits loads into 8; one with 8 bits into 32 is an error and changes nothing."""
-    training = Scenario("wide", optimizer=muon).sharded(1)
+    training = Scenario("wide", optimizer=muon_of(EIGHT)).sharded(1)
     model, eight = training.model, training.optimizer
-    exact = training.optimizer = muon(model, None)
+    exact = training.optimizer = muon_of(None)(model)
     training.go(1)
     zshard.save(tmp_path / "8", model, eight)
     zshard.save(tmp_path / "32", model, exact)

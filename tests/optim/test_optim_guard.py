@@ -152,14 +152,6 @@ def test_other_optimizers_raise_and_change_nothing(make):
         assert_same(shard, shard._zshard_part.of(whole), "the shard")
 
 
-@pytest.mark.parametrize("make", REFUSED)
-def test_unsharded_parameters_allow_everything(make):
-    params = [nn.Parameter(w) for w in wholes(0)]
-    for param, grad in zip(params, wholes(1), strict=True):
-        param.grad = grad
-    make(params).step(lambda: torch.tensor(0.0))
-
-
 def test_unguarded_kernels_are_refused_by_name(monkeypatch):
     """apex.optimizers.FusedLAMB gets the tensors in C++."""
     shard = sharded_parameter(torch.randn(6, 4))
