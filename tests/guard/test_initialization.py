@@ -185,14 +185,10 @@ def test_kaiming_imported_before():
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("function", [resets, each_of_torch])
 @on_ranks(2)
-def test_with_bf16_compute(function, transport):
-    precision = MixedPrecision(param_dtype=torch.bfloat16)
-    same_as_plain(function, ("full_shard", transport), mixed_precision=precision)
-
-
-@on_ranks(2)
-def test_offloaded_to_a_disk(tmp_path):
-    same_as_plain(resets, ("full_shard", "shm"), offload=to(str(tmp_path)))
+def test_with_bf16_compute_and_on_a_disk(function, transport, tmp_path):
+    way, precision = ("full_shard", transport), MixedPrecision(param_dtype=torch.bfloat16)
+    same_as_plain(function, way, mixed_precision=precision)
+    same_as_plain(function, way, offload=to(str(tmp_path)))
 
 
 @pytest.mark.sampled(1)
@@ -238,14 +234,12 @@ def test_torch_errors_stay_the_same(combination):
     )
     plain, model = plain_layers(), sharded_layers(combination)
     kinds = (ValueError, RuntimeError, IndexError)
-    said = [
-        [message_of(functools.partial(each, model), kinds) for each in mistakes]
-        for model in (plain, model)
-    ]
+    for mistake in mistakes:
+        ours, theirs = (message_of(functools.partial(mistake, m), kinds) for m in (model, plain))
+        assert ours == theirs
     initialized(plain, resets)
     initialized(model, resets)
     model(IDS).sum().backward()
-    assert said[0] == said[1]
     assert_same(model.state_dict(), plain.state_dict(), "the model")
 
 
