@@ -37,6 +37,12 @@ def backward(model, seed=0):
     return loss.detach()
 
 
+def new_optimizer(cls, model):
+    """Return a kind of Muon or of WholeMatrix."""
+    rest = (model,) if issubclass(cls, zshard.Muon) else (torch.optim.Adafactor, model.parameters())
+    return cls(*rest, lr=0.01)
+
+
 def steps(model, optimizer, n=2):
     for seed in range(n):
         optimizer.zero_grad()
@@ -99,46 +105,36 @@ def test_an_error_of_the_optimizer_is_raised_on_all(transport):
         optimizer.step()
 
 
+@pytest.mark.sampled(3)
 @EACH_WAY
-@on_ranks(2)
-def test_gradients_on_some_ranks_only(transport):
-    """The step is refused before AdamW has updated anything, too."""
-    model = over(transport)
-    optimizer = zshard.Muon(model)
-    backward(model)
-    if dist.get_rank() == 0:
-        model[0].weight.grad = None
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    said = "the gradient of '0.weight' is None on rank 0, but set on rank 1"
-    with pytest.raises(zshard.DivergenceError, match=said):
-        optimizer.step()
-    assert_same(model.state_dict(), before, "the model")
-
-
-@pytest.mark.parametrize("how", ["hook", "step"])
+@pytest.mark.parametrize("how", ["before", "hook", "step"])
 @EACH_KIND
 @on_ranks(2)
-def test_gradients_that_differ_when_the_step_begins_are_refused(kind, how):
-    """One rank's gradient goes where other ranks have one, after torch's first hooks."""
-    model = FSDP(make(Stack), strategy="full_shard", transport="shm", timeout=20)
-    cls = getattr(zshard, kind)
+def test_gradients_that_differ_when_the_step_begins_are_refused(kind, how, transport):
+    """One rank's gradient goes where other ranks have one, before or after torch's first hooks;
+    nothing has been updated then, by AdamW neither."""
+    model, cls = over(transport, timeout=20), getattr(zshard, kind)
 
     def drop(self, *_):
         if dist.get_rank() == 1:
-            next(p for group in self.param_groups for p in group["params"]).grad = None
+            model[0].weight.grad = None
 
     class Dropping(cls):
         def step(self, closure=None):
             drop(self)
             return super().step(closure)
 
-    arguments = (model,) if kind == "Muon" else (torch.optim.Adafactor, model.parameters())
-    optimizer = (Dropping if how == "step" else cls)(*arguments, lr=0.01)
+    optimizer = new_optimizer(Dropping if how == "step" else cls, model)
     if how == "hook":
         optimizer.register_step_pre_hook(drop)
-    loss_of(model(floats(dist.get_rank()))).backward()
-    with pytest.raises(zshard.DivergenceError, match="is set on rank 0, but None on rank 1"):
+    backward(model)
+    if how == "before":
+        drop(optimizer)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    said = "the gradient of '0.weight' is set on rank 0, but None on rank 1"
+    with pytest.raises(zshard.DivergenceError, match=said):
         optimizer.step()
+    assert_same(model.state_dict(), before, "the model")
 
 
 @EACH_WAY
@@ -168,8 +164,7 @@ def test_ranks_with_other_options(transport):
 def test_a_rank_may_read_alone_before_a_step_of_all(kind):
     """Rank 1 reads full parameters after the backward, when rank 0 steps already."""
     model = FSDP(make(Stack), strategy="full_shard", transport="shm")
-    arguments = (model,) if kind == "Muon" else (torch.optim.Adafactor, model.parameters())
-    optimizer = getattr(zshard, kind)(*arguments, lr=0.01)
+    optimizer = new_optimizer(getattr(zshard, kind), model)
     for step in range(3):
         loss_of(model(floats(dist.get_rank(), step))).backward()
         if dist.get_rank() == 1:
