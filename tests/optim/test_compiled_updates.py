@@ -153,7 +153,7 @@ def halved(model):
 
 
 def resumes(make, folder):
-    """Fail unless a loaded run goes on with the state that it had: load_state_dict() of torch would
+    """Fail unless a loaded run continues with the state that it had: load_state_dict() of torch would
     have cast it to the parameters' dtype."""
     training, again = make(1).go(2), make(2)
     zshard.save(folder / "x", training.model, training.optimizer)

@@ -334,7 +334,7 @@ def torchs_muon(model):
 
 @on_ranks(2)
 def test_state_is_torchs():
-    """State of torch's optimizer over the plain model goes on in a sharded one, and back."""
+    """State of torch's optimizer over the plain model fits a sharded one, and the other way."""
     scenario = Scenario("wide", optimizer=torchs_muon)
     plain, model = scenario.plain(2), scenario.sharded()
     model.rank = 0  # all have the plain model's batches

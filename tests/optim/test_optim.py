@@ -206,17 +206,6 @@ def test_neighbors_in_a_flat_buffer_stay_separate():
     assert_same(after, gaps, "what lies between the slices")
 
 
-def test_state_is_adjacent_like_the_parameters():
-    flat = torch.randn(1000)
-    params = [nn.Parameter(flat[:300]), nn.Parameter(flat[304:500]), nn.Parameter(flat[500:])]
-    optimizer = zshard.AdamW(params)
-    train([(optimizer, params)], steps=1)
-    for name in ("exp_avg", "exp_avg_sq"):
-        tensors = state_tensors(optimizer, params, [name])
-        offsets = [t.data_ptr() - tensors[0].data_ptr() for t in tensors]
-        assert offsets == [p.data_ptr() - params[0].data_ptr() for p in params]
-
-
 # --- changes between steps ----------------------------------------------------------------------
 
 
