@@ -31,8 +31,8 @@ def is_cuttable(value):
 
 
 def variants_of(op):
-    found = {"function": op.op, "method": op.method_variant, "in place": op.inplace_variant}
-    return {name: each for name, each in found.items() if each is not None}
+    variants = {"function": op.op, "method": op.method_variant, "in place": op.inplace_variant}
+    return {name: each for name, each in variants.items() if each is not None}
 
 
 def run(variant, sample, change):
@@ -64,8 +64,8 @@ def wrong_with(op, variant, sample):
         return None
     if isinstance(whole, list | tuple):  # of views
         pairs = zip(got, whole, strict=True)
-        found = [wrong_value(ours, theirs, part_of(ours)) for ours, theirs in pairs]
-        return next((text for text in found if text is not None), None)
+        texts = [wrong_value(ours, theirs, part_of(ours)) for ours, theirs in pairs]
+        return next((text for text in texts if text is not None), None)
     if not isinstance(got, torch.Tensor) or not isinstance(whole, torch.Tensor):
         return f"gave a {type(got).__name__}"
     if wrong_value(got, whole, part) is None or wrong_value(got, whole, part_of(got)) is None:
@@ -134,9 +134,9 @@ def test_each_operation_is_correct_on_shards_or_refused(dtype, count, share):
         cuttable = (s for s in op.sample_inputs("cpu", dtype) if is_cuttable(s.input))
         samples = [*itertools.islice(cuttable, count)]
         for name, variant in variants_of(op).items():
-            found = [wrong_with(op, variant, sample) for sample in samples]
-            compared += len(found)
-            complaints = [text for text in found if text is not None]
+            texts = [wrong_with(op, variant, sample) for sample in samples]
+            compared += len(texts)
+            complaints = [text for text in texts if text is not None]
             if complaints:
                 wrong[f"{op.full_name} as {name}"] = complaints
     assert wrong == {}

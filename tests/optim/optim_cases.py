@@ -88,7 +88,7 @@ def muon(rest=zshard.AdamW, adamw=None, **options):
     for what zshard.Muon chooses, and `rest` for the other parameters."""
     options = {"lr": 0.05, **options}
 
-    def made(model):
+    def new_optimizer(model):
         if isinstance(model, FSDP):
             return zshard.Muon(model, adamw=adamw, **options)
         hidden = hidden_matrices(model)
@@ -96,4 +96,4 @@ def muon(rest=zshard.AdamW, adamw=None, **options):
         others = [p for p in model.parameters() if id(p) not in hidden]
         return Pair(torch.optim.Muon(matrices, **options), rest(others))
 
-    return made
+    return new_optimizer

@@ -251,8 +251,8 @@ def test_a_load_of_32_bit_state_keeps_a_groups_own_form_and_a_scripts_numbers():
     group = {"params": params, "bits": 32, "min_8bit_size": 0}
     optimizer = zshard.AdamW8bit([group])
     optimizer.load_state_dict(plain.state_dict())
-    found = optimizer.param_groups[0]
-    assert (found["bits"], found["min_8bit_size"]) == (32, 0)
+    group = optimizer.param_groups[0]
+    assert (group["bits"], group["min_8bit_size"]) == (32, 0)
     assert optimizer.state[params[0]]["count"] == 3
     for param in params:
         assert torch.equal(optimizer.state[param]["exp_avg"], plain.state[param]["exp_avg"])

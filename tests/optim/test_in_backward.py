@@ -31,12 +31,12 @@ EACH_COMBINATION = pytest.mark.parametrize("combination", COMBINATIONS)
 def in_backward(kind):
     """Return a function that makes a model's optimizer, which steps in backward."""
 
-    def made(model):
+    def new_optimizer(model):
         optimizer = kind(model) if callable(kind) else make_optimizer(kind, model)
         model.optimizer_in_backward(optimizer)
         return optimizer
 
-    return made
+    return new_optimizer
 
 
 def same_in_backward(model, way, run=lambda training: training.go(), kind=ADAMW, **changes):

@@ -167,14 +167,14 @@ def calls_before_a_step(params: int) -> int:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1)) for _ in range(params)])
     hooks._before_step(optimizer, (), {})
     hooks._after_step(optimizer, (), {})
-    made = []
-    sys.setprofile(lambda _frame, event, _arg: made.append(event))
+    calls = []
+    sys.setprofile(lambda _frame, event, _arg: calls.append(event))
     try:
         hooks._before_step(optimizer, (), {})
     finally:
         sys.setprofile(None)
         hooks._after_step(optimizer, (), {})
-    return len(made)
+    return len(calls)
 
 
 def test_overhead_is_independent_of_parameter_count():
