@@ -4,15 +4,17 @@ What it shares with WholeMatrix, and its state, are in test_whole_matrix.py.
 """
 
 import copy
+import functools
+import itertools
 
 import pytest
 import torch
 from compare import assert_same
-from models import CASES, COMBINATIONS, make
-from optim_cases import Pair, muon
+from models import CASES, COMBINATIONS, Case, make
+from optim_cases import muon
 from optim_states import differ
 from scenario import Scenario
-from spawn import on_ranks, ranks
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -51,29 +53,26 @@ def test_strategies_agree():
         assert_same(ours, first, "the model")
 
 
+def linears(*sizes, dtype=torch.float32):
+    """A case of linear layers, the last of which is the head."""
+    layers = list(itertools.pairwise(sizes))
+    return Case(
+        lambda: nn.Sequential(*(nn.Linear(*each) for each in layers)).to(dtype),
+        lambda generator: torch.randn(8, sizes[0], generator=generator).to(dtype),
+        None,
+    )
+
+
 @EACH_WAY
 @on_ranks(2)
 def test_bfloat16_parameters(transport):
     """All ranks have the same batch: DDP would sum other batches' gradients in bfloat16."""
-    weights = []
-    for shards in (True, False):
-        torch.manual_seed(0)
-        # Tall, wide and square; whole vectors, since torch rounds the rest of a tensor otherwise.
-        layers = [nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 64)]
-        model = nn.Sequential(*layers).to(torch.bfloat16)
-        model = FSDP(model, transport=transport, auto_wrap_policy=None) if shards else model
-        matrices, biases = [m.weight for m in model], [m.bias for m in model]
-        groups = [{"params": matrices}, {"params": biases, "use_muon": False}]
-        torchs = Pair(torch.optim.Muon(matrices, lr=0.02), zshard.AdamW(biases))
-        optimizer = zshard.Muon(groups, lr=0.02) if shards else torchs
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            x = torch.randn(8, 64, generator=generator).to(torch.bfloat16)
-            optimizer.zero_grad()
-            model(x).float().square().mean().backward()
-            optimizer.step()
-        weights.append(model.state_dict())
-    assert_same(*weights, "the model")
+    # Tall, wide and square; whole vectors, since torch rounds the rest of a tensor otherwise.
+    case = linears(64, 128, 64, 64, 64, dtype=torch.bfloat16)
+    scenario = Scenario(case, ("full_shard", transport), muon(lr=0.02))
+    ours = scenario.sharded()
+    ours.rank = 0
+    assert_same(ours.go(3).state(), scenario.plain(3).state(), "the training")
 
 
 def test_parameters_and_gradients_that_are_not_contiguous():
@@ -265,30 +264,16 @@ SPLITS = [
 ]
 
 
-def weights_over(transport, sizes, options):
-    """Return the weights after steps on the same batches; fail unless sharding leaves their bits."""
-    results = []
-    for strategy in ("full_shard", "no_shard"):
-        torch.manual_seed(0)
-        layers = nn.Linear(sizes[0], sizes[1], bias=False), nn.Linear(sizes[1], sizes[2])
-        model = FSDP(nn.Sequential(*layers), strategy=strategy, transport=transport)
-        optimizer = zshard.Muon(model, lr=0.05, **options)
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            model(torch.randn(4, sizes[0], generator=generator)).square().mean().backward()
-            optimizer.step()
-        results.append(model.state_dict())
-    assert_same(*results, "the model")
-    return results[0]
-
-
-@ranks(2, 3)
 @EACH_WAY
 @pytest.mark.parametrize(("sizes", "options"), SPLITS)
-def test_split_and_symmetric_products_of_shards(pool, transport, sizes, options):
-    first, *others = pool.run(weights_over, transport, sizes, options)
-    for each in others:
-        assert_same(each, first, "the model of another rank")
+@on_ranks(2, 3)
+def test_split_and_symmetric_products_of_shards(transport, sizes, options):
+    states = []
+    for strategy in ("full_shard", "no_shard"):
+        optimizer = functools.partial(zshard.Muon, lr=0.05, **options)
+        training = Scenario(linears(*sizes), (strategy, transport), optimizer).sharded(3)
+        states.append(training.state())
+    assert_same(*states, "the training")
 
 
 def test_float32_is_close_to_bfloat16():

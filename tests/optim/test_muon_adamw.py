@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from compare import assert_same
-from models import CASES, COMBINATIONS, make
+from models import CASES, COMBINATIONS, Case, make
 from optim_cases import muon
 from optim_states import differ
 from rows import all_refused
@@ -202,8 +202,11 @@ def test_invalid_options():
 # --- bfloat16 -------------------------------------------------------------------------------------
 
 
-def net_in_bfloat16():
-    return nn.Sequential(nn.Linear(48, 96), nn.Linear(96, 48), nn.Linear(48, 5)).bfloat16()
+NET = Case(
+    lambda: nn.Sequential(nn.Linear(48, 96), nn.Linear(96, 48), nn.Linear(48, 5)).bfloat16(),
+    lambda generator: torch.randn(5, 48, generator=generator).bfloat16(),
+    {nn.Linear},
+)
 
 
 @EACH_WAY
@@ -215,15 +218,10 @@ def net_in_bfloat16():
 @on_ranks(2)
 def test_bfloat16(transport, adamw):
     """What AdamW has updated has the bits of the same AdamW over the plain model."""
-    model, plain = make(net_in_bfloat16), make(net_in_bfloat16)
-    model = FSDP(model, transport=transport, auto_wrap_policy={nn.Linear})
-    ours, theirs = (zshard.Muon(m, lr=0.0, weight_decay=0.0, adamw=adamw) for m in (model, plain))
-    for step in range(3):
-        x = torch.randn(5, 48, generator=torch.Generator().manual_seed(step)).bfloat16()
-        for each, optimizer in ((model, ours), (plain, theirs)):
-            optimizer.zero_grad()
-            each(x).float().square().mean().backward()
-            optimizer.step()
-    assert_same(model.state_dict(), plain.state_dict(), "the model")
-    held = [own for own in ours.state.values() if "low_bits" in own]
+    optimizer = functools.partial(zshard.Muon, lr=0.0, weight_decay=0.0, adamw=adamw)
+    scenario = Scenario(NET, ("full_shard", transport), optimizer)
+    ours = scenario.sharded()
+    ours.rank = 0
+    assert_same(ours.go(3).state(), scenario.plain(3).state(), "the training")
+    held = [own for own in ours.optimizer.state.values() if "low_bits" in own]
     assert len(held) == (4 if "master" in adamw else 0)
