@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from groups import mesh_of, own_group, passing_groups
-from models import COMBINATIONS
+from models import COMBINATIONS, Case
 from offloaded import to
+from scenario import Scenario
 from scenarios import message_of
 from spawn import on_ranks
 from torch import nn
@@ -198,24 +199,25 @@ def test_replicas_in_groups(strategy):
     same_as_plain(resets, (strategy, "c10d"), device_mesh=mesh_of(2, 2))
 
 
+def with_frozen_embedding():
+    model = plain_layers()
+    model.embed.requires_grad_(False)
+    return model
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", SHARDED)
 @on_ranks(2)
 def test_between_steps(combination):
     """A layer is initialized anew while an optimizer has state of it; another one is frozen."""
-    plain, model = plain_layers(), plain_layers()
-    for each in (plain, model):
-        each.embed.requires_grad_(False)
-    sharded_layers(combination, model)
-    for each in (plain, model):
-        optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=0.1)
-        for step in range(3):
-            if step == 1:
-                initialized(each, by_hand)
-            optimizer.zero_grad()
-            each(IDS).square().mean().backward()
-            optimizer.step()
-    assert_same(model.state_dict(), plain.state_dict(), "the model")
+
+    def after(training):
+        if training.step == 1:
+            initialized(training.module, by_hand)
+
+    case = Case(with_frozen_embedding, lambda generator: IDS)
+    scenario = Scenario(case, combination, "torch.AdamW", after=after)
+    assert_same(scenario.sharded(3).state(), scenario.plain(3).state(), "the training")
 
 
 # --- errors -----------------------------------------------------------------------------------------
