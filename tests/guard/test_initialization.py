@@ -74,7 +74,7 @@ def initialized(model, function, seed=1):
 
 
 def same_as_plain(function, combination, **options):
-    """Fail unless values and random numbers are the plain model's, and a backward works afterwards."""
+    """Fail unless values and random numbers are the plain model's, and a backward works then."""
     plain, model = plain_layers(), sharded_layers(combination, **options)
     ours, theirs = initialized(model, function), initialized(plain, function)
     assert_same(ours, theirs, "the random state")
@@ -82,7 +82,7 @@ def same_as_plain(function, combination, **options):
     assert_same(model.state_dict(), plain.state_dict(), "the model")
 
 
-# --- initializers -----------------------------------------------------------------------------------
+# --- initializers ---------------------------------------------------------------------------------
 
 
 def resets(model):
@@ -220,7 +220,7 @@ def test_between_steps(combination):
     assert_same(scenario.sharded(3).state(), scenario.plain(3).state(), "the training")
 
 
-# --- errors -----------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(2)

@@ -340,7 +340,8 @@ def test_dtensors_and_meshes_for_tensor_parallelism_are_refused():
     model, parallel = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))
     parallelize_module(parallel, mesh["tp"], {"0": ColwiseParallel()})
     all_raise(ValueError, {"no tensor parallelism": lambda: FSDP(model, device_mesh=mesh)})
-    for wrap in (FSDP, fully_shard):
-        all_raise(NotImplementedError, {"'0.weight' is a DTensor": lambda: wrap(parallel)})  # noqa: B023
+    said = "'0.weight' is a DTensor"
+    all_raise(NotImplementedError, {said: lambda: FSDP(parallel)})
+    all_raise(NotImplementedError, {said: lambda: fully_shard(parallel)})
     model = FSDP(model, device_mesh=mesh["tp"])
     model(torch.ones(1, 8)).sum().backward()

@@ -32,7 +32,7 @@ def with_grads(model):
 
 
 def assert_shards_of(model, plain):
-    """Fail unless this rank's gradients are its shards of the plain ones, up to the last few bits."""
+    """Fail unless this rank has its shards of the plain gradients, up to the last few bits."""
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         grad = zshard.to_local(param.grad).flatten()
         begin = (zshard.shard_info(param) or {"begin": 0})["begin"]

@@ -1,5 +1,5 @@
-"""Optimizers of other libraries: updates that torch.compile compiles per parameter, library kernels,
-and state in a dtype of its own.
+"""Optimizers of other libraries: updates that torch.compile compiles per parameter, kernels, and
+state in a dtype of its own.
 
 An elementwise one trains as on the plain model; any other is refused with a remedy for optimizers.
 """
@@ -153,8 +153,8 @@ def halved(model):
 
 
 def resumes(make, folder):
-    """Fail unless a loaded run continues with the state that it had: load_state_dict() of torch would
-    have cast it to the parameters' dtype."""
+    """Fail unless a loaded run continues with its state, which torch's load_state_dict() would have
+    cast to the parameters' dtype."""
     training, again = make(1).go(2), make(2)
     zshard.save(folder / "x", training.model, training.optimizer)
     zshard.load(folder / "x", again.model, again.optimizer)

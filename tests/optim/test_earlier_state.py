@@ -22,7 +22,7 @@ import zshard
 from zshard import FSDP
 from zshard.optim import shared_state
 
-# --- steps -------------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------
 
 
 def plain_steps(model, optimizer, steps):

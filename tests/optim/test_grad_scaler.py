@@ -39,7 +39,7 @@ def victim(transport):
     return 0 if transport == "shm" else dist.get_world_size() - 1
 
 
-# --- one rank's inf --------------------------------------------------------------------------------
+# --- one rank's inf -------------------------------------------------------------------------------
 
 STEPS = {
     "SGD": lambda params: torch.optim.SGD(params, 0.1),
@@ -95,7 +95,7 @@ def test_both_scalers_rescale_what_codes_carry_over():
     assert_same(*weights, "the model")
 
 
-# --- training --------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 def trained(parallel, model, case, scaler, library):
@@ -180,7 +180,7 @@ def test_each_optimizer_is_checked_separately():
     assert scaler.get_scale() == 512.0
 
 
-# --- unsharded models ------------------------------------------------------------------------------
+# --- unsharded models -----------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -231,7 +231,7 @@ def test_single_rank_uses_torchs_scaler(library, bad):
     assert results[0][1]["scale"] == (2048.0 if bad is None else 512.0)
 
 
-# --- mistakes --------------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

@@ -64,7 +64,7 @@ def step_after(training):
     training.optimizer.zero_grad()
 
 
-# --- bit-identical to step() after backward ---------------------------------------------------------
+# --- bit-identical to step() after backward -------------------------------------------------------
 
 
 @pytest.mark.sampled(3)
@@ -192,7 +192,7 @@ def test_lower_precision(combination):
     assert steps == [3, 3]
 
 
-# --- schedulers, several optimizers, hooks, handles -----------------------------------------------------
+# --- schedulers, several optimizers, hooks, handles -----------------------------------------------
 
 
 def scheduled(call_step, training):
@@ -320,7 +320,7 @@ def test_dropped_model_and_optimizer_are_freed_without_gc(combination):
         gc.enable()
 
 
-# --- memory -------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 DEEP = Case(
     lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)]),

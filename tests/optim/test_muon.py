@@ -22,7 +22,7 @@ from zshard import FSDP
 from zshard.extras.optimizers.matrices import hidden_matrices
 from zshard.extras.optimizers.newton_schulz import orthogonalized
 
-# Over shm a shard is a number of pages: the matrices must be larger for their rows to be shared out.
+# Over shm a shard is a number of pages: matrices must be larger for their rows to be shared out.
 
 OPTIONS = [
     {},

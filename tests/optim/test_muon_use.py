@@ -1,4 +1,4 @@
-"""zshard.Muon and WholeMatrix in use and misuse: each is right, or an error that says what to do."""
+"""zshard.Muon and WholeMatrix in use and misuse: right, or an error that says what to do."""
 
 import contextlib
 import functools

@@ -172,7 +172,7 @@ def test_model_without_tails_is_bit_identical_to_ddp_fused():
     Scenario(case, optimizer=optimizer, steps=6).same()
 
 
-# --- memory and threads ----------------------------------------------------------------------------
+# --- memory and threads ---------------------------------------------------------------------------
 
 
 def test_threads_do_not_change_bits():

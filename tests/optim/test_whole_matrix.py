@@ -1,5 +1,5 @@
-"""Optimizers that need full matrices, over shards, against the plain model's: zshard.WholeMatrix, and
-what zshard.Muon shares with it (hybrid strategies, state dicts, checkpoints)."""
+"""Optimizers that need full matrices, over shards, against the plain model's: zshard.WholeMatrix,
+and what zshard.Muon shares with it (hybrid strategies, state dicts, checkpoints)."""
 
 import functools
 
