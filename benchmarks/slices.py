@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.slices [--library fsdp2]
 
-Each piece of code of tests/guard/situations.py runs on a plain model and on a sharded one with the same
+Each situation of tests/guard/situations.py runs on a plain model and on a sharded one with the same
 values and gradients. "right": what it returns and leaves in the model is the same. "wrong": it is
 not, and nothing was raised. Else the exception's class. It is no measurement of time.
 """

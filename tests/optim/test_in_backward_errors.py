@@ -216,7 +216,7 @@ def refusing(transport):
 
 @on_ranks(2)
 def test_rank_alone_evaluates_after_a_step_that_raised():
-    """A step raises in backward, on all ranks: rank 0 can evaluate alone, and training continues."""
+    """A step raises in backward, on all ranks: rank 0 can evaluate alone; training continues."""
     model, optimizer = refusing("shm")
     optimizer.raises = True
     with pytest.raises(ArithmeticError, match="in the step"):

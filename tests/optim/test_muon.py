@@ -54,7 +54,7 @@ def test_strategies_agree():
 
 
 def linears(*sizes, dtype=torch.float32):
-    """A case of linear layers, the last of which is the head."""
+    """A case of linear layers; the last one is the head."""
     layers = list(itertools.pairwise(sizes))
     return Case(
         lambda: nn.Sequential(*(nn.Linear(*each) for each in layers)).to(dtype),
