@@ -2,11 +2,12 @@
 
 Each situation is a function of a model, sharded or not, after a backward. It is correct if its
 result and its effect on the model equal the plain model's; otherwise it must raise. RIGHT and
-REFUSED list which applies on shards.
+REFUSED list which applies on shards, by name.
 """
 
 import copy
 import io
+import operator
 
 import torch
 import torch.distributed as dist
@@ -25,33 +26,49 @@ def weight(model):
     return next(p for p in model.parameters() if p.ndim == 2)
 
 
-def state_of(tensors):
-    return [tensor.clone() for tensor in tensors]
+def values(model):
+    return weight(model).detach()
 
 
-# --- supported ----------------------------------------------------------------------------------------
+def grad(model):
+    return weight(model).grad
 
 
-@torch.no_grad()
-def decay_by_hand(model):
-    for p in params(model):
-        p.mul_(0.99)
+def matrices(model):
+    return [p for p in model.parameters() if p.ndim == 2]
 
 
-@torch.no_grad()
-def step_by_hand(model):
-    for p in params(model):
-        p -= 0.1 * p.grad
+def each(change, result=lambda model: None):
+    """A situation that changes each parameter without autograd, and returns result(model)."""
+
+    def situation(model):
+        with torch.no_grad():
+            for p in model.parameters():
+                change(p)
+        return result(model)
+
+    return situation
 
 
-def step_by_data(model):
-    for p in params(model):
-        p.data.add_(p.grad, alpha=-0.1)
+def draws(draw):
+    """A situation that draws numbers for the first weight, by initializers as the first FSDP(...)
+    leaves them."""
+
+    def situation(model):
+        torch.manual_seed(5)
+        return draw(weight(model))
+
+    return situation
+
+
+# --- supported ------------------------------------------------------------------------------------
+
+decay = each(lambda p: p.mul_(0.99))
 
 
 def moving_average(model):
     average = {n: p.detach().clone() for n, p in model.named_parameters()}
-    decay_by_hand(model)
+    decay(model)
     for n, p in model.named_parameters():
         average[n].mul_(0.9).add_(p.detach(), alpha=0.1)
     return average["0.weight"]
@@ -66,60 +83,25 @@ def moving_average_lerp(model):
 def averaged_model(model):
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     average.update_parameters(model)
-    decay_by_hand(model)
+    decay(model)
     average.update_parameters(model)
     return average.module.state_dict()["0.weight"]
 
 
 def clip_by_value(model):
     nn.utils.clip_grad_value_(params(model), 0.01)
-    return weight(model).grad
+    return grad(model)
 
 
-def clip_values_by_hand(model):
-    for p in params(model):
-        p.grad.clamp_(-0.01, 0.01)
-    return weight(model).grad
+def sign_momentum(p):
+    momentum = torch.zeros_like(p)
+    momentum.lerp_(p.grad, 0.1)
+    p.data.add_(momentum.sign(), alpha=-0.1)
 
 
-def sign_momentum(model):
-    for p in params(model):
-        momentum = torch.zeros_like(p)
-        momentum.lerp_(p.grad, 0.1)
-        p.data.add_(momentum.sign(), alpha=-0.1)
-
-
-def adam_by_hand(model):
-    for p in params(model):
-        first, second = p.grad * 0.1, p.grad.square() * 0.01
-        p.data.addcdiv_(first, second.sqrt().add_(1e-8), value=-0.01)
-
-
-def mask_gradients(model):
-    for p in params(model):
-        p.grad.masked_fill_(p.grad.abs() < 0.01, 0.0)
-    return weight(model).grad
-
-
-def where_by_sign(model):
-    p = weight(model)
-    return torch.where(p.detach() > 0, p.detach(), torch.zeros_like(p))
-
-
-def copy_of_a_parameter(model):
-    return copy.deepcopy(weight(model)).detach()
-
-
-def gradient_noise(model):
-    torch.manual_seed(5)
-    for p in params(model):
-        p.grad.add_(torch.randn_like(p.grad), alpha=0.1)
-    return weight(model).grad
-
-
-def uniform_like(model):
-    torch.manual_seed(5)
-    return torch.rand_like(weight(model))
+def adam(p):
+    first, second = p.grad * 0.1, p.grad.square() * 0.01
+    p.data.addcdiv_(first, second.sqrt().add_(1e-8), value=-0.01)
 
 
 def zeros_and_ones(model):
@@ -127,46 +109,9 @@ def zeros_and_ones(model):
     nn.init.constant_(params(model)[1], 0.5)
 
 
-def xavier(model):
-    torch.manual_seed(5)
-    nn.init.xavier_uniform_(weight(model))
-
-
-def kaiming(model):
-    torch.manual_seed(5)
-    nn.init.kaiming_normal_(weight(model))
-
-
-def trunc_normal(model):
-    torch.manual_seed(5)
-    nn.init.trunc_normal_(weight(model))
-
-
-def normal_in_place(model):
-    torch.manual_seed(5)
-    weight(model).data.normal_(0, 0.02)
-
-
 def reset_parameters(model):
     torch.manual_seed(5)
     model[0].reset_parameters()
-
-
-def first_row(model):
-    return weight(model).detach()[0]
-
-
-def set_first_row(model):
-    with torch.no_grad():
-        weight(model)[0] = 0.0
-
-
-def assigned_rows(model):
-    weight(model).data[2:4].zero_()
-
-
-def print_it(model):
-    return str(weight(model))[:3] != "" and len(f"{weight(model)}") > 10
 
 
 def saved_and_read(model):
@@ -182,35 +127,6 @@ def norm_by_the_model(model):
     return clip(1e9)
 
 
-def norm_by_torch(model):
-    return nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-
-
-def norms_by_name(model):
-    return torch.tensor(zshard.named_norms(model)["0.weight"])
-
-
-def whole_values(model):
-    return dict(zshard.whole_named_parameters(model))["0.weight"]
-
-
-def histogram_of_whole_values(model):
-    return zshard.full_tensor(weight(model)).histc(10)
-
-
-def whole_gradient(model):
-    return zshard.full_tensor(weight(model).grad)
-
-
-def unfreeze_later(model):
-    weight(model).requires_grad_(False)
-    weight(model).requires_grad_(True)
-
-
-def compare_in_place(model):
-    return (weight(model).detach() > 0).float()
-
-
 def own_optimizer(model):
     class Lion(torch.optim.Optimizer):
         @torch.no_grad()
@@ -223,198 +139,85 @@ def own_optimizer(model):
     Lion(model.parameters(), {}).step()
 
 
-def torchs_rprop(model):
-    torch.optim.Rprop(model.parameters(), lr=0.01).step()
+def unfreeze_later(model):
+    weight(model).requires_grad_(False)
+    weight(model).requires_grad_(True)
 
 
-def to_double(model):
-    return weight(model).double().float()
+RIGHT = {
+    "decay_by_hand": decay,
+    "step_by_hand": each(lambda p: operator.isub(p, 0.1 * p.grad)),
+    "step_by_data": each(lambda p: p.data.add_(p.grad, alpha=-0.1)),
+    "moving_average": moving_average,
+    "moving_average_lerp": moving_average_lerp,
+    "averaged_model": averaged_model,
+    "clip_by_value": clip_by_value,
+    "clip_values_by_hand": each(lambda p: p.grad.clamp_(-0.01, 0.01), grad),
+    "sign_momentum": each(sign_momentum),
+    "adam_by_hand": each(adam),
+    "mask_gradients": each(lambda p: p.grad.masked_fill_(p.grad.abs() < 0.01, 0.0), grad),
+    "where_by_sign": lambda m: torch.where(values(m) > 0, values(m), torch.zeros_like(weight(m))),
+    "copy_of_a_parameter": lambda m: copy.deepcopy(weight(m)).detach(),
+    "gradient_noise": draws(lambda p: p.grad.add_(torch.randn_like(p.grad), alpha=0.1)),
+    "uniform_like": draws(torch.rand_like),
+    "zeros_and_ones": zeros_and_ones,
+    "xavier": draws(lambda p: nn.init.xavier_uniform_(p)),
+    "kaiming": draws(lambda p: nn.init.kaiming_normal_(p)),
+    "trunc_normal": draws(lambda p: nn.init.trunc_normal_(p)),
+    "normal_in_place": draws(lambda p: p.data.normal_(0, 0.02)),
+    "reset_parameters": reset_parameters,
+    "first_row": lambda m: values(m)[0],
+    "set_first_row": torch.no_grad()(lambda m: operator.setitem(weight(m), 0, 0.0)),
+    "assigned_rows": lambda m: weight(m).data[2:4].zero_(),
+    "print_it": lambda m: str(weight(m))[:3] != "" and len(f"{weight(m)}") > 10,
+    "saved_and_read": saved_and_read,
+    "norm_by_the_model": norm_by_the_model,
+    "norm_by_torch": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e9),
+    "norms_by_name": lambda m: torch.tensor(zshard.named_norms(m)["0.weight"]),
+    "whole_values": lambda m: dict(zshard.whole_named_parameters(m))["0.weight"],
+    "histogram_of_whole_values": lambda m: zshard.full_tensor(weight(m)).histc(10),
+    "whole_gradient": lambda m: zshard.full_tensor(grad(m)),
+    "unfreeze_later": unfreeze_later,
+    "compare_in_place": lambda m: (values(m) > 0).float(),
+    "own_optimizer": own_optimizer,
+    "torchs_rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.01).step(),
+    "to_double": lambda m: weight(m).double().float(),
+    "is_anything_nan": lambda m: torch.isnan(values(m)),  # elementwise until the last operation
+}
 
 
-def is_anything_nan(model):
-    """Elementwise until the last operation."""
-    return torch.isnan(weight(model).detach())
-
-
-RIGHT = [
-    *(decay_by_hand, step_by_hand, step_by_data, moving_average, moving_average_lerp),
-    *(averaged_model, clip_by_value, clip_values_by_hand, sign_momentum, adam_by_hand),
-    *(mask_gradients, where_by_sign, copy_of_a_parameter, gradient_noise, uniform_like),
-    *(zeros_and_ones, print_it, saved_and_read, norm_by_the_model, norm_by_torch, norms_by_name),
-    *(whole_values, histogram_of_whole_values, whole_gradient, unfreeze_later, compare_in_place),
-    *(own_optimizer, torchs_rprop, to_double, is_anything_nan, first_row, set_first_row),
-    *(xavier, kaiming, trunc_normal, normal_in_place, reset_parameters, assigned_rows),
-]
-
-
-# --- refused --------------------------------------------------------------------------------------------
-
-
-def orthogonal(model):
-    torch.manual_seed(5)
-    nn.init.orthogonal_(weight(model))
+# --- refused --------------------------------------------------------------------------------------
 
 
 def uniform_by_shape(model):
-    p = weight(model)
-    bound = p.size(1) ** -0.5
-    p.data.uniform_(-bound, bound)
+    bound = weight(model).size(1) ** -0.5
+    weight(model).data.uniform_(-bound, bound)
 
 
+@torch.no_grad()
 def rows_of_length_one(model):
     """SwAV's prototypes."""
-    with torch.no_grad():
-        p = weight(model)
-        p.copy_(F.normalize(p.data.clone(), dim=1, p=2))
-
-
-def renorm(model):
-    weight(model).data.renorm_(2, 0, 1.0)
-
-
-def row_norms(model):
-    return weight(model).norm(dim=1)
-
-
-def norm_of_a_parameter(model):
-    return weight(model).detach().norm()
+    weight(model).copy_(F.normalize(weight(model).data.clone(), dim=1, p=2))
 
 
 def norms_of_gradients_by_hand(model):
     total = sum(float(p.grad.norm()) ** 2 for p in params(model)) ** 0.5
     for p in params(model):
         p.grad.mul_(1.0 / total)
-    return weight(model).grad
-
-
-def linalg_norm(model):
-    return torch.linalg.norm(weight(model).detach())
-
-
-def foreach_norm(model):
-    return torch.stack(torch._foreach_norm([p.grad for p in params(model)]))
-
-
-def mean(model):
-    return weight(model).detach().mean()
-
-
-def sum_of_squares(model):
-    return weight(model).detach().square().sum()
-
-
-def largest(model):
-    return weight(model).grad.abs().max()
-
-
-def nan_check(model):
-    return torch.tensor(float(torch.isfinite(weight(model).grad).all()))
-
-
-def vector(model):
-    return nn.utils.parameters_to_vector(model.parameters())
-
-
-def vector_back(model):
-    nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in params(model))), params(model))
-
-
-def flattened(model):
-    return weight(model).detach().flatten()
-
-
-def reshaped(model):
-    return weight(model).detach().reshape(-1, 4)
-
-
-def transposed(model):
-    return weight(model).detach().t().contiguous()
-
-
-def first_column(model):
-    return weight(model).detach()[:, 0]
-
-
-def set_row(model):
-    with torch.no_grad():
-        weight(model)[0] = torch.ones(model[0].in_features)
-
-
-def as_matrix(model):
-    return torch.ones(2, weight(model).shape[-1]) @ weight(model).detach()
-
-
-def linear_outside(model):
-    return F.linear(torch.ones(2, weight(model).shape[-1]), weight(model))
-
-
-def gram(model):
-    return weight(model).detach() @ weight(model).detach().T
-
-
-def singular_values(model):
-    return torch.linalg.svdvals(weight(model).detach())
-
-
-def softmax(model):
-    return weight(model).detach().softmax(dim=1)
-
-
-def concatenated(model):
-    return torch.cat([p.detach() for p in params(model) if p.ndim == 2])
-
-
-def stacked(model):
-    return torch.stack([p.grad for p in params(model) if p.ndim == 2])
-
-
-def numpy(model):
-    return torch.from_numpy(weight(model).detach().numpy().copy())
-
-
-def numbers(model):
-    return torch.tensor(weight(model).detach().tolist())
-
-
-def one_number(model):
-    return torch.tensor(params(model)[1].detach()[0].item())
-
-
-def same_everywhere(model):
-    return torch.tensor(float(torch.equal(weight(model).detach(), weight(model).detach() * 1)))
-
-
-def histogram(model):
-    return torch.histc(weight(model).detach(), 10)
-
-
-def quantile(model):
-    return weight(model).detach().quantile(0.5)
-
-
-def top_k(model):
-    return weight(model).grad.topk(3).values
+    return grad(model)
 
 
 def add_row_numbers(model):
-    p = weight(model)
-    p.data.mul_(torch.arange(float(model[0].out_features)).unsqueeze(1))
+    weight(model).data.mul_(torch.arange(float(model[0].out_features)).unsqueeze(1))
 
 
 def copy_whole_values(model):
     weight(model).data.copy_(torch.ones(model[0].out_features, model[0].in_features))
 
 
-def broadcast_parameters(model):
-    for p in params(model):
-        dist.broadcast(p.data, 0)
-
-
-def reduce_gradients(model):
-    for p in params(model):
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
-    return weight(model).grad
+@torch.no_grad()
+def set_row(model):
+    weight(model)[0] = torch.ones(model[0].in_features)
 
 
 def gather_parameters(model):
@@ -422,34 +225,57 @@ def gather_parameters(model):
     dist.all_gather(there, weight(model).data)
 
 
-def dropped_out(model):
-    return F.dropout(weight(model).detach(), 0.5)
+def vector_back(model):
+    nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in params(model))), params(model))
 
 
-def adafactor(model):
-    torch.optim.Adafactor(model.parameters(), lr=0.1).step()
+def trust_ratio(p):
+    p.sub_(p.grad * (p.norm() / p.grad.norm()))
 
 
-def trust_ratio(model):
-    with torch.no_grad():
-        for p in params(model):
-            p.sub_(p.grad * (p.norm() / p.grad.norm()))
-
-
-def penalty(model):
-    return sum(p.square().sum() for p in model.parameters()).detach()
-
-
-def gradient_of_a_view(model):
-    weight(model).square().backward(torch.ones_like(weight(model)))
-
-
-REFUSED = [
-    *(orthogonal, uniform_by_shape, rows_of_length_one, renorm, row_norms, norm_of_a_parameter),
-    *(norms_of_gradients_by_hand, linalg_norm, foreach_norm, mean, sum_of_squares, largest),
-    *(nan_check, vector, vector_back, flattened, reshaped, transposed, first_column, set_row),
-    *(as_matrix, linear_outside, gram, singular_values, softmax, concatenated),
-    *(stacked, numpy, numbers, one_number, same_everywhere, histogram, quantile, top_k),
-    *(add_row_numbers, copy_whole_values, broadcast_parameters, reduce_gradients),
-    *(gather_parameters, dropped_out, adafactor, trust_ratio, penalty, gradient_of_a_view),
-]
+REFUSED = {
+    "orthogonal": draws(lambda p: nn.init.orthogonal_(p)),
+    "uniform_by_shape": uniform_by_shape,
+    "rows_of_length_one": rows_of_length_one,
+    "renorm": lambda m: weight(m).data.renorm_(2, 0, 1.0),
+    "row_norms": lambda m: weight(m).norm(dim=1),
+    "norm_of_a_parameter": lambda m: values(m).norm(),
+    "norms_of_gradients_by_hand": norms_of_gradients_by_hand,
+    "linalg_norm": lambda m: torch.linalg.norm(values(m)),
+    "foreach_norm": lambda m: torch.stack(torch._foreach_norm([p.grad for p in params(m)])),
+    "mean": lambda m: values(m).mean(),
+    "sum_of_squares": lambda m: values(m).square().sum(),
+    "largest": lambda m: grad(m).abs().max(),
+    "nan_check": lambda m: torch.tensor(float(torch.isfinite(grad(m)).all())),
+    "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "vector_back": vector_back,
+    "flattened": lambda m: values(m).flatten(),
+    "reshaped": lambda m: values(m).reshape(-1, 4),
+    "transposed": lambda m: values(m).t().contiguous(),
+    "first_column": lambda m: values(m)[:, 0],
+    "set_row": set_row,
+    "as_matrix": lambda m: torch.ones(2, weight(m).shape[-1]) @ values(m),
+    "linear_outside": lambda m: F.linear(torch.ones(2, weight(m).shape[-1]), weight(m)),
+    "gram": lambda m: values(m) @ values(m).T,
+    "singular_values": lambda m: torch.linalg.svdvals(values(m)),
+    "softmax": lambda m: values(m).softmax(dim=1),
+    "concatenated": lambda m: torch.cat([p.detach() for p in matrices(m)]),
+    "stacked": lambda m: torch.stack([p.grad for p in matrices(m)]),
+    "numpy": lambda m: torch.from_numpy(values(m).numpy().copy()),
+    "numbers": lambda m: torch.tensor(values(m).tolist()),
+    "one_number": lambda m: torch.tensor(params(m)[1].detach()[0].item()),
+    "same_everywhere": lambda m: torch.tensor(float(torch.equal(values(m), values(m) * 1))),
+    "histogram": lambda m: torch.histc(values(m), 10),
+    "quantile": lambda m: values(m).quantile(0.5),
+    "top_k": lambda m: grad(m).topk(3).values,
+    "add_row_numbers": add_row_numbers,
+    "copy_whole_values": copy_whole_values,
+    "broadcast_parameters": each(lambda p: dist.broadcast(p.data, 0)),
+    "reduce_gradients": each(lambda p: dist.all_reduce(p.grad)),
+    "gather_parameters": gather_parameters,
+    "dropped_out": lambda m: F.dropout(values(m), 0.5),
+    "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.1).step(),
+    "trust_ratio": each(trust_ratio),
+    "penalty": lambda m: sum(p.square().sum() for p in m.parameters()).detach(),
+    "gradient_of_a_view": lambda m: weight(m).square().backward(torch.ones_like(weight(m))),
+}

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from groups import mesh_of, own_group, passing_groups
-from models import COMBINATIONS, differences
+from models import COMBINATIONS, Case
 from offloaded import to
+from scenario import Scenario
 from scenarios import message_of
 from spawn import on_ranks
 from torch import nn
@@ -61,13 +62,8 @@ def plain_layers():
 
 def sharded_layers(combination, model=None, **options):
     strategy, transport = combination
-    return FSDP(
-        model or plain_layers(),
-        strategy=strategy,
-        transport=transport,
-        timeout=20,
-        **options,
-    )
+    options = {"strategy": strategy, "transport": transport, "timeout": 20, **options}
+    return FSDP(model or plain_layers(), **options)
 
 
 def initialized(model, function, seed=1):
@@ -77,17 +73,16 @@ def initialized(model, function, seed=1):
     return torch.get_rng_state()
 
 
-def compared(function, combination, options=None):
-    """Compare values, random numbers, and a backward afterwards."""
-    plain = plain_layers()
-    model = sharded_layers(combination, **(options or {}))
+def same_as_plain(function, combination, **options):
+    """Fail unless values and random numbers are the plain model's, and a backward works then."""
+    plain, model = plain_layers(), sharded_layers(combination, **options)
     ours, theirs = initialized(model, function), initialized(plain, function)
     assert_same(ours, theirs, "the random state")
     model(IDS).float().sum().backward()
-    return differences(model.state_dict(), plain.state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "the model")
 
 
-# --- initializers -----------------------------------------------------------------------------------
+# --- initializers ---------------------------------------------------------------------------------
 
 
 def resets(model):
@@ -138,36 +133,37 @@ def by_apply(model):
     model.apply(as_gpt2_does)
 
 
+@torch.no_grad()
 def other_draws(model):
     generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.uniform_(generator=generator)
-            init.normal_(param, generator=generator)
-            param.exponential_()
-            param.bernoulli_(0.3)
+    for param in model.parameters():
+        param.uniform_(generator=generator)
+        init.normal_(param, generator=generator)
+        param.exponential_()
+        param.bernoulli_(0.3)
 
 
+@torch.no_grad()
 def views(model):
-    with torch.no_grad():
-        model.linear.weight[2:5].normal_()
-        model.linear.weight[-1] = 0.0
-        model.linear.weight[0, 1:4].uniform_()
-        model.conv[0].weight[1, 2].fill_(3.0)
-        model.recurrent[0].bias_ih_l0.chunk(4)[1].fill_(1.0)  # the forget gate
-        for third in model.attend.in_proj_weight.split(8):
-            init.normal_(third, 0.0, 0.1)
-        model.attend.in_proj_bias.narrow(0, 8, 8).normal_()
+    model.linear.weight[2:5].normal_()
+    model.linear.weight[-1] = 0.0
+    model.linear.weight[0, 1:4].uniform_()
+    model.conv[0].weight[1, 2].fill_(3.0)
+    model.recurrent[0].bias_ih_l0.chunk(4)[1].fill_(1.0)  # the forget gate
+    for third in model.attend.in_proj_weight.split(8):
+        init.normal_(third, 0.0, 0.1)
+    model.attend.in_proj_bias.narrow(0, 8, 8).normal_()
 
 
-INITIALIZERS = [*(resets, each_of_torch, imported_before, by_hand, by_apply, other_draws, views)]
+INITIALIZERS = [resets, each_of_torch, imported_before, by_hand, by_apply, other_draws, views]
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("function", INITIALIZERS, ids=lambda function: function.__name__)
-def test_values_equal_the_plain_model(pool2, function, combination):
-    assert pool2.run(compared, function, combination) == [[], []]
+@on_ranks(2)
+def test_values_equal_the_plain_model(function, combination):
+    same_as_plain(function, combination)
 
 
 def kaiming_imported_before(model):
@@ -183,30 +179,30 @@ def test_kaiming_imported_before():
     model = FSDP(nn.Sequential(nn.Linear(16, 16, bias=False)), transport="c10d")
     ours, theirs = (initialized(each, kaiming_imported_before) for each in (model, plain))
     assert_same(ours, theirs, "the random state")
-    assert differences(model.state_dict(), plain.state_dict()) == []
-
-
-def test_kaiming_imported_before_leaves_out_empty_shards(pool2):
-    # torch returns before it draws where a tensor has no elements, and zshard cannot see that
-    for said in pool2.run(unlike, kaiming_imported_before, ("full_shard", "shm")):
-        assert "have not initialized parameters or written to full ones alike" in said
+    assert_same(model.state_dict(), plain.state_dict(), "the model")
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize(
-    "function", [resets, each_of_torch], ids=lambda function: function.__name__
-)
-def test_with_bf16_compute(pool2, function, transport):
-    precision = MixedPrecision(param_dtype=torch.bfloat16)
-    options = {"mixed_precision": precision}
-    found = pool2.run(compared, function, ("full_shard", transport), options)
-    assert found == [[], []]
+@pytest.mark.parametrize("function", [resets, each_of_torch])
+@on_ranks(2)
+def test_with_bf16_compute_and_on_a_disk(function, transport, tmp_path):
+    way, precision = ("full_shard", transport), MixedPrecision(param_dtype=torch.bfloat16)
+    same_as_plain(function, way, mixed_precision=precision)
+    same_as_plain(function, way, offload=to(str(tmp_path)))
 
 
-def test_offloaded_to_a_disk(pool2, tmp_path):
-    options = {"offload": to(str(tmp_path))}
-    assert pool2.run(compared, resets, ("full_shard", "shm"), options) == [[], []]
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
+@on_ranks(4)
+def test_replicas_in_groups(strategy):
+    same_as_plain(resets, (strategy, "c10d"), device_mesh=mesh_of(2, 2))
+
+
+def with_frozen_embedding():
+    model = plain_layers()
+    model.embed.requires_grad_(False)
+    return model
 
 
 @pytest.mark.sampled(2)
@@ -214,29 +210,17 @@ def test_offloaded_to_a_disk(pool2, tmp_path):
 @on_ranks(2)
 def test_between_steps(combination):
     """A layer is initialized anew while an optimizer has state of it; another one is frozen."""
-    plain, model = plain_layers(), plain_layers()
-    for each in (plain, model):
-        each.embed.requires_grad_(False)
-    sharded_layers(combination, model)
-    for each in (plain, model):
-        optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=0.1)
-        for step in range(3):
-            if step == 1:
-                initialized(each, by_hand)
-            optimizer.zero_grad()
-            each(IDS).square().mean().backward()
-            optimizer.step()
-    assert differences(model.state_dict(), plain.state_dict()) == []
+
+    def after(training):
+        if training.step == 1:
+            initialized(training.module, by_hand)
+
+    case = Case(with_frozen_embedding, lambda generator: IDS)
+    scenario = Scenario(case, combination, "torch.AdamW", after=after)
+    assert_same(scenario.sharded(3).state(), scenario.plain(3).state(), "the training")
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-@on_ranks(4)
-def test_replicas_in_groups(strategy):
-    assert compared(resets, (strategy, "c10d"), {"device_mesh": mesh_of(2, 2)}) == []
-
-
-# --- errors -----------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(2)
@@ -252,15 +236,13 @@ def test_torch_errors_stay_the_same(combination):
     )
     plain, model = plain_layers(), sharded_layers(combination)
     kinds = (ValueError, RuntimeError, IndexError)
-    said = [
-        [message_of(functools.partial(each, model), kinds) for each in mistakes]
-        for model in (plain, model)
-    ]
+    for mistake in mistakes:
+        ours, theirs = (message_of(functools.partial(mistake, m), kinds) for m in (model, plain))
+        assert ours == theirs
     initialized(plain, resets)
     initialized(model, resets)
     model(IDS).sum().backward()
-    assert said[0] == said[1]
-    assert differences(model.state_dict(), plain.state_dict()) == []
+    assert_same(model.state_dict(), plain.state_dict(), "the model")
 
 
 @on_ranks(2)
@@ -270,44 +252,38 @@ def test_ranges_from_a_shards_size_are_refused():
     print(weight.numel(), weight.dim(), weight)  # none of these reads a shard's size
     init.normal_(weight, std=0.02)
     bound = weight.shape[1] ** -0.5
-
-    def said(function):
-        return message_of(function, ShardError)
-
-    texts = [
-        said(lambda: init.uniform_(weight, -bound, bound)),
-        said(lambda: weight.data.normal_(0.0, bound)),
-        said(lambda: init.trunc_normal_(weight, std=bound)),
-        said(lambda: weight.data[0].uniform_(-bound, bound)),
-        said(lambda: init.sparse_(weight, 0.3)),
-        said(lambda: weight.data.__setitem__((12, 0), 1.0)),
-    ]
-    assert "'pairs.weight'" in said(model.pairs.reset_parameters)
+    for call in (
+        lambda: init.uniform_(weight, -bound, bound),
+        lambda: weight.data.normal_(0.0, bound),
+        lambda: init.trunc_normal_(weight, std=bound),
+        lambda: weight.data[0].uniform_(-bound, bound),
+        lambda: init.sparse_(weight, 0.3),
+        lambda: weight.data.__setitem__((12, 0), 1.0),
+    ):
+        said = message_of(call, ShardError)
+        assert "a shard of 'linear.weight'" in said and "the full shape, (13, 7)" in said
+        assert "summon_full_params(model)" in said and "model.apply(fn)" in said
+    assert "'pairs.weight'" in message_of(model.pairs.reset_parameters, ShardError)
     initialized(model, resets)
     init.kaiming_normal_(weight)
     with FSDP.summon_full_params(model):
         init.uniform_(weight, -(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
-    for said in texts:
-        assert "a shard of 'linear.weight'" in said and "the full shape, (13, 7)" in said
-        assert "summon_full_params(model)" in said and "model.apply(fn)" in said
 
 
-@passing_groups()
-def in_forward(combination):
-    class Changing(nn.Linear):
-        def forward(self, x):
-            init.normal_(self.weight)
-            return super().forward(x)
-
-    model = sharded_layers(combination, nn.Sequential(Changing(4, 4)), process_group=own_group())
-    return message_of(lambda: model(torch.ones(1, 4)).sum().backward(), RuntimeError)
+class Changing(nn.Linear):
+    def forward(self, x):
+        init.normal_(self.weight)
+        return super().forward(x)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", SHARDED)
-def test_within_a_forward(pool2, combination):
-    for said in pool2.run(in_forward, combination):
-        assert "was modified in place while it was unsharded" in said
+@on_ranks(2)
+@passing_groups()
+def test_within_a_forward(combination):
+    model = sharded_layers(combination, nn.Sequential(Changing(4, 4)), process_group=own_group())
+    said = message_of(lambda: model(torch.ones(1, 4)).sum().backward(), RuntimeError)
+    assert "was modified in place while it was unsharded" in said
 
 
 def on_one_rank(model):
@@ -332,8 +308,23 @@ def full_ones_on_one_rank(model):
             param.data.zero_()
 
 
+UNLIKE = [
+    *(
+        (f, way)
+        for f in (on_one_rank, with_own_seeds, full_ones_on_one_rank)
+        for way in COMBINATIONS
+    ),
+    *((but_for_empty_shards, way) for way in SHARDED),
+    # It returns before it draws where a tensor has no elements, and zshard cannot see that.
+    (kaiming_imported_before, ("full_shard", "shm")),
+]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("function", "combination"), UNLIKE)
+@on_ranks(2)
 @passing_groups()
-def unlike(function, combination):
+def test_ranks_with_different_draws_get_an_error(function, combination):
     model = sharded_layers(combination, process_group=own_group())
     function(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -343,20 +334,9 @@ def unlike(function, combination):
             model(IDS).sum().backward()
             optimizer.step()
 
-    return message_of(train, zshard.DivergenceError)
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize(
-    "function", [on_one_rank, with_own_seeds, but_for_empty_shards, full_ones_on_one_rank]
-)
-def test_ranks_with_different_draws_get_an_error(pool2, function, combination):
-    if function is but_for_empty_shards and combination[0] == "no_shard":
-        pytest.skip("no shard is empty")
-    for said in pool2.run(unlike, function, combination):
-        assert "have not initialized parameters or written to full ones alike" in said
-        assert "torch.manual_seed()" in said and "model.apply(fn)" in said
+    said = message_of(train, zshard.DivergenceError)
+    assert "have not initialized parameters or written to full ones alike" in said
+    assert "torch.manual_seed()" in said and "model.apply(fn)" in said
 
 
 @on_ranks(2)
@@ -365,7 +345,7 @@ def test_apply_takes_the_values_of_rank_0():
     initialized(plain, by_apply, seed=0)
     initialized(model, by_apply, seed=dist.get_rank())
     model(IDS).sum().backward()
-    assert differences(model.state_dict(), plain.state_dict()) == []
+    assert_same(model.state_dict(), plain.state_dict(), "the model")
 
 
 @on_ranks(2)
@@ -393,6 +373,5 @@ def test_noise_in_copies():
     whole = torch.empty_like(plain.linear.weight).normal_()
     model(IDS).sum().backward()
     info = zshard.shard_info(model.linear.weight)
-    begin, numel = info["begin"], info["numel"]
-    mine = whole.detach().reshape(-1)[begin : begin + numel]
-    assert differences([noise.to_local().reshape(-1)], [mine]) == []
+    mine = whole.detach().reshape(-1)[info["begin"] :][: info["numel"]]
+    assert_same(noise.to_local().reshape(-1), mine, "this rank's shard of the noise")

@@ -1,49 +1,31 @@
 """The remedies in errors work: each is applied on the ranks that got the error, which then
-continue.
-
-A table: a script's operation, text of the error, and the script with the remedy.
-"""
-
-from __future__ import annotations
+continue. A row has a script's operation, text of the error, and the script with the remedy."""
 
 import copy
 
 import pytest
 import torch
-from models import make
+from compare import assert_same
+from models import COMBINATIONS, make
+from rows import all_raise, all_rows
 from scenarios import Wide, floats, loss_of
-from spawn import on_ranks, ranks
+from spawn import on_ranks
 from torch import nn
 
 import zshard
-from zshard import FSDP, fully_shard
+from zshard import FSDP, ShardError, fully_shard
+
+EACH_WAY = pytest.mark.parametrize("transport", ["shm", "c10d"])
+SHARDED_OR_NOT = pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 
 
-def trained(strategy="full_shard"):
-    model = FSDP(make(Wide), strategy=strategy)
-    loss_of(model(floats(0))).backward()
-    return model
+def first(model):
+    return next(model.parameters())
 
 
-def isfinite(model):
-    torch.isfinite(next(model.parameters()).grad).all()
-
-
-def isfinite_as_advised(model):
+def norms_as_advised(model):
     assert torch.isfinite(model.clip_grad_norm_(1.0))
     assert all(norm >= 0 for norm in zshard.named_norms(model, grads=True).values())
-
-
-def mean(model):
-    next(model.parameters()).mean()
-
-
-def mean_as_advised(model):
-    zshard.full_tensor(next(model.parameters()).detach()).mean()
-
-
-def penalty(model):
-    sum(p.abs().sum() for p in model.parameters())
 
 
 def penalty_as_advised(model):
@@ -56,43 +38,64 @@ def penalty_as_advised(model):
         torch.testing.assert_close(zshard.full_tensor(p.grad), grad + 2 * value)
 
 
-def transpose(model):
-    next(model.parameters()).T  # noqa: B018
-
-
-def transpose_as_advised(model):
-    with FSDP.summon_full_params(model):
-        next(model.parameters()).T  # noqa: B018
-
-
-def block_forward(model):
-    linear = next(each for each in model.modules() if isinstance(each, nn.Linear))
-    linear.forward(torch.ones(1, linear.in_features))
-
-
-def block_forward_as_advised(model):
-    linear = next(each for each in model.modules() if isinstance(each, nn.Linear))
-    with FSDP.summon_full_params(model):
-        linear.forward(torch.ones(1, linear.in_features))
-
-
-def total_norm(model):
-    torch.nn.utils.get_total_norm(model.parameters())
-
-
 def total_norm_as_advised(model):
-    torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     zshard.named_norms(model)
 
 
-SHARD_ERRORS = [
-    (isfinite, "clip_grad_norm_() returns", isfinite_as_advised),
-    (mean, "zshard.full_tensor(t.detach())", mean_as_advised),
-    (penalty, "For a term of the loss", penalty_as_advised),
-    (transpose, "FSDP.summon_full_params(model)", transpose_as_advised),
-    (block_forward, "register_forward_method", block_forward_as_advised),
-    (total_norm, "p.grad for p in model.parameters()", total_norm_as_advised),
-]
+def transpose(model):
+    return first(model).T
+
+
+def block_forward(model):
+    return model.first.forward(torch.ones(1, model.first.in_features))
+
+
+def in_full(action):
+    def advised(model):
+        with FSDP.summon_full_params(model):
+            action(model)
+
+    return advised
+
+
+SHARD_ERRORS = {
+    "isfinite": (
+        lambda model: torch.isfinite(first(model).grad).all(),
+        "clip_grad_norm_() returns",
+        norms_as_advised,
+    ),
+    "mean": (
+        lambda model: first(model).mean(),
+        "zshard.full_tensor(t.detach())",
+        lambda model: zshard.full_tensor(first(model).detach()).mean(),
+    ),
+    "penalty": (
+        lambda model: sum(p.abs().sum() for p in model.parameters()),
+        "For a term of the loss",
+        penalty_as_advised,
+    ),
+    "transpose": (transpose, "FSDP.summon_full_params(model)", in_full(transpose)),
+    "forward": (block_forward, "register_forward_method", in_full(block_forward)),
+    "total norm": (
+        lambda model: nn.utils.get_total_norm(model.parameters()),
+        "p.grad for p in model.parameters()",
+        total_norm_as_advised,
+    ),
+}
+
+
+@on_ranks(2)
+def test_remedies_of_shard_errors_work():
+    model = FSDP(make(Wide))
+    loss_of(model(floats(0))).backward()
+    with all_rows() as row:
+        for name, (misdeed, words, advised) in SHARD_ERRORS.items():
+            with row(name):
+                with pytest.raises(ShardError) as caught:
+                    misdeed(model)
+                assert words in str(caught.value)
+                advised(model)
 
 
 class Scaled(nn.Module):
@@ -106,8 +109,8 @@ class Scaled(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@EACH_WAY
+@SHARDED_OR_NOT
 @on_ranks(2)
 def test_a_scale_that_the_loss_uses_trains_by_the_first_remedy(strategy, transport):
     plain = make(Scaled)
@@ -116,7 +119,7 @@ def test_a_scale_that_the_loss_uses_trains_by_the_first_remedy(strategy, transpo
         out = each(torch.ones(2, 8))
         # Over c10d the last unit of a forward stays unsharded until the backward, so this is right.
         if each is model and (strategy, transport) == ("full_shard", "shm"):
-            with pytest.raises(zshard.ShardError) as caught:
+            with pytest.raises(ShardError) as caught:
                 out * model.scale.exp()
             text = str(caught.value)
             assert text.index("within `with FSDP.summon") < text.index("zshard.full_tensor(")
@@ -145,24 +148,73 @@ class Momentum(nn.Module):
         return self.slow(self.fast(x))
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@EACH_WAY
+@SHARDED_OR_NOT
 @on_ranks(2)
 def test_writes_in_a_forward_use_data_of_all_or_of_none(strategy, transport):
     plain = make(Momentum)
     model = FSDP(make(Momentum), strategy=strategy, transport=transport)
     if strategy != "no_shard":
         model.way = "mixed"
-        with pytest.raises(zshard.ShardError, match=r"use `\.data` of all parameters.*or of none"):
+        with pytest.raises(ShardError, match=r"use `\.data` of all parameters.*or of none"):
             model(torch.ones(2, 8))
     for way in ("all data", "no data"):
         for each in (plain, model):
             each.way = way
             each(torch.ones(2, 8)).sum().backward()
-    found = model.state_dict()
-    assert [
-        name for name, value in plain.state_dict().items() if not value.equal(found[name])
-    ] == []
+    assert_same(model.state_dict(), plain.state_dict(), "the model")
+
+
+class Tied(nn.Module):
+    """An output layer that uses the embedding's weight; `weight` returns it."""
+
+    def __init__(self, weight):
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb, self.layer = nn.Embedding(10, 4), nn.Linear(4, 4)
+        self.weight = weight
+
+    def forward(self, x):
+        return nn.functional.linear(self.layer(self.emb(x)), self.weight(self))
+
+
+def grads_of(model):
+    """Return full gradients of one backward."""
+    model(torch.arange(4)).square().sum().backward()
+    grads = zshard.whole_named_parameters(model, grads=True)
+    return {name: grad for name, grad in grads if grad is not None}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("combination", [*COMBINATIONS, ("full_shard", "auto")])
+@on_ranks(1, 2)
+def test_full_tensor_in_a_forward_is_refused_where_it_would_drop_a_gradient(combination):
+    """The parameter itself gives the plain model's gradients, and values are constants."""
+    strategy, transport = combination
+
+    def wrapped(weight):
+        policy = {nn.Embedding, nn.Linear}
+        return FSDP(Tied(weight), strategy=strategy, transport=transport, auto_wrap_policy=policy)
+
+    for refused in (
+        lambda model: zshard.full_tensor(model.emb.weight),
+        lambda model: dict(zshard.whole_named_parameters(model))["emb.weight"],
+    ):
+        model = wrapped(refused)
+        said = "full tensor of 'emb.weight'.* no gradient .*parameter itself"
+        for _ in range(2):
+            with pytest.raises(ShardError, match=said):
+                model(torch.arange(4))
+        model.weight = lambda model: model.emb.weight
+        assert_same(grads_of(model), grads_of(Tied(model.weight)), "the remedy's gradients")
+        zshard.full_tensor(model.emb.weight)
+        zshard.full_tensor(model.emb.weight.grad)
+    for value in (
+        torch.no_grad()(lambda model: zshard.full_tensor(model.emb.weight)),
+        lambda model: zshard.full_tensor(model.emb.weight.detach()),
+    ):
+        constant = grads_of(Tied(lambda model: model.emb.weight.detach()))
+        assert_same(grads_of(wrapped(value)), constant, "gradients beside a constant")
 
 
 def resize(embedding, rows):
@@ -173,113 +225,69 @@ def resize(embedding, rows):
     embedding.weight.data = larger.weight.data
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
-def test_a_sharded_layer_is_resized_before_it_is_sharded(transport):
-    model = FSDP(make(lambda: nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3))))
+def test_a_sharded_layer_is_resized_before_it_is_sharded():
+    def plain():
+        return make(lambda: nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3)))
+
+    model = FSDP(plain())
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(zshard.ShardError, match=r"Resize layers before FSDP\(\.\.\.\)"):
+    with pytest.raises(ShardError, match=r"Resize layers before FSDP\(\.\.\.\)"):
         resize(model[0], 9)
-    with (
-        pytest.raises(RuntimeError, match="or resize the model before FSDP"),
-        FSDP.summon_full_params(model),
-    ):
-        resize(model[0], 9)
+    with pytest.raises(RuntimeError, match="or resize the model before FSDP"):
+        in_full(lambda model: resize(model[0], 9))(model)
     # Nothing is half changed: all units are shards again, and the next step is right.
-    assert [name for name, v in model.state_dict().items() if not v.equal(before[name])] == []
+    assert_same(model.state_dict(), before, "the model")
     model(torch.tensor([1])).sum().backward()
-    larger = make(lambda: nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3)))
+    larger = plain()
     larger.load_state_dict(model.state_dict())
     resize(larger[0], 9)
     FSDP(larger)(torch.tensor([8])).sum().backward()
-    assert True
 
 
-def test_a_shallow_copy_is_refused_by_its_name():
-    model = FSDP(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"copy\.copy\(\).*use copy\.deepcopy\(model\)"):
-        copy.copy(model)
-    assert copy.deepcopy(model).weight.equal(model.weight)
-
-
-@on_ranks(2)
-def test_remedies_of_shard_errors_work():
-    model = trained()
-    for misdeed, words, advised in SHARD_ERRORS:
-        with pytest.raises(zshard.ShardError) as caught:
-            misdeed(model)
-        assert words in str(caught.value), misdeed.__name__
-        advised(model)
-    assert [] == []
-
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.block(x)
-
+class Encoder(nn.Sequential):
     def encode(self, x):
-        return torch.nn.functional.linear(x, self.block.weight)
+        return nn.functional.linear(x, self[0].weight)
 
 
 @on_ranks(2)
 def test_remedy_for_other_methods_works():
-    model = FSDP(Encoder(), auto_wrap_policy=None)
-    with pytest.raises(zshard.ShardError, match="register_forward_method"):
+    model = FSDP(Encoder(nn.Linear(8, 8)), auto_wrap_policy=None)
+    with pytest.raises(ShardError, match="register_forward_method"):
         model.encode(torch.ones(2, 8))
     zshard.register_forward_method(model, "encode")
     model.encode(torch.ones(2, 8)).sum().backward()
-    assert zshard.full_tensor(model.block.weight.grad).tolist() == torch.full((8, 8), 2.0).tolist()
-
-
-def muon(strategy):
-    model = FSDP(nn.Sequential(nn.Linear(8, 8, bias=False)), strategy=strategy)
-    model(torch.ones(2, 8)).sum().backward()
-    torch.optim.Muon(model.parameters()).step()
+    assert (zshard.full_tensor(model[0].weight.grad) == 2.0).all()
 
 
 @on_ranks(2)
 def test_full_matrix_optimizer_is_refused():
-    with pytest.raises(zshard.ShardError, match=r'elementwise one.*"no_shard"') as caught:
+    def muon(strategy):
+        model = FSDP(nn.Sequential(nn.Linear(8, 8, bias=False)), strategy=strategy)
+        model(torch.ones(2, 8)).sum().backward()
+        torch.optim.Muon(model.parameters()).step()
+
+    with pytest.raises(ShardError, match=r'elementwise one.*"no_shard"') as caught:
         muon("full_shard")
     assert str(caught.value).count("elementwise one") == 1
     muon("no_shard")
-    assert True
 
 
-class Around(nn.Module):
-    def __init__(self, shared):
-        super().__init__()
-        self.shared, self.own = shared, nn.Linear(8, 8)
+@on_ranks(2)
+def test_shared_module_is_sharded_first():
+    def built():
+        shared = nn.Linear(8, 8)
+        return nn.Sequential(*(nn.Sequential(shared, nn.Linear(8, 8)) for _ in range(2)))
 
-    def forward(self, x):
-        return self.own(self.shared(x))
-
-
-def shared():
-    def made():
-        part = nn.Linear(8, 8)
-        return nn.Sequential(Around(part), Around(part))
-
-    model = made()
+    model = built()
     fully_shard(model[0])
     with pytest.raises(ValueError, match="the module that both share first"):
         fully_shard(model[1])
-    model = made()
-    for part in (model[0].shared, model[0], model[1], model):
+    model = built()
+    for part in (model[0][0], model[0], model[1], model):
         fully_shard(part)
-    model(torch.ones(2, 8)).sum().backward()
-    model = FSDP(made())
-    model(torch.ones(2, 8)).sum().backward()
-    return True
-
-
-@ranks(2)
-def test_shared_module_is_sharded_first(pool):
-    assert pool.run(shared) == [True] * pool.world
+    for each in (model, FSDP(built())):
+        each(torch.ones(2, 8)).sum().backward()
 
 
 class Equal(nn.Linear):
@@ -290,37 +298,31 @@ class Equal(nn.Linear):
         return 1
 
 
-@pytest.mark.parametrize("policy", [None, {Equal}])
-def test_modules_that_compare_equal_are_refused(policy):
-    model = nn.Sequential(Equal(4, 4), Equal(4, 4))
-    with pytest.raises(ValueError, match="module '1' compares equal to another one"):
-        FSDP(model, auto_wrap_policy=policy)
-
-
-def test_torchscript_submodule_is_refused_by_name():
-    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
-    with pytest.raises(ValueError, match=r"parameter '1.weight' is in a TorchScript module"):
-        FSDP(model)
-    FSDP(model, ignored_modules=[model[1]])(torch.ones(1, 4)).sum().backward()
+def test_modules_that_cannot_be_sharded_are_refused_by_name():
+    equal = nn.Sequential(Equal(4, 4), Equal(4, 4))
+    scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    sharded = FSDP(nn.Linear(2, 2))
+    said = "module '1' compares equal to another one"
+    all_raise(ValueError, {said: lambda: FSDP(equal, auto_wrap_policy=None)})
+    all_raise(ValueError, {said: lambda: FSDP(equal, auto_wrap_policy={Equal})})
+    all_raise(ValueError, {"'1.weight' is in a TorchScript module": lambda: FSDP(scripted)})
+    all_raise(TypeError, {"use copy.deepcopy(model)": lambda: copy.copy(sharded)})
+    FSDP(scripted, ignored_modules=[scripted[1]])(torch.ones(1, 4)).sum().backward()
+    assert copy.deepcopy(sharded).weight.equal(sharded.weight)
 
 
 def test_subclass_registration_skips_sharded_classes():
     seen = []
 
-    class Base(nn.Module):
+    class Base(nn.Linear):
         def __init_subclass__(cls, *, tag):
             super().__init_subclass__()
             seen.append((cls.__name__, tag))
 
     class Model(Base, tag="model"):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+        pass
 
-        def forward(self, x):
-            return self.layer(x)
-
-    model = FSDP(Model())
+    model = FSDP(Model(4, 4))
     assert seen == [("Model", "model")]
 
     class Derived(type(model), tag="derived"):
@@ -335,13 +337,11 @@ def test_dtensors_and_meshes_for_tensor_parallelism_are_refused():
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.Sequential(nn.Linear(8, 8))
-    with pytest.raises(ValueError, match="zshard has no tensor parallelism"):
-        FSDP(model, device_mesh=mesh)
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-    for wrap in (FSDP, fully_shard):
-        with pytest.raises(NotImplementedError, match=r"'0.weight' is a DTensor.*no tensor par"):
-            wrap(model)
-    model = FSDP(nn.Sequential(nn.Linear(8, 8)), device_mesh=mesh["tp"])
+    model, parallel = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))
+    parallelize_module(parallel, mesh["tp"], {"0": ColwiseParallel()})
+    all_raise(ValueError, {"no tensor parallelism": lambda: FSDP(model, device_mesh=mesh)})
+    said = "'0.weight' is a DTensor"
+    all_raise(NotImplementedError, {said: lambda: FSDP(parallel)})
+    all_raise(NotImplementedError, {said: lambda: fully_shard(parallel)})
+    model = FSDP(model, device_mesh=mesh["tp"])
     model(torch.ones(1, 8)).sum().backward()
-    assert True

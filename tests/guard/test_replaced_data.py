@@ -1,167 +1,136 @@
 """`p.data = t` between steps: memory that other tensors also use is never overwritten.
 
 A script that swaps weights is correct if it trains bit-identically to DDP. Each swap is a function
-of a model, which both run.
+of a Training, which both run.
 """
 
 import pytest
 import torch
-import torch.distributed as dist
-from models import COMBINATIONS, ddp, differences, loss_of, make, wrapped
+from models import COMBINATIONS, differences
 from offloaded import to
-from scenarios import Stack, floats, message_of
+from rows import all_raise
+from scenario import Scenario
 from spawn import on_ranks
 from torch import nn
 
 from zshard import FSDP, ShardError
 from zshard.wrap import ModuleWrapPolicy
 
-
-def halved(model):
-    for param in model.parameters():
-        param.data = param.data * 0.5
+MLP = Scenario("mlp", optimizer="torch.SGD")
 
 
-def evaluate(model):
+def data_of(training):
+    return [param.data for param in training.module.parameters()]
+
+
+def put(training, values):
+    for param, value in zip(training.module.parameters(), values, strict=True):
+        param.data = value
+
+
+def halve(training):
+    put(training, [param.data * 0.5 for param in training.module.parameters()])
+
+
+def evaluate(training):
     with torch.no_grad():
-        model(floats(0))
+        training.module(training.scenario.case.batch(9, 0))
 
 
-def average_and_back(model):
+def average_and_back(training):
     """The idiom of many scripts, with copies."""
-    backup = {name: param.data.clone() for name, param in model.named_parameters()}
-    halved(model)
-    evaluate(model)
-    for name, param in model.named_parameters():
-        param.data = backup[name]
+    backup = [value.clone() for value in data_of(training)]
+    halve(training)
+    evaluate(training)
+    put(training, backup)
 
 
-def twice(model):
-    params = list(model.parameters())
-    first = [param.data.clone() for param in params]
-    halved(model)
-    evaluate(model)
-    second = [param.data.clone() for param in params]
-    halved(model)
-    evaluate(model)
-    for param, a, b in zip(params, first, second, strict=True):
-        param.data = a + b
+def twice(training):
+    sums = [0.0] * len(data_of(training))
+    for _ in range(2):
+        sums = [total + value.clone() for total, value in zip(sums, data_of(training), strict=True)]
+        halve(training)
+        evaluate(training)
+    put(training, sums)
 
 
-def back_before_any_forward(model):
-    backup = [param.data for param in model.parameters()]
-    halved(model)
-    for param, value in zip(model.parameters(), backup, strict=True):
-        param.data = value
+def back_before_any_forward(training):
+    backup = data_of(training)
+    halve(training)
+    put(training, backup)
 
 
-def stepped_where_it_is(model):
-    halved(model)
+def state_dict_of_the_average(training):
+    backup = [value.clone() for value in data_of(training)]
+    halve(training)
+    sums = [float(value.sum()) for value in training.module.state_dict().values()]
+    put(training, [value + total * 1e-3 for value, total in zip(backup, sums, strict=True)])
 
 
-def state_dict_of_the_average(model):
-    backup = [param.data.clone() for param in model.parameters()]
-    halved(model)
-    sums = [float(value.sum()) for value in model.state_dict().values()]
-    for param, value, total in zip(model.parameters(), backup, sums, strict=True):
-        param.data = value
-        param.data.add_(total * 1e-3)
+SWAPS = [average_and_back, twice, back_before_any_forward, halve, state_dict_of_the_average]
 
 
-SWAPS = (
-    *(average_and_back, twice, back_before_any_forward, stepped_where_it_is),
-    state_dict_of_the_average,
-)
+def swaps_once(swap):
+    """After the second step: swap, and step where the parameters are then."""
 
+    def after(training):
+        if training.step == 2:
+            swap(training)
+            training.optimizer.step()
 
-def trained(model, inner, swap):
-    """inner: the wrapped module, under DDP; it has the blocks."""
-    optimizer = torch.optim.SGD(inner.parameters(), 0.1, momentum=0.9)
-    losses = []
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = loss_of(model(floats(10 * step + dist.get_rank())))
-        loss.backward()
-        losses.append(float(loss))
-        if step == 1:
-            swap(inner)
-        optimizer.step()
-    return losses
-
-
-def compared(combination, swap, offload=None):
-    """Return (same losses, what differs at the end)."""
-    plain = make(Stack)
-    model = wrapped(Stack, combination, offload=offload)
-    theirs = trained(ddp(plain), plain, swap)
-    return trained(model, model, swap) == theirs, differences(
-        model.state_dict(), plain.state_dict()
-    )
+    return after
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("swap", SWAPS, ids=lambda swap: swap.__name__)
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_swaps_match_ddp(pool2, combination, swap):
-    assert pool2.run(compared, combination, swap) == [(True, [])] * 2
+@on_ranks(2)
+def test_swaps_match_ddp(combination, swap):
+    MLP.same(way=combination, after=swaps_once(swap))
 
 
-def test_swaps_of_offloaded_parameters(pool2, tmp_path):
-    offload = to(str(tmp_path))
-    results = pool2.run(compared, ("full_shard", "shm"), average_and_back, offload)
-    assert results == [(True, [])] * 2
+@on_ranks(2)
+def test_swaps_of_offloaded_parameters(tmp_path):
+    MLP.same(after=swaps_once(average_and_back), options={"offload": to(str(tmp_path))})
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_shared_memory_is_never_overwritten(combination):
-    """Return the next pass's error about a parameter whose memory another tensor uses, and whether
-    the script can continue."""
-    model = wrapped(Stack, combination)
-    backup = [param.data for param in model.parameters()]
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    halved(model)
-    said = [message_of(lambda: evaluate(model), ShardError) for _ in range(2)]
-    for param, value in zip(model.parameters(), backup, strict=True):
-        param.data = value
-    evaluate(model)
-    said = set(said)
-    wrong = differences(model.state_dict(), before)
-    (text,) = said
-    assert "parameter '" in text and "backup = p.data.clone()" in text
-    assert wrong == []
-
-
-class Two(nn.Module):
-    """Units of one parameter each; all ranks have elements of each."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
-
-    def forward(self, x):
-        return self.layers(x)
+    """The next pass is an error about a parameter whose memory another tensor uses; the script can
+    continue."""
+    training = MLP.but(way=combination).sharded(1)
+    backup, before = data_of(training), training.state()
+    halve(training)
+    for _ in range(2):
+        with pytest.raises(ShardError, match=r"parameter '[^']*'(.|\n)*backup = p.data.clone\(\)"):
+            evaluate(training)
+    put(training, backup)
+    evaluate(training)
+    assert differences(training.state(), before) == []
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_memory_of_another_parameter_is_refused(combination):
-    model = wrapped(Two, combination, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+    strategy, transport = combination
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = FSDP(layers, strategy=strategy, transport=transport, auto_wrap_policy=policy)
     first, second = model.parameters()
     first.data = second.data
-    said = message_of(lambda: model(torch.ones(2, 64)), ValueError)
-    assert "'layers.0.weight'" in said and "q.data.clone()" in said
-
-
-@on_ranks(2)
-def test_parameters_that_share_memory_before_wrapping_are_refused():
-    transport = "c10d"
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[1].weight.data = model[0].weight.data
-    said = message_of(lambda: FSDP(model, transport=transport), ValueError)
-    assert "'0.weight' and '1.weight' share memory" in said and "tie them" in said
+    tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    tied[1].weight.data = tied[0].weight.data
+    all_raise(
+        ValueError,
+        {
+            "'0.weight'": lambda: model(torch.ones(2, 64)),
+            "q.data.clone()": lambda: model(torch.ones(2, 64)),
+            "'0.weight' and '1.weight' share memory": lambda: FSDP(tied, transport=transport),
+        },
+    )
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@
                 assert shown(name) == text
 
     all_refused({"a negative rate": (lambda: zshard.SGD(params, lr=-1), ValueError, "lr must be")})
+    all_raise(ValueError, {"lr must be": lambda: zshard.SGD(params, lr=-1)})
 
 For rows that take milliseconds: a case of its own, which pytest makes, names and reports, costs as much.
 """
@@ -62,6 +63,12 @@ def all_refused(table: Mapping[str, tuple[Callable[[], Any], type[BaseException]
                 with pytest.raises(kind) as caught:
                     call()
                 assert text in str(caught.value), str(caught.value)
+
+
+def all_raise(kind: type[BaseException], calls: Mapping[str, Callable[[], Any]]) -> None:
+    """Fail unless each call raises that kind of error, with its key in the message."""
+    __tracebackhide__ = True
+    all_refused({text: (call, kind, text) for text, call in calls.items()})
 
 
 def _described(error: BaseException) -> str:

@@ -38,7 +38,8 @@ class Training:
 
     def __init__(self, scenario: Scenario, model: nn.Module, module: nn.Module, rank: int) -> None:
         self.scenario, self.model, self.module = scenario, model, module
-        self.optimizer: Any = make_optimizer(scenario.optimizer, module)
+        kind = scenario.optimizer
+        self.optimizer: Any = kind(module) if callable(kind) else make_optimizer(kind, module)
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.rank = rank  # whose batches it has
@@ -93,12 +94,12 @@ class Scenario:
     """A model by its name in CASES (or a Case), how it is sharded, and how it is trained.
 
     way: (strategy, transport), or (strategy, replicas, shards) of a hybrid strategy.
-    optimizer: as in `make_optimizer`. options: further ones of FSDP().
+    optimizer: as in `make_optimizer`, or a function of the model. options: further ones of FSDP().
     """
 
     model: str | Case = "mlp"
     way: tuple[Any, ...] = ("full_shard", "shm")
-    optimizer: str = "zshard.AdamW"
+    optimizer: str | Callable[[nn.Module], Any] = "zshard.AdamW"
     steps: int = 3
     micro_batches: int = 1
     clip: float | None = None

@@ -5,6 +5,8 @@ from compare import assert_same
 from torch import nn
 
 import zshard
+from zshard import FSDP
+from zshard.extras.optimizers.matrices import hidden_matrices
 
 SIZES = [(16,), (3, 5), (1,), (0,), (130, 77), (64, 1, 1), (4099,)]
 
@@ -64,3 +66,34 @@ def reference(cls, params, **options):
     """Return torch's optimizer with the same numerics as ours: its fused Adam, its plain SGD."""
     fused = {} if cls is torch.optim.SGD else {"fused": True}
     return cls(params, **options, **fused)
+
+
+class Pair:
+    """Two optimizers as one."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+
+    def zero_grad(self):
+        for each in self.optimizers:
+            each.zero_grad()
+
+    def step(self):
+        for each in self.optimizers:
+            each.step()
+
+
+def muon(rest=zshard.AdamW, adamw=None, **options):
+    """Return a function that makes zshard.Muon of a sharded model; of a plain one torch.optim.Muon
+    for what zshard.Muon chooses, and `rest` for the other parameters."""
+    options = {"lr": 0.05, **options}
+
+    def new_optimizer(model):
+        if isinstance(model, FSDP):
+            return zshard.Muon(model, adamw=adamw, **options)
+        hidden = hidden_matrices(model)
+        matrices = [p for p in model.parameters() if id(p) in hidden]
+        others = [p for p in model.parameters() if id(p) not in hidden]
+        return Pair(torch.optim.Muon(matrices, **options), rest(others))
+
+    return new_optimizer

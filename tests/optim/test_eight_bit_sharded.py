@@ -1,217 +1,166 @@
-"""AdamW8bit, Adam8bit and SGD8bit: sharding does not change the bits, nor do saving and loading."""
+"""8-bit optimizers, and stochastic rounding: sharding does not change the bits, nor do saving and
+loading, or what else a run may do."""
 
-from __future__ import annotations
-
-import itertools
+import functools
 import zlib
 
 import pytest
 import torch
-from compare import differences
-from models import COMBINATIONS, TRANSPORTS, Mlp, loss_of, make
+from compare import assert_same
+from models import COMBINATIONS, Case, Mlp, make
 from nursery import fork_ranks
 from optim_cases import give_grads, make_params
-from spawn import RankFailure, on_ranks, ranks
+from scenario import Scenario
+from spawn import RankFailure, on_ranks
 from torch import nn
 
 import zshard
 from zshard import FSDP
 
 BF16 = torch.bfloat16
-
-
-# --- the same bits everywhere --------------------------------------------------------------------
-
-OPTIMIZERS = {
-    "AdamW8bit": (zshard.AdamW8bit, {"lr": 1e-2}),
-    "Adam8bit": (zshard.Adam8bit, {"lr": 1e-2, "weight_decay": 0.01}),
-    "SGD8bit": (zshard.SGD8bit, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+EIGHT = {"lr": 1e-2, "min_8bit_size": 8, "master": "int8"}
+ROUNDED = {"stochastic_rounding": True, "rounding_seed": 5}
+KINDS = {
+    "AdamW8bit": functools.partial(zshard.AdamW8bit, **EIGHT),
+    "Adam8bit": functools.partial(zshard.Adam8bit, **EIGHT, weight_decay=0.01),
+    "SGD8bit": functools.partial(zshard.SGD8bit, **EIGHT, momentum=0.9, nesterov=True),
+    "AdamW rounded": functools.partial(zshard.AdamW, lr=1e-2, **ROUNDED),
+    "SGD rounded": functools.partial(zshard.SGD, lr=2.0**-10, **ROUNDED),
 }
+WHOLE = {"AdamW8bit": zshard.AdamW, "Adam8bit": zshard.Adam, "SGD8bit": zshard.SGD}
+EACH_KIND = pytest.mark.parametrize("kind", KINDS)
+EACH_WAY = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 
-def new_optimizer(kind, params, **options):
-    cls, defaults = OPTIMIZERS[kind]
-    return cls(params, **defaults, **{"min_8bit_size": 8, "master": "int8", **options})
+def mlp(kind, *way, dtype=BF16, **options):
+    case = Case(
+        lambda: Mlp().to(dtype),
+        lambda generator: torch.randn(5, 7, generator=generator).to(dtype),
+        {nn.Linear},
+    )
+    way = way or ("full_shard", "shm")
+    return Scenario(case, way, lambda model: KINDS[kind](model.parameters()), options=options)
 
 
-def steps_of(model, optimizer, begin, end):
-    dtype = next(model.parameters()).dtype
-    for step in range(begin, end):
-        optimizer.zero_grad()
-        inputs = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
-        loss_of(model(inputs.to(dtype))).backward()
-        optimizer.step()
+def sharded(scenario, steps=0):
+    """All ranks have the same batches: the mean of their gradients has the bits of one rank's."""
+    training = scenario.sharded()
+    training.rank = 0
+    return training.go(steps)
 
 
-def mlp(dtype):
-    return make(lambda: Mlp().to(dtype))
+def assert_like_plain(training, steps=5):
+    """Fail unless model and state have the bits of a plain model after so many steps."""
+    plain = training.scenario.plain(steps)
+    states = [[each.state(), each.optimizer.state_dict()["state"]] for each in (training, plain)]
+    assert_same(*states, "what is trained")
 
 
-def result(model, optimizer):
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
-
-
-def trained_plain(kind, dtype):
-    model = mlp(dtype)
-    optimizer = new_optimizer(kind, model.parameters())
-    steps_of(model, optimizer, 0, 5)
-    return result(model, optimizer)
-
-
-def trained_sharded(combination, kind, dtype):
-    strategy, transport = combination
-    model = FSDP(mlp(dtype), strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear})
-    optimizer = new_optimizer(kind, model.parameters())
-    steps_of(model, optimizer, 0, 5)
-    return differences(result(model, optimizer), trained_plain(kind, dtype))
-
-
-@ranks(2, 3)
+@pytest.mark.sampled(4)
+@EACH_KIND
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_sharding_does_not_change_the_bits(pool, combination):
-    for found in pool.run(trained_sharded, combination, "AdamW8bit", BF16):
-        assert found == []
+@on_ranks(2, 3)
+def test_sharding_does_not_change_the_bits(combination, kind):
+    assert_like_plain(sharded(mlp(kind, *combination), 5))
 
 
-@ranks(1, 4)
 @pytest.mark.thorough
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_more_rank_counts_do_not_change_the_bits(pool, combination):
-    for found in pool.run(trained_sharded, combination, "AdamW8bit", torch.float32):
-        assert found == []
+@on_ranks(1, 4)
+def test_more_rank_counts_do_not_change_the_bits(combination):
+    assert_like_plain(sharded(mlp("AdamW8bit", *combination, dtype=torch.float32), 5))
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_every_class_has_the_same_bits_when_sharded(pool2, kind):
-    for found in pool2.run(trained_sharded, ("full_shard", "shm"), kind, BF16):
-        assert found == []
+@EACH_KIND
+@on_ranks(2)
+def test_late_steps_in_backward_and_disks_do_not_change_the_bits(kind, tmp_path):
+    early = sharded(mlp(kind))
+    early.model.optimizer_in_backward(early.optimizer)
+    assert_like_plain(early.go(5))
+    assert_like_plain(sharded(mlp(kind, offload=str(tmp_path)), 5))
+    late = mlp(kind).plain(1)  # the plain model makes the first step, shards the others
+    late.optimizer.zero_grad()
+    FSDP(late.model, auto_wrap_policy={nn.Linear})
+    assert_like_plain(late.go(4))
 
 
-def digests():
+def checksums():
     """Return which instructions the loops use, and checksums of what the optimizers make."""
-    found = []
-    for dtype, kind in itertools.product((torch.float32, BF16), OPTIMIZERS):
+    sums = {}
+    for kind, dtype in [*((kind, BF16) for kind in KINDS), *((k, torch.float32) for k in WHOLE)]:
         params = make_params(dtype)
-        optimizer = new_optimizer(kind, params)
+        optimizer = KINDS[kind](params)
         for step in range(4):
             give_grads(params, seed=step)
             optimizer.step()
         states = [v for own in optimizer.state.values() for v in own.values() if v.dim()]
-        for each in (*params, *states):
-            plain = each.detach().contiguous().view(torch.uint8).numpy()
-            found.append(zlib.crc32(plain.tobytes()))
-    return zshard.available_features()["loops"], found
+        values = [each.detach().contiguous().view(torch.uint8) for each in (*params, *states)]
+        sums[kind, dtype] = [zlib.crc32(each.numpy().tobytes()) for each in values]
+    return zshard.available_features()["loops"], sums
 
 
 def test_instruction_sets_have_the_same_bits():
-    found = {}
+    sums = {}
     for isa in ("base", "avx2", "avx512"):
-        (rank,) = fork_ranks(digests, 1, env={"ZSHARD_ISA": isa}, check=True, alone=True)
-        used, found[isa] = rank.value
-        assert isa != "base" or used == "base"
-    assert found["base"] == found["avx2"] == found["avx512"]
-
-
-@on_ranks(2)
-def test_a_step_in_backward_has_the_same_bits():
-    """Return what differs between stepping in backward and calling step()."""
-    results = []
-    for early in (False, True):
-        model = FSDP(mlp(BF16), auto_wrap_policy={nn.Linear})
-        optimizer = new_optimizer("AdamW8bit", model.parameters())
-        if early:
-            model.optimizer_in_backward(optimizer)
-        for step in range(4):
-            inputs = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
-            loss_of(model(inputs.to(BF16))).backward()
-            if not early:
-                optimizer.step()
-                optimizer.zero_grad()
-        results.append(result(model, optimizer))
-    found = differences(*results)
-    assert found == []
-
-
-@on_ranks(2)
-def test_state_on_a_disk_has_the_same_bits(tmp_path):
-    folder = str(tmp_path)
-    model = FSDP(mlp(BF16), auto_wrap_policy={nn.Linear}, offload=folder)
-    optimizer = new_optimizer("AdamW8bit", model.parameters())
-    steps_of(model, optimizer, 0, 5)
-    found = differences(result(model, optimizer), trained_plain("AdamW8bit", BF16))
-    assert found == []
+        (rank,) = fork_ranks(checksums, 1, env={"ZSHARD_ISA": isa}, check=True, alone=True)
+        loops, sums[isa] = rank.value
+        assert isa != "base" or loops == "base"
+    assert sums["avx2"] == sums["avx512"]
+    for each in sums.values():  # base has no FMA: a rule with a rounded product differs there
+        del each["AdamW rounded", BF16]
+    assert sums["base"] == sums["avx2"]
 
 
 # --- state dicts ---------------------------------------------------------------------------------
 
 
-def saved_after_three(transport):
-    model = FSDP(mlp(BF16), transport=transport, auto_wrap_policy={nn.Linear})
-    optimizer = new_optimizer("AdamW8bit", model.parameters())
-    steps_of(model, optimizer, 0, 3)
-    return model.state_dict(), optimizer.state_dict()
+def saved_after_three(kind, transport, folder):
+    training = sharded(mlp(kind, "full_shard", transport), 3)
+    zshard.save(folder, training.model, training.optimizer)
+    return training.losses, training.model.state_dict(), training.optimizer.state_dict()
 
 
-def continued(transport, saved):
-    """Return what differs from an uninterrupted run in one process."""
-    model = FSDP(mlp(BF16), transport=transport, auto_wrap_policy={nn.Linear})
-    optimizer = new_optimizer("AdamW8bit", model.parameters())
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    steps_of(model, optimizer, 3, 5)
-    return differences(result(model, optimizer), trained_plain("AdamW8bit", BF16))
+def load(training, losses, model, optimizer):
+    training.model.load_state_dict(model)
+    training.optimizer.load_state_dict(optimizer)
+    training.losses = list(losses)
+    return training
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_state_saved_at_two_ranks_continues_at_three_and_at_one(pool2, pool3, transport):
-    saved = pool2.run(saved_after_three, transport)[0]
-    for found in pool3.run(continued, transport, saved):
-        assert found == []
-    model = mlp(BF16)
-    optimizer = new_optimizer("AdamW8bit", model.parameters())
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    steps_of(model, optimizer, 3, 5)
-    assert differences(result(model, optimizer), trained_plain("AdamW8bit", BF16)) == []
+def continues(kind, transport, folder, saved):
+    scenario = mlp(kind, "full_shard", transport)
+    from_file = sharded(scenario)
+    from_file.losses = list(saved[0])
+    zshard.load(folder, from_file.model, from_file.optimizer)
+    for training in (load(sharded(scenario), *saved), from_file):
+        assert_like_plain(training.go(2))
 
 
-def saved_to_disk(folder):
-    model = FSDP(mlp(BF16), auto_wrap_policy={nn.Linear})
-    optimizer = new_optimizer("AdamW8bit", model.parameters())
-    steps_of(model, optimizer, 0, 3)
-    zshard.save(folder, model, optimizer)
+@pytest.mark.sampled(2)
+@EACH_KIND
+@EACH_WAY
+def test_state_saved_at_two_ranks_continues_at_three_and_at_one(
+    pool2, pool3, tmp_path, transport, kind
+):
+    folder = str(tmp_path / "there")
+    saved = pool2.run(saved_after_three, kind, transport, folder)[0]
+    pool3.run(continues, kind, transport, folder, saved)
+    assert_like_plain(load(mlp(kind).plain(), *saved).go(2))
 
 
-def loaded_from_disk(folder):
-    model = FSDP(mlp(BF16), auto_wrap_policy={nn.Linear})
-    optimizer = new_optimizer("AdamW8bit", model.parameters())
-    zshard.load(folder, model, optimizer)
-    steps_of(model, optimizer, 3, 5)
-    return differences(result(model, optimizer), trained_plain("AdamW8bit", BF16))
-
-
-def test_a_checkpoint_of_two_ranks_continues_at_three(pool2, pool3, tmp_path):
-    folder = str(tmp_path / "checkpoint")
-    pool2.run(saved_to_disk, folder)
-    for found in pool3.run(loaded_from_disk, folder):
-        assert found == []
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", WHOLE)
 def test_state_converts_from_and_to_float32(kind):
-    whole = {"AdamW8bit": zshard.AdamW, "Adam8bit": zshard.Adam, "SGD8bit": zshard.SGD}[kind]
+    options = {"lr": 1e-2, **({"momentum": 0.9} if kind == "SGD8bit" else {})}
     params, others = make_params(), make_params()
-    exact = whole(params, **OPTIMIZERS[kind][1])
+    exact = WHOLE[kind](params, **options)
     for step in range(3):
         give_grads(params, seed=step)
         exact.step()
-    ours = new_optimizer(kind, others)
+    ours = KINDS[kind](others)
     ours.load_state_dict(exact.state_dict())
-    assert (
-        ours.state[others[4]]["momentum_buffer" if kind == "SGD8bit" else "exp_avg"].dtype
-        == torch.uint8
-    )
-    again = whole(make_params(), **OPTIMIZERS[kind][1])
+    name = "momentum_buffer" if kind == "SGD8bit" else "exp_avg"
+    assert ours.state[others[4]][name].dtype == torch.uint8
+    again = WHOLE[kind](make_params(), **options)
     again.load_state_dict(type(ours).to_fp32(ours.state_dict()))
     for mine, theirs in zip(again.state.values(), exact.state.values(), strict=True):
         for key, value in theirs.items():
@@ -221,27 +170,14 @@ def test_state_converts_from_and_to_float32(kind):
 
 @on_ranks(2)
 def test_float32_state_converts_to_the_same_codes_when_sharded():
-    model = FSDP(mlp(torch.float32), auto_wrap_policy={nn.Linear})
-    exact = zshard.AdamW(model.parameters(), lr=1e-2)
-    steps_of(model, exact, 0, 3)
-    ours = new_optimizer("AdamW8bit", model.parameters())
-    ours.load_state_dict(exact.state_dict())
-    sharded = ours.state_dict()["state"]
-    plain = new_optimizer("AdamW8bit", mlp(torch.float32).parameters())
-    plain.load_state_dict(exact.state_dict())
-    found = differences(sharded, plain.state_dict()["state"])
-    assert found == []
-
-
-@on_ranks(2)
-def test_state_of_eight_bits_is_refused_by_a_32_bit_optimizer():
-    model = FSDP(mlp(torch.float32), auto_wrap_policy={nn.Linear})
-    ours = new_optimizer("AdamW8bit", model.parameters())
-    steps_of(model, ours, 0, 1)
-    with pytest.raises(ValueError) as raised:
-        zshard.AdamW(model.parameters()).load_state_dict(ours.state_dict())
-    message = str(raised.value)
-    assert "AdamW8bit.to_fp32" in message
+    exact = Scenario("mlp").sharded(3)
+    models = exact.model, make(Mlp)
+    coded = []
+    for model in models:
+        ours = KINDS["AdamW8bit"](model.parameters())
+        ours.load_state_dict(exact.optimizer.state_dict())
+        coded.append(ours.state_dict()["state"])
+    assert_same(*coded, "the codes")
 
 
 class Passes(torch.optim.Optimizer):
@@ -255,22 +191,16 @@ class Passes(torch.optim.Optimizer):
 @pytest.mark.parametrize("combination", COMBINATIONS[:4], ids=str)
 @on_ranks(2)
 def test_a_wrapper_is_saved_as_the_optimizer_in_it(combination, tmp_path):
-    strategy, transport = combination
-    model = FSDP(make(Mlp), strategy=strategy, transport=transport)
-    optimizer = new_optimizer("AdamW8bit", model.parameters())
-    steps_of(model, optimizer, 0, 2)
+    training = sharded(mlp("AdamW8bit", *combination, auto_wrap_policy=None), 2)
+    model, optimizer = training.model, training.optimizer
     zshard.save(tmp_path / "run", model, Passes(optimizer))
-    other = new_optimizer("AdamW8bit", model.parameters())
+    other = KINDS["AdamW8bit"](model.parameters())
     zshard.load(tmp_path / "run", model, other, strict=False)  # the class differs
-    ours, loaded = (zshard.optim_state_dict(model, each) for each in (optimizer, other))
-    assert differences(ours["state"], loaded["state"]) == []
-    plain = zshard.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="8-bit moments") as caught:
-        plain.load_state_dict(optimizer.state_dict())
+    states = [zshard.optim_state_dict(model, each)["state"] for each in (optimizer, other)]
+    assert_same(*states, "the state")
+    with pytest.raises(ValueError, match=r"8-bit moments(.|\n)*AdamW8bit\.to_fp32") as caught:
+        zshard.AdamW(model.parameters()).load_state_dict(optimizer.state_dict())
     assert str(caught.value).count("\n") == 1  # a heading, and the remedy
-
-
-# --- refusals ------------------------------------------------------------------------------------
 
 
 class AdamW4bit(torch.optim.Optimizer):
@@ -283,9 +213,7 @@ class AdamW4bit(torch.optim.Optimizer):
 
 
 def step_of_torchao():
-    model = FSDP(mlp(torch.float32), auto_wrap_policy={nn.Linear})
-    optimizer = AdamW4bit(model.parameters(), {})
-    steps_of(model, optimizer, 0, 1)
+    mlp("AdamW8bit").but(optimizer=lambda model: AdamW4bit(model.parameters(), {})).sharded(1)
 
 
 def test_other_libraries_quantized_state_is_refused_with_ours_as_advice(pool2):

@@ -1,26 +1,30 @@
 """Loss scaling: either all ranks skip a step or none, and the scale equals torch's under DDP."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from groups import hosts_of
 from models import CASES, COMBINATIONS, ddp, differences, loss_of, make, wrapped
 from scenarios import Stack, floats, message_of
-from spawn import on_ranks, ranks
+from spawn import on_ranks
 from torch import nn
 
 import zshard
 
 SCALERS = {"zshard": zshard.GradScaler, "torch": torch.amp.GradScaler}
 SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
+SHM = ("full_shard", "shm")
 
 
-def scaler_of(name, **options):
+def scaler_of(name="zshard", **options):
     return SCALERS[name]("cpu", **{"init_scale": 1024.0, "growth_interval": 2, **options})
+
+
+def backward(model, scaler, step=0):
+    scaler.scale(loss_of(model(floats(dist.get_rank(), step)))).backward()
 
 
 def poison(model, rank, bad=math.inf):
@@ -35,94 +39,70 @@ def victim(transport):
     return 0 if transport == "shm" else dist.get_world_size() - 1
 
 
-# --- one rank's inf --------------------------------------------------------------------------------
+# --- one rank's inf -------------------------------------------------------------------------------
+
+STEPS = {
+    "SGD": lambda params: torch.optim.SGD(params, 0.1),
+    # torch's fused optimizers get the result as a tensor, and skip by themselves.
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+}
 
 
-def one_step(combination, library, bad, early):
-    """Return (was the step skipped, scale afterwards, inf found by torch's own check of this rank's
-    gradients)."""
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, None])
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    ("library", "kind"), [("zshard", "SGD"), ("torch", "SGD"), ("zshard", "fused")]
+)
+@pytest.mark.parametrize("combination", SHARDED)
+@on_ranks(2, 3)
+def test_all_ranks_skip_together(combination, library, kind, early, bad):
     model = wrapped(Stack, combination)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = STEPS[kind](model.parameters())
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    scaler = scaler_of(library)
-    scaler.scale(loss_of(model(floats(dist.get_rank())))).backward()
+    scaler, rank = scaler_of(library), victim(combination[1])
+    backward(model, scaler)
     if bad is not None:
-        poison(model, victim(combination[1]), bad)
-    finite = all(zshard.to_local(p.grad).isfinite().all() for p in model.parameters())
+        poison(model, rank, bad)
+    is_finite = all(zshard.to_local(p.grad).isfinite().all() for p in model.parameters())
+    assert is_finite == (bad is None or dist.get_rank() != rank)  # only one rank sees it
     if early:
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    return differences(model.state_dict(), before) == [], scaler.get_scale(), finite
+    assert (differences(model.state_dict(), before) == []) == (bad is not None)
+    assert scaler.get_scale() == (1024.0 if bad is None else 512.0)
 
 
-@pytest.mark.sampled(6)
-@ranks(2, 3)
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("library", SCALERS)
-@pytest.mark.parametrize("combination", SHARDED)
-def test_all_ranks_skip_together(pool, combination, library, early):
-    for bad in (math.inf, -math.inf, math.nan):
-        found = pool.run(one_step, combination, library, bad, early)
-        assert sorted(finite for *_, finite in found) == [False] + [True] * (pool.world - 1)
-        assert [result[:2] for result in found] == [(True, 512.0)] * pool.world
-    assert (
-        pool.run(one_step, combination, library, None, early)
-        == [(False, 1024.0, True)] * pool.world
-    )
+@on_ranks(2)
+def test_both_scalers_rescale_what_codes_carry_over():
+    """Steps with a change of the scale, which carried errors follow."""
+    weights = []
+    for library in SCALERS:
+        with hosts_of(1, 1) as group:
+            torch.manual_seed(0)
+            model = zshard.FSDP(nn.Linear(64, 64), process_group=group, wire="bf16", timeout=60)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = scaler_of(library, growth_interval=2000)
+            for step in range(6):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+                x = torch.randn(4, 64, generator=generator)
+                scaler.scale(model(x).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update(1.0 if step == 2 else None)
+            weights.append(model.state_dict())
+    assert_same(*weights, "the model")
 
 
-def fused_step(bad):
-    """torch's fused optimizers get the result as a tensor, and skip by themselves."""
-    model = wrapped(Stack, ("full_shard", "shm"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    scaler = scaler_of("zshard")
-    scaler.scale(loss_of(model(floats(dist.get_rank())))).backward()
-    if bad:
-        poison(model, 0)
-    scaler.step(optimizer)
-    scaler.update()
-    return differences(model.state_dict(), before) == [], scaler.get_scale()
-
-
-def test_fused_optimizers_skip_as_well(pool2):
-    assert pool2.run(fused_step, True) == [(True, 512.0)] * 2
-    assert pool2.run(fused_step, False) == [(False, 1024.0)] * 2
-
-
-def with_codes(library):
-    """Return the weight after steps with a change of the scale, which carried errors follow."""
-    with hosts_of(1, 1) as group:
-        torch.manual_seed(0)
-        model = zshard.FSDP(nn.Linear(64, 64), process_group=group, wire="bf16", timeout=60)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = scaler_of(library, growth_interval=2000)
-        for step in range(6):
-            optimizer.zero_grad()
-            x = torch.randn(
-                4, 64, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())
-            )
-            scaler.scale(model(x).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update(1.0 if step == 2 else None)
-        return model.state_dict()["weight"]
-
-
-def test_both_scalers_rescale_what_codes_carry_over(pool2):
-    ours, theirs = (pool2.run(with_codes, library)[0] for library in SCALERS)
-    assert torch.equal(ours, theirs)
-
-
-# --- training --------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 def trained(parallel, model, case, scaler, library):
     """Return (state, scales, losses) of training with two optimizers and overflows on one rank."""
-    named = list(model.named_parameters())
+    params = list(model.parameters())
     cls = zshard.SGD if library == "zshard" else torch.optim.SGD
-    groups = ([p for i, (_, p) in enumerate(named) if i % 2 == half] for half in (0, 1))
-    optimizers = [cls(group, lr=0.1, momentum=0.9) for group in groups]
+    optimizers = [cls(params[half::2], lr=0.1, momentum=0.9) for half in (0, 1)]
     scales, losses = [], []
     for step in range(9):
         for optimizer in optimizers:
@@ -141,38 +121,36 @@ def trained(parallel, model, case, scaler, library):
     return model.state_dict(), scales, losses
 
 
-def compare(name, combination, library):
-    case = CASES[name]
-    plain = make(case.make)
-    parallel = ddp(plain, find_unused_parameters=case.unused)
-    state, scales, losses = trained(parallel, plain, case, scaler_of("torch"), "torch")
-    model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
-    ours = trained(model, model, case, scaler_of(library), library)
-    return differences(ours[0], state), ours[1] == scales, ours[2] == losses, scales
-
-
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("library", SCALERS)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", ["mlp", "net", "odds"])
-def test_training_and_scales_are_bit_identical_to_ddp(pool2, name, combination, library):
-    for wrong, same_scales, same_losses, scales in pool2.run(compare, name, combination, library):
-        assert wrong == [] and same_scales and same_losses
-        assert scales[2] == scales[1] / 2 and max(scales) > 1024.0  # it changed in both directions
+@on_ranks(2)
+def test_training_and_scales_are_bit_identical_to_ddp(name, combination, library):
+    case = CASES[name]
+    plain = make(case.make)
+    theirs = trained(ddp(plain), plain, case, scaler_of("torch"), "torch")
+    model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
+    assert_same(trained(model, model, case, scaler_of(library), library), theirs, "the training")
+    scales = theirs[1]
+    assert scales[2] == scales[1] / 2 and max(scales) > 1024.0  # it changed in both directions
 
 
-def clipped(combination):
-    """unscale_, clip, step, update; one rank has an inf in the middle."""
+@pytest.mark.parametrize("combination", SHARDED)
+@on_ranks(2)
+def test_unscale_clip_step_update(combination):
+    """One rank has an inf in the middle. Powers of two: scaling changes no bit."""
     model, other = wrapped(Stack, combination), wrapped(Stack, combination)
-    scaler, scales, norms = scaler_of("zshard"), [], []
+    scaler, one, scales = scaler_of(), scaler_of(enabled=False), []
     for step in range(4):
         optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (model, other)]
-        scaler.scale(loss_of(model(floats(dist.get_rank(), step)))).backward()
-        loss_of(other(floats(dist.get_rank(), step))).backward()
+        backward(model, scaler, step)
+        backward(other, one, step)
         if step == 2:
             poison(model, victim(combination[1]))
         scaler.unscale_(optimizers[0])
-        norms.append([float(net.clip_grad_norm_(0.05)) for net in (model, other)])
+        ours, expected = (float(net.clip_grad_norm_(0.05)) for net in (model, other))
+        assert ours == expected if step != 2 else not math.isfinite(ours)
         scaler.step(optimizers[0])
         scaler.update()
         scales.append(scaler.get_scale())
@@ -180,32 +158,21 @@ def clipped(combination):
             optimizers[1].step()
         for net in (model, other):
             net.zero_grad()
-    return scales, norms, differences(model.state_dict(), other.state_dict())
-
-
-@pytest.mark.parametrize("combination", SHARDED)
-def test_unscale_clip_step_update(pool2, combination):
-    first, second = pool2.run(clipped, combination)
-    assert first[:2] == second[:2] or math.isnan(first[1][2][0])
-    scales, norms, wrong = first
-    assert scales == second[0] == [1024.0, 2048.0, 1024.0, 1024.0]
-    assert wrong == second[2] == []  # powers of two: scaling changes no bit
-    for step, (ours, expected) in enumerate(norms):
-        assert ours == expected if step != 2 else not math.isfinite(ours)
+    assert scales == [1024.0, 2048.0, 1024.0, 1024.0]
+    assert_same(model.state_dict(), other.state_dict(), "the model")
 
 
 @on_ranks(2)
 def test_each_optimizer_is_checked_separately():
     """An inf in one optimizer's gradients does not stop the other from stepping; they share the
     scale."""
-    model = wrapped(Stack, ("full_shard", "shm"))
-    first = torch.optim.SGD(model.blocks.parameters(), 0.1)
-    second = torch.optim.SGD(model.head.parameters(), 0.1)
+    model = wrapped(Stack, SHM)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model.blocks, model.head)]
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    scaler = scaler_of("zshard")
-    scaler.scale(loss_of(model(floats(dist.get_rank())))).backward()
+    scaler = scaler_of()
+    backward(model, scaler)
     poison(model.blocks, 0)
-    for optimizer in (first, second):
+    for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
     changed = {line.partition(":")[0] for line in differences(model.state_dict(), before)}
@@ -213,13 +180,13 @@ def test_each_optimizer_is_checked_separately():
     assert scaler.get_scale() == 512.0
 
 
-# --- unsharded models ------------------------------------------------------------------------------
+# --- unsharded models -----------------------------------------------------------------------------
 
 
 @on_ranks(2)
 def test_unsharded_parameters_of_the_optimizer_count():
     """An inf in a parameter that is not sharded, in the same optimizer: one decision for all."""
-    model, extra = wrapped(Stack, ("full_shard", "shm")), nn.Parameter(torch.ones(3))
+    model, extra = wrapped(Stack, SHM), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([*model.parameters(), extra], 0.1)
     before = model.state_dict()
     scaler = scaler_of("torch")
@@ -228,30 +195,27 @@ def test_unsharded_parameters_of_the_optimizer_count():
         extra.grad[0] = math.inf
     scaler.step(optimizer)
     scaler.update()
-    assert differences(model.state_dict(), before) == []
+    assert_same(model.state_dict(), before, "the model")
     assert scaler.get_scale() == 512.0
 
 
-def not_sharded():
+@on_ranks(2)
+def test_unsharded_models_use_torchs_scaler():
     """Every rank is independent: zshard has no part in this model."""
     plain = make(Stack)
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
     scaler = scaler_of("torch")
-    scaler.scale(loss_of(plain(floats(0)))).backward()
+    backward(plain, scaler)
     poison(plain, 1)
     scaler.step(optimizer)
     scaler.update()
-    return scaler.get_scale()
-
-
-def test_unsharded_models_use_torchs_scaler(pool2):
-    assert pool2.run(not_sharded) == [1024.0, 512.0]
+    assert scaler.get_scale() == (1024.0, 512.0)[dist.get_rank()]
 
 
 @pytest.mark.parametrize("bad", [math.inf, None])
 @pytest.mark.parametrize("library", SCALERS)
 def test_single_rank_uses_torchs_scaler(library, bad):
-    found = []
+    results = []
     for net in (make(Stack), zshard.FSDP(make(Stack))):
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         scaler = scaler_of(library)
@@ -262,26 +226,23 @@ def test_single_rank_uses_torchs_scaler(library, bad):
                 net.head.bias.grad[0] = bad
             scaler.step(optimizer)
             scaler.update()
-        found.append((net.state_dict(), scaler.state_dict()))
-    assert differences(*(state for state, _ in found)) == []
-    assert found[0][1] == found[1][1]
-    assert found[0][1]["scale"] == (2048.0 if bad is None else 512.0)
+        results.append([net.state_dict(), scaler.state_dict()])
+    assert_same(*results, "model and scaler")
+    assert results[0][1]["scale"] == (2048.0 if bad is None else 512.0)
 
 
-# --- mistakes --------------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
 def test_unreduced_gradients_are_refused_unchanged():
-    model = wrapped(Stack, ("full_shard", "shm"))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = scaler_of("zshard")
+    model = wrapped(Stack, SHM)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), scaler_of()
     with model.no_sync():
-        scaler.scale(loss_of(model(floats(dist.get_rank())))).backward()
+        backward(model, scaler)
     grads = [p.grad.clone() for p in model.parameters()]
-    message = message_of(lambda: scaler.unscale_(optimizer), RuntimeError)
-    wrong = differences([p.grad for p in model.parameters()], grads)
-    assert "no_sync()" in message and wrong == []
+    assert "no_sync()" in message_of(lambda: scaler.unscale_(optimizer), RuntimeError)
+    assert_same([p.grad for p in model.parameters()], grads, "the gradients")
 
 
 def test_devices():

@@ -1,161 +1,116 @@
-"""zshard.Muon against DDP with torch.optim.Muon, bit for bit, under every strategy and transport."""
+"""zshard.Muon against DDP with torch.optim.Muon, bit for bit, under every strategy and transport.
+
+What it shares with WholeMatrix, and its state, are in test_whole_matrix.py.
+"""
 
 import copy
+import functools
+import itertools
 
 import pytest
 import torch
 from compare import assert_same
-from models import CASES, COMBINATIONS, ddp, make, sharded, train
-from optim_states import HYBRID, differ, go_on, wrap
-from spawn import on_ranks, ranks
+from models import CASES, COMBINATIONS, Case, make
+from optim_cases import muon
+from optim_states import differ
+from scenario import Scenario
+from spawn import on_ranks
 from torch import nn
 
 import zshard
 from zshard import FSDP
 from zshard.extras.optimizers.matrices import hidden_matrices
+from zshard.extras.optimizers.newton_schulz import orthogonalized
 
-# Over shm a shard is a number of pages: the matrices must be larger for their rows to be shared out.
+# Over shm a shard is a number of pages: matrices must be larger for their rows to be shared out.
 
 OPTIONS = [
     {},
     {"nesterov": False, "momentum": 0.8, "weight_decay": 0.0},
     {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 2, "lr": torch.tensor(0.02)},
 ]
+EACH_WAY = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 
-def torchs(model, **options):
-    """torch.optim.Muon for what zshard.Muon chooses, and zshard.AdamW for the rest, as one."""
-    hidden = hidden_matrices(model)
-    matrices = [p for p in model.parameters() if id(p) in hidden]
-    rest = [p for p in model.parameters() if id(p) not in hidden]
-    return Pair(torch.optim.Muon(matrices, **options), zshard.AdamW(rest))
-
-
-class Pair:
-    def __init__(self, *optimizers):
-        self.optimizers = optimizers
-
-    def zero_grad(self):
-        for each in self.optimizers:
-            each.zero_grad()
-
-    def step(self):
-        for each in self.optimizers:
-            each.step()
-
-
-def full(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def by_ddp(name, rank, **options):
-    case = CASES[name]
-    model = make(case.make)
-    twin = ddp(model, find_unused_parameters=case.unused)
-    losses = train(twin, case, torchs(model, **options), rank)
-    return losses, full(model)
-
-
-def compares(name, combination, options):
-    case, rank = CASES[name], torch.distributed.get_rank()
-    options = {"lr": 0.05, **options}
-    model = sharded(name, combination)
-    optimizer = zshard.Muon(model, **options)
-    losses, values = train(model, case, optimizer, rank), full(model)
-    expected, theirs = by_ddp(name, rank, **options)
-    assert losses == expected
-    assert_same(values, theirs, f"{name} over {combination}")
-
-
-@ranks(2)
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
 @pytest.mark.parametrize("name", ["wide", "mlp", "tied", "frozen", "unused", "attention"])
-def test_bit_identical_to_ddp(pool, name, combination):
-    pool.run(compares, name, combination, {})
+@on_ranks(2)
+def test_bit_identical_to_ddp(name, combination):
+    Scenario(name, combination, muon()).same()
 
 
-@ranks(2)
 @pytest.mark.parametrize("number", range(1, len(OPTIONS)))
-def test_options(pool, number):
-    pool.run(compares, "wide", ("full_shard", "shm"), OPTIONS[number])
+@on_ranks(2)
+def test_options(number):
+    Scenario("wide", optimizer=muon(**OPTIONS[number])).same()
 
 
-def values_after(strategy, transport, **options):
-    case = CASES["wide"]
-    model = FSDP(make(case.make), strategy=strategy, transport=transport, **options)
-    train(model, case, zshard.Muon(model, lr=0.05), torch.distributed.get_rank())
-    return full(model)
-
-
-@ranks(3, 4)
-def test_strategies_agree(pool):
-    wanted = [("full_shard", "shm"), ("no_shard", "shm"), ("full_shard", "c10d")]
-    first, *others = [pool.run(values_after, *each) for each in wanted]
+@on_ranks(3, 4)
+def test_strategies_agree():
+    ways = [("full_shard", "shm"), ("no_shard", "shm"), ("full_shard", "c10d")]
+    first, *others = [Scenario("wide", way, muon()).sharded(None).state() for way in ways]
     for ours in others:
-        for a, b in zip(first, ours, strict=True):
-            assert_same(a, b, "the model")
+        assert_same(ours, first, "the model")
 
 
-def values_of_hybrid(combination):
-    case = CASES["wide"]
-    model = wrap("wide", combination)
-    train(model, case, zshard.Muon(model, lr=0.05), torch.distributed.get_rank())
-    return full(model)
+def linears(*sizes, dtype=torch.float32):
+    """A case of linear layers; the last one is the head."""
+    layers = list(itertools.pairwise(sizes))
+    return Case(
+        lambda: nn.Sequential(*(nn.Linear(*each) for each in layers)).to(dtype),
+        lambda generator: torch.randn(8, sizes[0], generator=generator).to(dtype),
+        None,
+    )
 
 
-@pytest.mark.parametrize("combination", HYBRID)
-def test_hybrid_agrees(pool4, combination):
-    ours = pool4.run(values_of_hybrid, combination)
-    theirs = pool4.run(values_after, "full_shard", "c10d")
-    for a, b in zip(ours, theirs, strict=True):
-        assert_same(a, b, "the model")
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@EACH_WAY
 @on_ranks(2)
 def test_bfloat16_parameters(transport):
     """All ranks have the same batch: DDP would sum other batches' gradients in bfloat16."""
-    found = []
-    for shards in (True, False):
-        torch.manual_seed(0)
-        # Tall, wide and square; whole vectors, since torch rounds the rest of a tensor otherwise.
-        layers = [nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 64)]
-        model = nn.Sequential(*layers).to(torch.bfloat16)
-        model = FSDP(model, transport=transport, auto_wrap_policy=None) if shards else model
-        matrices, biases = [m.weight for m in model], [m.bias for m in model]
-        groups = [{"params": matrices}, {"params": biases, "use_muon": False}]
-        optimizer = (
-            zshard.Muon(groups, lr=0.02)
-            if shards
-            else Pair(torch.optim.Muon(matrices, lr=0.02), zshard.AdamW(biases))
-        )
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            x = torch.randn(8, 64, generator=generator).to(torch.bfloat16)
-            optimizer.zero_grad()
-            model(x).float().square().mean().backward()
-            optimizer.step()
-        found.append(full(model))
-    assert_same(*found, "the model")
+    # Tall, wide and square; whole vectors, since torch rounds the rest of a tensor otherwise.
+    case = linears(64, 128, 64, 64, 64, dtype=torch.bfloat16)
+    scenario = Scenario(case, ("full_shard", transport), muon(lr=0.02))
+    ours = scenario.sharded()
+    ours.rank = 0
+    assert_same(ours.go(3).state(), scenario.plain(3).state(), "the training")
 
 
 def test_parameters_and_gradients_that_are_not_contiguous():
-    found = []
+    results = []
     for cls in (torch.optim.Muon, zshard.Muon):
         torch.manual_seed(0)
-        params = [
-            nn.Parameter(torch.randn(8, 9).t()),
-            nn.Parameter(torch.randn(6, 8)[:, ::2]),
-            nn.Parameter(torch.randn(6, 4)),
-        ]
+        values = torch.randn(8, 9).t(), torch.randn(6, 8)[:, ::2], torch.randn(6, 4)
+        params = [nn.Parameter(each) for each in values]
         optimizer = cls(params, lr=0.1)
         for _ in range(2):
             for param in params:
                 param.grad = torch.randn(param.shape[::-1]).t()
             optimizer.step()
-        found.append(params)
-    for theirs, ours in zip(*found, strict=True):
-        assert_same(ours.detach(), theirs.detach(), "the matrix")
+        results.append(params)
+    assert_same(*results, "the matrices")
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
+def test_schedulers_that_cycle_the_momentum(name):
+    results = []
+    for cls in (torch.optim.Muon, zshard.Muon):
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.randn(8, 6))
+        optimizer = cls([param], lr=0.1)
+        if cls is zshard.Muon:
+            rest = {"params": [nn.Parameter(torch.ones(3))], "use_muon": False}
+            optimizer.add_param_group(rest)
+        arguments = (0.1, 10) if name == "OneCycleLR" else (0.01, 0.1)
+        scheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, *arguments)
+        for step in range(3):
+            for group in optimizer.param_groups:
+                for each in group["params"]:
+                    each.grad = torch.full_like(each, step - 1.5)
+            optimizer.step()
+            scheduler.step()
+        results.append((param, optimizer.param_groups[0]["momentum"]))
+    assert results[0][1] != 0.95
+    assert_same(*results, "the matrix and the momentum")
 
 
 # --- what Muon updates ----------------------------------------------------------------------------
@@ -231,79 +186,46 @@ BLOCKS = [
     (("columns", 3), [6, 6, 6], 1),
     (["columns", 2], [20, 20], 1),
     (("columns", 1), [20], 1),
+    # The matrix is tall and its blocks are not, or the reverse: torch rounds one of them otherwise.
+    (3, [32] * 3, 0, 64, torch.bfloat16),
+    (("columns", 3), [32] * 3, 1, 64, torch.bfloat16),
 ]
 
 
-@pytest.mark.parametrize(("split", "parts", "dim"), BLOCKS)
-def test_blocks_are_updated_as_matrices(split, parts, dim):
-    assert_same(*trained_with(split, parts, dim), "the matrix")
-
-
-@pytest.mark.parametrize(("split", "dim"), [(3, 0), (("columns", 3), 1)])
-def test_tall_blocks_in_bfloat16_are_rounded_as_torch_does(split, dim):
-    """The matrix is tall and its blocks are not, or the reverse."""
-    assert_same(*trained_with(split, [32] * 3, dim, 64, torch.bfloat16), "the matrix")
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("split", [(20, 5, 5), ("columns", 4)])
-@on_ranks(2, 3)
-def test_split_of_shards(transport, split):
-    found = []
-    for strategy in ("full_shard", "no_shard"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 30, bias=False), nn.Linear(30, 3))
-        model = FSDP(model, strategy=strategy, transport=transport, auto_wrap_policy=None)
-        optimizer = zshard.Muon(model, lr=0.05, split={"0.*": split})
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            model(torch.randn(4, 8, generator=generator)).square().mean().backward()
-            optimizer.step()
-        found.append(full(model))
-    assert_same(*found, "the model")
+@pytest.mark.parametrize("arguments", BLOCKS)
+def test_blocks_are_updated_as_matrices(arguments):
+    assert_same(*trained_with(*arguments), "the matrix")
 
 
 @on_ranks(2)
 def test_split_is_in_a_checkpoint(tmp_path):
-    path = str(tmp_path / "there")
-    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 3))
-    model = FSDP(model, auto_wrap_policy=None)
-    found = []
+    model = FSDP(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 3)), auto_wrap_policy=None)
+    groups = []
     for split in ({"0.*": ("columns", 4)}, None):
         optimizer = zshard.Muon(model, split=split)
         model(torch.ones(4, 8)).square().mean().backward()
         if split:
             optimizer.step()
-            zshard.save(path, model, optimizer)
+            zshard.save(tmp_path / "there", model, optimizer)
         else:
-            zshard.load(path, model, optimizer)
-        found.append(optimizer.state_dict())
+            zshard.load(tmp_path / "there", model, optimizer)
+        groups.append(optimizer.state_dict()["param_groups"])
         optimizer.step()
-    assert found[0]["param_groups"] == found[1]["param_groups"]
+    assert groups[0] == groups[1]
 
 
 # --- transformers' Conv1D -------------------------------------------------------------------------
 
 
-def gpt2(**options):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = transformers.GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=24, n_layer=1, n_head=2, **options
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
 def test_conv1d_of_transformers_is_a_matrix_whose_outputs_are_columns():
-    model = gpt2()
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 24, "n_layer": 1, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
     optimizer = zshard.Muon(model, split={"*.c_attn.weight": 3, "*.mlp.c_fc.weight": (8, 16)})
-    chosen = names_of(model, optimizer)
-    assert chosen == {
-        f"transformer.h.0.{each}.weight"
-        for each in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    }
-    assert {group.get("split") for group in optimizer.param_groups} == {
-        *(None, ("columns", 3), (8, 16))
-    }
+    matrices = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert names_of(model, optimizer) == {f"transformer.h.0.{each}.weight" for each in matrices}
+    splits = {group.get("split") for group in optimizer.param_groups}
+    assert splits == {None, ("columns", 3), (8, 16)}
 
 
 def test_a_class_of_another_library_with_that_name_is_not():
@@ -315,109 +237,96 @@ def test_a_class_of_another_library_with_that_name_is_not():
     assert not hidden_matrices(nn.Sequential(Conv1D(), nn.Linear(4, 4)))
 
 
-def gpt2_like_torch(transport):
-    """Against torch.optim.Muon over separate matrices for queries, keys and values."""
-    torch.manual_seed(0)
-    plain = gpt2(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
-    model = FSDP(copy.deepcopy(plain), transport=transport)
-    ours = zshard.Muon(model, lr=0.05, split={"*.c_attn.weight": 3})
-    fused = plain.transformer.h[0].attn.c_attn.weight
-    pieces = [nn.Parameter(each.contiguous()) for each in fused.detach().split(24, 1)]
-    hidden = hidden_matrices(plain)
-    others = [p for p in plain.parameters() if id(p) in hidden and p is not fused]
-    theirs = Pair(
-        torch.optim.Muon([*others, *pieces], lr=0.05),
-        zshard.AdamW([p for p in plain.parameters() if id(p) not in hidden]),
-    )
-    ids = torch.arange(16).view(2, 8)  # the same on all ranks
-    for _ in range(2):
-        for each, optimizer in ((model, ours), (plain, theirs)):
-            each.zero_grad()
-            each(input_ids=ids, labels=ids).loss.backward()
-            if each is plain:
-                for piece, grad in zip(pieces, fused.grad.split(24, 1), strict=True):
-                    piece.grad = grad.contiguous()
-            optimizer.step()
-        fused.data.copy_(torch.cat([piece.detach() for piece in pieces], 1))
-    assert_same(full(model), full(plain), "the model")
+# --- Newton-Schulz steps --------------------------------------------------------------------------
 
 
-@ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_gpt2_has_the_numbers_of_separate_matrices(pool, transport):
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    pool.run(gpt2_like_torch, transport)
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str
+)
+@pytest.mark.parametrize("shape", [(300, 520), (520, 300), (256, 256), (1, 7), (128, 130)])
+def test_symmetric_products_change_an_update_by_less_than_the_bound(shape, dtype, bound):
+    generator = torch.Generator().manual_seed(0)
+    for power in (1, 9):  # singular values of about one size, and of several
+        update = (torch.randn(shape, generator=generator) ** power).to(dtype)
+        options = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "eps": 1e-7, "ns_steps": 5}
+        whole, halves = (
+            orthogonalized(update.clone(), {**options, "symmetric": symmetric}).double()
+            for symmetric in (False, True)
+        )
+        assert (halves - whole).norm() <= bound * whole.norm()
+
+
+SYMMETRIC = {"ns_dtype": "float32", "symmetric": True}
+SPLITS = [
+    ((8, 30, 3), {"split": {"0.*": (20, 5, 5)}}),
+    ((8, 30, 3), {"split": {"0.*": ("columns", 4)}}),
+    ((260, 300, 3), SYMMETRIC),
+]
+
+
+@EACH_WAY
+@pytest.mark.parametrize(("sizes", "options"), SPLITS)
+@on_ranks(2, 3)
+def test_split_and_symmetric_products_of_shards(transport, sizes, options):
+    states = []
+    for strategy in ("full_shard", "no_shard"):
+        optimizer = functools.partial(zshard.Muon, lr=0.05, **options)
+        training = Scenario(linears(*sizes), (strategy, transport), optimizer).sharded(3)
+        states.append(training.state())
+    assert_same(*states, "the training")
+
+
+def test_float32_is_close_to_bfloat16():
+    results = []
+    for dtype in ("bfloat16", "float32"):
+        model = make(lambda: nn.Sequential(nn.Linear(48, 96), nn.Linear(96, 48), nn.Linear(48, 5)))
+        optimizer = zshard.Muon(model, lr=0.05, ns_dtype=dtype)
+        torch.manual_seed(0)
+        model(torch.randn(7, 48)).square().mean().backward()
+        optimizer.step()
+        results.append(dict(model.named_parameters()))
+    assert not torch.equal(results[0]["0.weight"], results[1]["0.weight"])
+    torch.testing.assert_close(*results, rtol=0.05, atol=0.02)
+
+
+def test_ns_dtype_of_a_loaded_state_counts_after_steps():
+    optimizer = zshard.Muon([nn.Parameter(torch.ones(48, 24))], ns_dtype="bfloat16")
+    fresh = zshard.Muon([nn.Parameter(torch.ones(48, 24))], ns_dtype="float32")
+    grad = torch.randn(48, 24, generator=torch.Generator().manual_seed(0))
+    params = [each.param_groups[0]["params"][0] for each in (optimizer, fresh)]
+    params[0].grad = grad.clone()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["param_groups"][0]["ns_dtype"] = "float32"
+    for each in (optimizer, fresh):
+        each.load_state_dict(copy.deepcopy(state))
+    with torch.no_grad():
+        params[1].copy_(params[0])
+    for param, each in zip(params, (optimizer, fresh), strict=True):
+        param.grad = grad.flip(0)
+        each.step()
+    assert_same(*params, "the matrix")
 
 
 # --- state ----------------------------------------------------------------------------------------
 
 
-def saves(path, transport):
-    model = sharded("wide", ("full_shard", transport))
-    optimizer = zshard.Muon(model, lr=0.05)
-    train(model, CASES["wide"], optimizer, 0)
-    zshard.save(path, model, optimizer)
-    return optimizer.state_dict(), go_on("wide", model, optimizer)
-
-
-def loads(path, transport, by_path):
-    model = sharded("wide", ("full_shard", transport), seed=2)
-    optimizer = zshard.Muon(model, lr=0.9)
-    zshard.load(path, model, optimizer)
-    if not by_path:  # through a state dict
-        state = optimizer.state_dict()
-        optimizer = zshard.Muon(model, lr=0.8)
-        optimizer.load_state_dict(state)
-    return optimizer.state_dict()
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("by_path", [True, False])
-def test_saved_at_2_ranks_loads_at_3(pool2, pool3, tmp_path, transport, by_path):
-    (saved, _), *_ = pool2.run(saves, str(tmp_path / "there"), transport)
-    for found in pool3.run(loads, str(tmp_path / "there"), transport, by_path):
-        assert not differ(found, saved)
-        assert found["param_groups"] == saved["param_groups"]
-
-
-def continues(transport, theirs):
-    """Take the state of torch's optimizer over the plain model, and return it."""
-    case = CASES["wide"]
-    model = sharded("wide", ("full_shard", transport))
+def torchs_muon(model):
     hidden = hidden_matrices(model)
-    optimizer = zshard.Muon([p for p in model.parameters() if id(p) in hidden], lr=0.05)
-    optimizer.load_state_dict(theirs)
-    train(model, case, optimizer, 0, steps=2)
-    return optimizer.state_dict(), full(model)
+    cls = zshard.Muon if isinstance(model, FSDP) else torch.optim.Muon
+    return cls([p for p in model.parameters() if id(p) in hidden], lr=0.05)
 
 
-def test_state_is_torchs(pool2):
-    model = make(CASES["wide"].make)
-    hidden = hidden_matrices(model)
-    optimizer = torch.optim.Muon([p for p in model.parameters() if id(p) in hidden], lr=0.05)
-    train(model, CASES["wide"], optimizer, 0, steps=2)
-    before = copy.deepcopy(optimizer.state_dict())
-    state, values = pool2.run(continues, "shm", before)[0]
-    model = make(CASES["wide"].make)
-    optimizer = torch.optim.Muon([p for p in model.parameters() if id(p) in hidden_matrices(model)])
-    optimizer.load_state_dict(before)
-    train(model, CASES["wide"], optimizer, 0, steps=2)
-    assert_same(values, full(model), "the model")
-    assert not differ(state["state"], optimizer.state_dict()["state"])
-    optimizer.load_state_dict(state)
-
-
-def momentum_of_shards(name, combination):
-    model = sharded(name, combination)
-    optimizer = zshard.Muon(model, lr=0.05)
-    train(model, CASES[name], optimizer, 0, steps=1)
-    found = [state.get("momentum_buffer") for state in optimizer.state.values()]
-    return sum(each.numel() for each in found if each is not None)
-
-
-def test_momentum_is_sharded(pool3):
-    model = CASES["wide"].make()
-    total = sum(p.numel() for p in model.parameters() if id(p) in hidden_matrices(model))
-    held = pool3.run(momentum_of_shards, "wide", ("full_shard", "shm"))
-    assert sum(held) == total
-    assert max(held) < total / 2
+@on_ranks(2)
+def test_state_is_torchs():
+    """State of torch's optimizer over the plain model fits a sharded one, and the other way."""
+    scenario = Scenario("wide", optimizer=torchs_muon)
+    plain, model = scenario.plain(2), scenario.sharded()
+    model.rank = 0  # all have the plain model's batches
+    model.model.load_state_dict(plain.module.state_dict())
+    model.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
+    model.losses += plain.losses
+    assert_same(model.go(2).state(), plain.go(2).state(), "what is trained")
+    state = model.optimizer.state_dict()
+    assert not differ(state["state"], plain.optimizer.state_dict()["state"])
+    plain.optimizer.load_state_dict(state)

@@ -4,18 +4,18 @@ Parameters, optimizer state and counters stay as they were, to the bit, and the 
 a run without the bad batch.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from groups import own_group, passing_groups
-from models import COMBINATIONS, differences, loss_of, make
+from models import COMBINATIONS, loss_of, make
+from rows import all_raise
 from scenarios import Stack, floats, message_of
-from spawn import ranks
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -34,27 +34,15 @@ OPTIMIZERS = {
 
 def built(combination, **options):
     strategy, transport = combination
-    given = {"process_group": own_group(), "timeout": 30, **options}
-    return FSDP(make(Stack), strategy=strategy, transport=transport, **given)
+    options = {"process_group": own_group(), "timeout": 30, **options}
+    return FSDP(make(Stack), strategy=strategy, transport=transport, **options)
 
 
-def backward(model, step, bad=None, rank=1):
-    """A backward whose gradient for blocks.1.down.bias is `bad` on one rank."""
-    hook = None
-    if bad is not None and dist.get_rank() == rank:
-        hook = model.blocks[1].down.register_forward_hook(
-            lambda _, args, out: out + (bad * out.detach()).sum() * 0 * out
-        )
-    loss_of(model(floats(dist.get_rank(), step))).backward()
-    if hook is not None:
-        hook.remove()
-
-
-def poisoned(model, step, bad, rank):
-    """A backward in which one rank's own gradient of one parameter has one bad element."""
-    param = model.blocks[1].down.bias
+def backward(model, step, bad=0.5, rank=1):
+    """A backward in which one rank's own gradient of one parameter has one other element."""
     hook = None
     if dist.get_rank() == rank:
+        param = model.blocks[1].down.bias
         hook = param.register_hook(lambda grad: grad.index_fill(0, torch.tensor([2]), bad))
     loss_of(model(floats(dist.get_rank(), step))).backward()
     if hook is not None:
@@ -68,146 +56,147 @@ def all_of(model, optimizer):
     flat = {f"{i}.{k}": v for i, entries in state.items() for k, v in entries.items()}
     tensors = {k: v.clone() for k, v in flat.items() if torch.is_tensor(v)}
     params = {k: v.clone() for k, v in model.state_dict().items()}
-    return {**params, **tensors}, repr(groups)
+    return {**params, **tensors, "groups": repr(groups)}
 
 
-def train(model, optimizer, steps, bad=None, clip=None):
-    for step in range(steps):
-        optimizer.zero_grad()
-        if bad is not None and step == 1:
-            poisoned(model, step, *bad)
+def refused_unchanged(model, optimizer, step):
+    """Fail unless `step` leaves all as it is; return its result."""
+    before = all_of(model, optimizer)
+    result = step()
+    assert_same(all_of(model, optimizer), before, "what a refused step leaves")
+    return result
+
+
+def train(model, optimizer, bad=None, clip=None):
+    for step in range(3):
+        for value in (bad, 0.5) if bad is not None and step == 1 else (0.5,):
+            optimizer.zero_grad()
+            backward(model, step, value)
             if clip is not None:
                 model.clip_grad_norm_(clip)
-            before = all_of(model, optimizer)
-            optimizer.step()
-            after = all_of(model, optimizer)
-            assert differences(before[0], after[0]) == [] and before[1] == after[1]
-            optimizer.zero_grad()
-        poisoned(model, step, 0.5, 1)
-        if clip is not None:
-            model.clip_grad_norm_(clip)
-        optimizer.step()
-
-
-@passing_groups()
-def skipped(combination, kind, bad, clip):
-    """Return what differs from a run without the bad batch, the warnings, the count."""
-    plain = built(combination)
-    train(plain, optimizer := OPTIMIZERS[kind](plain), 3, None, clip)
-    expected = all_of(plain, optimizer)
-    model = built(combination, nonfinite="skip")
-    optimizer = OPTIMIZERS[kind](model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(model, optimizer, 3, (bad, 1), clip)
-    found = all_of(model, optimizer)
-    texts = [str(each.message) for each in caught if "skip this step" in str(each.message)]
-    assert found[1] == expected[1]
-    return differences(found[0], expected[0]), texts, model.metrics()["steps/skipped"]
+            if value is bad:
+                refused_unchanged(model, optimizer, optimizer.step)
+            else:
+                optimizer.step()
+    return all_of(model, optimizer)
 
 
 @pytest.mark.sampled(7)
-@ranks(2, 3)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_skipped_step_leaves_no_trace(pool, combination, kind, clip):
-    for bad in (math.nan, math.inf):
-        for different, texts, count in pool.run(skipped, combination, kind, bad, clip):
-            assert different == [] and count == 1
-            (text,) = texts
-            assert "'blocks.1.down.bias' is not finite: it comes from rank 1;" in text
-
-
+@on_ranks(2, 3)
 @passing_groups()
-def raised(combination, rank):
+def test_a_skipped_step_leaves_no_trace(combination, kind, clip, bad):
+    plain, model = built(combination), built(combination, nonfinite="skip")
+    expected = train(plain, OPTIMIZERS[kind](plain), None, clip)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = train(model, OPTIMIZERS[kind](model), bad, clip)
+    assert_same(state, expected, "a run with a bad batch")
+    (text,) = [str(each.message) for each in caught if "skip this step" in str(each.message)]
+    assert "'blocks.1.down.bias' is not finite: it comes from rank 1;" in text
+    assert model.metrics()["steps/skipped"] == 1
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2, 3)
+@passing_groups()
+def test_all_ranks_raise_before_anything_is_updated(combination, rank):
     model = built(combination, nonfinite="raise")
     optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
     backward(model, 0)
     optimizer.step()
     optimizer.zero_grad()
-    poisoned(model, 1, math.nan, rank)
-    before = all_of(model, optimizer)
-    text = message_of(optimizer.step, zshard.NonFiniteError)
-    after = all_of(model, optimizer)
-    assert differences(before[0], after[0]) == [] and before[1] == after[1]
+    backward(model, 1, math.nan, rank)
+
+    def step():
+        return message_of(optimizer.step, zshard.NonFiniteError)
+
+    text = refused_unchanged(model, optimizer, step)
+    assert "all ranks refuse this step: the gradient of 'blocks.1.down.bias'" in text
+    assert f"it comes from rank {rank};" in text
+    assert 'pass nonfinite="skip"' in text and "steps/skipped" not in model.metrics()
     optimizer.zero_grad()
     backward(model, 2)
     optimizer.step()  # training continues
-    return text, "steps/skipped" in model.metrics()
 
 
-@pytest.mark.sampled(4)
-@ranks(2, 3)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_all_ranks_raise_before_anything_is_updated(pool, combination, rank):
-    for text, counted in pool.run(raised, combination, rank):
-        assert "all ranks refuse this step: the gradient of 'blocks.1.down.bias'" in text
-        assert f"it comes from rank {rank};" in text
-        assert 'pass nonfinite="skip"' in text and not counted
+def sum_overflows(model):
+    for unit in filter(lambda each: isinstance(each, FSDP), model.modules()):
+        unit.set_gradient_divide_factor(1.0)  # a mean would not
+    backward(model, 0, 3e38 * 0.99, dist.get_rank())
 
 
+def accumulates(model):
+    backward(model, 0, math.nan)
+    backward(model, 1)
+
+
+def in_no_sync(model):
+    with model.no_sync():
+        backward(model, 0, math.nan)
+    backward(model, 1)
+
+
+def written_by_the_script(model):
+    backward(model, 0)
+    model.head.weight.grad.mul_(math.nan)
+
+
+def first_of_several(model):
+    hook = model.blocks[1].down.register_forward_hook(lambda _, args, out: out * math.inf)
+    if dist.get_rank() != 0:
+        hook.remove()
+    loss_of(model(floats(dist.get_rank()))).backward()
+
+
+BIAS = "'blocks.1.down.bias' is not finite: "
+CAUSES = {
+    "every rank": (
+        lambda model: backward(model, 0, math.nan, dist.get_rank()),
+        BIAS + "it comes from ranks 0, 1;",
+    ),
+    "sum overflows": (sum_overflows, BIAS + "each rank's is, but their sum"),
+    "accumulated": (accumulates, BIAS + "it comes from rank 1;"),
+    "no_sync": (in_no_sync, BIAS + "it comes from rank 1;"),
+    "written": (written_by_the_script, "'head.weight' is not finite (on an unknown rank"),
+    "first": (first_of_several, "'blocks.0.norm.weight' is not finite: it comes from rank 0;"),
+}
+
+
+@on_ranks(2)
 @passing_groups()
-def others(what):
-    """Cases of one model each; returns the error's text, or what was found."""
+def test_what_the_message_says():
+    for name, (cause, text) in CAUSES.items():
+        model = built(("full_shard", "shm"), nonfinite="raise")
+        optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+        cause(model)
+        assert text in message_of(optimizer.step, zshard.NonFiniteError), name
     model = built(("full_shard", "shm"), nonfinite="raise")
     optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
-    if what == "every rank":
-        poisoned(model, 0, math.nan, dist.get_rank())
-    elif what == "sum overflows":
-        for unit in filter(lambda each: isinstance(each, zshard.FSDP), model.modules()):
-            unit.set_gradient_divide_factor(1.0)  # a mean would not
-        poisoned(model, 0, 3e38 * 0.99, dist.get_rank())
-        with torch.no_grad():
-            assert model.blocks[1].down.bias.grad is not None
-    elif what == "accumulated":
-        poisoned(model, 0, math.nan, 1)
-        backward(model, 1)
-    elif what == "no_sync":
-        with model.no_sync():
-            poisoned(model, 0, math.nan, 1)
-        backward(model, 1)
-    elif what == "written by the script":
-        backward(model, 0)
-        model.head.weight.grad.mul_(math.nan)
-    elif what == "first of several":
-        backward(model, 0, math.inf, 0)
-    elif what == "closure":
 
-        def closure():
-            optimizer.zero_grad()
-            poisoned(model, 0, math.nan, 1)
-            return 0.0
+    def closure():
+        optimizer.zero_grad()
+        backward(model, 0, math.nan)
+        return 0.0
 
-        return message_of(lambda: optimizer.step(closure), zshard.NonFiniteError)
-    return message_of(optimizer.step, zshard.NonFiniteError)
+    assert BIAS + "it comes from rank 1;" in message_of(
+        lambda: optimizer.step(closure), zshard.NonFiniteError
+    )
 
 
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("every rank", "'blocks.1.down.bias' is not finite: it comes from ranks 0, 1;"),
-        ("sum overflows", "'blocks.1.down.bias' is not finite: each rank's is, but their sum"),
-        ("accumulated", "'blocks.1.down.bias' is not finite: it comes from rank 1;"),
-        ("no_sync", "'blocks.1.down.bias' is not finite: it comes from rank 1;"),
-        ("written by the script", "'head.weight' is not finite (on an unknown rank"),
-        ("first of several", "'blocks.0.norm.weight' is not finite: it comes from rank 0;"),
-        ("closure", "'blocks.1.down.bias' is not finite: it comes from rank 1;"),
-    ],
-)
-def test_what_the_message_says(pool2, what, text):
-    for said in pool2.run(others, what):
-        assert text in said
-
-
+@pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.AdamW", "torch.fused"])
+@on_ranks(2)
 @passing_groups()
-def scaled(kind):
+def test_a_scaler_skips_first(kind):
     """GradScaler's skip comes first, and no finite step is refused."""
     model = built(("full_shard", "shm"), nonfinite="raise")
     optimizer = OPTIMIZERS[kind](model)
     scaler = zshard.GradScaler("cpu", init_scale=1024.0)
-    scales = []
     for step in range(3):
         optimizer.zero_grad()
         huge = math.inf if step == 1 and dist.get_rank() == 1 else 1.0
@@ -216,61 +205,39 @@ def scaled(kind):
         model.clip_grad_norm_(0.1)
         scaler.step(optimizer)
         scaler.update()
-        scales.append(scaler.get_scale())
-    return scales
-
-
-@pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.AdamW", "torch.fused"])
-def test_a_scaler_skips_first(pool2, kind):
-    assert pool2.run(scaled, kind) == [[1024.0, 512.0, 512.0]] * 2
+        assert scaler.get_scale() == (1024.0 if step == 0 else 512.0)
 
 
 # --- misuse ---------------------------------------------------------------------------------------
 
 
+@on_ranks(2)
 @passing_groups()
-def refused(what):
-    combination = ("no_shard", "shm")
-    if what in ("wrong", "number"):
-        options = {"wrong": {"nonfinite": "stop"}, "number": {"check_replicas": -1}}
-        return message_of(lambda: built(combination, **options[what]), ValueError)
-    if what == "different":
-        mode = "skip" if dist.get_rank() else "raise"
-        return message_of(lambda: built(combination, nonfinite=mode), zshard.DivergenceError)
-    model = built(combination, nonfinite="skip")
-    if what == "backward":
-        optimizer = zshard.AdamW(model.parameters())
-        return message_of(lambda: model.optimizer_in_backward(optimizer), NotImplementedError)
-    if what == "lbfgs":
-        optimizer = torch.optim.LBFGS(model.parameters())
-        return message_of(lambda: optimizer.step(lambda: 0.0), NotImplementedError)
-    other = built(combination)
-    optimizer = zshard.SGD([*model.parameters(), *other.parameters()], lr=0.1)
-    return message_of(optimizer.step, NotImplementedError)
+def test_misuse_is_refused():
+    def new(**options):
+        return built(("no_shard", "shm"), **options)
 
-
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("wrong", "nonfinite must be 'raise', 'skip' or None, got 'stop'"),
-        ("number", "check_replicas must be a number of steps or 0, got -1"),
-        ("different", "nonfinite is 'raise' on rank 0, but 'skip' on rank 1"),
-        ("backward", "optimizer_in_backward() does not support FSDP(nonfinite=)"),
-        ("lbfgs", 'nonfinite="skip" does not support LBFGS'),
-        ("two models", "SGD steps models without nonfinite="),
-    ],
-)
-def test_misuse_is_refused(pool2, what, text):
-    for said in pool2.run(refused, what):
-        assert text in said
-
-
-def test_a_single_process_checks_too():
-    model = FSDP(nn.Linear(3, 3), nonfinite="raise")
-    optimizer = zshard.SGD(model.parameters(), lr=0.1)
-    (model(torch.ones(1, 3)).sum() * math.nan).backward()
-    with pytest.raises(zshard.NonFiniteError, match=r"'weight' is not finite \(on an unknown rank"):
-        optimizer.step()
+    modes = "raise", "skip"
+    model, other = new(nonfinite="skip"), new()
+    adamw, lbfgs = zshard.AdamW(model.parameters()), torch.optim.LBFGS(model.parameters())
+    both = zshard.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    all_raise(
+        ValueError,
+        {
+            "nonfinite must be 'raise', 'skip' or None, got 'stop'": lambda: new(nonfinite="stop"),
+            "check_replicas must be a number of steps or 0, got -1": lambda: new(check_replicas=-1),
+        },
+    )
+    all_raise(
+        NotImplementedError,
+        {
+            "does not support FSDP(nonfinite=)": lambda: model.optimizer_in_backward(adamw),
+            'nonfinite="skip" does not support LBFGS': lambda: lbfgs.step(lambda: 0.0),
+            "SGD steps models without nonfinite=": both.step,
+        },
+    )
+    with pytest.raises(zshard.DivergenceError, match="'raise' on rank 0, but 'skip' on rank 1"):
+        new(nonfinite=modes[dist.get_rank()])
 
 
 def single(nonfinite, cls=torch.optim.SGD):
@@ -323,7 +290,7 @@ def test_parameters_of_another_model_in_place_of_as_many_are_checked():
         (model(torch.ones(1, 3)).sum() * bad).backward()
         if bad == 1.0:
             optimizer.step()
-    with pytest.raises(zshard.NonFiniteError, match="'weight' is not finite"):
+    with pytest.raises(zshard.NonFiniteError, match=r"'weight' is not finite \(on an unknown rank"):
         optimizer.step()
 
 

@@ -12,9 +12,11 @@ import pytest
 import torch
 from compare import assert_same
 from optim_cases import IDS, PAIRS, assert_same_bits, give_grads, make_params, reference, train
+from rows import all_raise, all_refused
 from torch import nn
 
 import zshard
+from zshard import _core
 
 # --- tensors that the C loop does not support ----------------------------------------------------
 
@@ -64,27 +66,24 @@ def test_sparse_gradients():
 
 
 @pytest.mark.parametrize("ours", [zshard.AdamW, zshard.Adam])
-@pytest.mark.parametrize("option", ["capturable", "differentiable"])
-def test_unsupported_options_are_refused(ours, option):
-    params = make_params()
-    with pytest.raises(NotImplementedError, match=f"zshard.{ours.__name__}: {option}=True"):
-        ours(params, **{option: True})
-    optimizer = ours(params)
-    with pytest.raises(NotImplementedError, match=option):
-        optimizer.add_param_group({"params": make_params(seed=1), option: True})
-    optimizer = ours(params)
-    saved = optimizer.state_dict()
-    saved["param_groups"][0][option] = True
-    with pytest.raises(NotImplementedError, match=option):
-        optimizer.load_state_dict(saved)
-
-
-@pytest.mark.parametrize(
-    "bad", [{"lr": -1}, {"eps": -1}, {"betas": (1.0, 0.9)}, {"weight_decay": -1}]
-)
-def test_numbers_out_of_range(bad):
-    with pytest.raises(ValueError, match="Invalid"):
-        zshard.AdamW(make_params(), **bad)
+def test_unsupported_options_are_refused(ours):
+    optimizer, rows = ours(make_params()), {}
+    for option in ("capturable", "differentiable"):
+        saved = optimizer.state_dict()
+        saved["param_groups"][0][option] = True
+        group = {"params": make_params(seed=1), option: True}
+        calls = {
+            "new": functools.partial(ours, make_params(), **{option: True}),
+            "group": functools.partial(optimizer.add_param_group, group),
+            "load": functools.partial(optimizer.load_state_dict, saved),
+        }
+        said = f"zshard.{ours.__name__}: {option}=True"
+        rows |= {f"{n} {option}": (call, NotImplementedError, said) for n, call in calls.items()}
+    for bad in ({"lr": -1}, {"eps": -1}, {"betas": (1.0, 0.9)}, {"weight_decay": -1}):
+        rows[f"{bad}"] = (functools.partial(ours, make_params(), **bad), ValueError, "Invalid")
+    stepped(optimizer)
+    del optimizer.param_groups[0]["eps"]
+    all_refused({**rows, "no eps": (optimizer.step, KeyError, "'eps'")})
 
 
 def test_foreach_and_fused_make_no_difference():
@@ -97,16 +96,6 @@ def test_foreach_and_fused_make_no_difference():
         results.append(params)
     for other in results[1:]:
         assert_same_bits(results[0], other)
-
-
-def test_missing_group_option_is_named():
-    params = make_params()
-    optimizer = zshard.AdamW(params)
-    give_grads(params)
-    optimizer.step()
-    del optimizer.param_groups[0]["eps"]
-    with pytest.raises(KeyError, match="'eps'"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("cls", [zshard.AdamW, zshard.SGD])
@@ -180,11 +169,9 @@ OWN_OPTIONS = [
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-@pytest.mark.parametrize(("ours", "torchs", "first", "second"), OWN_OPTIONS)
-def test_options_that_a_state_dict_lacks_stay_those_of_each_group(
-    ours, torchs, first, second, steps
-):
-    """first, second: the two groups' options."""
+@pytest.mark.parametrize("row", OWN_OPTIONS)
+def test_options_that_a_state_dict_lacks_stay_those_of_each_group(row, steps):
+    ours, torchs, first, second = row  # the two groups' options
     theirs = two_groups(torchs, {}, {}, lr=0.5)
     if torchs is not torch.optim.Adam:  # whose state is not SGD's
         stepped(theirs)
@@ -216,15 +203,15 @@ def test_options_of_adamws_groups_in_muon_stay_those_of_each_group(steps):
     assert dtypes == [torch.uint8, torch.float32]
 
 
-@pytest.mark.parametrize(
-    ("cls", "option"),
-    [
-        (zshard.AdamW, "differentiable"),
-        (zshard.SGD, "differentiable"),
-        (zshard.AdamW8bit, "amsgrad"),
-        (zshard.Muon, "symmetric"),
-    ],
-)
+SECOND_GROUPS = [
+    (zshard.AdamW, "differentiable"),
+    (zshard.SGD, "differentiable"),
+    (zshard.AdamW8bit, "amsgrad"),
+    (zshard.Muon, "symmetric"),
+]
+
+
+@pytest.mark.parametrize(("cls", "option"), SECOND_GROUPS)
 def test_a_refused_load_changes_nothing(cls, option):
     """The second group is refused, and the first one's options would be another."""
     optimizer = stepped(two_groups(cls, {}, {}, dtype=torch.float32))
@@ -237,65 +224,58 @@ def test_a_refused_load_changes_nothing(cls, option):
             value.add_(1)
     with pytest.raises((NotImplementedError, ValueError), match=option):
         optimizer.load_state_dict(saved)
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    for number, own in before["state"].items():
-        for key, value in own.items():
-            assert_same(after["state"][number][key], value, key)
+    assert_same(optimizer.state_dict(), before, "the state dict")
 
 
+MOMENTUM = {"momentum": 0.9}
 OTHER_STATE = [
-    (zshard.AdamW, torch.optim.SGD, {"momentum": 0.9}, "'exp_avg' of parameter 0 is missing"),
+    (zshard.AdamW, torch.optim.SGD, MOMENTUM, "'exp_avg' of parameter 0 is missing"),
     (zshard.AdamW8bit, torch.optim.RMSprop, {}, "'exp_avg' of parameter 0 is missing"),
     (zshard.SGD, torch.optim.AdamW, {}, "'momentum_buffer' of parameter 0 is missing"),
     (zshard.SGD8bit, torch.optim.AdamW, {}, "'momentum_buffer' of parameter 0 is missing"),
-    (zshard.Muon, torch.optim.SGD, {"momentum": 0.9}, "the saved one has not"),
+    (zshard.Muon, torch.optim.SGD, MOMENTUM, "the saved one has not"),
     (zshard.Muon, torch.optim.AdamW, {}, "'momentum_buffer' of parameter 0 is missing"),
 ]
 
 
-@pytest.mark.parametrize(("ours", "theirs", "options", "said"), OTHER_STATE)
-def test_state_of_an_optimizer_of_another_kind_is_refused(ours, theirs, options, said):
-    saved = stepped(two_groups(theirs, {}, {}, **options)).state_dict()
-    own = {"momentum": 0.9} if ours in (zshard.SGD, zshard.SGD8bit) else {}
-    optimizer = two_groups(ours, {}, {}, **own)
-    with pytest.raises(ValueError, match=said):
-        optimizer.load_state_dict(saved)
+def test_state_of_an_optimizer_of_another_kind_is_refused():
+    rows = {}
+    for ours, theirs, options, said in OTHER_STATE:
+        saved = stepped(two_groups(theirs, {}, {}, **options)).state_dict()
+        own = MOMENTUM if ours in (zshard.SGD, zshard.SGD8bit) else {}
+        load = functools.partial(two_groups(ours, {}, {}, **own).load_state_dict, saved)
+        rows[f"{ours.__name__} from {theirs.__name__}"] = (load, ValueError, said)
+    all_refused(rows)
 
 
-ALL = [zshard.Adam, zshard.AdamW8bit, functools.partial(zshard.SGD, momentum=0.9), zshard.Muon]
+FITS_NOT = [zshard.Adam, zshard.AdamW8bit, functools.partial(zshard.SGD, momentum=0.9), zshard.Muon]
 
 
-FITS_NOT = [(cls, wrong) for cls in ALL for wrong in ("shape", "missing")]
+@pytest.mark.parametrize("cls", FITS_NOT)
+def test_state_that_does_not_fit_is_refused(cls):
+    def new(*shape):
+        return two_groups(cls, {}, {}, shape=shape, dtype=torch.float32)
 
-
-@pytest.mark.parametrize(("cls", "wrong"), [*FITS_NOT, (zshard.AdamW, "missing step")])
-def test_state_that_does_not_fit_is_refused(cls, wrong):
-    saved = stepped(two_groups(cls, {}, {}, shape=(80, 90), dtype=torch.float32)).state_dict()
-    shape = (90, 80) if wrong == "shape" else (80, 90)
-    optimizer = two_groups(cls, {}, {}, shape=shape, dtype=torch.float32)
+    saved = stepped(new(80, 90)).state_dict()
     name = next(key for key in ("exp_avg", "momentum_buffer") if key in saved["state"][1])
-    said = rf"'{name}' of parameter 0 has shape \(80, 90\), expected \(90, 80\)"
-    if wrong == "missing":
-        saved["state"][1]["ours"] = saved["state"][1].pop(name)
-        said = f"'{name}' of parameter 1 is missing"
-    elif wrong == "missing step":
-        del saved["state"][1]["step"]
-        said = "'step' of parameter 1 is missing"
-    with pytest.raises(ValueError, match=said):
-        optimizer.load_state_dict(saved)
+    said = f"'{name}' of parameter 0 has shape (80, 90), expected (90, 80)"
+    rows = {"shape": (functools.partial(new(90, 80).load_state_dict, saved), ValueError, said)}
+    for each in {name, "step"} & saved["state"][1].keys():
+        lacks = copy.deepcopy(saved)
+        lacks["state"][1]["ours"] = lacks["state"][1].pop(each)
+        load = functools.partial(new(80, 90).load_state_dict, lacks)
+        rows[each] = (load, ValueError, f"'{each}' of parameter 1 is missing")
+    all_refused(rows)
 
 
+SMALL = {"min_8bit_size": 0}
 OPTIMIZERS = {
-    name: functools.partial(getattr(zshard, name), lr=0.1, **more)
-    for name, more in {
-        "SGD": {"momentum": 0.9},
-        "SGD8bit": {"momentum": 0.9, "min_8bit_size": 0},
-        "AdamW": {},
-        "AdamW8bit": {"min_8bit_size": 0},
-        "Adam": {},
-        "Adam8bit": {},
-    }.items()
+    "SGD": functools.partial(zshard.SGD, lr=0.1, **MOMENTUM),
+    "SGD8bit": functools.partial(zshard.SGD8bit, lr=0.1, **MOMENTUM, **SMALL),
+    "AdamW": zshard.AdamW,
+    "AdamW8bit": functools.partial(zshard.AdamW8bit, **SMALL),
+    "Adam": zshard.Adam,
+    "Adam8bit": functools.partial(zshard.Adam8bit, **SMALL),
 }
 
 
@@ -312,16 +292,13 @@ def test_copies_are_independent(how, kind):
     assert others[0].data_ptr() != params[0].data_ptr()
 
 
-@pytest.mark.parametrize("optimizer", ["Muon", "WholeMatrix"])
-def test_a_copy_of_what_ranks_share_is_refused_with_the_remedy(optimizer):
+def test_a_copy_of_what_ranks_share_is_refused_with_the_remedy():
     params = [nn.Parameter(torch.ones(4, 4))]
-    if optimizer == "Muon":
-        made = zshard.Muon(params)
-    else:
-        made = zshard.WholeMatrix(torch.optim.Adafactor, params, lr=0.1)
-    for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match=rf"{optimizer} cannot .* load_state_dict\(\)"):
-            copied(made)
+    for optimizer in (zshard.Muon(params), zshard.WholeMatrix(torch.optim.Adafactor, params)):
+        for copied in (copy.deepcopy, pickle.dumps):
+            said = rf"{type(optimizer).__name__} cannot .* load_state_dict\(\)"
+            with pytest.raises(TypeError, match=said):
+                copied(optimizer)
 
 
 def test_closure_hooks_and_profiler_name():
@@ -375,31 +352,21 @@ def test_nan_and_inf_propagate_as_in_torch():
 def test_nothing_is_kept_alive():
     """Not even by an optimizer that its own parameter refers to."""
     param = nn.Parameter(torch.ones(4))
-    optimizer = zshard.AdamW([param])
+    optimizer = stepped(zshard.AdamW([param]))
     param.optimizer = optimizer
-    param.sum().backward()
-    optimizer.step()
-    assert optimizer.state[param]["step"] == 1
-    refs = [
-        weakref.ref(optimizer),
-        weakref.ref(param),
-        weakref.ref(optimizer.state[param]["exp_avg"]),
-    ]
-    del optimizer, param
+    held = optimizer, param, optimizer.state[param]["exp_avg"]
+    references = [weakref.ref(each) for each in held]
+    del optimizer, param, held
     gc.collect()
-    assert [ref() for ref in refs] == [None, None, None]
+    assert [reference() for reference in references] == [None] * 3
 
 
 def test_plan_refuses_unsupported_tensors():
-    from zshard import _core
-
     params = make_params()
-    with pytest.raises(ValueError, match="'sgd', 'adam8bit' or 'sgd8bit', got 'lion'"):
-        _core.OptimPlan("lion", params, {}, set())
-    with pytest.raises(TypeError, match="only update tensors, got int"):
-        _core.OptimPlan("sgd", [1], {}, set())
-    plan = _core.OptimPlan("sgd", params, {}, set())
-    with pytest.raises(TypeError, match="both dicts"):
-        plan.step(params, {})
-    with pytest.raises(KeyError, match="'params'"):
-        plan.step({}, {})
+    new = _core.OptimPlan
+    plan = new("sgd", params, {}, set())
+    said = "'sgd', 'adam8bit' or 'sgd8bit', got 'lion'"
+    all_raise(ValueError, {said: lambda: new("lion", params, {}, set())})
+    all_raise(TypeError, {"only update tensors, got int": lambda: new("sgd", [1], {}, set())})
+    all_raise(TypeError, {"both dicts": lambda: plan.step(params, {})})
+    all_raise(KeyError, {"'params'": lambda: plan.step({}, {})})

@@ -1,25 +1,21 @@
-"""Stochastic rounding of bfloat16 parameters: unbiased, and bit-identical wherever it is computed.
+"""Stochastic rounding of bfloat16 parameters: unbiased, and bit-identical wherever it is computed
+(on shards: test_eight_bit_sharded.py).
 
 Bounds on averages are 5 standard deviations for independent random bits; seeds are fixed, so a test
 that passes once always passes.
 """
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from compare import assert_same, differences
-from models import COMBINATIONS, TRANSPORTS, Mlp, loss_of, make
+from compare import assert_same
 from optim_cases import assert_same_bits, give_grads, make_params, train
-from spawn import ranks
+from rows import all_raise
 from torch import nn
 
 import zshard
-from zshard import FSDP, _core
+from zshard import _core
 
 BF16 = torch.bfloat16
 ULP = 2.0**-7  # of bfloat16 in [1, 2)
@@ -130,39 +126,23 @@ def test_state_decays_unlike_rounding_to_nearest():
     assert abs(left[True] - 0.999**steps) < 5 * spread
 
 
-@pytest.mark.parametrize("cls", [zshard.AdamW, zshard.SGD])
-def test_training_continues_where_rounding_to_nearest_stalls(cls):
-    """Steps of a tenth of a unit in the last place, towards a target."""
-    target = torch.linspace(-1.0, 1.0, 512)
-    ends = {}
-    for stochastic in (False, True):
-        param = bf16_param(target + 1.5)
-        optimizer = cls([param], lr=8e-4, weight_decay=0.0, stochastic_rounding=stochastic)
-        for _ in range(3000):
-            param.grad = torch.sign(param.detach().float() - target).to(BF16)
-            optimizer.step()
-        ends[stochastic] = (param.detach().float() - target).abs().mean().item()
-    assert ends[False] > 1.0
-    assert ends[True] < 0.02
-
-
 # --- bit-identical results on any layout ---------------------------------------------------------
 
 
-def trained(pieces, cls=zshard.AdamW, lr=1e-3, **options):
+def trained(pieces, **options):
     """Return the elements after five steps, split into parameters of `pieces` elements."""
     generator = torch.Generator().manual_seed(3)
-    total = sum(pieces)
-    params = [
-        nn.Parameter(part.clone().to(BF16))
-        for part in torch.randn(total, generator=generator).split(pieces)
-    ]
-    optimizer = cls(params, lr=lr, stochastic_rounding=True, **options)
+
+    def parts():
+        return [
+            each.to(BF16) for each in torch.randn(sum(pieces), generator=generator).split(pieces)
+        ]
+
+    params = [nn.Parameter(part.clone()) for part in parts()]
+    optimizer = zshard.AdamW(params, stochastic_rounding=True, **options)
     for _ in range(5):
-        for p, grad in zip(
-            params, torch.randn(total, generator=generator).split(pieces), strict=True
-        ):
-            p.grad = grad.to(BF16)
+        for p, grad in zip(params, parts(), strict=True):
+            p.grad = grad
         optimizer.step()
     return torch.cat([p.detach() for p in params])
 
@@ -182,10 +162,7 @@ def test_numbers_beyond_32_bits():
         params = [bf16_param(torch.ones(n)) for n in pieces]
         for p in params:
             p.grad = torch.full_like(p, -ULP / 2)
-        group = {
-            **zshard.SGD(params, 1.0, stochastic_rounding=True).param_groups[0],
-            "params": params,
-        }
+        (group,) = zshard.SGD(params, 1.0, stochastic_rounding=True).param_groups
         plan = _core.OptimPlan("sgd", params, {}, set(), numbers)
         assert plan.step(group, {}) == ()
         return torch.cat([p.detach() for p in params])
@@ -193,135 +170,6 @@ def test_numbers_beyond_32_bits():
     whole = step([first], [200])
     assert_same(step([first, 2**32], [50, 150]), whole, "the step of two parts")
     assert not torch.equal(whole[50:], step([0], [150]))
-
-
-DIGEST = """
-import sys
-sys.path[:0] = {tests!r}
-import test_stochastic_rounding as t
-print(t.digest(t.trained([5000], {cls}, **{options})))
-"""
-
-
-def digest(tensor):
-    return hash(tuple(tensor.view(torch.int16).tolist()))
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cls", "options", "sets"),
-    [
-        # Base has no FMA, so only a rule without a rounded product is the same there.
-        ("t.zshard.SGD", {"lr": 2.0**-10}, ("base", "avx2", "avx512")),
-        pytest.param("t.zshard.AdamW", {}, ("avx2", "avx512"), marks=pytest.mark.thorough),
-    ],
-)
-def test_results_are_independent_of_vector_width(cls, options, sets):
-    here = Path(__file__).resolve()
-    tests = [str(here.parent), str(here.parents[1] / "lib")]
-    found = set()
-    for isa in sets:
-        code = DIGEST.format(tests=tests, cls=cls, options=options)
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "ZSHARD_ISA": isa},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        found.add(done.stdout)
-    assert len(found) == 1
-
-
-def bf16_mlp():
-    return Mlp().to(BF16)
-
-
-def batch(step):
-    """The same on all ranks, so the mean of gradients is bit-identical to each rank's."""
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(5, 7, generator=generator).to(BF16)
-
-
-def steps_of(model, optimizer, begin, end):
-    for step in range(begin, end):
-        optimizer.zero_grad()
-        loss_of(model(batch(step))).backward()
-        optimizer.step()
-
-
-def weights_of_plain(cls):
-    model = make(bf16_mlp)
-    steps_of(model, cls(model.parameters(), lr=1e-2, stochastic_rounding=True), 0, 5)
-    return model.state_dict()
-
-
-def weights_of_sharded(combination, cls):
-    strategy, transport = combination
-    model = FSDP(
-        make(bf16_mlp), strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear}
-    )
-    steps_of(model, cls(model.parameters(), lr=1e-2, stochastic_rounding=True), 0, 5)
-    return model.state_dict()
-
-
-@ranks(2, 3)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize("cls", [zshard.AdamW, zshard.SGD], ids=lambda cls: cls.__name__)
-def test_results_are_independent_of_ranks_and_strategy(pool, combination, cls):
-    expected = weights_of_plain(cls)
-    for weights in pool.run(weights_of_sharded, combination, cls):
-        assert_same(weights, expected, "the weights")
-
-
-def wrapped_after_a_step():
-    """The plain model makes the first step, shards the others: the optimizer stays the same."""
-    model = make(bf16_mlp)
-    optimizer = zshard.SGD(model.parameters(), lr=1e-2, stochastic_rounding=True)
-    steps_of(model, optimizer, 0, 1)
-    optimizer.zero_grad()
-    steps_of(FSDP(model, auto_wrap_policy={nn.Linear}), optimizer, 1, 5)
-    return model.state_dict()
-
-
-def test_late_wrapping_keeps_the_random_numbers(pool2):
-    expected = weights_of_plain(zshard.SGD)
-    for weights in pool2.run(wrapped_after_a_step):
-        assert_same(weights, expected, "the weights")
-
-
-def resumed(transport, keep_rounding):
-    """Return what differs between an uninterrupted run and one that is saved and loaded after 3 of
-    6 steps."""
-
-    def new():
-        model = FSDP(make(bf16_mlp), transport=transport, auto_wrap_policy={nn.Linear})
-        return model, zshard.AdamW(
-            model.parameters(), lr=1e-2, stochastic_rounding=True, rounding_seed=5
-        )
-
-    model, optimizer = new()
-    steps_of(model, optimizer, 0, 6)
-    straight = model.state_dict()
-    model, optimizer = new()
-    steps_of(model, optimizer, 0, 3)
-    saved = model.state_dict(), optimizer.state_dict()
-    again, other = new()
-    if not keep_rounding:
-        saved[1]["param_groups"][0]["rounding_step"] = 0
-    again.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
-    steps_of(again, other, 3, 6)
-    return differences(again.state_dict(), straight)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_resumed_run_is_bit_identical(pool2, transport):
-    assert pool2.run(resumed, transport, True) == [[], []]
-    for wrong in pool2.run(resumed, transport, False):
-        assert wrong != []  # the step number matters
 
 
 # --- scope and options ---------------------------------------------------------------------------
@@ -375,18 +223,6 @@ def test_an_option_alone_that_is_set_after_construction_is_refused_with_the_reme
     assert optimizer.param_groups[0]["rounding_step"] == 1
 
 
-def test_foreign_state_dict_keeps_rounding_enabled():
-    params = make_params(BF16)
-    optimizer = zshard.AdamW(params, stochastic_rounding=True, rounding_seed=4)
-    optimizer.load_state_dict(torch.optim.AdamW(make_params(BF16)).state_dict())
-    group = optimizer.param_groups[0]
-    assert (group["stochastic_rounding"], group["rounding_seed"], group["rounding_step"]) == (
-        True,
-        4,
-        0,
-    )
-
-
 def test_step_without_gradients_does_not_count():
     params = make_params(BF16)
     optimizer = zshard.AdamW(params, stochastic_rounding=True)
@@ -396,17 +232,22 @@ def test_step_without_gradients_does_not_count():
     assert optimizer.param_groups[0]["rounding_step"] == 2
 
 
-def test_unsupported_dtypes_are_refused():
-    half = make_params(torch.float16)
-    with pytest.raises(NotImplementedError, match=r"of shape \(16,\), which is float16"):
-        zshard.AdamW(half, stochastic_rounding=True)
-    optimizer = zshard.AdamW(make_params(BF16), stochastic_rounding=True)
-    with pytest.raises(NotImplementedError, match="float16"):
-        optimizer.add_param_group({"params": half})
-    with pytest.raises(ValueError, match="rounding_seed requires stochastic_rounding=True"):
-        zshard.SGD(make_params(BF16), rounding_seed=3)
+def test_unsupported_dtypes_and_options_are_refused():
+    half, bf16 = make_params(torch.float16), make_params(BF16)
+    rounded = zshard.AdamW(bf16, stochastic_rounding=True)
+    all_raise(
+        NotImplementedError,
+        {
+            "of shape (16,), which is float16": lambda: zshard.AdamW(
+                half, stochastic_rounding=True
+            ),
+            "float16": lambda: rounded.add_param_group({"params": half}),
+        },
+    )
+    said = "rounding_seed requires stochastic_rounding=True"
+    all_raise(ValueError, {said: lambda: zshard.SGD(bf16, rounding_seed=3)})
     with pytest.raises(TypeError):
-        zshard.SGD(make_params(BF16), stochastic_rounding=True, rounding_seed=0.5)
+        zshard.SGD(bf16, stochastic_rounding=True, rounding_seed=0.5)
 
 
 @pytest.mark.parametrize("cls", [zshard.AdamW, zshard.SGD])

@@ -1,18 +1,25 @@
-"""zshard.WholeMatrix: optimizers that need full matrices, over shards, against the plain model's."""
+"""Optimizers that need full matrices, over shards, against the plain model's: zshard.WholeMatrix,
+and what zshard.Muon shares with it (hybrid strategies, state dicts, checkpoints)."""
+
+import functools
 
 import pytest
 import torch
 from compare import assert_same
-from groups import mesh_of
-from models import CASES, COMBINATIONS, ddp, make, sharded, train
+from groups import hosts_of, mesh_of
+from models import CASES, COMBINATIONS, make
 from nursery import fork_ranks
-from optim_states import HYBRID, differ, go_on, wrap
-from spawn import on_ranks, ranks
+from optim_states import HYBRID, differ, wrap
+from scenario import Scenario
+from spawn import on_ranks
 from torch import nn
 
 import zshard
 from zshard import FSDP
+from zshard.extras.optimizers.matrices import hidden_matrices
 from zshard.units.shards import part_of
+
+EACH_WAY = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 
 class Shampoo(torch.optim.Optimizer):
@@ -59,59 +66,40 @@ class Anchored(torch.optim.Optimizer):
 
 
 CLASSES = {
-    "Anchored": (Anchored, {"lr": 0.05}),
-    "Adafactor": (torch.optim.Adafactor, {"lr": 0.05}),
-    "Muon": (torch.optim.Muon, {"lr": 0.05}),
-    "Shampoo": (Shampoo, {"lr": 0.05}),
+    "Anchored": Anchored,
+    "Adafactor": torch.optim.Adafactor,
+    "Muon": torch.optim.Muon,
+    "Shampoo": Shampoo,
 }
 
 
-def chosen(model, kind):
-    return [p for p in model.parameters() if kind != "Muon" or p.ndim == 2]
+def whole(kind, model):
+    """Return WholeMatrix of a sharded model, and the class itself of a plain one."""
+    params = [p for p in model.parameters() if kind != "Muon" or p.ndim == 2]
+    cls = CLASSES[kind]
+    if isinstance(model, FSDP):
+        return zshard.WholeMatrix(cls, params, lr=0.05)
+    return cls(params, lr=0.05)
 
 
-def built(model, kind):
-    cls, options = CLASSES[kind]
-    return zshard.WholeMatrix(cls, chosen(model, kind), **options)
+def same_as_ddp(name, combination, kind):
+    ours, theirs = Scenario(name, combination, functools.partial(whole, kind), steps=4).same()
+    assert differ(ours.optimizer.state_dict(), theirs.optimizer.state_dict()) == []
 
 
-def full(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def compares(name, combination, kind):
-    case, rank = CASES[name], torch.distributed.get_rank()
-    model = sharded(name, combination)
-    optimizer = built(model, kind)
-    losses = train(model, case, optimizer, rank)
-    plain = make(case.make)
-    cls, options = CLASSES[kind]
-    theirs = cls(chosen(plain, kind), **options)
-    expected = train(ddp(plain, find_unused_parameters=case.unused), case, theirs, rank)
-    assert losses == expected
-    assert_same(full(model), full(plain), f"{name} with {kind}")
-    assert differ(optimizer.state_dict(), theirs.state_dict()) == []
-
-
-@ranks(2)
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
 @pytest.mark.parametrize("name", ["wide", "mlp", "tied", "frozen", "unused"])
-def test_bit_identical_to_ddp(pool, name, combination):
-    pool.run(compares, name, combination, "Adafactor")
+@on_ranks(2)
+def test_bit_identical_to_ddp(name, combination):
+    same_as_ddp(name, combination, "Adafactor")
 
 
-@ranks(2)
 @pytest.mark.parametrize("combination", COMBINATIONS[:4], ids="-".join)
 @pytest.mark.parametrize("kind", ["Muon", "Shampoo", "Anchored"])
-def test_with_other_optimizers(pool, combination, kind):
+@on_ranks(2)
+def test_with_other_optimizers(combination, kind):
     """Of these sizes DDP's gradients are aligned in memory, on which products depend."""
-    pool.run(compares, "wide", combination, kind)
-
-
-def values_after(combination):
-    model = wrap("wide", combination)
-    train(model, CASES["wide"], built(model, "Adafactor"), torch.distributed.get_rank())
-    return full(model)
+    same_as_ddp("wide", combination, kind)
 
 
 class Mixed(nn.Module):
@@ -126,21 +114,15 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@EACH_WAY
 @pytest.mark.parametrize("kind", ["Shampoo", "Anchored"])
 @pytest.mark.parametrize("active", ["both", "inside", "beside"])
 @on_ranks(2)
 def test_parameters_of_two_kinds_take_one_step(transport, kind, active):
-    plain = make(Mixed)
-    module = make(Mixed)
-    model = zshard.FSDP(module, ignored_modules=[module.beside], transport=transport)
-    optimizers = []
-    cls, options = CLASSES[kind]
+    plain, module = make(Mixed), make(Mixed)
+    model = FSDP(module, ignored_modules=[module.beside], transport=transport)
+    optimizers = [whole(kind, plain), whole(kind, model)]
     for each in (plain, model):
-        given = [{"params": each.parameters()}]
-        optimizers.append(
-            cls(given, **options) if each is plain else zshard.WholeMatrix(cls, given, **options)
-        )
         each.inside.requires_grad_(active != "beside")
         each.beside.requires_grad_(active != "inside")
     for step in range(3):
@@ -148,7 +130,7 @@ def test_parameters_of_two_kinds_take_one_step(transport, kind, active):
             optimizer.zero_grad()
             each(torch.full((2, 6), 1.0 + step)).square().sum().backward()
             optimizer.step()
-    assert_same(full(model), full(plain), kind)
+    assert_same(model.state_dict(), plain.state_dict(), kind)
     assert differ(optimizers[1].state_dict(), optimizers[0].state_dict()) == []
 
 
@@ -163,11 +145,11 @@ class Sizes(nn.Module):
         return sum(each(x[:, : each.in_features]).square().sum() for each in self.layers)
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@EACH_WAY
 @on_ranks(2)
 def test_a_later_group_leaves_the_state_where_it_is(transport):
     plain, module = make(Sizes), make(Sizes)
-    model = zshard.FSDP(module, transport=transport)
+    model = FSDP(module, transport=transport)
     cls, options = torch.optim.AdamW, {"lr": 0.1}
     first = [each.layers[:2].parameters() for each in (plain, module)]
     optimizers = [cls(first[0], **options), zshard.WholeMatrix(cls, first[1], **options)]
@@ -178,111 +160,161 @@ def test_a_later_group_leaves_the_state_where_it_is(transport):
             each(torch.full((2, 40), 1.0 + step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(full(model), full(plain), transport)
+    assert_same(model.state_dict(), plain.state_dict(), transport)
     assert differ(optimizers[1].state_dict(), optimizers[0].state_dict()) == []
 
 
-@pytest.mark.parametrize("combination", HYBRID)
-def test_hybrid_agrees(pool4, combination):
-    ours = pool4.run(values_after, combination)
-    theirs = pool4.run(values_after, ("full_shard", "c10d"))
-    for a, b in zip(ours, theirs, strict=True):
-        assert_same(a, b, "the model")
+# --- what WholeMatrix and Muon share --------------------------------------------------------------
+
+EIGHT = {"lr": 0.01, "bits": 8, "min_8bit_size": 64}
+OPTIMIZERS = {
+    "Adafactor": functools.partial(whole, "Adafactor"),
+    "Shampoo": functools.partial(whole, "Shampoo"),
+    "Muon": lambda model: zshard.Muon(model, lr=0.05),
+    "Muon of 8 bits": lambda model: zshard.Muon(model, lr=0.05, adamw=EIGHT),
+}
+EACH_KIND = pytest.mark.parametrize("kind", OPTIMIZERS)
+
+
+def over(kind, *way, **options):
+    return Scenario("wide", way, OPTIMIZERS[kind], options=options)
+
+
+def agree(ours, theirs):
+    assert_same(ours.state(), theirs.state(), "the model")
+    assert not differ(ours.optimizer.state_dict(), theirs.optimizer.state_dict())
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("way", HYBRID)
+@EACH_KIND
+@on_ranks(4)
+def test_hybrid_agrees(kind, way):
+    agree(over(kind, *way).sharded(3), over(kind, "full_shard", "c10d").sharded(3))
+
+
+@on_ranks(4)
+def test_hosts_agree_with_c10d():
+    with hosts_of(2, 2) as group:
+        options = {"process_group": group, "timeout": 60}
+        ways = [("full_shard", transport) for transport in ("hosts", "c10d")]
+        agree(*(over("Muon of 8 bits", *way, **options).sharded(3) for way in ways))
 
 
 def over_two_transports():
     """Of all ranks shm, of those that have shards c10d."""
-    values_after(("full_shard", "shm"))
+    over("Adafactor", "full_shard", "shm").sharded(3)
     mesh, kind = mesh_of(2, 2), ("hybrid_shard", "c10d")
     FSDP(nn.Linear(4, 4), device_mesh=mesh, strategy=kind[0], transport=kind[1])
-    values = values_after(HYBRID[0])
+    values = over("Adafactor", *HYBRID[0]).sharded(3).state()
     part = part_of(next(wrap("wide", HYBRID[0]).parameters()))
     return part.comm.transport, part.shards.transport, values
 
 
+def over_one_transport():
+    return over("Adafactor", *HYBRID[0]).sharded(3).state()
+
+
 def test_shards_over_another_transport_than_the_step():
-    theirs = [result.value for result in fork_ranks(values_after, 4, HYBRID[0], check=True)]
-    for found, expected in zip(fork_ranks(over_two_transports, 4, check=True), theirs, strict=True):
-        assert found.value[:2] == ("shm", "c10d")
-        assert_same(found.value[2], expected, "the model")
+    theirs = fork_ranks(over_one_transport, 4, check=True)
+    for ours, expected in zip(fork_ranks(over_two_transports, 4, check=True), theirs, strict=True):
+        assert ours.value[:2] == ("shm", "c10d")
+        assert_same(ours.value[2], expected.value, "the model")
 
 
-def owned():
-    model = sharded("wide", ("full_shard", "shm"))
-    optimizer = built(model, "Adafactor")
-    train(model, CASES["wide"], optimizer, 0, steps=1)
-    return [tuple(p.shape) for p in optimizer._inner.state]
+def shapes_on_this_rank(kind):
+    optimizer = over(kind, "full_shard", "shm").sharded(1).optimizer
+    if kind == "Adafactor":
+        return [tuple(p.shape) for p in optimizer._inner.state]
+    buffers = [state.get("momentum_buffer") for state in optimizer.state.values()]
+    return sum(each.numel() for each in buffers if each is not None)
 
 
 def test_each_state_is_on_one_rank(pool3):
-    held = pool3.run(owned)
-    assert sorted(shape for shapes in held for shape in shapes) == sorted(
-        tuple(p.shape) for p in CASES["wide"].make().parameters()
-    )
-    assert all(held)
+    model = CASES["wide"].make()
+    shapes = pool3.run(shapes_on_this_rank, "Adafactor")
+    held = [shape for own in shapes for shape in own]
+    assert all(shapes) and sorted(held) == sorted(tuple(p.shape) for p in model.parameters())
+    total = sum(p.numel() for p in model.parameters() if id(p) in hidden_matrices(model))
+    numels = pool3.run(shapes_on_this_rank, "Muon")
+    assert sum(numels) == total and max(numels) < total / 2
 
 
-def saves(path, kind):
-    model = sharded("wide", ("full_shard", "shm"))
-    optimizer = built(model, kind)
-    train(model, CASES["wide"], optimizer, 0)
-    zshard.save(path, model, optimizer)
-    by_name = zshard.optim_state_dict(model, optimizer, rank0_only=True)
-    return optimizer.state_dict(), by_name, go_on("wide", model, optimizer)["model"]
+def saves(path, kind, transport):
+    training = over(kind, "full_shard", transport).sharded(3)
+    zshard.save(path, training.model, training.optimizer)
+    by_name = zshard.optim_state_dict(training.model, training.optimizer, rank0_only=True)
+    return training.optimizer.state_dict(), by_name
 
 
-def loads(path, kind, way, by_name):
-    model = sharded("wide", ("full_shard", "c10d"), seed=2)
-    optimizer = built(model, kind)
-    zshard.load(path, model, optimizer)
-    if way == "state dict":
-        state = optimizer.state_dict()
-        optimizer = built(model, kind)
+def loads(path, kind, transport, how, state, by_name):
+    training = over(kind, "full_shard", transport).sharded(seed=2)
+    model, optimizer = training.model, training.optimizer
+    for group in optimizer.param_groups:
+        group["lr"] = 0.9
+    if how == "file":
+        zshard.load(path, model, optimizer)
+    elif how == "dict":
         optimizer.load_state_dict(state)
-    if way == "rank 0":
-        optimizer = built(model, kind)
-        state = by_name if torch.distributed.get_rank() == 0 else None
-        zshard.load_optim_state_dict(model, optimizer, state, from_rank0=True)
-    return optimizer.state_dict()
+    else:
+        known = by_name if torch.distributed.get_rank() == 0 else None
+        zshard.load_optim_state_dict(model, optimizer, known, from_rank0=True)
+    loaded = optimizer.state_dict()
+    training.go(1)
+    return loaded
 
 
-@pytest.mark.parametrize("kind", ["Adafactor", "Shampoo"])
-@pytest.mark.parametrize("way", ["file", "state dict", "rank 0"])
-def test_saved_at_2_ranks_loads_at_3(pool2, pool3, tmp_path, kind, way):
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("transport", "later"), [("shm", "c10d"), ("c10d", "shm")])
+@EACH_KIND
+@pytest.mark.parametrize("how", ["file", "dict", "rank 0"])
+def test_saved_at_2_ranks_loads_at_3(pool2, pool3, tmp_path, kind, transport, later, how):
     path = str(tmp_path / "there")
-    (saved, by_name, _), *_ = pool2.run(saves, path, kind)
-    for found in pool3.run(loads, path, kind, way, by_name):
-        assert not differ(found, saved)
+    (saved, by_name), *_ = pool2.run(saves, path, kind, transport)
+    for loaded in pool3.run(loads, path, kind, later, how, saved, by_name):
+        assert not differ(loaded, saved)
+        assert loaded["param_groups"] == saved["param_groups"]
+    plain = Scenario("wide", optimizer=OPTIMIZERS[kind]).plain().optimizer
+    plain.load_state_dict(saved)
+    assert not differ(plain.state_dict(), saved)
 
 
-def resumes(path, kind):
-    model = sharded("wide", ("full_shard", "shm"), seed=2)
-    optimizer = built(model, kind)
-    zshard.load(path, model, optimizer)
-    return go_on("wide", model, optimizer)["model"]
+@pytest.mark.sampled(3)
+@EACH_WAY
+@EACH_KIND
+@on_ranks(2)
+def test_a_loaded_run_continues_with_the_bits_of_an_uninterrupted_one(kind, transport, tmp_path):
+    ours, again = (over(kind, "full_shard", transport).sharded(seed=seed) for seed in (1, 2))
+    ours.go(2)
+    zshard.save(tmp_path / "there", ours.model, ours.optimizer)
+    zshard.load(tmp_path / "there", again.model, again.optimizer)
+    again.losses += ours.losses
+    agree(again.go(2), ours.go(2))
 
 
-def test_resumed_run_continues(pool2, tmp_path):
-    path = str(tmp_path / "there")
-    first = pool2.run(saves, path, "Adafactor")
-    for (_, _, expected), found in zip(first, pool2.run(resumes, path, "Adafactor"), strict=True):
-        assert_same(found, expected, "the model")
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["Muon", "Muon of 8 bits"])
+@on_ranks(2)
+def test_optimizer_that_is_older_than_the_model_and_state_on_a_disk(kind, tmp_path):
+    """The plain model makes the first step, on the same batch everywhere."""
+    trainings = []
+    for options in ({}, {"strategy": "no_shard"}, {"offload": str(tmp_path)}):
+        training = Scenario("wide", optimizer=OPTIMIZERS[kind]).plain(1)
+        FSDP(training.model, auto_wrap_policy=CASES["wide"].policy, **options)
+        training.rank = torch.distributed.get_rank()
+        trainings.append(training.go(2))
+    for each in trainings[1:]:
+        agree(each, trainings[0])
 
 
 def test_unsharded_model_and_its_state():
-    plain = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
-    mine = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+    plain, mine = ([nn.Parameter(torch.ones(4, 3)) for _ in range(2)] for _ in range(2))
     optimizers = [torch.optim.Adafactor(plain), zshard.WholeMatrix(torch.optim.Adafactor, mine)]
     for params, optimizer in zip((plain, mine), optimizers, strict=True):
         params[0].grad = torch.arange(12.0).view(4, 3)
         optimizer.step()
     assert_same(mine, plain, "the parameters")
     assert not differ(optimizers[1].state_dict(), optimizers[0].state_dict())
-
-
-def test_an_optimizer_that_needs_a_closure_is_refused():
-    with pytest.raises(TypeError, match="LBFGS needs a closure"):
-        zshard.WholeMatrix(torch.optim.LBFGS, [nn.Parameter(torch.ones(2))])
 
 
 # --- param groups ---------------------------------------------------------------------------------

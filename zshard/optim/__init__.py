@@ -3,7 +3,7 @@
 Arguments, numerics and state are torch's, so a script only changes an import. optim/step.py has the
 step; this file has the differences between the three.
 
-Numerics, of equal gradients in float32 and float64 (tests/optim/test_torch_paths.py): SGD is
+Numerics, of equal gradients in float32 and float64 (tests/optim/test_optim.py): SGD is
 bit-identical to torch.optim.SGD. Adam and AdamW are bit-identical to the vectors of torch's
 fused=True on CPUs of the same instruction set. torch steps what is left at the end of a tensor,
 fewer elements than a vector has (numel % 16 in float32 with AVX-512), by other code, which rounds a
