@@ -11,6 +11,7 @@ import os
 import shutil
 
 import pytest
+import torch
 from models import make_optimizer, wrapped
 from optim_states import FULL, differ, rank
 from scenarios import Stack, forward_backward, message_of
@@ -47,9 +48,12 @@ def state_of(model, optimizer):
     return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 
-def saved(path):
+def saved(path, scale=1):
     """A checkpoint in several files."""
     model, optimizer = model_and_optimizer()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(scale)
     zshard.save(path, model, optimizer, max_shard_size="2 KB", extra={"a": 1})
 
 

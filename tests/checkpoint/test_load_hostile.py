@@ -331,10 +331,22 @@ def test_pickle_calls_nothing(folder, put):
         "by a persistent id": system + text + b"\x86Q",
         "as Python": b"cbuiltins\nexec\n" + b"X\x12\0\0\0import os; os.abort" + b"\x85R",
     }
+    ways |= {f"protocol {n}": pickle.dumps(Evil(sign), n).removesuffix(b".") for n in (0, 2, 4)}
     said = alone(put, folder, ways)
     assert said.keys() == ways.keys()
     assert [text for text in said.values() if text.startswith("not a CheckpointError")] == []
+    assert "as plain data: it contains posix.system" in said["called"]
     assert not sign.exists()
+
+
+class Evil:
+    """Unpickling this runs code."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
 
 
 class OfTensor:
