@@ -7,50 +7,52 @@ optim_state_dict().
 from __future__ import annotations
 
 import copy
-import functools
 
 import pytest
 import torch
-from checkpoints import CHUNK, manifest_in, saved, small_chunks, tensors_in, unlike
-from compare import differences
+from checkpoints import CHUNK, manifest_in, saved, tensors_in, unlike
+from compare import assert_same
 from groups import mesh_of
-from models import CASES, COMBINATIONS, Mlp, Net, loss_of, make, make_optimizer, train
+from models import (
+    CASES,
+    COMBINATIONS,
+    Block,
+    Mlp,
+    Net,
+    loss_of,
+    make,
+    make_optimizer,
+    train,
+)
 from offloaded import KINDS as OFFLOADS
 from offloaded import Wide, steps, to
 from optim_states import FULL, HYBRID, KINDS, rank, trained, wrap
 from scenarios import Stack, floats, over, stack
-from spawn import on_ranks, ranks
+from spawn import on_ranks
 from torch import nn
 
 import zshard
 from benchmarks.memory import high_water, reset_high_water, trim
 from zshard import FSDP, MixedPrecision
 
-
-def in_each_way(name, kind, combinations, folder):
-    """Return {combination: what differs} after some training."""
-    found = {}
-    for number, combination in enumerate(combinations):
-        model, optimizer = trained(name, combination, kind)
-        (path := folder / str(number)).mkdir(exist_ok=True)
-        found[combination] = saved(path, model, optimizer)
-    return found
+APART = ("full_shard", "c10d")
+each_way = pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda both: " ".join(both))
 
 
 @pytest.mark.sampled(2)
-@ranks(2, 3)
 @pytest.mark.parametrize("name", CASES)
-def test_files_are_bit_identical_to_state_dicts(pool, name, tmp_path):
+@on_ranks(2, 3)
+def test_files_are_bit_identical_to_state_dicts(name, tmp_path):
     kind = "torch.SGD" if name in ("conv", "frozen") else "zshard.AdamW"
-    for found in pool.run(in_each_way, name, kind, COMBINATIONS, tmp_path):
-        assert not any(found.values()), found
+    for combination in COMBINATIONS:
+        assert saved(tmp_path, *trained(name, combination, kind)) == [], combination
 
 
 @pytest.mark.parametrize("name", ["odds", "mlp", "tied"])
-def test_hybrid_strategies(pool4, name, tmp_path):
-    ways = [*HYBRID, ("hybrid_shard", 4, 1), ("hybrid_shard", 1, 4)]
-    for found in pool4.run(in_each_way, name, "zshard.AdamW", ways, tmp_path):
-        assert not any(found.values()), found
+@on_ranks(4)
+def test_hybrid_strategies(name, tmp_path):
+    for combination in [*HYBRID, ("hybrid_shard", 4, 1), ("hybrid_shard", 1, 4)]:
+        assert saved(tmp_path, *trained(name, combination, "zshard.AdamW")) == [], combination
 
 
 @on_ranks(4)
@@ -68,17 +70,14 @@ def test_units_over_different_groups(tmp_path):
     assert saved(tmp_path, model, optimizer) == []
 
 
-def of_a_kind(kind, folder):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_elementwise_optimizers(kind, tmp_path):
     model = wrap("odds", FULL)
     optimizer = KINDS[kind](model.parameters())
-    early = saved(folder, model, optimizer)  # most have no state yet
+    assert saved(tmp_path, model, optimizer) == []  # most have no state yet
     train(model, CASES["odds"], optimizer, rank(), steps=2)
-    return early, saved(folder, model, optimizer)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_elementwise_optimizers(pool2, kind, tmp_path):
-    assert pool2.run(of_a_kind, kind, tmp_path) == [([], [])] * 2
+    assert saved(tmp_path, model, optimizer) == []
 
 
 def test_no_files_for_an_optimizer_without_state(tmp_path):
@@ -103,7 +102,7 @@ def of_some_parameters():
 
 
 def stepped_in_backward():
-    model = wrap("net", ("full_shard", "c10d"))
+    model = wrap("net", APART)
     optimizer = zshard.AdamW(model.parameters(), lr=0.01)
     model.optimizer_in_backward(optimizer)
     for step in range(2):
@@ -127,23 +126,15 @@ def step_of(model, batch):
 
 def in_a_plain_model():
     """FSDP modules inside a plain module."""
-    torch.manual_seed(rank())
     model = nn.Sequential(FSDP(make(Mlp)), nn.BatchNorm1d(3), nn.Linear(3, 2))
     return step_of(model, CASES["mlp"].batch(0, rank()))
 
 
 def ignored():
     """Modules that zshard ignores are saved with rank 0's values."""
-    torch.manual_seed(rank())
     model = make(Stack, seed=rank())
-    model = FSDP(model, ignored_modules=[model.head], auto_wrap_policy={type(model.blocks[0])})
+    model = FSDP(model, ignored_modules=[model.head], auto_wrap_policy={Block})
     return step_of(model, floats(rank()))
-
-
-def not_wrapped():
-    """A plain model is saved with rank 0's values."""
-    torch.manual_seed(rank())
-    return step_of(Mlp(), CASES["mlp"].batch(0, rank()))
 
 
 def from_meta():
@@ -155,12 +146,14 @@ def from_meta():
 WAYS = {
     "an optimizer of some parameters in groups": of_some_parameters,
     "an optimizer in backward": stepped_in_backward,
-    "fully_shard over shm": functools.partial(by_fully_shard, "shm"),
-    "fully_shard over c10d": functools.partial(by_fully_shard, "c10d"),
+    "fully_shard over shm": lambda: by_fully_shard("shm"),
+    "fully_shard over c10d": lambda: by_fully_shard("c10d"),
     "within a plain model": in_a_plain_model,
     "a part of a model": lambda: (wrap("net", FULL).blocks[1], None),
     "ignored modules": ignored,
-    "a plain model": not_wrapped,
+    "a plain model, of which rank 0's values are saved": lambda: step_of(
+        Mlp(), CASES["mlp"].batch(0, rank())
+    ),
     "from the meta device": from_meta,
 }
 
@@ -168,13 +161,14 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_partially_wrapped_models(way, tmp_path):
+    torch.manual_seed(rank())
     assert saved(tmp_path, *WAYS[way]()) == []
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda both: " ".join(both))
+@each_way
 @on_ranks(2)
 def test_mixed_precision(combination, tmp_path):
-    """In low precision: the parameters' own values are saved, whatever a forward has left."""
+    """The parameters' own values are saved, whatever a forward has left."""
     strategy, transport = combination
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     model = FSDP(make(Net), strategy=strategy, transport=transport, mixed_precision=precision)
@@ -184,45 +178,34 @@ def test_mixed_precision(combination, tmp_path):
     loss = loss_of(model(CASES["net"].batch(2, rank())))
     zshard.save(tmp_path / "x", model, optimizer)
     loss.backward()
-    named = zshard.optim_state_dict(model, optimizer)
-    kinds = {t.dtype for t in tensors_in(tmp_path / "x").values()}
-    assert kinds == {torch.float32}
-    assert unlike(tmp_path / "x", before, named) == []
+    assert {t.dtype for t in tensors_in(tmp_path / "x").values()} == {torch.float32}
+    assert unlike(tmp_path / "x", before, zshard.optim_state_dict(model, optimizer)) == []
 
 
-def between(combination, folder):
-    """Return what differs after a backward that a save precedes, from one without a save."""
-    found = []
+@each_way
+@on_ranks(2)
+def test_save_between_forward_and_backward_changes_nothing(combination, tmp_path):
+    states = []
     for is_saved in (False, True):
         model, optimizer = trained("net", combination, "zshard.AdamW")
         loss = loss_of(model(CASES["net"].batch(2, rank())))
         if is_saved:
-            zshard.save(folder / "x", model, optimizer, overwrite=True)
+            zshard.save(tmp_path / "x", model, optimizer)
         loss.backward()
         optimizer.step()
-        found.append(model.state_dict())
-    return differences(found[1], found[0])
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda both: " ".join(both))
-def test_save_between_forward_and_backward_changes_nothing(pool2, combination, tmp_path):
-    assert pool2.run(between, combination, tmp_path) == [[], []]
-
-
-def offloaded(kind, folder):
-    model = FSDP(
-        make(Wide), offload=to(str(folder), **OFFLOADS[kind]), auto_wrap_policy={nn.Linear}
-    )
-    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-    steps(model, optimizer)
-    return saved(folder, model, optimizer)
+        states.append(model.state_dict())
+    assert_same(*states, "the model after a save")
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", OFFLOADS)
-def test_offload(pool2, kind, tmp_path):
-    assert pool2.run(offloaded, kind, tmp_path) == [[], []]
-    assert offloaded(kind, tmp_path) == []
+@on_ranks(1, 2)
+def test_offload(kind, tmp_path):
+    offload = to(str(tmp_path), **OFFLOADS[kind])
+    model = FSDP(make(Wide), offload=offload, auto_wrap_policy={nn.Linear})
+    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+    steps(model, optimizer)
+    assert saved(tmp_path, model, optimizer) == []
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -233,42 +216,21 @@ def test_unwrapped_model(name, tmp_path):
     assert saved(tmp_path, model, optimizer) == []
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
-
-def bytes_of_saving(strategy, transport, dtype, folder):
-    """Return the most extra bytes on this rank, and the bytes that it saves."""
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("combination", COMBINATIONS[:4], ids=lambda both: " ".join(both))
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_save_needs_one_chunk_of_memory(combination, dtype, tmp_path):
     layers = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(16)])
+    strategy, transport = combination
     model = FSDP(layers, strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear})
     optimizer = zshard.AdamW(model.parameters())
     loss_of(model(torch.ones(1, 1024))).backward()
     optimizer.step()
     optimizer.zero_grad()
-    zshard.save(folder / "x", model, optimizer, dtype=dtype, overwrite=True)  # so that all is there
+    zshard.save(tmp_path / "x", model, optimizer, dtype=dtype)  # so that all is there
     trim()
     reset_high_water()
     before = high_water()
-    zshard.save(folder / "x", model, optimizer, dtype=dtype, overwrite=True)
-    return high_water() - before
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("combination", COMBINATIONS[:4], ids=lambda both: " ".join(both))
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_save_needs_one_chunk_of_memory(pool2, combination, dtype, tmp_path):
-    limit = 2**20 + (CHUNK if dtype is not None else 0)
-    for extra in pool2.run(bytes_of_saving, *combination, dtype, tmp_path):
-        assert extra <= limit
-
-
-@pytest.mark.parametrize("name", ["odds", "dtypes", "tied", "conv"])
-@on_ranks(2)
-def test_through_small_chunks(name, tmp_path):
-    """Save through a small chunk that is filled repeatedly, with casts."""
-    found = []
-    with small_chunks(64):
-        for combination in (FULL, ("no_shard", "c10d")):
-            model, optimizer = trained(name, combination, "zshard.AdamW")
-            found += saved(tmp_path, model, optimizer)
-            found += saved(tmp_path, model, optimizer, dtype=torch.bfloat16)
-    assert found == []
+    zshard.save(tmp_path / "x", model, optimizer, dtype=dtype, overwrite=True)
+    assert high_water() - before <= 2**20 + (CHUNK if dtype is not None else 0)
