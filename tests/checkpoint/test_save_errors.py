@@ -94,7 +94,7 @@ def test_non_models_and_paths_are_refused(tmp_path):
     refused(ValueError, "does not name a folder", "/", model)
     refused(FileNotFoundError, f"'{missing}' does not exist; create it first", missing / "x", model)
     missing = missing / "run"
-    refused(FileNotFoundError, f"'{missing}' does not exist", missing / "x", model, step=1)
+    refused(FileNotFoundError, f"'{missing}' does not exist", missing, model, step=1)
     all_refused(table)
     assert list(tmp_path.iterdir()) == []
 
