@@ -255,7 +255,8 @@ def test_memory_of_any_address(tmp_path, code):
     item = FORMATS[code].itemsize
     room = bytearray(100 * item + 1)
     view = memoryview(room)[1:]
-    nan = bytes(bytes_of(torch.tensor([float("nan")], dtype=FORMATS[code])))
+    one = torch.tensor([float("nan")], dtype=FORMATS[code])
+    nan = bytes(bytes_of(one))
     with new_file(tmp_path) as file:
         for place in range(100):
             for content, found in ((nan, [0]), (bytes(item), [])):

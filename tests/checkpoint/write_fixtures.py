@@ -5,7 +5,7 @@
 
 The files in the repository are old on purpose: later versions must load what an earlier one wrote.
 So leave them as they are, and add a function for a kind that is new, as save_plain(). fixtures/README.md
-names the commit that wrote the others, with their functions.
+names the commit that has the functions of the others.
 """
 
 from __future__ import annotations
