@@ -63,32 +63,6 @@ def fails_to_load(path, model, optimizer, *words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-@on_ranks(2)
-def test_flat_optimizer_state_of_torch(tmp_path):
-    """TorchTitan saves the model's names at the top, the optimizer's flat."""
-    model = make(CASES["mlp"].make)
-    module = fully_shard(model, mesh=mesh())
-    params = list(model.parameters())
-    groups = [{"params": params[:2], "lr": 0.5, "weight_decay": 0.0}, {"params": params[2:]}]
-    optimizer = torch.optim.AdamW(groups, lr=0.25)
-    go_on("mlp", module, optimizer, 0)
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    states = get_state_dict(module, optimizer, options=flat)
-    beside = {"train_state": {"step": 3, "seen": torch.arange(2)}}
-    dcp.save({**states[0], "optimizer": states[1], **beside}, checkpoint_id=tmp_path)
-    wanted = [whole(each) for each in get_state_dict(module, optimizer)]
-    for combination in (FULL, C10D):
-        other = wrap("mlp", combination, seed=3)
-        params = list(other.parameters())
-        theirs = zshard.AdamW([{"params": params[:2]}, {"params": params[2:]}], lr=7.0)
-        extra = dict(zshard.load(tmp_path, other, theirs))
-        assert_same(extra, {"train_state.step": 3, "train_state.seen": torch.arange(2)}, "extra")
-        assert_same(other.state_dict(), wanted[0], "the model")
-        assert differ(zshard.optim_state_dict(other, theirs), wanted[1]) == []
-        words = "and 'first.weight' are both in param group 0, but the checkpoint has different"
-        fails_to_load(tmp_path, other, zshard.AdamW(params), words)
-
-
 def by_torch(path, library, name):
     """Train and save with torch's libraries; return the state by name."""
     model = make(CASES[name].make)
@@ -307,10 +281,17 @@ def test_many_param_groups(tmp_path, is_tensor, how):
     options = StateDictOptions(flatten_optimizer_state_dict=how == "flat")
     state = get_state_dict(model, optimizer, options=options)[1]
     state = optimizer.state_dict() if how == "numbered" else state
-    dcp.save({"model": model, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    beside = {"train_state": {"step": 3, "seen": torch.arange(2)}}  # as TorchTitan saves
+    parts = {"model": model, "optimizer": state, **beside}
+    dcp.save(parts, checkpoint_id=tmp_path, no_dist=True)
     other, loaded = built(50)
-    zshard.load(tmp_path, other, loaded)
+    extra = dict(zshard.load(tmp_path, other, loaded))
+    assert_same(extra, {"train_state.step": 3, "train_state.seen": torch.arange(2)}, "extra")
     assert_same(loaded.state_dict(), optimizer.state_dict(), "the optimizer")
+    words = (
+        "both in param group 0, but the checkpoint has different options" if how == "flat" else ""
+    )
+    fails_to_load(tmp_path, other, torch.optim.AdamW(other.parameters()), words)
 
 
 def test_lists_whose_elements_several_ranks_have_written():

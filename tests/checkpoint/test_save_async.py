@@ -55,6 +55,7 @@ def check_while_training(name, combination, kind, folder, **options):
     model, optimizer = trained(name, combination, kind)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     named, extra = zshard.optim_state_dict(model, optimizer), {"list": [1]}
+    os.makedirs(folder, exist_ok=True)
     options |= {"extra": extra, "asynchronous": True}
     with Held() as held:
         saving = zshard.save(f"{folder}/x", model, optimizer, **options)
@@ -76,20 +77,12 @@ def test_files_have_the_state_at_the_call(name, tmp_path):
     check_while_training(name, FULL, "zshard.AdamW", tmp_path)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op"])
-@on_ranks(2)
-def test_strategies(strategy, tmp_path):
-    check_while_training("net", (strategy, "shm"), "torch.SGD", tmp_path)
-
-
 @on_ranks(4)
-def test_copies_of_a_model(tmp_path):
-    check_while_training("net", HYBRID[0], "zshard.AdamW", tmp_path)
-
-
-@on_ranks(2)
-def test_casts_at_the_call(tmp_path):
-    check_while_training("mlp", FULL, "zshard.AdamW", tmp_path, dtype=torch.bfloat16)
+def test_copies_of_a_model_and_other_strategies(tmp_path):
+    for combination in (HYBRID[0], ("no_shard", "shm"), ("zero1", "shm"), ("shard_grad_op", "shm")):
+        kind = "zshard.AdamW" if combination == HYBRID[0] else "torch.SGD"
+        check_while_training("net", combination, kind, tmp_path / str(combination))
+    check_while_training("mlp", FULL, "zshard.AdamW", tmp_path / "cast", dtype=torch.bfloat16)
 
 
 @on_ranks(2)
