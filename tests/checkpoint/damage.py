@@ -8,31 +8,14 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 
-import pytest
 import torch
 from models import make_optimizer, wrapped
 from optim_states import FULL, differ, rank
 from scenarios import Stack, forward_backward, message_of
-from spawn import RankPool
 
 import zshard
 from zshard import CheckpointError
-
-
-@pytest.fixture(scope="module")
-def good(pools, tmp_path_factory):
-    """A checkpoint of two ranks; tests must not change it."""
-    path = tmp_path_factory.mktemp("good") / "x"
-    pools.setdefault(2, RankPool(2)).run(saved, str(path))
-    return path
-
-
-@pytest.fixture
-def path(good, tmp_path):
-    """A copy of it."""
-    return shutil.copytree(good, tmp_path / "x")
 
 
 def model_and_optimizer():

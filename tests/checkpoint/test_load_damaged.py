@@ -11,14 +11,13 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same, differences
 from damage import check, flip, model_and_optimizer, open_files, refused, saved, state_of
-from damage import good as good
-from damage import path as path
 from file_faults import file_faults
 from models import make_optimizer, wrapped
 from optim_states import FULL, differ, rank
@@ -256,45 +255,36 @@ def test_another_optimizer_and_wrong_arguments(good):
     low = wrapped(lambda: Stack().bfloat16(), FULL)
     groups = [{"params": params[:2]}, {"params": params[2:]}]
     before = state_of(model, optimizer)
-    adam = torch.optim.Adam(params)
-    load = zshard.load
+    adam, load, kinds = torch.optim.Adam(params), zshard.load, (RuntimeError, ValueError)
+    more = zshard.AdamW([*params, nn.Parameter(torch.ones(3))])
     table = {
         "class": (zshard.SGD(params, lr=0.1, momentum=0.9), "AdamW, but the optimizer is SGD"),
         "parts": (zshard.AdamW(params[1:]), "has no parameter 'blocks.0.norm.weight'"),
         "groups": (zshard.AdamW(groups), "1 param groups, but the optimizer has 2"),
-        "stranger": (
-            zshard.AdamW([*params, nn.Parameter(torch.ones(3))]),
-            "has a parameter of shape (3,), which the model lacks",
-        ),
+        "stranger": (more, "has a parameter of shape (3,), which the model lacks"),
         "of another model": (zshard.AdamW(low.parameters()), "which the model lacks"),
         "of the same state": (adam, "the optimizer is Adam; pass strict=False"),
     }
-    kinds = RuntimeError, ValueError
-    calls = {
-        name: (lambda each=each: load(good, model, each), kinds, words)
-        for name, (each, words) in table.items()
-    }
-    no_optimizer = "must be a torch.optim.Optimizer, got "
+    mine, text = (optimizer if one else None), "must be a torch.optim.Optimizer, got "
+    calls = {n: (partial(load, good, model, o), kinds, said) for n, (o, said) in table.items()}
     calls |= {
-        "on one rank": (
-            lambda: load(good, model, optimizer if one else None),
-            DivergenceError,
-            "load(optimizer=) is NoneType on rank 0, but AdamW on rank 1",
-        ),
-        "verify on one rank": (
-            lambda: load(good, model, verify=one),
-            DivergenceError,
-            "load(verify=) is False on rank 0, but True on rank 1",
-        ),
-        "3 on a rank": (
-            lambda: load(good, model, optimizer if one else 3),
-            TypeError,
-            f"{no_optimizer}int",
-        ),
-        "text": (lambda: load(good, model, "optimizer"), TypeError, f"{no_optimizer}str"),
-        "no model": (lambda: load(good, "model"), TypeError, "must be an nn.Module, got str"),
-        "no path": (lambda: load(3, model), TypeError, "not int"),
+        said: (partial(load, *arguments), kind, said)
+        for kind, said, *arguments in (
+            (
+                DivergenceError,
+                "(optimizer=) is NoneType on rank 0, but AdamW on",
+                good,
+                model,
+                mine,
+            ),
+            (TypeError, f"{text}int", good, model, optimizer if one else 3),
+            (TypeError, f"{text}str", good, model, "optimizer"),
+            (TypeError, "must be an nn.Module, got str", good, "model"),
+            (TypeError, "not int", 3, model),
+        )
     }
+    said = "load(verify=) is False on rank 0, but True on rank 1"
+    calls[said] = partial(load, good, model, verify=one), DivergenceError, said
     all_refused(calls)
     assert differ(state_of(model, optimizer), before) == []
     load(good, model, adam, strict=False)  # as load_state_dict() would

@@ -25,8 +25,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from damage import check
-from damage import good as good
-from damage import path as path
 from nursery import fork_ranks
 from rows import all_rows
 from torch import nn

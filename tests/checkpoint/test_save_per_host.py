@@ -25,6 +25,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from damage import flip
 from groups import mesh_of, on_hosts
 from nursery import fork_ranks
 from optim_states import rank
@@ -36,8 +37,7 @@ import zshard
 from zshard import FSDP, CheckpointError, __main__
 from zshard.checkpoint import folder
 from zshard.checkpoint.manifest import Manifest
-from zshard.extras.per_host import hosts as of_hosts
-from zshard.extras.per_host import write_parts
+from zshard.extras.per_host import hosts, write_parts
 from zshard.extras.per_host.collect import collect
 from zshard.ranks import meeting
 from zshard.wrap import ModuleWrapPolicy
@@ -52,9 +52,10 @@ def on_nodes(per_host: int, function, *args, **options):
         return function(*args, **options)
 
 
-def each_host_has(per_host: int):
-    """Run the decorated test on ranks of such hosts; stands below @on_ranks."""
-    return lambda body: functools.wraps(body)(functools.partial(on_nodes, per_host, body))
+def hosts_of(per_host: int, world: int):
+    """Run the decorated test on each of `world` ranks of such hosts."""
+    on_hosts = lambda body: functools.wraps(body)(functools.partial(on_nodes, per_host, body))  # noqa: E731
+    return lambda body: on_ranks(world)(on_hosts(body))
 
 
 def node() -> int:
@@ -159,8 +160,8 @@ def gather_disks(root) -> None:
 def on(pools):
     """on(hosts, ranks per host, function, *args): what it returned on each rank of new hosts."""
 
-    def run(hosts, per_host, function, *args):
-        world = hosts * per_host
+    def run(count, per_host, function, *args):
+        world = count * per_host
         pool = pools.setdefault(world, RankPool(world))
         return pool.run(on_nodes, per_host, function, *args)
 
@@ -177,8 +178,7 @@ def on(pools):
         *(("hybrid_full", None), ("no_shard", "c10d")),
     ],
 )
-@on_ranks(4)
-@each_host_has(2)
+@hosts_of(2, 4)
 def test_each_host_writes_only_its_own(tmp_path, strategy, transport):
     wanted = save(tmp_path, strategy, transport)
     assert load(tmp_path, strategy, transport) == (wanted, 3, rank())
@@ -197,17 +197,16 @@ def load_if_here(root):
     return text, load(root, number=number)
 
 
-@pytest.mark.parametrize("hosts,per_host", [(2, 2), (2, 1), (3, 1)])
-def test_other_hosts_load_what_they_have_collected(on, tmp_path, hosts, per_host):
+@pytest.mark.parametrize("count,per_host", [(2, 2), (2, 1), (3, 1)])
+def test_other_hosts_load_what_they_have_collected(on, tmp_path, count, per_host):
     wanted = on(2, 2, save, tmp_path)[0]
-    lacks = "host 'node2' has none" if hosts == 3 else r"host 'node[01]' \(ranks .*weight'"
-    for text, (found, step, _) in on(hosts, per_host, load_if_here, tmp_path):
+    lacks = "host 'node2' has none" if count == 3 else r"host 'node[01]' \(ranks .*weight'"
+    for text, (found, step, _) in on(count, per_host, load_if_here, tmp_path):
         assert (found, step) == (wanted, 3)
         assert re.search(lacks, text) and "ckpt collect" in text
 
 
-@on_ranks(4)
-@each_host_has(2)
+@hosts_of(2, 4)
 def test_a_lost_host_is_named_with_what_is_lost(tmp_path):
     save(tmp_path)
     by_rank_0(shutil.rmtree, tmp_path / "disk1")
@@ -222,8 +221,7 @@ def test_a_lost_host_is_named_with_what_is_lost(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "no_shard"])
 @pytest.mark.parametrize("lost", [0, 1])
-@on_ranks(4)
-@each_host_has(2)
+@hosts_of(2, 4)
 def test_replicas_lose_nothing_with_a_host(tmp_path, strategy, lost):
     wanted = save(tmp_path, strategy)
     by_rank_0(shutil.rmtree, tmp_path / f"disk{lost}")
@@ -232,8 +230,7 @@ def test_replicas_lose_nothing_with_a_host(tmp_path, strategy, lost):
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
-@on_ranks(3)
-@each_host_has(2)
+@hosts_of(2, 3)
 def test_hosts_of_unequal_size(tmp_path, strategy):
     """Two ranks write together what one rank writes alone; then each host has both."""
     wanted = save(tmp_path, "no_shard", "c10d")
@@ -243,8 +240,7 @@ def test_hosts_of_unequal_size(tmp_path, strategy):
 
 
 @pytest.mark.parametrize("name", ["Muon", "WholeMatrix"])
-@on_ranks(4)
-@each_host_has(2)
+@hosts_of(2, 4)
 def test_state_on_one_rank_is_on_its_host(tmp_path, name):
     """The matrices of an optimizer belong to one rank each."""
     digests = []
@@ -266,8 +262,7 @@ def test_state_on_one_rank_is_on_its_host(tmp_path, name):
 # --- incomplete and damaged checkpoints -----------------------------------------------------------
 
 
-@on_ranks(2)
-@each_host_has(1)
+@hosts_of(1, 2)
 def test_an_incomplete_newest_checkpoint_is_skipped_and_replaced(tmp_path):
     """A host was lost between the others' renames and its own."""
     second, path = save(tmp_path, steps=(3, 5)), disk(tmp_path)
@@ -295,8 +290,7 @@ def test_an_incomplete_newest_checkpoint_is_skipped_and_replaced(tmp_path):
     assert load(tmp_path)[:2] == (second, 5)
 
 
-@on_ranks(2)
-@each_host_has(1)
+@hosts_of(1, 2)
 def test_what_one_host_has_alone_is_not_replaced_if_it_is_complete(tmp_path):
     """A replica of the other host, whose disk is new."""
     wanted = save(tmp_path, "no_shard")
@@ -307,35 +301,22 @@ def test_what_one_host_has_alone_is_not_replaced_if_it_is_complete(tmp_path):
     assert load(tmp_path, "no_shard")[0] == wanted
 
 
-def flip_a_bit(path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
-
-
-@on_ranks(2)
-@each_host_has(1)
+@hosts_of(1, 2)
 def test_damage_is_found_where_the_file_is(tmp_path):
-    save(tmp_path)
+    """A load that fails leaves the next one as it was."""
+    wanted = save(tmp_path)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        zshard.load(disk(tmp_path), FSDP(nn.Linear(3, 3)))
+    assert [load(tmp_path)[0] for _ in range(2)] == [wanted, wanted]
     path = next(Path(disk(tmp_path, 1), STEP).glob("rank*.part"))
-    by_rank_0(flip_a_bit, path)
+    by_rank_0(flip, path, -5)
     text = refused(tmp_path)
     assert f"'{path}' is damaged" in text and "'0.weight'" in text
     with pytest.raises(CheckpointError, match=f"'{path}' is damaged"):
         collect([disk(tmp_path)])
 
 
-@on_ranks(2)
-@each_host_has(1)
-def test_a_load_that_fails_leaves_the_next_one_as_it_was(tmp_path):
-    wanted = save(tmp_path)
-    with pytest.raises(RuntimeError, match="Missing key"):
-        zshard.load(disk(tmp_path), FSDP(nn.Linear(3, 3)))
-    assert [load(tmp_path)[0] for _ in range(2)] == [wanted, wanted]
-
-
-@on_ranks(2)
-@each_host_has(1)
+@hosts_of(1, 2)
 def test_misuse(tmp_path):
     model, optimizer = made()
     path, number, differ = disk(tmp_path), node(), zshard.DivergenceError
@@ -370,14 +351,13 @@ def test_misuse(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["_write_part", "FileBlocks", "write_text", "commit"])
-@on_ranks(2)
-@each_host_has(1)
+@hosts_of(1, 2)
 def test_a_failure_on_one_host_leaves_nothing_on_any(tmp_path, where):
     """Rank 1 fails within a save, then all ranks save again."""
     model, optimizer = made()
     train(model, optimizer)
     path, options = disk(tmp_path), {"step": 3, "per_host": True, "extra": {**SEEN, "rank": 0}}
-    owner = {"FileBlocks": of_hosts, "commit": folder.Staging}.get(where, write_parts)
+    owner = {"FileBlocks": hosts, "commit": folder.Staging}.get(where, write_parts)
     full = mock.patch.object(owner, where, side_effect=OSError(errno.ENOSPC, "no space left"))
     with full if node() == 1 else nullcontext(), pytest.raises(OSError, match="no space"):
         zshard.save(path, model, optimizer, **options)
@@ -413,7 +393,7 @@ def test_commands_name_what_is_missing(on, tmp_path, command):
     out = tmp_path / "out"
     for words in (["verify", one], ["collect", one, out], ["export", one, out]):
         status, _, errors = command(*words)
-        assert status == 1 and "host 'node1'" in errors, (words, errors)
+        assert status == 1 and "host 'node1'" in errors, errors
     lines = command("inspect", one)[1].splitlines()
     parts = [line.rpartition(": ")[2] for line in lines if ".part of host 'node" in line]
     assert parts == ["here", "here", "not in this folder"]
@@ -425,8 +405,7 @@ def test_commands_name_what_is_missing(on, tmp_path, command):
     assert all(part["here"] for part in parts)
 
 
-@on_ranks(2)
-@each_host_has(1)
+@hosts_of(1, 2)
 def test_documented_block(tmp_path):
     text = Path(__file__).parents[2].joinpath("docs", "checkpoints.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
