@@ -249,7 +249,8 @@ def test_another_model(tmp_path):
 
 
 @on_ranks(2)
-def test_another_optimizer_and_wrong_arguments(good):
+def test_another_optimizer(good):
+    """Also wrong arguments."""
     model, optimizer = model_and_optimizer()
     params, one = list(model.parameters()), rank() == 1
     low = wrapped(lambda: Stack().bfloat16(), FULL)
