@@ -176,9 +176,8 @@ def test_failed_deletion_warns(tmp_path, monkeypatch):
 
     real = _core.rename
     monkeypatch.setattr(_core, "rename", lambda a, b: real(a, b) if ".tmp" in a else refuse(a, b))
-    with pytest.warns(
-        UserWarning, match=r"could not delete the checkpoint '.*step-00000001': .* not permitted"
-    ):
+    words = r"could not delete the checkpoint '.*step-00000001': .* not permitted"
+    with pytest.warns(UserWarning, match=words):
         zshard.save(tmp_path, small(), step=2, keep_last=1)
     assert inside(tmp_path) == ["step-00000001", "step-00000002"]
     assert bit_by_bit(tmp_path / "step-00000001") == before

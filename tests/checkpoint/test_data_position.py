@@ -293,31 +293,29 @@ needs_torchdata = pytest.mark.skipif(
 )
 
 
-class Counting(Dataset):
+class Stateful:
     """A data set with a state: how many samples this worker has read."""
 
-    def __init__(self) -> None:
-        self.read = 0
+    at = 0
 
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Counting(Stateful, Dataset):
     def __len__(self) -> int:
         return N
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        self.read += 1
-        return index, self.read
-
-    def state_dict(self) -> dict[str, int]:
-        return {"read": self.read}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.read = state["read"]
+        self.at += 1
+        return index, self.at
 
 
-class Stream(IterableDataset):
-    """An iterable data set with a state; rank and worker read their own numbers."""
-
-    def __init__(self) -> None:
-        self.at = 0
+class Stream(Stateful, IterableDataset):
+    """Rank and worker read their own numbers."""
 
     def __iter__(self) -> Any:
         worker = torch.utils.data.get_worker_info()
@@ -326,12 +324,6 @@ class Stream(IterableDataset):
             self.at += 1
             yield base + self.at
         self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 def stateful(kind: str, state: Any, most: int | None, workers: int, folder: str) -> Any:
