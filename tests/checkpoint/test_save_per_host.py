@@ -81,13 +81,11 @@ def by_rank_0(action, *args) -> None:
 def made(strategy="full_shard", transport=None, seed: int = 0):
     """Return a model and an optimizer of several units and dtypes, with a buffer."""
     torch.manual_seed(seed)
-    layers = nn.Sequential(
-        nn.Linear(32, 257), nn.Linear(257, 65), nn.BatchNorm1d(65), nn.Linear(65, 3)
-    )
+    kinds = nn.Linear(32, 257), nn.Linear(257, 65), nn.BatchNorm1d(65), nn.Linear(65, 3)
     options = {"strategy": strategy, "transport": transport, "timeout": 60}
     if strategy.startswith("hybrid"):
         options["device_mesh"] = mesh_of(2, 2)
-    model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
+    model = FSDP(nn.Sequential(*kinds), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
     return model, zshard.AdamW(model.parameters(), lr=0.01)
 
 
@@ -117,8 +115,7 @@ def save(root, strategy="full_shard", transport=None, steps=(3,)):
     for step in steps:
         train(model, optimizer)
         extra = {**SEEN, "rank": rank()}
-        saved = zshard.save(disk(root), model, optimizer, step=step, per_host=True, extra=extra)
-        saved.wait()
+        zshard.save(disk(root), model, optimizer, step=step, per_host=True, extra=extra)
     return digest(model, optimizer)
 
 
@@ -161,8 +158,7 @@ def on(pools):
     """on(hosts, ranks per host, function, *args): what it returned on each rank of new hosts."""
 
     def run(count, per_host, function, *args):
-        world = count * per_host
-        pool = pools.setdefault(world, RankPool(world))
+        pool = pools.setdefault(count * per_host, RankPool(count * per_host))
         return pool.run(on_nodes, per_host, function, *args)
 
     return run
@@ -378,9 +374,8 @@ def test_collect(on, tmp_path, command):
     assert status == 0 and "wrote" in said, errors
     assert Manifest.read(out).more == {}
     assert command("verify", out)[0] == 0
-    stems = ("model.safetensors", "optimizer.safetensors")
-    names = {"zshard.json", *stems, *(f"{stem}.index.json" for stem in stems)}
-    assert set(os.listdir(out)) == names
+    stems = {"model.safetensors", "optimizer.safetensors"}
+    assert {*os.listdir(out)} == stems | {"zshard.json", *(f"{each}.index.json" for each in stems)}
     gather_disks(tmp_path)
     assert {each[0] for each in on(1, 2, load, tmp_path)} == {wanted}
     assert set(on(1, 2, load_one, out)) == {wanted}
