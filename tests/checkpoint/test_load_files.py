@@ -143,7 +143,7 @@ class Persistent(nn.Module):
 @pytest.mark.parametrize("name", ["net", "tied", "frozen"])
 @on_ranks(2)
 def test_from_meta(name, tmp_path):
-    """Training goes on as from a model with values."""
+    """Training continues as from a model with values."""
     path, case = write(tmp_path / "x", of_case(name)), CASES[name]
     for strategy, transport in COMBINATIONS:
         with torch.device("meta"):

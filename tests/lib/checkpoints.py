@@ -179,7 +179,7 @@ def outcome(action):
 
 def check_refused(folder, table):
     """Fail unless the call of each row, `call(folder, model, optimizer)`, raises that kind of error with
-    that text, and changes no file; training and saving go on after them all. On ranks."""
+    that text, and changes no file; training and saving continue after them all. On ranks."""
     model, optimizer = trained("mlp", APART, "zshard.AdamW")
     zshard.save(folder / "old", model, optimizer)
     before = inside(folder), bit_by_bit(folder / "old")
