@@ -9,26 +9,19 @@ from __future__ import annotations
 import copy
 import os
 
+import torch
 from models import make_optimizer, wrapped
 from optim_states import FULL, differ, rank
 from scenarios import Stack, forward_backward, message_of
-from spawn import RankPool
 
 import zshard
 from zshard import CheckpointError
 
 
-def good_one(pools, folder):
-    """Return a checkpoint of two ranks in a new folder below `folder`; tests must not change it."""
-    path = folder / "x"
-    pools.setdefault(2, RankPool(2)).run(saved, str(path))
-    return path
-
-
-def model_and_optimizer(kind="zshard.AdamW", build=Stack):
+def model_and_optimizer():
     """After a step, so that there is state that must not change."""
-    model = wrapped(build, FULL)
-    optimizer = make_optimizer(kind, model)
+    model = wrapped(Stack, FULL)
+    optimizer = make_optimizer("zshard.AdamW", model)
     forward_backward(model, rank())
     optimizer.step()
     return model, optimizer
@@ -38,42 +31,40 @@ def state_of(model, optimizer):
     return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 
-def saved(path, size="2 KB"):
+def saved(path, scale=1):
     """A checkpoint in several files."""
     model, optimizer = model_and_optimizer()
-    zshard.save(path, model, optimizer, max_shard_size=size, extra={"a": 1})
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(scale)
+    zshard.save(path, model, optimizer, max_shard_size="2 KB", extra={"a": 1})
 
 
-def refused(path, kind, options=None, with_optimizer=True, optimizer_kind="zshard.AdamW"):
+def refused(path, kind, options, with_optimizer):
     """Return (the message, what has changed, open files of the checkpoint) of a load."""
-    model, optimizer = model_and_optimizer(optimizer_kind)
+    model, optimizer = model_and_optimizer()
     before = state_of(model, optimizer)
-    given = optimizer if with_optimizer else None
-    said = message_of(lambda: zshard.load(path, model, given, **(options or {})), kind)
+    state = optimizer if with_optimizer else None
+    said = message_of(lambda: zshard.load(path, model, state, **options), kind)
     return said, differ(state_of(model, optimizer), before), open_files(path)
 
 
 def open_files(path):
-    found = []
+    links = []
     for number in os.listdir("/proc/self/fd"):
         try:
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
         except FileNotFoundError:
             continue
-    return [each for each in found if each.startswith(str(path))]
+    return [each for each in links if each.startswith(str(path))]
 
 
-def check(pool, path, words, kind=CheckpointError, **options):
-    """Check that both ranks refuse with this text, and that nothing has changed."""
-    found = pool.run(refused, str(path), kind, *options.values())
-    for said, changed, left_open in found:
-        assert changed == [] and left_open == []
+def check(pool, path, words, kind=CheckpointError, with_optimizer=True, **options):
+    """Check that both ranks refuse with these words, and that nothing has changed."""
+    for said, changed, left in pool.run(refused, str(path), kind, options, with_optimizer):
+        assert changed == [] and left == []
         for word in [words] if isinstance(words, str) else words:
             assert word in said, said
-
-
-def files_of(path):
-    return sorted(each.name for each in path.iterdir())
 
 
 def flip(file, at, bit=0):

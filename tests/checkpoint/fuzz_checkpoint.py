@@ -1,5 +1,5 @@
 """A fuzz target for all readers of foreign files: safetensors files, their headers and indices,
-manifests, pickles that are read as data, torch's files and metadata; and the core's calls.
+manifests, pickles that are read as data, torch's files and metadata.
 
 For any bytes, a reader returns valid content or raises CheckpointError. Any other exception, any
 sanitizer report in the core and, except for torch's files and metadata, memory or time out of
@@ -45,7 +45,6 @@ with (
 
 import torch
 import torch.distributed.checkpoint
-from file_calls import play, some_calls
 from safetensors_files import WRONG, packed, right_header
 
 NAME = "some/file"
@@ -156,10 +155,6 @@ def saved_by_torch(data: bytes) -> None:
         assert room == bytes_of(entry.kept[entry])[8:24]
 
 
-def calls(data: bytes) -> None:
-    play(data, Path(_OWN.name, "played"))
-
-
 _OWN = tempfile.TemporaryDirectory()
 _PARTS = tempfile.TemporaryDirectory()
 
@@ -171,7 +166,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "metadata": metadata,
     "file": a_file,
     "saved": saved_by_torch,
-    "calls": calls,
     "parts": parts,
 }
 
@@ -192,34 +186,26 @@ def seeds() -> list[bytes]:
     rows = torch.arange(6.0).reshape(2, 3)
     tensors = [_saved(each) for each in (rows, rows.t(), rows.to(torch.float8_e5m2), rows[:, :2])]
     files = [packed(right_header()), packed({}), *(each for each, _ in WRONG.values())]
+    pickles = [pickle.dumps(_values(), protocol=p) for p in (2, 4)]
+    pickles += [zipfile.ZipFile(io.BytesIO(each)).read("archive/data.pkl") for each in tensors]
+    indices = '"metadata": {}, "weight_map": {"a": "model-1.s', '"weight_map": {"a": "../x.s'
     found = {
         "header": files,
-        "index": [
-            json.dumps({"metadata": {}, "weight_map": {"a": "model-1.safetensors"}}).encode(),
-            b'{"weight_map": {"a": "../x.safetensors"}}',
-        ],
+        "index": [f'{{{text}afetensors"}}}}'.encode() for text in indices],
         "manifest": _manifests(),
-        "pickle": [pickle.dumps(_values(), protocol=p) for p in (2, 4)]
-        + [zipfile.ZipFile(io.BytesIO(each)).read("archive/data.pkl") for each in tensors],
+        "pickle": pickles,
         "metadata": [_metadata()],
         "file": files,
         "saved": [*tensors, _saved(_values()), *_spoiled(tensors[0])],
-        "calls": some_calls(),
         "parts": [_part(note) for note in _NOTES],
     }
     short = {name: [each for each in some if len(each) < 20_000] for name, some in found.items()}
     return [bytes([i]) + each for i, name in enumerate(TARGETS) for each in short[name]]
 
 
-_NOTES = (
-    json.dumps({"a": {"saved_offsets": [0, 0]}}),
-    json.dumps({"a": {"saved_offsets": [1, 0]}}),
-    json.dumps({"a": {"saved_offsets": [2**62, 2**62]}}),
-    json.dumps({"a": {"saved_offsets": None}}),
-    json.dumps({"a": [0]}),
-    "\ud800",
-    "[",
-)
+_OFFSETS = ([0, 0], [1, 0], [2**62, 2**62], None)
+_NOTES = [json.dumps({"a": {"saved_offsets": each}}) for each in _OFFSETS]
+_NOTES += [json.dumps({"a": [0]}), "\ud800", "["]
 
 
 def _part(note: str) -> bytes:

@@ -16,13 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from checkpoints import APART, bit_by_bit, inside, manifest_in, outcome, tensors_in, tried
+from checkpoints import APART, bit_by_bit, check_refused, inside, manifest_in, outcome, tensors_in
 from groups import comm_of_all
 from models import Mlp, make, wrapped
 from nursery import fork_ranks
 from optim_states import FULL, rank
-from spawn import on_ranks, ranks
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -40,15 +39,12 @@ def test_path_through_a_link_is_the_systems(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "link").symlink_to("../real/deep")
     monkeypatch.chdir(tmp_path)
-    for path, found in (
-        ("here/link/../a", "real/a"),
-        ("here/link/../deep/../b/", "real/b"),
-        ("here/link/c", "real/deep/c"),
-    ):
+    paths = {"link/../a": "real/a", "link/../deep/../b/": "real/b", "link/c": "real/deep/c"}
+    for path, found in paths.items():
         model = small(3.0)
-        zshard.save(path, model)
+        zshard.save(f"here/{path}", model)
         assert (tmp_path / found / "zshard.json").is_file()
-        assert zshard.load(path, small()).verified
+        assert zshard.load(f"here/{path}", small()).verified
     zshard.save("here/link/../steps", small(), step=1)
     assert zshard.load("here/link/../steps", small()).step == 1
     zshard.save("here/link/..", small(), step=2)
@@ -61,37 +57,32 @@ def small(value=1.0):
     return model
 
 
+def name(step):
+    return f"step-{step:08}"
+
+
 # --- numbered checkpoints -------------------------------------------------------------------------
 
 
-def numbered(folder):
-    found = []
+@on_ranks(2)
+def test_numbered_checkpoints(tmp_path):
+    run, newest = tmp_path / "run", 0
     for step in (3, 12, 7):
-        model = wrapped(Mlp, FULL, seed=step)
-        path = zshard.save(folder / "run", model, step=step).path
-        found.append((path, zshard.latest_checkpoint(folder / "run")))
-    return found
-
-
-def test_numbered_checkpoints(pool2, tmp_path):
-    paths = [f"{tmp_path}/run/step-{step:08}" for step in (3, 12, 7)]
-    expected = list(zip(paths, [paths[0], paths[1], paths[1]], strict=True))
-    assert pool2.run(numbered, tmp_path) == [expected] * 2
-    assert inside(tmp_path / "run") == ["step-00000003", "step-00000007", "step-00000012"]
-    assert [manifest_in(path).step for path in paths] == [3, 12, 7]
-    assert folders.finished(tmp_path / "run") == [3, 7, 12]
+        model, newest = wrapped(Mlp, FULL, seed=step), max(newest, step)
+        assert zshard.save(run, model, step=step).path == f"{run}/{name(step)}"
+        assert zshard.latest_checkpoint(run) == f"{run}/{name(newest)}"
+        assert manifest_in(run / name(step)).step == step
+    assert folders.finished(run) == [3, 7, 12]
 
 
 def test_latest(tmp_path):
-    assert (
-        zshard.latest_checkpoint(tmp_path) is None
-        and zshard.latest_checkpoint(tmp_path / "gone") is None
-    )
+    assert zshard.latest_checkpoint(tmp_path) is None
+    assert zshard.latest_checkpoint(tmp_path / "gone") is None
     path = zshard.save(tmp_path, small(), step=5).path
-    for name in ("step-00000007", "step-9", "step-000000009", "step-00000009.old", "other"):
-        (tmp_path / name).mkdir()
-    for name in ("step-9", "step-000000009", "step-00000009.old", "other"):
-        (tmp_path / name / "zshard.json").write_text("{}")
+    for other in ("step-00000007", "step-9", "step-000000009", "step-00000009.old", "other"):
+        (tmp_path / other).mkdir()
+        if other != "step-00000007":
+            (tmp_path / other / "zshard.json").write_text("{}")
     (tmp_path / "step-00000008").write_text("")
     assert zshard.latest_checkpoint(tmp_path) == zshard.latest_checkpoint(str(tmp_path)) == path
     with pytest.raises(NotADirectoryError):
@@ -109,19 +100,18 @@ def test_step_requires_a_directory(tmp_path, monkeypatch):
     assert inside(".") == ["one", "runs"]
 
 
-def kept(folder):
+def test_keep_last(pool2, tmp_path):
+    (tmp_path / name(0)).mkdir()  # not finished, so not zshard's to delete
+    (tmp_path / name(0) / "notes").write_text("")
+    pool2.run(save_four_steps, tmp_path)
+    assert inside(tmp_path) == [name(0), name(3), name(4)]
+
+
+def save_four_steps(folder):
     model = wrapped(Mlp, FULL)
     for step in (1, 2, 3, 4):
         zshard.save(folder, model, step=step, keep_last=2)
-    if rank() == 0:
-        return inside(folder)
-
-
-def test_keep_last(pool2, tmp_path):
-    (tmp_path / "step-00000000").mkdir()  # not finished, so not zshard's to delete
-    (tmp_path / "step-00000000" / "notes").write_text("")
-    names = pool2.run(kept, tmp_path)[0]
-    assert names == ["step-00000000", "step-00000003", "step-00000004"]
+    comm_of_all().exchange(b"")  # rank 0 tidies up last
 
 
 def test_later_steps_are_never_deleted(tmp_path):
@@ -157,36 +147,24 @@ def test_directory_shared_with_another_job(tmp_path, monkeypatch):
         zshard.load(tmp_path, model)
 
 
-def with_values(folder, *values):
-    """Save a checkpoint of each value, keeping one; return the names left after each, and the
-    warnings."""
-    model, seen = small(), []
-    if dist.is_initialized():
-        model = FSDP(model)
-    for step, value in enumerate(values):
-        with torch.no_grad(), warnings.catch_warnings(record=True) as told:
+@on_ranks(1, 2)
+def test_last_finite_checkpoint_is_kept(tmp_path):
+    model, inf = FSDP(small()), float("inf")
+    for step, (value, steps) in enumerate(
+        [(1.0, [0]), (float("nan"), [0, 1]), (-inf, [0, 2]), (4.0, [3]), (5.0, [4])]
+    ):
+        with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for param in model.parameters():
                 param.fill_(value)
-            zshard.save(folder, model, step=step, keep_last=1)
-        names = [name for name in inside(folder) if name.startswith("step")]
-        seen.append((names, [str(each.message) for each in told]))
-    return seen
-
-
-def name(step):
-    return f"step-{step:08}"
-
-
-@ranks(1, 2)
-def test_last_finite_checkpoint_is_kept(pool, tmp_path):
-    rows = pool.run(with_values, tmp_path, 1.0, float("nan"), float("-inf"), 4.0, 5.0)[0]
-    left = [[name(0)], [name(0), name(1)], [name(0), name(2)], [name(3)], [name(4)]]
-    assert [names for names, _ in rows] == left
-    for step, (_, told) in enumerate(rows):
-        assert len(told) == (step in (1, 2)), told
-        for text in told:
-            assert "NaN or infinite values in '" in text and "weight'" in text
+            zshard.save(tmp_path, model, step=step, keep_last=1)
+        comm_of_all().exchange(b"")
+        left = [each for each in inside(tmp_path) if each.startswith("step")]
+        assert left == [name(each) for each in steps]
+        texts = [str(each.message) for each in caught]
+        assert len(texts) == (step in (1, 2) and rank() == 0), texts
+        assert all("NaN or infinite values in '" in text for text in texts)
+        comm_of_all().exchange(b"")
 
 
 def test_failed_deletion_warns(tmp_path, monkeypatch):
@@ -198,9 +176,8 @@ def test_failed_deletion_warns(tmp_path, monkeypatch):
 
     real = _core.rename
     monkeypatch.setattr(_core, "rename", lambda a, b: real(a, b) if ".tmp" in a else refuse(a, b))
-    with pytest.warns(
-        UserWarning, match=r"could not delete the checkpoint '.*step-00000001': .* not permitted"
-    ):
+    words = r"could not delete the checkpoint '.*step-00000001': .* not permitted"
+    with pytest.warns(UserWarning, match=words):
         zshard.save(tmp_path, small(), step=2, keep_last=1)
     assert inside(tmp_path) == ["step-00000001", "step-00000002"]
     assert bit_by_bit(tmp_path / "step-00000001") == before
@@ -218,9 +195,8 @@ def test_overwrite(tmp_path):
     (path / "more" / "file").write_text("of the user's")
     with open(path / "model.safetensors", "rb") as still_open:
         zshard.save(path, small(2.0), overwrite=True)
-        assert (
-            torch.frombuffer(bytearray(still_open.read()[-32:-8]), dtype=torch.float32).eq(1).all()
-        )
+        values = torch.frombuffer(bytearray(still_open.read()[-32:-8]), dtype=torch.float32)
+        assert values.eq(1).all()
     assert inside(tmp_path) == ["x"] and not (path / "more").exists()
     assert manifest_in(path).id != old.id
     assert tensors_in(path)["weight"].eq(2).all()
@@ -256,7 +232,8 @@ def test_leftovers_of_a_broken_save_are_deleted(tmp_path):
     run.mkdir()
     leave_behind(run / f".step-00000007.{ID}.tmp")
     leave_behind(run / f".step-00000008.{ID}.tmp", [])
-    (run / f".step-00000007.{ID}.tmp" / "link").symlink_to(outside)
+    leave_behind(run / f".step-00000007.{ID}.tmp" / "below")
+    (run / f".step-00000007.{ID}.tmp" / "below" / "link").symlink_to(outside)
     leave_behind(tmp_path / f".x.{ID}.tmp")
     others = [f".step-7.{ID}.tmp", f".y.{ID}.tmp", ".step-00000007.tmp", f"step-00000007.{ID}.tmp"]
     for name in others:
@@ -336,71 +313,37 @@ def test_path_created_during_a_save(tmp_path, monkeypatch):
     assert inside(tmp_path) == ["x"] and inside(tmp_path / "x") == []
 
 
-def test_remove_does_not_follow_links(tmp_path):
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "file").write_text("")
-    leave_behind(tmp_path / "x")
-    leave_behind(tmp_path / "x" / "below")
-    (tmp_path / "x" / "below" / "link").symlink_to(tmp_path / "kept")
-    folders.remove(str(tmp_path / "x"))
-    assert inside(tmp_path) == ["kept"] and inside(tmp_path / "kept") == ["file"]
-
-
 # --- folders of saves -----------------------------------------------------------------------------
 
 
-FOLDERS = {
-    "taken": (FileExistsError, "another path, or pass overwrite=True", "old", {}),
-    "a file": (FileExistsError, "already exists", "file", {}),
-    "to overwrite a file": (
-        FileExistsError,
-        "is not a zshard checkpoint",
-        "file",
-        {"overwrite": True},
-    ),
-    "to overwrite mine": (
-        FileExistsError,
-        "is not a zshard checkpoint",
-        "mine",
-        {"overwrite": True},
-    ),
-    "to overwrite a link": (
-        FileExistsError,
-        "is not a zshard checkpoint",
-        "link",
-        {"overwrite": True},
-    ),
-    "no parent": (FileNotFoundError, "/gone' does not exist", "gone/new", {}),
-    "no parent of a directory": (
-        FileNotFoundError,
-        "/gone/new' does not exist",
-        "gone/new",
-        {"step": 1},
-    ),
-    "below a file": (NotADirectoryError, "/file' is not a directory", "file/new", {}),
-    "a directory that is a file": (
-        NotADirectoryError,
-        "/file' is not a directory",
-        "file",
-        {"step": 1},
-    ),
+FOLDERS = {  # the folder, options -> kind and text of the error
+    ("old", ""): (FileExistsError, "another path, or pass overwrite=True"),
+    ("file", ""): (FileExistsError, "already exists"),
+    ("file", "overwrite"): (FileExistsError, "is not a zshard checkpoint"),
+    ("mine", "overwrite"): (FileExistsError, "is not a zshard checkpoint"),
+    ("link", "overwrite"): (FileExistsError, "is not a zshard checkpoint"),
+    ("gone/new", ""): (FileNotFoundError, "/gone' does not exist"),
+    ("gone/new", "step"): (FileNotFoundError, "/gone/new' does not exist"),
+    ("file/new", ""): (NotADirectoryError, "/file' is not a directory"),
+    ("file", "step"): (NotADirectoryError, "/file' is not a directory"),
 }
 
 
-def of_folders(case, folder):
-    kind, text, name, options = FOLDERS[case]
-    return tried(
-        folder, kind, text, lambda f, model, opt: zshard.save(f / name, model, opt, **options)
-    )
+def refused_folders(folder):
+    def save(path, options):
+        return lambda folder, *both: zshard.save(folder / path, *both, **options)
+
+    options = {"": {}, "overwrite": {"overwrite": True}, "step": {"step": 1}}
+    rows = {row: (save(row[0], options[row[1]]), *error) for row, error in FOLDERS.items()}
+    check_refused(folder, rows)
 
 
-@pytest.mark.parametrize("case", FOLDERS)
-def test_folders(pool2, case, tmp_path):
+def test_folders(pool2, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "old")
-    assert pool2.run(of_folders, case, tmp_path) == [[], []]
+    pool2.run(refused_folders, tmp_path)
     assert inside(tmp_path / "mine") == ["notes"]
 
 
@@ -409,9 +352,8 @@ def mounted(path, options):
     """Context manager with a file system in memory at `path`; skips the test where mounting is not
     allowed."""
     path.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "none", path], capture_output=True
-    )
+    words = ["mount", "-t", "tmpfs", "-o", options, "none", path]
+    made = subprocess.run(words, capture_output=True)
     if made.returncode != 0:
         pytest.skip(f"no mounts here: {made.stderr.decode().strip()}")
     try:
@@ -422,7 +364,7 @@ def mounted(path, options):
 
 def into_full(folder):
     model = FSDP(nn.Linear(1024, 1024, bias=False))
-    zshard.save(folder / "old", model, overwrite=True)
+    zshard.save(folder / "old", model)
     before = inside(folder), bit_by_bit(folder / "old")
     found = outcome(lambda: zshard.save(folder / "new", model))
     assert rank() == 1 or before == (inside(folder), bit_by_bit(folder / "old"))
@@ -438,16 +380,14 @@ def test_full_disk(pool2, tmp_path):
     assert "model.safetensors'" in second[1]
 
 
-def test_read_only_disk(pool2, tmp_path):
-    with mounted(tmp_path / "disk", "ro,size=1m"):
-        found = pool2.run(refused, tmp_path / "disk")
-    assert [kind for kind, _ in found] == [OSError, OSError]
-    for _, text in found:
-        assert "Read-only file system: '" in text
-
-
 def refused(folder):
     return outcome(lambda: zshard.save(folder / "new", FSDP(nn.Linear(2, 2))))
+
+
+def test_read_only_disk(pool2, tmp_path):
+    with mounted(tmp_path / "disk", "ro,size=1m"):
+        for kind, text in pool2.run(refused, tmp_path / "disk"):
+            assert kind is OSError and "Read-only file system: '" in text
 
 
 def without_rights(folder):
@@ -475,22 +415,19 @@ def test_save_while_another_is_in_progress(tmp_path, is_numbered):
     """Save while another process holds the lock, and after that."""
     model, options = wrapped(Mlp, APART), {"step": 5} if is_numbered else {}
     path, comm = tmp_path / "new", comm_of_all()
-    target = folders.Target.of(path, options.get("step"))
-    lock = None
     if rank() == 0:
         path.mkdir() if is_numbered else None
-        lock = folders._locked(target)
+        lock = folders._locked(folders.Target.of(path, options.get("step")))
     comm.exchange(b"")
-    found = outcome(lambda: zshard.save(path, model, **options))
+    with pytest.raises(RuntimeError, match=r"another save is in progress: process .*lock'"):
+        zshard.save(path, model, **options)
     comm.exchange(b"")
-    if lock is not None:
+    if rank() == 0:
         _core.unlock(lock)
     comm.exchange(b"")
     zshard.save(path, model, **options)
     comm.exchange(b"")  # rank 0 tidies up last
-    (kind, text), names = found, inside(tmp_path)
-    assert kind is RuntimeError and names == ["new"]
-    assert "another save is in progress" in text and "process " in text and ".zshard.lock'" in text
+    assert inside(tmp_path) == ["new"]
 
 
 def on_disks_of_their_own(folder, model, optimizer):
@@ -504,4 +441,4 @@ def on_disks_of_their_own(folder, model, optimizer):
 @on_ranks(2)
 def test_folder_not_shared_by_all_ranks(tmp_path):
     text = "this rank cannot see '/elsewhere/" if rank() == 1 else "rank 1: this rank cannot see"
-    assert tried(tmp_path, FileNotFoundError, text, on_disks_of_their_own) == []
+    check_refused(tmp_path, {"apart": (on_disks_of_their_own, FileNotFoundError, text)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import re
@@ -14,7 +15,8 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from nursery import fork_ranks
-from spawn import RankFailure, RankPool, ranks
+from rows import all_refused
+from spawn import RankFailure, RankPool, on_ranks
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import zshard
@@ -40,23 +42,19 @@ def taken(position: DataPosition, loader: Any, most: int | None = None) -> list[
 # --- without a resume: torch's sampler ------------------------------------------------------------
 
 
-def same_as_torch(n: int, options: dict[str, Any]) -> None:
-    position = DataPosition(n, seed=3, **options)
-    theirs = DistributedSampler(numbers(n), seed=3, **options)
-    loader = loader_of(position)
-    for epoch in range(3):
-        assert position.epoch == epoch
-        theirs.set_epoch(epoch)
-        wanted = [b.tolist() for b in DataLoader(numbers(n), batch_size=4, sampler=theirs)]
-        assert len(loader) == len(wanted)
-        assert taken(position, loader) == wanted
-
-
 @pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"drop_last": True}], ids=str)
-@ranks(2, 3)
-def test_samples_are_those_of_distributed_sampler(pool: RankPool, options: dict[str, Any]) -> None:
+@on_ranks(2, 3)
+def test_samples_are_those_of_distributed_sampler(options: dict[str, Any]) -> None:
     for n in (N, 96, 5, 2, 1):
-        pool.run(same_as_torch, n, options)
+        position = DataPosition(n, seed=3, **options)
+        theirs = DistributedSampler(numbers(n), seed=3, **options)
+        loader = loader_of(position)
+        for epoch in range(3):
+            assert position.epoch == epoch
+            theirs.set_epoch(epoch)
+            wanted = [b.tolist() for b in DataLoader(numbers(n), batch_size=4, sampler=theirs)]
+            assert len(loader) == len(wanted)
+            assert taken(position, loader) == wanted
 
 
 # --- resumed --------------------------------------------------------------------------------------
@@ -99,13 +97,12 @@ def test_other_ranks_train_on_the_rest(
     assert (len(counts), repeated) == ((N - 1, 0) if drop else (N, 1))
 
 
-@ranks(2)
-def test_the_same_ranks_repeat_the_run(pool: RankPool) -> None:
-    unbroken = pool.run(some, None, None, 4, 0, False)
-    begun = pool.run(some, None, 5, 4, 2, False)
-    ended = pool.run(some, begun[0][1], None, 4, 2, False)
-    for rank in range(2):
-        assert begun[rank][0] + ended[rank][0] == unbroken[rank][0]
+@on_ranks(2)
+def test_the_same_ranks_repeat_the_run() -> None:
+    unbroken, _ = some(None, None, 4, 0, False)
+    begun, state = some(None, 5, 4, 2, False)
+    ended, _ = some(state, None, 4, 2, False)
+    assert begun + ended == unbroken
 
 
 def test_a_state_of_the_end_begins_the_next_epoch() -> None:
@@ -120,21 +117,27 @@ def test_a_state_of_the_end_begins_the_next_epoch() -> None:
 
 
 def test_a_loop_that_was_left_continues() -> None:
+    """By a break or an error."""
     position, whole = DataPosition(N, seed=1), DataPosition(N, seed=1)
     loader = loader_of(position, num_workers=2, persistent_workers=True)
-    found = [taken(position, loader, 3), taken(position, loader, 4), taken(position, loader)]
+    found = [taken(position, loader, 3), taken(position, loader, 4)]
+    with pytest.raises(KeyError):
+        for batch in position.batches(loader):
+            found.append([batch.tolist()])
+            raise KeyError("out of memory, say")
+    found.append(taken(position, loader))
     assert list(itertools.chain(*found)) == taken(whole, loader_of(whole))
     assert position.epoch == 1
 
 
 def test_a_state_may_be_loaded_twice() -> None:
     _, state = some(None, 3, 4, 0, False)
-    position = DataPosition(N, seed=1)
-    position.load_state_dict(state)
-    first = taken(position, loader_of(position), 5)
-    position.load_state_dict(state)
-    assert position.state_dict() == state
-    assert taken(position, loader_of(position), 5) == first
+    position, found = DataPosition(N, seed=1), []
+    for _ in range(2):
+        position.load_state_dict(state)
+        assert position.state_dict() == state
+        found.append(taken(position, loader_of(position), 5))
+    assert found[0] == found[1]
 
 
 # --- with a checkpoint ----------------------------------------------------------------------------
@@ -171,23 +174,13 @@ def train(folder: str, stop: int | None) -> tuple[list[float], list[int]]:
     return losses, samples
 
 
-def test_training_is_bit_identical_after_a_resume(pool2: RankPool, tmp_path: Any) -> None:
-    unbroken = pool2.run(train, str(tmp_path / "none"), None)
-    begun = pool2.run(train, str(tmp_path / "run"), 4)
-    ended = pool2.run(train, str(tmp_path / "run"), None)
-    for rank in range(2):
-        assert len(unbroken[rank][0]) == 22
-        assert_same(begun[rank][0] + ended[rank][0], unbroken[rank][0], "losses")
-
-
-def test_three_ranks_continue_a_checkpoint_of_two(
-    pool2: RankPool, pool3: RankPool, tmp_path: Any
-) -> None:
-    begun = pool2.run(train, str(tmp_path), 4)
-    ended = pool3.run(train, str(tmp_path), None)
-    counts = Counter(sample for _, samples in begun + ended for sample in samples)
-    # 63 are left for 3 ranks; the second epoch repeats two samples.
-    assert sorted(counts.values()) == [2] * (N - 2) + [3] * 2
+@on_ranks(2)
+def test_training_is_bit_identical_after_a_resume(tmp_path: Any) -> None:
+    unbroken, _ = train(str(tmp_path / "none"), None)
+    begun, _ = train(str(tmp_path / "run"), 4)
+    ended, _ = train(str(tmp_path / "run"), None)
+    assert len(unbroken) == 22
+    assert_same(begun + ended, unbroken, "losses")
 
 
 def run_page(folder: str, epochs: str) -> None:
@@ -214,53 +207,41 @@ def test_documented_script_resumes_on_other_ranks(
 # --- misuse ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"seed": 2}, "saved with seed=1, but this run has seed=2"),
-        ({"seed": 1, "shuffle": False}, "saved with shuffle=True"),
-        ({"seed": 1, "n_samples": 99}, "saved with n_samples=103, but this run has n_samples=99"),
-        ({"seed": 1, "n_samples": None}, "but this run has n_samples=None"),
-    ],
-    ids=str,
-)
-def test_another_order_is_refused(options: dict[str, Any], said: str) -> None:
+def test_other_orders_and_wrong_loaders_are_refused() -> None:
     _, state = some(None, 3, 4, 0, False)
-    with pytest.raises(ValueError, match=said):
-        DataPosition(**{"n_samples": N, **options}).load_state_dict(state)
-    with pytest.raises(ValueError, match="saved with n_samples=None"):
-        DataPosition(N).load_state_dict({})
-
-
-def test_wrong_loaders_are_refused() -> None:
     position, other = DataPosition(N), DataPosition(N)
-    with pytest.raises(ValueError, match=r"pass sampler=position\.sampler"):
-        next(position.batches(loader_of(other)))
-    with pytest.raises(ValueError, match=r"pass sampler=position\.sampler"):
-        next(position.batches(DataLoader(numbers(), batch_size=4, shuffle=True)))
-    with pytest.raises(TypeError, match="needs a batch_size"):
-        next(position.batches(loader_of(position, None)))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="needs torchdata's StatefulDataLoader"):
-        next(DataPosition().batches(DataLoader(numbers())))
-    with pytest.raises(TypeError, match="has no sampler: pass n_samples"):
-        len(DataPosition().sampler)
-    with pytest.raises(ValueError, match="n_samples must be at least 1"):
-        DataPosition(0)
-    with pytest.raises(ValueError, match="accumulate must be at least 1"):
-        DataPosition(N, accumulate=0)
+    own, shuffled = loader_of(position), DataLoader(numbers(), batch_size=4, shuffle=True)
 
+    def loads(state: Any, **options: Any) -> Any:
+        return lambda: DataPosition(**{"n_samples": N, **options}).load_state_dict(state)
 
-def test_a_loader_by_itself_is_refused() -> None:
-    position = DataPosition(N)
-    loader = loader_of(position)
-    with pytest.raises(RuntimeError, match=r"iterate position\.batches"):
-        next(iter(loader))
-    taken(position, loader, 2)
-    with pytest.raises(RuntimeError, match=r"iterate position\.batches"):
-        next(iter(loader))
+    def takes(loader: Any, position: DataPosition = position) -> Any:
+        return lambda: next(position.batches(loader))
+
+    sampler, alone = "pass sampler=position.sampler", "iterate position.batches"
+    stateful = "needs torchdata's StatefulDataLoader"
+    table: dict[str, Any] = {
+        "saved with seed=1, but this run has seed=2": (loads(state, seed=2), ValueError),
+        "saved with shuffle=True": (loads(state, seed=1, shuffle=False), ValueError),
+        "n_samples=103, but this run has n_samples=99": (loads(state, n_samples=99), ValueError),
+        "but this run has n_samples=None": (loads(state, n_samples=None), ValueError),
+        "saved with n_samples=None": (loads({}), ValueError),
+        sampler: (takes(loader_of(other)), ValueError),
+        sampler[5:]: (takes(shuffled), ValueError),
+        "needs a batch_size": (takes(loader_of(position, None)), TypeError),  # type: ignore[arg-type]
+        stateful: (takes(DataLoader(numbers()), DataPosition()), TypeError),
+        "has no sampler: pass n_samples": (lambda: len(DataPosition().sampler), TypeError),
+        "n_samples must be at least 1": (lambda: DataPosition(0), ValueError),
+        "accumulate must be at least 1": (lambda: DataPosition(N, accumulate=0), ValueError),
+        alone: (lambda: next(iter(own)), RuntimeError),
+    }
+    all_refused({text: (*row, text) for text, row in table.items()})
+    taken(position, own, 2)
+    with pytest.raises(RuntimeError, match=alone):
+        next(iter(own))
     with pytest.raises(RuntimeError, match="changed within its loop: leave it before"):
-        for _ in position.batches(loader):
-            taken(position, loader, 1)
+        for _ in position.batches(own):
+            taken(position, own, 1)
 
 
 def test_a_state_within_an_optimizer_step_is_refused() -> None:
@@ -277,35 +258,15 @@ def test_a_state_within_an_optimizer_step_is_refused() -> None:
     assert position.state_dict()["epoch"] == 1
 
 
-def test_an_error_in_the_loop_keeps_the_position() -> None:
-    position = DataPosition(N, seed=1)
-    loader, whole = loader_of(position), taken(DataPosition(N, seed=1), loader_of(position), 0)
-    assert whole == []
-    with pytest.raises(KeyError):
-        for _ in position.batches(loader):
-            raise KeyError("out of memory, say")
-    assert position.samples == 4
-    assert len(taken(position, loader)) == len(loader_of(DataPosition(N - 4)))
-
-
-def differing(how: str) -> None:
-    rank = dist.get_rank()
-    n, seed, size = N, 1, 4
-    if how == "seed":
-        seed += rank
-    elif how == "n_samples":
-        n += rank
-    else:
-        size += rank
-    position = DataPosition(n, seed=seed)
-    with pytest.raises(DivergenceError, match=f"{how} is .* on rank 0 and .* on rank 1"):
-        next(position.batches(loader_of(position, size)))
-
-
 @pytest.mark.parametrize("how", ["seed", "n_samples", "batch_size"])
-@ranks(2)
-def test_ranks_with_other_orders_are_refused(pool: RankPool, how: str) -> None:
-    pool.run(differing, how)
+@on_ranks(2)
+def test_ranks_with_other_orders_are_refused(how: str) -> None:
+    rank = dist.get_rank()
+    facts = {"seed": 1, "n_samples": N, "batch_size": 4}
+    facts[how] += rank
+    position = DataPosition(facts["n_samples"], seed=facts["seed"])
+    with pytest.raises(DivergenceError, match=f"{how} is .* on rank 0 and .* on rank 1"):
+        next(position.batches(loader_of(position, facts["batch_size"])))
 
 
 def lone() -> None:
@@ -326,31 +287,35 @@ def test_a_rank_without_a_loader_ends_the_others() -> None:
 # --- torchdata ------------------------------------------------------------------------------------
 
 
-class Counting(Dataset):
+needs_torchdata = pytest.mark.skipif(
+    importlib.util.find_spec("torchdata") is None,
+    reason="needs zshard[trainers]: make test-trainers",
+)
+
+
+class Stateful:
     """A data set with a state: how many samples this worker has read."""
 
-    def __init__(self) -> None:
-        self.read = 0
+    at = 0
 
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Counting(Stateful, Dataset):
     def __len__(self) -> int:
         return N
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        self.read += 1
-        return index, self.read
-
-    def state_dict(self) -> dict[str, int]:
-        return {"read": self.read}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.read = state["read"]
+        self.at += 1
+        return index, self.at
 
 
-class Stream(IterableDataset):
-    """An iterable data set with a state; rank and worker read their own numbers."""
-
-    def __init__(self) -> None:
-        self.at = 0
+class Stream(Stateful, IterableDataset):
+    """Rank and worker read their own numbers."""
 
     def __iter__(self) -> Any:
         worker = torch.utils.data.get_worker_info()
@@ -359,12 +324,6 @@ class Stream(IterableDataset):
             self.at += 1
             yield base + self.at
         self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 def stateful(kind: str, state: Any, most: int | None, workers: int, folder: str) -> Any:
@@ -397,21 +356,20 @@ def stateful(kind: str, state: Any, most: int | None, workers: int, folder: str)
 @pytest.mark.parametrize(
     ("kind", "most"), [("map", 3), ("map", 13), ("map", 14), ("iterable", 3), ("iterable", 13)]
 )
-@ranks(2)
+@needs_torchdata
+@on_ranks(2)
 def test_a_stateful_loader_repeats_the_run(
-    pool: RankPool, tmp_path: Any, kind: str, workers: int, most: int
+    tmp_path: Any, kind: str, workers: int, most: int
 ) -> None:
-    pytest.importorskip("torchdata", reason="needs zshard[trainers]: make test-trainers")
     folder = str(tmp_path / "run")
-    unbroken = pool.run(stateful, kind, None, None, workers, folder)
-    begun = pool.run(stateful, kind, None, most, workers, folder)
-    ended = pool.run(stateful, kind, True, None, workers, folder)
-    for rank in range(2):
-        assert begun[rank][0] + ended[rank][0] == unbroken[rank][0]
+    unbroken, _ = stateful(kind, None, None, workers, folder)
+    begun, _ = stateful(kind, None, most, workers, folder)
+    ended, _ = stateful(kind, True, None, workers, folder)
+    assert begun + ended == unbroken
 
 
+@needs_torchdata
 def test_a_stateful_loader_on_other_ranks(pool2: RankPool, pool3: RankPool, tmp_path: Any) -> None:
-    pytest.importorskip("torchdata", reason="needs zshard[trainers]: make test-trainers")
     folder = str(tmp_path / "run")
     begun = pool2.run(stateful, "map", None, 3, 2, folder)
     ended = pool3.run(stateful, "map", True, None, 2, folder)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import copy
 import functools
 import json
 import shutil
@@ -19,9 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from compare import assert_same
 from groups import kept_groups
-from models import differences
 from optim_states import differ
+from rows import all_rows
 from spawn import RankPool, on_ranks
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
@@ -37,7 +37,6 @@ from torch.distributed.tensor import DTensor
 
 import zshard
 from zshard import FSDP, CheckpointError
-from zshard.__main__ import main
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch emits many, mostly about FSDP1
 
@@ -70,6 +69,10 @@ def fresh(seed=7):
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
+def state_of(model):
+    return dict(model.state_dict())
+
+
 # --- FSDP1 ----------------------------------------------------------------------------------------
 
 
@@ -79,36 +82,35 @@ def sharded_states(model, optimizer):
         return model.state_dict(), Fsdp1.optim_state_dict(model, optimizer)
 
 
-def near(ours, theirs):
+def check_near(ours, theirs):
     """Ignore buffers, since torch saves those of any rank; FSDP1 sums in another order."""
     assert ours.keys() == theirs.keys()
-    names = [name for name in ours if "running" not in name]
-    return [n for n in names if not torch.allclose(ours[n], theirs[n], rtol=1e-4, atol=1e-6)]
+    for name in ours:
+        close = torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+        assert close or "running" in name, name
 
 
 @pytest.mark.parametrize("original", [True, False], ids=["parameters", "flat"])
 @on_ranks(2)
 def test_fsdp1_folders(tmp_path, original):
-    """Return what differs after a load of FSDP1's checkpoint from the same steps of zshard."""
+    """A load of FSDP1's checkpoint equals the same steps of zshard."""
     policy = ModuleWrapPolicy({nn.Linear})
     options = {"use_orig_params": original, "device_id": torch.device("cpu")}
     model = Fsdp1(made(1), auto_wrap_policy=policy, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     train(model, optimizer)
-    ours, theirs = fresh(1)
-    train(ours, theirs)
-    found = []
+    expected = fresh(1)
+    train(*expected)
     for get in (get_state_dict, sharded_states):
         states = get(model, optimizer)
         path = f"{tmp_path}/{get.__name__}"
         dcp.save({"model": states[0], "optim": states[1], "epoch": 3}, checkpoint_id=path)
-        other, own = fresh()
-        assert dict(zshard.load(path, other, own)) == {"epoch": 3}
-        found += near(ours.state_dict(), other.state_dict())
-        pair = (zshard.optim_state_dict(*each)["state"] for each in ((ours, theirs), (other, own)))
+        loaded = fresh()
+        assert dict(zshard.load(path, *loaded)) == {"epoch": 3}
+        check_near(expected[0].state_dict(), loaded[0].state_dict())
+        pair = (zshard.optim_state_dict(*each)["state"] for each in (expected, loaded))
         for one, two in zip(*(each.values() for each in pair), strict=True):
-            found += near(one, two)
-    assert found == []
+            check_near(one, two)
 
 
 # --- torch's Hugging Face writer ------------------------------------------------------------------
@@ -121,12 +123,11 @@ def mesh():
 
 
 def by_the_writer(folder):
-    """Return what differs after a load of the writer's files, consolidated or not."""
+    """Check a load of the writer's files, consolidated or not."""
     module = fully_shard(made(1), mesh=mesh())
     state = {n: v for n, v in get_model_state_dict(module).items() if isinstance(v, DTensor)}
     homes = {name: 1 + i % 2 for i, name in enumerate(state)}
     wanted = {name: value.full_tensor() for name, value in state.items()}
-    found = []
     for name, options in {
         "parts": {},
         "files": {"fqn_to_index_mapping": homes},
@@ -139,28 +140,26 @@ def by_the_writer(folder):
             model, _ = fresh()
             loaded = zshard.load(where, model, strict=False)
             assert not loaded.verified and not loaded.unexpected_keys
-            got = {n: v for n, v in model.state_dict().items() if n in wanted}
-            found += differences(got, wanted)
-    return found
+            loaded = {n: v for n, v in model.state_dict().items() if n in wanted}
+            assert_same(loaded, wanted, f"the model from {where}")
 
 
 @pytest.fixture(scope="module")
 def parts(pools, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
-    assert pools.setdefault(2, RankPool(2)).run(by_the_writer, folder) == [[], []]
+    pools.setdefault(2, RankPool(2)).run(by_the_writer, folder)
     return folder
 
 
-def test_hugging_face_writer_folders(parts, tmp_path, monkeypatch, capsys):
-    for words in (["inspect", parts / "files"], ["export", parts / "files", tmp_path / "out"]):
-        monkeypatch.setattr("sys.argv", ["zshard", "ckpt", *map(str, words)])
-        assert main() == 0
-    said = capsys.readouterr().out
-    assert "first.weight" in said and "5x3" in said
+def test_hugging_face_writer_folders(parts, tmp_path, command):
+    status, said, _ = command("inspect", parts / "files")
+    assert status == 0 and "first.weight" in said and "5x3" in said
+    assert command("export", parts / "files", tmp_path / "out")[0] == 0
     one, two = Net(), Net()
     zshard.load(tmp_path / "out", one, strict=False)
     zshard.load(parts / "whole", two, strict=False)
-    assert differences(dict(one.named_parameters()), dict(two.named_parameters())) == []
+    params = dict(two.named_parameters())
+    assert_same(dict(one.named_parameters()), params, "the parameters")
 
 
 def lost(folder):
@@ -184,45 +183,39 @@ def changed(**facts):
         data = path.read_bytes()
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length])
-        told = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
-        told["first.weight"] = facts
-        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(told)
+        notes = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+        notes["first.weight"] = facts
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(notes)
         text = json.dumps(header).encode()
         path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
     return change
 
 
+NO_OFFSETS = "has no valid saved_offsets for 'first.weight'"
 WRONG = {
-    "lost": (lost, CheckpointError, "the chunks of 'first"),
-    "lost at the end": (lost_at_the_end, RuntimeError, "size mismatch for first.weight"),
-    "of another save": (
-        of_another_save,
-        CheckpointError,
-        "overlap, leave a gap or exceed its shape (5,): copy all files",
-    ),
-    "no note": (changed(), CheckpointError, "has no valid saved_offsets for 'first.weight'"),
-    "below 0": (changed(saved_offsets=[-1, 0]), CheckpointError, "has no valid saved_offsets"),
-    "other dimensions": (changed(saved_offsets=[0]), CheckpointError, "has no valid saved_offsets"),
-    "far away": (
-        changed(saved_offsets=[2**62, 0]),
-        CheckpointError,
-        "the chunks of 'first.weight' in",
-    ),
+    "the chunks of 'first": lost,
+    "size mismatch for first.weight": lost_at_the_end,
+    "overlap, leave a gap or exceed its shape (5,): copy all files": of_another_save,
+    NO_OFFSETS: changed(),
+    NO_OFFSETS[:-1]: changed(saved_offsets=[-1, 0]),
+    NO_OFFSETS[:-2]: changed(saved_offsets=[0]),
+    "the chunks of 'first.weight' in": changed(saved_offsets=[2**62, 0]),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_incomplete_or_overlapping_parts(parts, case, tmp_path):
-    change, kind, text = WRONG[case]
-    folder = Path(shutil.copytree(parts / "parts", tmp_path / "x"))
-    change(folder)
-    model = made(1)
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(kind) as caught:
-        zshard.load(folder, model, strict=False)
-    assert text in str(caught.value)
-    assert differences(dict(model.state_dict()), dict(before)) == []
+def test_incomplete_or_overlapping_parts(parts, tmp_path):
+    with all_rows() as row:
+        for number, (text, change) in enumerate(WRONG.items()):
+            with row(text):
+                folder = Path(shutil.copytree(parts / "parts", tmp_path / str(number)))
+                change(folder)
+                model = made(1)
+                kind = RuntimeError if change is lost_at_the_end else CheckpointError
+                with pytest.raises(kind) as caught:
+                    zshard.load(folder, model, strict=False)
+                assert text in str(caught.value)
+                assert_same(state_of(model), state_of(made(1)), "the model")
 
 
 # --- names, and other entries ---------------------------------------------------------------------
@@ -242,48 +235,39 @@ class App(dcp.stateful.Stateful):
         raise NotImplementedError
 
 
-def stepped():
-    """A model and its optimizer after a step."""
+def test_locations_of_model_and_optimizer(tmp_path):
+    """Also in folders of their own, as Accelerate does; the folder around them cannot be loaded."""
     model = made(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    return model, optimizer
-
-
-def test_locations_of_model_and_optimizer(tmp_path):
-    model, optimizer = stepped()
     own, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
-    forms = (
-        {"app": App(model, optimizer)},
-        {"state_dict": own, "optimizer_0": state},  # as Lightning does
-        {"model_state_dict": own, "optimizer_state_dict": state},
-    )
-    for i, form in enumerate(forms):
-        dcp.save(form, checkpoint_id=tmp_path / str(i), no_dist=True)
-        other = made(2)
-        theirs = torch.optim.AdamW(other.parameters(), lr=0.2)
-        zshard.load(tmp_path / str(i), other, theirs)
-        assert differences(dict(other.state_dict()), dict(own)) == []
-        assert differ(get_optimizer_state_dict(other, theirs), state) == []
-
-
-def test_model_and_optimizer_in_folders_of_their_own(tmp_path):
-    """As Accelerate does; the folder around them cannot be loaded."""
-    model, optimizer = stepped()
-    own, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
-    torch.save({}, tmp_path / "scheduler.bin")
-    dcp.save({"model": own}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
-    dcp.save({"optimizer": state}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+    forms = {
+        "app": {"app": App(model, optimizer)},
+        "lightning": {"state_dict": own, "optimizer_0": state},
+        "dict": {"model_state_dict": own, "optimizer_state_dict": state},
+        "plain": own,  # without a key
+        "parts/pytorch_model_fsdp_0": {"model": own},
+        "parts/optimizer_0": {"optimizer": state},
+    }
+    for name, form in forms.items():
+        dcp.save(form, checkpoint_id=tmp_path / name, no_dist=True)
+    torch.save({}, tmp_path / "parts" / "scheduler.bin")
     other = made(2)
-    theirs = torch.optim.AdamW(other.parameters(), lr=0.2)
     words = r"not a checkpoint, but contains 'optimizer_0', 'pytorch_model_fsdp_0'"
     with pytest.raises(FileNotFoundError, match=words):
-        zshard.load(tmp_path, other)
-    zshard.load(tmp_path / "pytorch_model_fsdp_0", other)
-    zshard.load(tmp_path / "optimizer_0", other, theirs, strict=False)
-    assert differences(dict(other.state_dict()), dict(own)) == []
-    assert differ(get_optimizer_state_dict(other, theirs), state) == []
+        zshard.load(tmp_path / "parts", other)
+    for name in ("app", "lightning", "dict", "plain", "parts"):
+        other = made(2)
+        theirs = torch.optim.AdamW(other.parameters(), lr=0.2)
+        if name == "parts":
+            zshard.load(tmp_path / name / "pytorch_model_fsdp_0", other)
+            zshard.load(tmp_path / name / "optimizer_0", other, theirs, strict=False)
+        else:
+            zshard.load(tmp_path / name, other, None if name == "plain" else theirs)
+        assert_same(state_of(other), dict(own), name)
+        if name != "plain":
+            assert differ(get_optimizer_state_dict(other, theirs), state) == []
 
 
 ORDERED = collections.OrderedDict(z=1, a=2)
@@ -311,12 +295,11 @@ def test_non_plain_entries_beside_the_model(tmp_path):
     state = {"model": made(1).state_dict(), "args": args, "best": numpy.float32(0.5)}
     dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
     model = made(2)
-    with pytest.raises(
-        CheckpointError, match=r"cannot read 'args'.*Namespace.*pass strict=False to skip it"
-    ):
+    words = r"cannot read 'args'.*Namespace.*pass strict=False to skip it"
+    with pytest.raises(CheckpointError, match=words):
         zshard.load(tmp_path / "x", model)
-    assert differences(dict(model.state_dict()), dict(made(2).state_dict())) == []
+    assert_same(state_of(model), state_of(made(2)), "the model")
     with pytest.warns(UserWarning, match=r"cannot read 'args'.*; skipped"):
         loaded = zshard.load(tmp_path / "x", model, strict=False)
     assert dict(loaded) == {"best": 0.5}
-    assert differences(dict(model.state_dict()), dict(made(1).state_dict())) == []
+    assert_same(state_of(model), state_of(made(1)), "the model")

@@ -78,12 +78,6 @@ def load_folders() -> None:
         check(model, optimizer, saved)
 
 
-@sampled
-@on_all
-def test_folders_load_on_ranks(world: int) -> None:
-    on_ranks(load_folders, world)
-
-
 def test_folders_load_into_a_plain_model() -> None:
     for folder, saved in SAVED.items():
         print(folder)
@@ -116,12 +110,6 @@ def load_script_state() -> None:
     assert len([*position.batches(loader)]) == (64 - 16 + 4 * world() - 1) // (4 * world())
 
 
-@sampled
-@on_all
-def test_script_state_loads(world: int) -> None:
-    on_ranks(load_script_state, world)
-
-
 def load_averages() -> None:
     model, optimizer = sharded()
     ema = EMA(model, (0.5, 0.75))
@@ -132,12 +120,6 @@ def load_averages() -> None:
         expected |= {name: fixed.weights(shift)[name] for name in fixed.TRAINED}
         expected["unembed.weight"] = expected["embed.weight"]
         assert_same(ema.state_dict(decay), expected, f"the average of {decay}")
-
-
-@sampled
-@on_all
-def test_averages_load(world: int) -> None:
-    on_ranks(load_averages, world)
 
 
 def test_codes_of_8_bits_mean_the_same_numbers() -> None:
@@ -165,14 +147,16 @@ def load_part_files(root: str, is_on_hosts: bool) -> None:
     check(model, optimizer, Saved())
 
 
-def test_part_files_load_on_hosts(tmp_path: Path) -> None:
-    shutil.copytree(FOLDER / "per_host", tmp_path, dirs_exist_ok=True)
-    on_ranks(load_part_files, 2, str(tmp_path), True)
-
-
-def test_part_files_of_all_hosts_load_on_one(tmp_path: Path) -> None:
-    shutil.copytree(FOLDER / "per_host" / "disk1", tmp_path / "disk0")
-    on_ranks(load_part_files, 2, str(tmp_path), False)
+@pytest.mark.parametrize("is_on_hosts", [True, False])
+@pytest.mark.sampled(2)
+def test_part_files_load_on_hosts_and_of_all_hosts_on_one(
+    tmp_path: Path, is_on_hosts: bool
+) -> None:
+    if is_on_hosts:
+        shutil.copytree(FOLDER / "per_host", tmp_path, dirs_exist_ok=True)
+    else:
+        shutil.copytree(FOLDER / "per_host" / "disk1", tmp_path / "disk0")
+    on_ranks(load_part_files, 2, str(tmp_path), is_on_hosts)
 
 
 # --- state dicts ----------------------------------------------------------------------------------
@@ -195,12 +179,6 @@ def load_state_dicts() -> None:
                 optimizer.load_state_dict(saved["optimizer"])
             check(model, optimizer, Saved(kind))
             assert_same(saved["named"]["state"], state, "the file")
-
-
-@sampled
-@on_all
-def test_state_dicts_load(world: int) -> None:
-    on_ranks(load_state_dicts, world)
 
 
 def test_torch_loads_full_state_dicts() -> None:
@@ -248,12 +226,6 @@ def resume_engine() -> None:
     check(engine.module, engine.optimizer, SAVED["deepspeed/global_step2"])
 
 
-@sampled
-@on_all
-def test_engine_resumes(world: int) -> None:
-    on_ranks(resume_engine, world)
-
-
 def test_weights_of_a_trainer_load() -> None:
     model = fixed.Untied()
     zshard.load(FOLDER / "transformers" / "out" / "checkpoint-2", model)
@@ -263,6 +235,16 @@ def test_weights_of_a_trainer_load() -> None:
 def test_fixtures_are_small_and_listed() -> None:
     assert sorted(path.name for path in FOLDER.iterdir() if path.is_dir()) == sorted(fixed.KINDS)
     assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 10**6
+
+
+LOADS = (load_folders, load_script_state, load_averages, load_state_dicts, resume_engine)
+
+
+@pytest.mark.sampled(2 * len(LOADS))
+@on_all
+@pytest.mark.parametrize("load", LOADS, ids=lambda load: load.__name__)
+def test_fixtures_load_on_ranks(load: Any, world: int) -> None:
+    on_ranks(load, world)
 
 
 # --- trainers -------------------------------------------------------------------------------------
@@ -280,18 +262,8 @@ def trainers() -> Any:
 
 @sampled
 @on_all
-def test_accelerate_resumes(trainers: Any, world: int) -> None:
+def test_trainers_resume(trainers: Any, world: int, tmp_path: Path) -> None:
     for folder in ("accelerate", "accelerate_ddp"):
         on_ranks(trainers.resume_accelerate, world, folder)
-
-
-@sampled
-@on_all
-def test_trainer_of_transformers_resumes(trainers: Any, world: int, tmp_path: Path) -> None:
     on_ranks(trainers.resume_transformers, world, str(tmp_path))
-
-
-@sampled
-@on_all
-def test_lightning_resumes(trainers: Any, world: int) -> None:
     on_ranks(trainers.resume_lightning, world, TORCHELASTIC_RUN_ID="fixtures", GROUP_RANK="0")

@@ -34,62 +34,57 @@ def state_of(model, optimizer):
     return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 
+def extra_of(saver):
+    return {"rank": saver, "betas": (0.5, 1), "seen": torch.arange(3)}
+
+
 def save(path, names, kind, combination):
     """Train a model of each name and save it; return {name: its state}."""
     made = {}
     for name in names:
         model, optimizer = trained(name, combination, kind)
-        extra = {"rank": rank(), "betas": (0.5, 1), "seen": torch.arange(3)}
-        zshard.save(f"{path}/{name}", model, optimizer, extra=extra)
+        zshard.save(f"{path}/{name}", model, optimizer, extra=extra_of(rank()))
         made[name] = state_of(model, optimizer)
     return made
 
 
-def wrong(path, made, world, kind, combination):
-    """Return what differs from `made` on this rank after a load into new models."""
-    found = []
+def check(path, made, world, kind, combination):
+    """Fail unless new models have the saved states after a load; without a combination, plain ones."""
     for name, wanted in made.items():
-        model = wrap(name, combination, seed=3)
+        model = wrap(name, combination, seed=3) if combination else make(CASES[name].make, seed=3)
         optimizer = make_optimizer(kind, model)
         result = zshard.load(f"{path}/{name}", model, optimizer)
-        found += [f"{name}: {each}" for each in differ(state_of(model, optimizer), wanted)]
-        if not result.verified or result.missing_keys or result.unexpected_keys:
-            found.append(f"{name}: {vars(result)}")
-        saver = rank() if rank() < world else 0
-        extra = {"rank": saver, "betas": (0.5, 1), "seen": torch.arange(3)}
-        found += [f"{name}: {each}" for each in differences(result, extra)]
-    return found
+        assert differ(state_of(model, optimizer), wanted) == [], name
+        assert result.verified and not result.missing_keys and not result.unexpected_keys, name
+        assert differences(result, extra_of(rank() if rank() < world else 0)) == []
 
 
 HOW = {1: FULL, 2: FULL, 3: C10D, 4: ("hybrid_shard", 2, 2)}
-OTHER = {1: FULL, 2: ("zero1", "c10d"), 3: ("no_shard", "shm"), 4: FULL}
+OTHER = {1: FULL, 2: ("zero1", "c10d"), 3: ("no_shard", "shm"), 4: FULL, "plain": None}
 
 
-def run(pools, world, function, *args):
-    """Return each rank's result; a world of one is this process."""
-    return (
-        [function(*args)]
-        if world == 1
-        else pools.setdefault(world, RankPool(world)).run(function, *args)
-    )
-
-
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("into", [1, 2, 3, 4])
+@pytest.mark.parametrize("into", [1, 2, 3, 4, "plain"])
 @pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD", "tests.Counting"])
 def test_load_at_any_world_size(pools, world, into, kind, tmp_path):
+    """A world of one is this process."""
     names = NAMES if kind == "zshard.AdamW" else NAMES[:2]
-    made = run(pools, world, save, str(tmp_path), names, kind, HOW[world])[0]
-    for differing in run(pools, into, wrong, str(tmp_path), made, world, kind, OTHER[into]):
-        assert differing == []
+
+    def run(world, function, *args):
+        if world in (1, "plain"):
+            return [function(*args)]
+        return pools.setdefault(world, RankPool(world)).run(function, *args)
+
+    made = run(world, save, str(tmp_path), names, kind, HOW[world])[0]
+    run(into, check, str(tmp_path), made, world, kind, OTHER[into])
 
 
 # --- resuming -------------------------------------------------------------------------------------
 
 
-def resumed(path, name, kind, combination):
-    """Return what differs between continuing and continuing after a load into another model."""
+def check_resumed(path, name, kind, combination):
+    """Fail unless continuing equals continuing after a load into another model."""
     model, optimizer = trained(name, combination, kind)
     zshard.save(path, model, optimizer, step=2)
     expected = go_on(name, model, optimizer)
@@ -99,7 +94,7 @@ def resumed(path, name, kind, combination):
         theirs.param_groups[0]["lr"] = 5.0
     result = zshard.load(path, other, theirs)
     assert result.step == 2 and result.path.endswith("/step-00000002") and dict(result) == {}
-    return differ(go_on(name, other, theirs), expected)
+    assert differ(go_on(name, other, theirs), expected) == [], (kind, combination)
 
 
 WAYS = [FULL, C10D, ("zero1", "c10d"), ("no_shard", "c10d"), ("shard_grad_op", "shm")]
@@ -108,16 +103,43 @@ WAYS = [FULL, C10D, ("zero1", "c10d"), ("no_shard", "c10d"), ("shard_grad_op", "
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", WAYS, ids="-".join)
 @pytest.mark.parametrize("name", ["tied", "frozen"])
-def test_resumed_run_is_bit_identical(pool2, name, combination, tmp_path):
+@on_ranks(2)
+def test_resumed_run_is_bit_identical(name, combination, tmp_path):
     for kind in ("zshard.AdamW", "torch.SGD", "torch.Adam", "tests.Counting"):
-        path = str(tmp_path / kind)
-        assert pool2.run(resumed, path, name, kind, combination) == [[], []], kind
+        check_resumed(tmp_path / kind, name, kind, combination)
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_resumed_run_in_groups(pool4, strategy, tmp_path):
-    found = pool4.run(resumed, str(tmp_path / "x"), "tied", "zshard.AdamW", (strategy, 2, 2))
-    assert found == [[]] * 4
+@on_ranks(4)
+def test_resumed_run_in_groups(strategy, tmp_path):
+    check_resumed(tmp_path / "x", "tied", "zshard.AdamW", (strategy, 2, 2))
+
+
+def unusual(how, folder):
+    """Return a model and an optimizer with unusual options."""
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = {
+        "offload": {"offload": Offload(cache=2**20, directory=str(folder))},
+        "low": {"mixed_precision": low, "strategy": "shard_grad_op", "transport": "c10d"},
+    }.get(how, {})
+    if how == "fully_shard":
+        model = make(Net)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    else:
+        plain = make(Net).bfloat16() if how == "rounding" else make(Net)
+        model = FSDP(plain, auto_wrap_policy=CASES["net"].policy, **options)
+    options = {
+        "amsgrad": {"lr": torch.tensor(0.01), "amsgrad": True},
+        "rounding": {"lr": 0.01, "stochastic_rounding": True, "rounding_seed": 7},
+    }.get(how, {"lr": 0.01})
+    params = list(model.parameters())
+    groups = [{"params": params[:3], "weight_decay": 0.5}, {"params": params[3:]}]
+    optimizer = zshard.AdamW(groups, **options)
+    if how == "in backward":
+        model.optimizer_in_backward(optimizer)
+    return model, optimizer
 
 
 @pytest.mark.parametrize(
@@ -125,98 +147,45 @@ def test_resumed_run_in_groups(pool4, strategy, tmp_path):
 )
 @on_ranks(2)
 def test_unusual_optimizer_options(how, tmp_path):
-    """The same with unusual options of an optimizer."""
-    path = str(tmp_path)
-    states = []
-    for load in (False, True):
-        offload = Offload(cache=2**20, directory=path) if how == "offload" else None
-        model = FSDP(make(Net), auto_wrap_policy=CASES["net"].policy, offload=offload)
-        options = {"lr": 0.01}
-        if how == "amsgrad":
-            options = {"lr": torch.tensor(0.01), "amsgrad": True}
-        if how == "low":
-            low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            model = FSDP(make(Net), mixed_precision=low, strategy="shard_grad_op", transport="c10d")
-        if how == "fully_shard":
-            model = make(Net)
-            for block in model.blocks:
-                fully_shard(block)
-            fully_shard(model)
-        if how == "rounding":
-            model = FSDP(make(Net).bfloat16(), auto_wrap_policy=CASES["net"].policy)
-            options = {"lr": 0.01, "stochastic_rounding": True, "rounding_seed": 7}
-        params = list(model.parameters())
-        groups = [{"params": params[:3], "weight_decay": 0.5}, {"params": params[3:]}]
-        optimizer = zshard.AdamW(groups, **options)
-        if how == "in backward":
-            model.optimizer_in_backward(optimizer)
-        if load:
-            zshard.load(f"{path}/x", model, optimizer)
-        else:
-            go_on("net", model, optimizer, 0)
-            zshard.save(f"{path}/x", model, optimizer)
-        states.append(copy.deepcopy(go_on("net", model, optimizer)))
-    assert differ(*states) == []
+    model, optimizer = unusual(how, tmp_path)
+    go_on("net", model, optimizer, 0)
+    zshard.save(tmp_path / "x", model, optimizer)
+    expected = copy.deepcopy(go_on("net", model, optimizer))
+    model, optimizer = unusual(how, tmp_path)
+    zshard.load(tmp_path / "x", model, optimizer)
+    assert differ(go_on("net", model, optimizer), expected) == []
 
 
-def in_place(path, combination):
+@pytest.mark.parametrize("combination", [FULL, C10D, ("no_shard", "shm")])
+@on_ranks(2)
+def test_load_into_a_running_model(tmp_path, combination):
     """Existing state is overwritten in place, so a model returns to its earlier state."""
     model, optimizer = trained("tied", combination, "zshard.AdamW")
-    zshard.save(path, model, optimizer)
+    zshard.save(tmp_path / "x", model, optimizer)
     before = state_of(model, optimizer)
     go_on("tied", model, optimizer)
     places = [each["exp_avg"].data_ptr() for each in optimizer.state.values()]
-    zshard.load(path, model, optimizer)
-    kept = places == [each["exp_avg"].data_ptr() for each in optimizer.state.values()]
-    return kept, differ(state_of(model, optimizer), before)
-
-
-def test_load_into_a_running_model(pool2, tmp_path):
-    for i, combination in enumerate((FULL, C10D, ("no_shard", "shm"))):
-        assert pool2.run(in_place, str(tmp_path / str(i)), combination) == [(True, [])] * 2
+    zshard.load(tmp_path / "x", model, optimizer)
+    assert places == [each["exp_avg"].data_ptr() for each in optimizer.state.values()]
+    assert differ(state_of(model, optimizer), before) == []
 
 
 # --- plain models ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["torch.AdamW", "zshard.AdamW", "torch.SGD"])
-def test_into_a_plain_model(pool2, kind, tmp_path):
-    made = pool2.run(save, str(tmp_path), ["tied", "dtypes"], kind, FULL)[0]
-    for name, wanted in made.items():
-        model = make(CASES[name].make, seed=3)
-        optimizer = make_optimizer(kind, model)
-        zshard.load(tmp_path / name, model, optimizer)
-        assert differ(state_of(model, optimizer), wanted) == []
-        assert go_on(name, model, optimizer)
-
-
-def from_plain(path):
-    """Two ranks load a plain model that a single rank saved."""
-    model = wrap("tied", C10D)
-    optimizer = make_optimizer("zshard.AdamW", model)
-    result = zshard.load(path, model, optimizer)
-    return state_of(model, optimizer), dict(result)
-
-
-def test_from_a_plain_model(pool2, tmp_path):
-    model = make(Tied, 7)
-    optimizer = make_optimizer("torch.AdamW", model)
-    go_on("tied", model, optimizer, 0)
-    zshard.save(tmp_path / "x", model, optimizer, extra={"a": 1})
-    for found, extra in pool2.run(from_plain, str(tmp_path / "x")):
-        assert differ(found, state_of(model, optimizer)) == [] and extra == {"a": 1}
-
-
-def plain_together(path):
-    """Two ranks save and load a plain model together."""
+@on_ranks(2)
+def test_from_plain_models(tmp_path):
+    """Each rank has its own batches; rank 0's model is saved, with the extra of both."""
     model = make(Tied)
     optimizer = make_optimizer("torch.AdamW", model)
-    go_on("tied", model, optimizer, 0)  # each rank has its own batches
-    zshard.save(path, model, optimizer, extra={"rank": rank()})
-    other = make(Tied, 3)
-    theirs = make_optimizer("torch.AdamW", other)
-    result = zshard.load(path, other, theirs)
-    return state_of(other, theirs), dict(result)
+    go_on("tied", model, optimizer, 0)
+    zshard.save(tmp_path / "x", model, optimizer, extra={"rank": rank()})
+    state = [state_of(model, optimizer)]
+    dist.broadcast_object_list(state)
+    for other in (make(Tied, 3), wrap("tied", C10D)):
+        theirs = make_optimizer("torch.AdamW", other)
+        assert dict(zshard.load(tmp_path / "x", other, theirs)) == {"rank": rank()}
+        assert differ(state_of(other, theirs), state[0]) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
@@ -234,12 +203,6 @@ def test_into_tensors_with_negative_and_conjugate_bits(tmp_path, dtype):
     assert_same(model.b.resolve_conj().resolve_neg(), saved, "the buffer")
 
 
-def test_plain_models_of_two_ranks(pool2, tmp_path):
-    first, second = pool2.run(plain_together, str(tmp_path / "x"))
-    assert differ(first[0], second[0]) == []
-    assert first[1] == {"rank": 0} and second[1] == {"rank": 1}
-
-
 class Untied(Tied):
     """The same with two separate weights."""
 
@@ -248,49 +211,34 @@ class Untied(Tied):
         self.head.weight = nn.Parameter(self.head.weight.detach().clone())
 
 
-def untied(path):
-    model = wrapped(Untied, FULL)
-    keys = zshard.load(path, model)
-    state = model.state_dict()
-    return keys.missing_keys, differences(state["head.weight"], state["embed.weight"])
-
-
-def test_tied_tensor_loads_under_all_names(pool2, tmp_path):
-    zshard.save(tmp_path / "x", make(Tied, 7))
-    assert pool2.run(untied, str(tmp_path / "x")) == [([], [])] * 2
-
-
-def save_and_export(path):
-    model = wrapped(Tied, FULL)
-    zshard.save(f"{path}/saved", model)
-    zshard.export(model).save(f"{path}/exported")
-    return model.state_dict()
-
-
-def test_safetensors_own_function_loads_tied_files_into_a_plain_model(pool2, tmp_path):
+@on_ranks(2)
+def test_tied_tensors_load_under_all_names_and_with_safetensors_own_function(tmp_path):
     """The page's advice, and why: load_state_dict() of what load_file() returns lacks names."""
-    state = pool2.run(save_and_export, str(tmp_path))[0]
+    model = wrapped(Tied, FULL)
+    state = model.state_dict()
+    zshard.save(tmp_path / "saved", model)
+    zshard.export(model).save(tmp_path / "exported")
+    untied = wrapped(Untied, FULL)
+    assert zshard.load(tmp_path / "saved", untied).missing_keys == []
+    assert_same(untied.state_dict()["head.weight"], state["embed.weight"], "the head")
     for folder in ("saved", "exported"):
         file = tmp_path / folder / "model.safetensors"
-        model = make(Tied, 3)
+        plain = make(Tied, 3)
         with pytest.raises(RuntimeError, match=r'Missing key.*"head.weight"'):
-            model.load_state_dict(load_file(file))
-        assert load_model(model, file) == (set(), [])
-        assert model.head.weight is model.embed.weight
-        assert_same(model.state_dict(), state, folder)
+            plain.load_state_dict(load_file(file))
+        assert load_model(plain, file) == (set(), [])
+        assert plain.head.weight is plain.embed.weight
+        assert_same(plain.state_dict(), state, folder)
 
 
 @on_ranks(2)
 def test_load_waits_for_a_running_save(tmp_path):
-    """A load waits for a save in progress, then loads it."""
-    path = str(tmp_path / "x")
     model, optimizer = trained("net", FULL, "zshard.AdamW")
-    zshard.save(path, model, optimizer, step=1)
+    zshard.save(tmp_path, model, optimizer, step=1)
     go_on("net", model, optimizer)
     wanted = state_of(model, optimizer)
-    zshard.save(path, model, optimizer, step=2, asynchronous=True)
-    loaded = zshard.load(path, model, optimizer)
-    assert loaded.step == 2
+    zshard.save(tmp_path, model, optimizer, step=2, asynchronous=True)
+    assert zshard.load(tmp_path, model, optimizer).step == 2
     assert differ(state_of(model, optimizer), wanted) == []
 
 
@@ -315,28 +263,23 @@ def step_of(names: dict[str, Any]) -> None:
     names["scheduler"].step()
 
 
-def run_block(text: str, steps: int) -> dict[str, Any]:
-    names = reader_names()
-    exec(text.replace("...", "step_of(globals())"), {**names, "steps": steps, "step_of": step_of})
-    return dict(names["model"].state_dict())
-
-
 def test_documented_script_resumes(tmp_path, monkeypatch):
     (text,) = (block for block in BLOCKS if "for step in" in block)
-    (tmp_path / "a").mkdir()
-    monkeypatch.chdir(tmp_path / "a")
-    torch.manual_seed(3)
-    wanted = run_block(text, 500)
-    (tmp_path / "b").mkdir()
-    monkeypatch.chdir(tmp_path / "b")
-    torch.manual_seed(3)
-    run_block(text, 250)  # lost from step 200 on
-    torch.manual_seed(4)
-    found = run_block(text, 500)
-    assert differences(found, wanted) == []
-    assert sorted(path.name for path in Path("checkpoints").iterdir()) == [
-        f"step-00000{number}" for number in (300, 400, 500)
-    ]
+    text = text.replace("...", "step_of(globals())")
+
+    def run(folder, seed, steps):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        torch.manual_seed(seed)
+        names = reader_names()
+        exec(text, {**names, "steps": steps, "step_of": step_of})
+        return dict(names["model"].state_dict())
+
+    wanted = run("a", 3, 500)
+    run("b", 3, 250)  # lost from step 200 on
+    assert_same(run("b", 4, 500), wanted, "the model")
+    folders = sorted(path.name for path in Path("checkpoints").iterdir())
+    assert folders == [f"step-00000{number}" for number in (300, 400, 500)]
 
 
 def test_model_from_the_meta_device(tmp_path, monkeypatch):
@@ -355,32 +298,24 @@ def test_model_from_the_meta_device(tmp_path, monkeypatch):
     assert_same(names["model"](ids).logits, model(ids).logits, "the logits")
 
 
-# --- state dicts ----------------------------------------------------------------------------------
-
-
-def saved_and_loaded(folder, saving, loading):
-    """Train, run a block that saves and, with another model, one that loads. Return the differences
-    between both models and optimizers, and whether the load changed anything."""
+@pytest.mark.parametrize("file", ["state.pt", "rank0.pt"])
+@on_ranks(2)
+def test_state_dicts(file, tmp_path):
+    """A block saves, and one loads into another model."""
+    saving, loading = (block for block in BLOCKS if file in block)
     names = {"FullStateDictConfig": FullStateDictConfig, "FSDP": FSDP, "torch": torch}
-    names["rank"] = dist.get_rank()
     ours, theirs = reader_names(), reader_names()
     step_of(ours)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        exec(saving, {**names, **ours})
+        patch.chdir(tmp_path)
+        exec(saving, {**names, "rank": rank(), **ours})
         dist.barrier()
         before = theirs["model"].state_dict()
-        exec(loading, {**names, **theirs})
+        exec(loading, {**names, "rank": rank(), **theirs})
     wanted = ours["model"].state_dict()
-    found = differences(theirs["model"].state_dict(), wanted)
-    found += differ(theirs["optimizer"].state_dict(), ours["optimizer"].state_dict())
-    return found, differences(before, wanted) != []
-
-
-@pytest.mark.parametrize("file", ["state.pt", "rank0.pt"])
-def test_state_dicts(pool2, file, tmp_path):
-    saving, loading = (block for block in BLOCKS if file in block)
-    assert pool2.run(saved_and_loaded, tmp_path, saving, loading) == [([], True)] * 2
+    assert differences(before, wanted) != []
+    assert_same(theirs["model"].state_dict(), wanted, "the model")
+    assert differ(theirs["optimizer"].state_dict(), ours["optimizer"].state_dict()) == []
 
 
 def test_every_documented_block_runs():

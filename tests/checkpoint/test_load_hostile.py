@@ -18,51 +18,28 @@ import shutil
 import zipfile
 from collections import OrderedDict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from damage import check, good_one
+from damage import check
 from nursery import fork_ranks
+from rows import all_rows
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import zshard
 from zshard import CheckpointError, _core
-from zshard.checkpoint import manifest
-from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest
-from zshard.extras.per_host.parts import Spread
+from zshard.checkpoint.manifest import FileRecord, Manifest
+
+# --- one change of a good checkpoint: each function makes it, and returns what the error says ------
 
 
-@pytest.fixture(scope="module")
-def good(pools, tmp_path_factory):
-    """A checkpoint of two ranks; tests must not change it."""
-    return good_one(pools, tmp_path_factory.mktemp("good"))
-
-
-@pytest.fixture
-def path(good, tmp_path):
-    """A copy of it."""
-    return shutil.copytree(good, tmp_path / "x")
-
-
-def rewritten(path, **changes):
-    """Change the manifest's content, with a valid checksum."""
-    file = path / "zshard.json"
-    made = Manifest.parse(file.read_bytes(), str(file))
-    file.write_bytes(replace(made, **changes).dump())
-
-
-def records(path):
-    return dict(Manifest.parse((path / "zshard.json").read_bytes(), "x").files)
-
-
-@pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
-@pytest.mark.parametrize("name", ["model-00001-of", "optimizer.safetensors.i", "zshard.json"])
-def test_non_regular_files_are_refused(pool2, path, name, kind):
+def not_regular(name, kind, path):
     file = next(each for each in path.iterdir() if each.name.startswith(name))
-    moved = file.rename(path.parent / file.name)
+    moved = file.rename(path.with_suffix(".moved"))
     if kind == "link":
         file.symlink_to(moved)
     elif kind == "fifo":
@@ -70,62 +47,74 @@ def test_non_regular_files_are_refused(pool2, path, name, kind):
     else:
         file.mkdir()
     is_link = kind == "link" and name == "zshard.json"
-    check(pool2, path, [f"'{file}'", "is a symbolic link" if is_link else "regular file"])
+    return [f"'{file}'", "is a symbolic link" if is_link else "regular file"]
 
 
-def test_index_entry_missing_from_the_manifest(pool2, path):
+def index_entry_missing_from_the_manifest(path):
     index = path / "model.safetensors.index.json"
-    told = json.loads(index.read_text())
-    first = next(iter(told["weight_map"]))
-    told["weight_map"][first] = "other.safetensors"
-    index.write_text(json.dumps(told))
-    files = records(path)
-    with zshard._core.File.open(index) as file:
-        crc = memoryview(file.check(0, file.size, manifest.BLOCK)).cast("Q")[2]
-        files[index.name] = manifest.FileRecord(file.size, (crc,))
-    rewritten(path, files=files)
-    check(
-        pool2, path, f"'{path / 'other.safetensors'}' is listed in an index, but not in zshard.json"
-    )
+    content = json.loads(index.read_text())
+    content["weight_map"][next(iter(content["weight_map"]))] = "other.safetensors"
+    text = json.dumps(content)
+    index.write_text(text)
+    files = dict(Manifest.read(str(path)).files)
+    files[index.name] = FileRecord(len(text), (_core.crc32c(text.encode()),))
+    rewritten("", path, files=files)
+    return f"'{path / 'other.safetensors'}' is listed in an index, but not in zshard.json"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"optimizer": {}}, "lacks 'groups'"),
-        ({"optimizer": {"class": "A", "groups": 3, "state": {}}}, "has an invalid optimizer entry"),
-        ({"optimizer": {"class": "A", "groups": [], "state": {}}}, "does not list the optimizer's"),
-        (
-            {"optimizer": {"class": "A", "groups": [], "state": {"a": {"tensors": ["b"]}}}},
-            "lacks 'a.b'",
-        ),
-        (
-            {"model": {"extra_state": []}},
-            "not a valid manifest: TypeError('expected an object, got []",
-        ),
-        ({"model": {"extra_state": {"a": {"$object": 1}}}}, "not a value that this version"),
-        ({"model": {"versions": {"head": "2"}}}, "module versions that are not integers"),
-        ({"extra": [[1]]}, "extra must be a dict, got list"),
-        ({"extra": [{"a": {"$tuple": 1, "$x": 2}}]}, "not a value that this version"),
-    ],
-)
-def test_implausible_manifest(pool2, path, changes, words):
-    rewritten(path, **changes)
-    check(pool2, path, words)
-
-
-def test_newer_format_version(pool2, path):
+def newer_format_version(path):
     file = path / "zshard.json"
-    whole = json.loads(file.read_text())
-    whole["checkpoint"]["version"] = 3
-    file.write_text(json.dumps(whole))
-    check(pool2, path, ["has format version 3, but this zshard reads versions 1 and 2"])
+    content = json.loads(file.read_text())
+    content["checkpoint"]["version"] = 3
+    file.write_text(json.dumps(content))
+    return "has format version 3, but this zshard reads versions 1 and 2"
+
+
+def rewritten(said, path, **changes):
+    """Change the manifest's content, with a valid checksum."""
+    file = path / "zshard.json"
+    file.write_bytes(replace(Manifest.parse(file.read_bytes(), str(file)), **changes).dump())
+    return said
+
+
+STATE = {"a": {"tensors": ["b"]}}
+TAMPERED = {
+    **{
+        f"a {kind} at {name}": partial(not_regular, name, kind)
+        for kind in ("link", "fifo", "folder")
+        for name in ("model-00001-of", "optimizer.safetensors.i", "zshard.json")
+    },
+    "index": index_entry_missing_from_the_manifest,
+    "version": newer_format_version,
+    **{
+        f"{changes}": partial(rewritten, said, **changes)
+        for said, changes in {
+            "lacks 'groups'": {"optimizer": {}},
+            "invalid optimizer entry": {"optimizer": {"class": "A", "groups": 3, "state": {}}},
+            "not list the optimizer's": {"optimizer": {"class": "A", "groups": [], "state": {}}},
+            "lacks 'a.b'": {"optimizer": {"class": "A", "groups": [], "state": STATE}},
+            "TypeError('expected an object, got []": {"model": {"extra_state": []}},
+            "not a value that this": {"model": {"extra_state": {"a": {"$object": 1}}}},
+            "module versions that are not": {"model": {"versions": {"head": "2"}}},
+            "extra must be a dict, got list": {"extra": [[1]]},
+            "not a value that this version": {"extra": [{"a": {"$tuple": 1, "$x": 2}}]},
+        }.items()
+    },
+}
+
+
+def test_tampered_folders(pool2, good, tmp_path):
+    with all_rows() as row:
+        for number, (name, change) in enumerate(TAMPERED.items()):
+            with row(name):
+                path = shutil.copytree(good, tmp_path / str(number))
+                check(pool2, path, change(path))
 
 
 def test_folder_of_an_interrupted_save(pool2, path):
     (path / "zshard.json").unlink()
     left = path.rename(path.parent / f".x.{'0' * 32}.tmp")
-    check(pool2, left, "an interrupted save left", options=None, with_optimizer=False)
+    check(pool2, left, "an interrupted save left", with_optimizer=False)
 
 
 # --- pickles --------------------------------------------------------------------------------------
@@ -142,9 +131,9 @@ def test_folders_of_pickles(pool2, tmp_path):
             (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name / file).write_bytes(b"cos\nsystem\n(S'touch /tmp/x'\ntR.")
         kind = OSError if name == "empty" else CheckpointError
-        check(pool2, tmp_path / name, words, kind=kind, options=None, with_optimizer=False)
+        check(pool2, tmp_path / name, words, kind, with_optimizer=False)
     file = tmp_path / "torch" / "pytorch_model.bin"
-    check(pool2, file, "looks like a pickle", options=None, with_optimizer=False)
+    check(pool2, file, "looks like a pickle", with_optimizer=False)
 
 
 def int32(number):
@@ -257,8 +246,7 @@ def as_value(folder, program):
 
 def as_hooks(folder, program):
     """The program as a part of the model's tensor that loading ignores."""
-    tensor = pickled(OfTensor(SIX, 0, ROWS, (3, 1), False, None))
-    before, behind = tensor.rsplit(b"N", 1)
+    before, behind = pickled(of_six((3, 1), False, None)).rsplit(b"N", 1)
     put_behind(folder, "model.a", before + program.removesuffix(b".") + behind)
 
 
@@ -302,26 +290,27 @@ def in_little_memory(folder, put, programs, free):
 
 
 def alone(put, folder, programs):
-    (result,) = fork_ranks(
-        in_little_memory, 1, folder, put, programs, 256 << 20, timeout=300, check=True
-    )
+    """Load each program in a process that has 256 MiB left."""
+    args = folder, put, {name: code + b"." for name, code in programs.items()}, 256 << 20
+    (result,) = fork_ranks(in_little_memory, 1, *args, timeout=300, check=True)
     return result.value
 
 
 @pytest.mark.parametrize("put", [as_metadata, as_value, as_hooks])
 def test_pickles_in_little_memory(folder, put):
-    """256 MiB are left, while a memo index of these bytes could request 4 GiB."""
-    programs = {name: code + b"." for name, code in (HOSTILE | HARMLESS).items()}
-    said = alone(put, folder, programs)
+    """A memo index of these bytes could request 4 GiB."""
+    said = alone(put, folder, HOSTILE | HARMLESS)
     if put is not as_hooks:
         assert said.keys() == HOSTILE.keys() | (HARMLESS.keys() if put is as_metadata else set())
+    named = {as_value: "'step'", as_hooks: "'model.a'"}.get(put, "")
     for name, text in said.items():
         assert str(folder) in text and "not a CheckpointError" not in text, (name, text)
-        name = {as_value: "'step'", as_hooks: "'model.a'"}.get(put, "")
-        assert name in text, (name, text)
+        assert named in text, (name, text)
 
 
-def test_pickle_calls_nothing(folder):
+@pytest.mark.parametrize("put", [as_metadata, as_value, as_hooks])
+@pytest.mark.sampled(3)
+def test_pickle_calls_nothing(folder, put):
     """However a class or function is called, or given a state or items."""
     sign = folder.with_name("ran")
     command = f"touch {sign}".encode()
@@ -340,14 +329,22 @@ def test_pickle_calls_nothing(folder):
         "by a persistent id": system + text + b"\x86Q",
         "as Python": b"cbuiltins\nexec\n" + b"X\x12\0\0\0import os; os.abort" + b"\x85R",
     }
-    programs = {name: code + b"." for name, code in ways.items()}
-    for put in (as_metadata, as_value, as_hooks):
-        said = alone(
-            put, Path(shutil.copytree(folder, folder.parent / put.__name__ / "x")), programs
-        )
-        assert said.keys() == programs.keys()
-        assert [t for t in said.values() if t.startswith("not a CheckpointError")] == []
+    ways |= {f"protocol {n}": pickle.dumps(Evil(sign), n).removesuffix(b".") for n in (0, 2, 4)}
+    said = alone(put, folder, ways)
+    assert said.keys() == ways.keys()
+    assert [text for text in said.values() if text.startswith("not a CheckpointError")] == []
+    assert "as plain data: it contains posix.system" in said["called"]
     assert not sign.exists()
+
+
+class Evil:
+    """Unpickling this runs code."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
 
 
 class OfTensor:
@@ -380,49 +377,53 @@ def pickled(value):
     return file.getvalue()
 
 
-SIX, ROWS = Storage(), (2, 3)
+def of_six(strides=(3, 1), *more, first=0, shape=(2, 3), **storage):
+    """A tensor of shape (2, 3) in a storage of six numbers, or with other facts."""
+    return OfTensor(Storage(**storage), first, shape, strides, *more)
+
+
 TENSORS = {  # the pickle of model.a, of shape (2, 3) in the metadata, and what is read: None, an error
-    "rows": (OfTensor(SIX, 0, ROWS, (3, 1)), [0, 1, 2, 3, 4, 5]),
-    "columns": (OfTensor(SIX, 0, ROWS, (1, 2)), [0, 2, 4, 1, 3, 5]),
-    "one row": (OfTensor(SIX, 1, ROWS, (0, 1)), [1, 2, 3, 1, 2, 3]),
-    "of a GPU": (OfTensor(Storage(location="cuda:7"), 0, ROWS, (3, 1)), [0, 1, 2, 3, 4, 5]),
-    "on meta": (OfTensor(Storage(location="meta"), 0, ROWS, (3, 1)), [0, 1, 2, 3, 4, 5]),
-    "more than is stored": (OfTensor(Storage(numel=600), 0, ROWS, (300, 1)), None),
-    "far more than is stored": (OfTensor(Storage(numel=2**40), 0, ROWS, (2**39, 1)), None),
-    "less than nothing": (OfTensor(Storage(numel=-6), 0, ROWS, (3, 1)), None),
-    "no record": (OfTensor(Storage(key="7"), 0, ROWS, (3, 1)), None),
-    "another record": (OfTensor(Storage(key="../version"), 0, ROWS, (3, 1)), None),
-    "a list as record": (OfTensor(Storage(key=[]), 0, ROWS, (3, 1)), None),
-    "another dtype": (OfTensor(Storage(torch.IntStorage), 0, ROWS, (3, 1)), None),
-    "another shape": (OfTensor(SIX, 0, (3, 2), (2, 1)), None),
-    "a far step": (OfTensor(SIX, 0, ROWS, (4, 1)), None),
-    "a step of 2**62": (OfTensor(SIX, 0, ROWS, (2**62, 1)), None),
-    "a step of 2**70": (OfTensor(SIX, 0, ROWS, (2**70, 1)), None),
-    "backwards": (OfTensor(SIX, 5, ROWS, (-3, -1)), None),
-    "fewer strides": (OfTensor(SIX, 0, ROWS, (3,)), None),
-    "far off": (OfTensor(SIX, 1, ROWS, (3, 1)), None),
-    "before it": (OfTensor(SIX, -1, ROWS, (3, 1)), None),
-    "gradients of a list": (OfTensor(SIX, 0, ROWS, (3, 1), [], OrderedDict()), None),
-    "conjugate": (OfTensor(SIX, 0, ROWS, (3, 1), False, OrderedDict(), {"conj": True}), None),
-    "two": ([OfTensor(SIX, 0, ROWS, (3, 1)), OfTensor(SIX, 0, ROWS, (3, 1))], None),
-    "no storage": (OfTensor([1.0] * 6, 0, ROWS, (3, 1)), None),
-    "a storage alone": (SIX, None),
+    "rows": (of_six(), [0, 1, 2, 3, 4, 5]),
+    "columns": (of_six((1, 2)), [0, 2, 4, 1, 3, 5]),
+    "one row": (of_six((0, 1), first=1), [1, 2, 3, 1, 2, 3]),
+    "of a GPU": (of_six(location="cuda:7"), [0, 1, 2, 3, 4, 5]),
+    "on meta": (of_six(location="meta"), [0, 1, 2, 3, 4, 5]),
+    "more than is stored": (of_six((300, 1), numel=600), None),
+    "far more than is stored": (of_six((2**39, 1), numel=2**40), None),
+    "less than nothing": (of_six(numel=-6), None),
+    "no record": (of_six(key="7"), None),
+    "another record": (of_six(key="../version"), None),
+    "a list as record": (of_six(key=[]), None),
+    "another dtype": (of_six(kind=torch.IntStorage), None),
+    "another shape": (of_six((2, 1), shape=(3, 2)), None),
+    "a far step": (of_six((4, 1)), None),
+    "a step of 2**62": (of_six((2**62, 1)), None),
+    "a step of 2**70": (of_six((2**70, 1)), None),
+    "backwards": (of_six((-3, -1), first=5), None),
+    "fewer strides": (of_six((3,)), None),
+    "far off": (of_six(first=1), None),
+    "before it": (of_six(first=-1), None),
+    "gradients of a list": (of_six((3, 1), [], OrderedDict()), None),
+    "conjugate": (of_six((3, 1), False, OrderedDict(), {"conj": True}), None),
+    "two": ([of_six(), of_six()], None),
+    "no storage": (OfTensor([1.0] * 6, 0, (2, 3), (3, 1)), None),
+    "a storage alone": (Storage(), None),
     "a number": (3, None),
 }
 
 
 def read_each(folder, programs):
     """Return what a tensor is after a load, or the error, for each pickle."""
-    found = {}
+    results = {}
     for name, program in programs.items():
         put_behind(folder, "model.a", program)
         model = One()
         try:
             zshard.load(folder, model)
-            found[name] = model.a.flatten().tolist()
+            results[name] = model.a.flatten().tolist()
         except CheckpointError as error:
-            found[name] = str(error)
-    return found
+            results[name] = str(error)
+    return results
 
 
 def test_tensors_that_are_stored_otherwise(folder):
@@ -433,163 +434,3 @@ def test_tensors_that_are_stored_otherwise(folder):
     for name, (_, wanted) in TENSORS.items():
         found = result.value[name]
         assert found == wanted or (wanted is None and "'model.a'" in found), (name, found)
-
-
-# --- manifests ------------------------------------------------------------------------------------
-
-
-_SOME = Manifest(
-    id="0123456789abcdef" * 2,
-    step=7,
-    world=2,
-    files={
-        "model.safetensors": FileRecord(BLOCK + 1, (1, 0xFFFFFFFF)),
-        "empty.json": FileRecord(0, ()),
-    },
-    tied={"head.weight": "token.weight"},
-    model={"extra_state": {}},
-    optimizer={"class": "AdamW", "groups": [], "state": {}},
-    extra=({"a": 1}, {"a": 2.5}),
-    software={"zshard": "0.1.0", "torch": "2.13.0"},
-)
-
-
-def signed(body):
-    """Return the text of a manifest with this content and a valid checksum."""
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return json.dumps({"crc32c": f"{_core.crc32c(text.encode()):08x}", "checkpoint": body}).encode()
-
-
-def body():
-    return json.loads(_SOME.dump())["checkpoint"]
-
-
-def test_manifest_round_trips():
-    assert Manifest.parse(_SOME.dump(), "x") == _SOME
-
-
-def test_manifest_may_be_reformatted():
-    text = json.dumps(json.loads(_SOME.dump()), indent=7).encode()
-    assert Manifest.parse(text, "x") == _SOME
-
-
-def test_extra_of_ranks():
-    assert _SOME.extra_of(1) == {"a": 2.5}
-    assert _SOME.extra_of(5) == {"a": 1}
-    assert Manifest("0" * 32, None, 3, {}, extra=({"b": 1},)).extra_of(2) == {"b": 1}
-    assert Manifest("0" * 32, None, 3, {}).extra_of(2) == {}
-
-
-def test_flipped_bit_is_detected_or_harmless():
-    """Bits of white space, for example, may not matter; the content must then be the same."""
-    text = _SOME.dump()
-    for at in range(8 * len(text)):
-        bad = bytearray(text)
-        bad[at // 8] ^= 1 << at % 8
-        try:
-            found = Manifest.parse(bytes(bad), "x")
-        except CheckpointError:
-            continue
-        assert found == _SOME, f"bit {at}"
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("version", 3, "format version 3, but this zshard reads versions 1 and 2"),
-        ("version", 2, "invalid parts: None"),
-        (
-            "parts",
-            {"a": {"host": "h", "rank": 0, "runs": {"b": "0+1"}}},
-            "invalid parts: ",
-        ),
-        ("format", "other", "not the manifest of a zshard checkpoint"),
-        ("id", "../../etc", "invalid id"),
-        ("id", 5, "not a valid manifest"),
-        ("step", -1, "expected a non-negative integer, got -1"),
-        ("step", True, "expected a non-negative integer, got True"),
-        ("world", 2.0, "expected a non-negative integer, got 2.0"),
-        ("block", 4096, "invalid block: 4096"),
-        ("files", [], "not a valid manifest"),
-        ("files", {"../x": {"size": 0, "crc32c": ""}}, "not the name of a file in the same folder"),
-        ("files", {"a/b": {"size": 0, "crc32c": ""}}, "not the name of a file in the same folder"),
-        ("files", {"zshard.json": {"size": 0, "crc32c": ""}}, "not the name of a file"),
-        ("files", {"a": {"size": 1, "crc32c": ""}}, "wrong number of checksums for 'a'"),
-        ("files", {"a": {"size": 2**63, "crc32c": ""}}, "expected a non-negative integer"),
-        ("files", {"a": {"size": 1, "crc32c": "0000000g"}}, "not a valid manifest"),
-        ("tied", {"a": 1}, "expected an object of strings"),
-        ("optimizer", [], "expected an object, got"),
-        ("extra", [{}, {}, {}], "invalid extra: "),
-        ("software", None, "not a valid manifest"),
-        ("finite", 1, "invalid finite: 1"),
-    ],
-)
-def test_invalid_manifest_content(key, value, said):
-    with pytest.raises(CheckpointError, match=said):
-        Manifest.parse(signed({**body(), key: value}), "zshard.json")
-
-
-_PARTS = {"a": {"host": "h", "rank": 0, "runs": {"b": "0+3 5+2", "c": "0+1"}}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"parts": {"a": {**_PARTS["a"], "host": 5}}}, "expected a host and a rank, got 5"),
-        ({"parts": {"a": {**_PARTS["a"], "rank": 1.5}}}, "expected a host and a rank"),
-        ({"parts": [1]}, "not a valid manifest"),
-        ({"parts": {"../a": _PARTS["a"]}}, "'../a' does not have the size of its runs"),
-        ({"parts": {"x": _PARTS["a"]}}, "'x' does not have the size of its runs"),
-        ({"parts": {"a": {**_PARTS["a"], "runs": {"b": "0+3"}}}}, "'a' does not have the size"),
-        ({"parts": {"a": {**_PARTS["a"], "runs": {"b": "0+-3 0+9"}}}}, "'a' exceeds 'b'"),
-        ({"parts": {"a": {**_PARTS["a"], "runs": {"b": "-1+6"}}}}, "'a' exceeds 'b'"),
-        ({"parts": {"a": {**_PARTS["a"], "runs": {"b": "x"}}}}, "not a valid manifest"),
-        ({"whole": {"b": 6, "c": 1}}, "'a' exceeds 'b'"),
-        ({"whole": {"c": 1}}, "not a valid manifest"),
-        ({"whole": {"b/b": 7, "c": 1}}, "not the name of a file in the same folder"),
-        ({"whole": {}}, "invalid parts: "),
-    ],
-)
-def test_invalid_parts(changes, said):
-    record = {"size": 6, "crc32c": "00000000"}
-    valid = {"version": 2, "files": {"a": record}, "parts": _PARTS, "whole": {"b": 7, "c": 1}}
-    made = Manifest.parse(signed({**body(), **valid}), "zshard.json")
-    with pytest.raises(CheckpointError, match=r"host 'h' .*, with 8 bytes"):
-        Spread("x", made, ()).check()
-    with pytest.raises(CheckpointError, match="no host has 2 bytes"):  # of "b"
-        Spread("x", made, (), elsewhere=["a"]).check()
-    with pytest.raises(CheckpointError, match=said):
-        Spread("x", Manifest.parse(signed({**body(), **valid, **changes}), "zshard.json"), ())
-
-
-@pytest.mark.parametrize(
-    "key", sorted(json.loads(_SOME.dump())["checkpoint"].keys() - {"averages"})
-)  # older ones have no averages
-def test_missing_manifest_content(key):
-    rest = {name: value for name, value in body().items() if name != key}
-    with pytest.raises(CheckpointError):
-        Manifest.parse(signed(rest), "zshard.json")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"[]",
-        b"{}",
-        b"null",
-        b"\xff\xfe",
-        b'{"a": 1, "a": 1}',
-        b'{"crc32c": "00000000", "checkpoint": NaN}',
-        b'{"crc32c": "00000000", "checkpoint": {"format": "zshard", "version": 1, "x": 1e999}}',
-        b"[" * 100_000,
-        b'{"checkpoint":'
-        + b'{"format": "zshard", "version": 1, "x": '
-        + b"[" * 900
-        + b"]" * 900
-        + b"}}",
-    ],
-)
-def test_text_that_is_not_a_manifest(text):
-    with pytest.raises(CheckpointError, match="'x' is"):
-        Manifest.parse(text, "x")

@@ -20,7 +20,8 @@ from file_faults import file_faults
 from models import CASES, train
 from nursery import fork_ranks
 from optim_states import FULL, HYBRID, rank, trained
-from spawn import on_ranks, ranks
+from rows import all_refused
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -49,73 +50,55 @@ class Held:
         save._write = self._write
 
 
-def state_of(model, optimizer):
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    return state, zshard.optim_state_dict(model, optimizer)
-
-
-def while_training(name, combination, kind, folder, **options):
-    """Return what differs between the files and the state at the call."""
+def check_while_training(name, combination, kind, folder, **options):
+    """Fail unless the files have the state at the call."""
     model, optimizer = trained(name, combination, kind)
-    before = state_of(model, optimizer)
-    extra = {"list": [1]}
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    named, extra = zshard.optim_state_dict(model, optimizer), {"list": [1]}
+    os.makedirs(folder, exist_ok=True)
+    options |= {"extra": extra, "asynchronous": True}
     with Held() as held:
-        saving = zshard.save(
-            f"{folder}/x", model, optimizer, extra=extra, asynchronous=True, **options
-        )
+        saving = zshard.save(f"{folder}/x", model, optimizer, **options)
         assert not saving.done() and not os.path.exists(saving.path)
         extra["list"].append(2)
         train(model, CASES[name], optimizer, rank(), steps=1)
         held.go.set()
         saving.wait()
     assert saving.done()
-    dtype = options.get("dtype")
-    state = {n: v.to(dtype) if dtype and v.is_floating_point() else v for n, v in before[0].items()}
-    return unlike(saving.path, state, before[1]) if rank() == 0 else []
+    if dtype := options.get("dtype"):
+        state = {n: v.to(dtype) if v.is_floating_point() else v for n, v in state.items()}
+    assert unlike(saving.path, state, named) == []
+    assert manifest_in(saving.path).extra_of(0) == {"list": [1]}
 
 
-@ranks(1, 2)
 @pytest.mark.parametrize("name", ["odds", "net", "tied", "mlp"])
-def test_files_have_the_state_at_the_call(pool, name, tmp_path):
-    for found in pool.run(while_training, name, FULL, "zshard.AdamW", tmp_path):
-        assert not found
+@on_ranks(1, 2)
+def test_files_have_the_state_at_the_call(name, tmp_path):
+    check_while_training(name, FULL, "zshard.AdamW", tmp_path)
 
 
-@ranks(2)
-@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op"])
-def test_strategies(pool, strategy, tmp_path):
-    for found in pool.run(while_training, "net", (strategy, "shm"), "torch.SGD", tmp_path):
-        assert not found
-
-
-def test_copies_of_a_model(pool4, tmp_path):
-    for found in pool4.run(while_training, "net", HYBRID[0], "zshard.AdamW", tmp_path):
-        assert not found
+@on_ranks(4)
+def test_copies_of_a_model_and_other_strategies(tmp_path):
+    for combination in (HYBRID[0], ("no_shard", "shm"), ("zero1", "shm"), ("shard_grad_op", "shm")):
+        kind = "zshard.AdamW" if combination == HYBRID[0] else "torch.SGD"
+        check_while_training("net", combination, kind, tmp_path / str(combination))
+    check_while_training("mlp", FULL, "zshard.AdamW", tmp_path / "cast", dtype=torch.bfloat16)
 
 
 @on_ranks(2)
-def test_casts_at_the_call(tmp_path):
-    assert while_training("mlp", FULL, "zshard.AdamW", tmp_path, dtype=torch.bfloat16) == []
-
-
-def two_after_another(folder):
+def test_one_at_a_time(tmp_path):
     """A second save waits for the first and reuses its memory."""
     model, optimizer = trained("net", FULL, "zshard.AdamW")
-    first = zshard.save(folder, model, optimizer, step=1, asynchronous=True)
+    first = zshard.save(tmp_path, model, optimizer, step=1, asynchronous=True)
     memory = units.state_of(model).model.buffer.data_ptr()
     train(model, CASES["net"], optimizer, rank(), steps=1)
-    second = zshard.save(folder, model, optimizer, step=2, asynchronous=True)
+    second = zshard.save(tmp_path, model, optimizer, step=2, asynchronous=True)
     assert first.done() and units.state_of(model).model.buffer.data_ptr() == memory
-    zshard.save(folder, model, optimizer, step=3)
+    zshard.save(tmp_path, model, optimizer, step=3)
     assert second.done()
-    return zshard.latest_checkpoint(folder)
-
-
-@ranks(2)
-def test_one_at_a_time(pool, tmp_path):
-    assert pool.run(two_after_another, tmp_path) == [str(tmp_path / "step-00000003")] * 2
-    first, third = (whole(tmp_path / f"step-0000000{i}") for i in (1, 3))
-    assert first.keys() == third.keys() and differences(first, third) != []
+    assert zshard.latest_checkpoint(tmp_path) == str(tmp_path / "step-00000003")
+    states = [whole(tmp_path / f"step-0000000{i}") for i in (1, 3)]
+    assert states[0].keys() == states[1].keys() and differences(*states) != []
 
 
 def test_a_save_continues_if_the_wait_for_it_is_interrupted(tmp_path):
@@ -140,46 +123,38 @@ def test_a_save_continues_if_the_wait_for_it_is_interrupted(tmp_path):
     assert waits[:2] == [False, False] and inside(tmp_path) == ["a", "b"]
 
 
-def failing(folder, how):
-    """A save fails on rank 1 in the background; `how` selects the call that raises the error."""
+@pytest.mark.parametrize("how", ["wait", "next"])
+@on_ranks(2)
+def test_failure_is_raised_on_all_ranks(how, tmp_path):
+    """A save fails on rank 1 in the background: each wait() raises the error, or the next save."""
     model = FSDP(nn.Linear(64, 64))  # large enough for shards on both ranks
     optimizer = zshard.AdamW(model.parameters())
     with Held() as held:
-        saving = zshard.save(f"{folder}/x", model, optimizer, asynchronous=True)
+        saving = zshard.save(tmp_path / "x", model, optimizer, asynchronous=True)
         if rank() == 1:
             file_faults(2, "EIO")
         held.go.set()
         while not saving.done():
             time.sleep(0.01)
-    told = []
-    for _ in range(2):
-        try:
-            if how == "wait":
-                saving.wait()
-            else:
-                zshard.save(f"{folder}/y", model, optimizer)
-        except OSError as error:
-            told.append(str(error))
-    left = inside(folder)
-    zshard.save(f"{folder}/z", model, optimizer)  # training and saving can continue
-    return told, left
-
-
-@ranks(2)
-@pytest.mark.parametrize(("how", "times"), [("wait", 2), ("next", 1)])
-def test_failure_is_raised_on_all_ranks(pool, how, times, tmp_path):
-    for told, left in pool.run(failing, tmp_path, how):
-        assert len(told) == times and all("rror" in text for text in told), told
-        assert "x" not in left
+    for _ in range(2) if how == "wait" else ():
+        with pytest.raises(OSError, match="rror"):
+            saving.wait()
+    if how == "next":
+        with pytest.raises(OSError, match="rror"):
+            zshard.save(tmp_path / "y", model, optimizer)
+        zshard.save(tmp_path / "y", model, optimizer)
+    assert "x" not in inside(tmp_path)
+    zshard.save(tmp_path / "z", model, optimizer)  # training and saving can continue
     assert "z" in inside(tmp_path)
 
 
 # --- process exit ----------------------------------------------------------------------------------
 
 
-def ends_at_once(folder, fault):
-    """A script that ends when its save has just started."""
-    model = FSDP(nn.Linear(64, 64))
+def ends_at_once(folder, fault="", transport=None):
+    """A script that ends when its save has just started; with a transport, since training fails on one
+    rank, and therefore on the other."""
+    model = FSDP(nn.Linear(64, 64), transport=transport)
     write = save._write
 
     def slow(*args):
@@ -190,38 +165,23 @@ def ends_at_once(folder, fault):
 
     save._write = slow
     zshard.save(f"{folder}/x", model, asynchronous=True)
+    if transport is not None:
+        if rank() == 1:
+            raise ValueError("the training fails")
+        model(torch.ones(2, 64)).sum().backward()
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_exiting_process_waits(world, tmp_path):
-    for result in fork_ranks(ends_at_once, world, str(tmp_path), "", timeout=60):
-        assert result.returncode == 0, result.stderr
+    fork_ranks(ends_at_once, world, str(tmp_path), timeout=60, check=True)
     assert set(whole(tmp_path / "x")) == {"weight", "bias"}
-
-
-def fails_at_once(folder, transport):
-    """Training then fails on one rank, and therefore on the other."""
-    model = FSDP(nn.Linear(64, 64), transport=transport)
-    write = save._write
-
-    def slow(*args):
-        time.sleep(1)
-        write(*args)
-
-    save._write = slow
-    zshard.save(f"{folder}/x", model, asynchronous=True)
-    if rank() == 1:
-        raise ValueError("the training fails")
-    model(torch.ones(2, 64)).sum().backward()
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_failing_process_waits(transport, tmp_path):
-    results = fork_ranks(fails_at_once, 2, str(tmp_path), transport, timeout=60)
-    assert [result.returncode for result in results] == [1, 1]
-    for result in results:
+    for result in fork_ranks(ends_at_once, 2, str(tmp_path), "", transport, timeout=60):
+        assert result.returncode == 1 and "the training fails" in result.stderr
         assert "failed to save" not in result.stderr
-        assert "the training fails" in result.stderr
     assert set(whole(tmp_path / "x")) == {"weight", "bias"}
 
 
@@ -288,69 +248,72 @@ def test_memory_of_any_address(tmp_path, code):
     item = FORMATS[code].itemsize
     room = bytearray(100 * item + 1)
     view = memoryview(room)[1:]
+    one = torch.tensor([float("nan")], dtype=FORMATS[code])
+    nan = bytes(bytes_of(one))
     with new_file(tmp_path) as file:
         for place in range(100):
-            one = torch.tensor([float("nan")], dtype=FORMATS[code])
-            view[place * item : (place + 1) * item] = bytes_of(one)
-            file.write([(0, view, code)], BLOCK, strange := [])
-            assert strange == [0]
-            view[place * item : (place + 1) * item] = bytes(item)
-        file.write([(0, view, code)], BLOCK, strange := [])
-        assert strange == []
+            for content, found in ((nan, [0]), (bytes(item), [])):
+                view[place * item : (place + 1) * item] = content
+                file.write([(0, view, code)], BLOCK, strange := [])
+                assert strange == found
 
 
-@pytest.mark.parametrize(
-    "ranges, block, error, text",
-    [
-        ([(0, b"12345678", "F8")], 8, ValueError, "'F8' is not a number format: expected 'BF16'"),
-        ([(0, b"12345678", 4)], 8, ValueError, "4 is not a number format"),
-        ([(2, b"12345678", "F32")], 8, ValueError, "8 bytes at offset 2 in blocks"),
-        ([(0, b"123456", "F32")], 8, ValueError, "6 bytes at offset 0 in blocks"),
-        ([(0, b"12345678", "F64")], 12, ValueError, "in blocks of 12"),
-        ([(0, b"12345678", "F64", 1)], 8, TypeError, r"a range must be a tuple \(offset, memory\)"),
-    ],
-)
-def test_unsupported_arguments_are_refused(tmp_path, ranges, block, error, text):
+def test_unsupported_arguments_are_refused(tmp_path):
+    eight, tuples = b"12345678", r"a range must be a tuple (offset, memory"
     with new_file(tmp_path) as file:
-        with pytest.raises(error, match=text):
-            file.write([(0, b"12345678"), *ranges], block, [])
+        write = lambda row, block=8, to=None: lambda: file.write([(0, eight), row], block, to or [])  # noqa: E731
+        formats = "'F8' is not a number format: expected 'BF16'"
+        table = {
+            "format": (write((0, eight, "F8")), ValueError, formats),
+            "number": (write((0, eight, 4)), ValueError, "4 is not a number format"),
+            "offset": (write((2, eight, "F32")), ValueError, "8 bytes at offset 2 in blocks"),
+            "length": (write((0, eight[2:], "F32")), ValueError, "6 bytes at offset 0 in blocks"),
+            "block": (write((0, eight, "F64"), 12), ValueError, "in blocks of 12"),
+            "long": (write((0, eight, "F64", 1)), TypeError, tuples),
+            "no list": (lambda: file.write([], 8, ()), TypeError, "list"),
+            "read": (lambda: file.read([(0, bytearray(8), "F32")]), TypeError, tuples),
+        }
+        all_refused(table)
         assert file.size == 0
-        with pytest.raises(TypeError, match="list"):
-            file.write([], block, ())
-        with pytest.raises(TypeError, match="a range must be a tuple"):
-            file.read([(0, bytearray(8), "F32")])
 
 
-def warned(path, dtype, saved_as, spoiled):
-    """Return the warnings of a save of large parameters where the last rank has set the last number
-    of its last parameter ("model"), or of its state ("optimizer"), to NaN."""
-    layers = (nn.Linear(256, 256, bias=False, dtype=dtype) for _ in range(3))
-    model = FSDP(nn.Sequential(*layers))
-    optimizer = zshard.AdamW(model.parameters())
-    model(torch.randn(4, 256, dtype=dtype)).sum().backward()
-    optimizer.step()
-    last = list(model.parameters())[-1]
-    with torch.no_grad(), warnings.catch_warnings(record=True) as told:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            values = {"model": last, "optimizer": optimizer.state[last]["exp_avg"]}.get(spoiled)
-            if values is not None:
-                zshard.to_local(values).view(-1)[-1] = float("inf")
-        warnings.simplefilter("always")
-        zshard.save(path, model, optimizer, dtype=saved_as, overwrite=True)
-    return [str(each.message) for each in told]
-
-
-@ranks(2)
-def test_warnings_of_a_save(pool, tmp_path):
-    rows = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.float16)]
-    for dtype, saved_as in rows:
+@on_ranks(2)
+def test_warnings_of_a_save(tmp_path):
+    """The last rank sets the last number of its last parameter, or of its state, to infinity."""
+    for dtype, saved_as in (
+        *((torch.float32, None), (torch.bfloat16, None)),
+        (torch.float32, torch.float16),
+    ):
         for spoiled in ("model", "optimizer", "nothing"):
-            first, *others = pool.run(warned, str(tmp_path / "saved"), dtype, saved_as, spoiled)
-            assert others == [[]]
-            assert len(first) == (spoiled == "model"), first
-            for text in first:
-                assert "has NaN or infinite values in '2.weight'" in text
-            assert manifest_in(tmp_path / "saved").finite == (spoiled != "model")
+            layers = (nn.Linear(256, 256, bias=False, dtype=dtype) for _ in range(3))
+            model = FSDP(nn.Sequential(*layers))
+            optimizer = zshard.AdamW(model.parameters())
+            model(torch.randn(4, 256, dtype=dtype)).sum().backward()
+            optimizer.step()
+            last = list(model.parameters())[-1]
+            values = {"model": last, "optimizer": optimizer.state[last]["exp_avg"]}.get(spoiled)
+            with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+                if rank() == 1 and values is not None:
+                    zshard.to_local(values).view(-1)[-1] = float("inf")
+                warnings.simplefilter("always")
+                zshard.save(tmp_path / "x", model, optimizer, dtype=saved_as, overwrite=True)
+            assert manifest_in(tmp_path / "x").finite == (spoiled != "model")
+            assert len(caught) == (spoiled == "model" and rank() == 0)
+            for each in caught:
+                assert "has NaN or infinite values in '2.weight'" in str(each.message)
+            dist.barrier()
+
+
+def check_found(tmp_path, model, spoil):
+    """Fail unless a save warns of NaN in the weight once it is spoiled, and only then."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zshard.save(tmp_path / "good", model)
+    with torch.no_grad():
+        spoil(model.weight)
+    with pytest.warns(UserWarning, match="NaN or infinite values in 'weight'"):
+        zshard.save(tmp_path / "bad", model)
+    assert manifest_in(tmp_path / "good").finite and not manifest_in(tmp_path / "bad").finite
 
 
 OTHERS = [
@@ -361,18 +324,11 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
-@pytest.mark.parametrize("is_plain", [True, False])
-def test_nonfinite_values_of_dtypes_that_the_core_does_not_check(tmp_path, dtype, is_plain):
-    model = nn.Module()
-    values = torch.ones(8).to(dtype)
-    model.weight = nn.Parameter(values if is_plain else values[::2], requires_grad=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        zshard.save(tmp_path / "good", model)
-    values[6] = float("nan")
-    with pytest.warns(UserWarning, match="NaN or infinite values in 'weight'"):
-        zshard.save(tmp_path / "bad", model)
-    assert manifest_in(tmp_path / "good").finite and not manifest_in(tmp_path / "bad").finite
+@pytest.mark.parametrize("step", [1, 2])
+def test_nonfinite_values_of_dtypes_that_the_core_does_not_check(tmp_path, dtype, step):
+    model, values = nn.Module(), torch.ones(8).to(dtype)
+    model.weight = nn.Parameter(values[::step], requires_grad=False)
+    check_found(tmp_path, model, lambda _: values.__setitem__(6, float("nan")))
 
 
 @pytest.mark.parametrize("width", [4, 64])
@@ -380,12 +336,6 @@ def test_nonfinite_values_of_dtypes_that_the_core_does_not_check(tmp_path, dtype
 def test_small_and_strided_tensors(tmp_path, width, place):
     """Small tensors, and tensors with another memory layout."""
     model = nn.Conv2d(width, width, 3).to(memory_format=torch.channels_last)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        zshard.save(tmp_path / "good", model)
-    with torch.no_grad():
-        model.weight[place, place, place, place] = float("nan")
     assert not model.weight.is_contiguous()
-    with pytest.warns(UserWarning, match="NaN or infinite values in 'weight'"):
-        zshard.save(tmp_path / "bad", model)
-    assert manifest_in(tmp_path / "good").finite and not manifest_in(tmp_path / "bad").finite
+    at = (place,) * 4
+    check_found(tmp_path, model, lambda weight: weight.__setitem__(at, float("nan")))

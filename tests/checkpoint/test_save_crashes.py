@@ -8,6 +8,8 @@ the next save works, and leaves nothing of the broken one.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import random
 import shutil
@@ -26,11 +28,11 @@ from compare import differences
 from file_faults import file_faults, file_log
 from nursery import fork_ranks
 from optim_states import rank
-from power_cut import Disk, read_log
+from power_cut import Disk, logged, read_log, tree_of
 from torch import nn
 
 import zshard
-from zshard import FSDP
+from zshard import FSDP, _core
 
 MEMORY = "/dev/shm"  # syncs take no time there: these tests do not depend on the disk
 
@@ -39,7 +41,7 @@ MEMORY = "/dev/shm"  # syncs take no time there: these tests do not depend on th
 def folder(tmp_path):
     """An empty folder."""
     if not os.access(MEMORY, os.W_OK):
-        yield str(folder)
+        yield str(tmp_path)
         return
     with tempfile.TemporaryDirectory(prefix="zshard-test-", dir=MEMORY) as path:
         yield path
@@ -114,27 +116,19 @@ def interrupted_at_each_call(folder, what):
 
 def test_short_counts_and_interrupts_at_each_call(folder):
     """Saves continue after these, except where a sync or a stat is interrupted."""
-    short, stopped = (
-        fork_ranks(interrupted_at_each_call, 1, f"{folder}/{what}", what, check=True)[0].value
-        for what in ("short", "EINTR")
-    )
-    assert short == 0 and 0 < stopped < 20
+    for what, counts in (("short", [0]), ("EINTR", range(1, 20))):
+        (result,) = fork_ranks(interrupted_at_each_call, 1, f"{folder}/{what}", what, check=True)
+        assert result.value in counts
 
 
-def saves_first(folder):
-    save(*make(), folder, 1)
-
-
-def saves_with_a_log(folder, log):
-    """Save steps 2, 3 and 4; return the number of calls when each of them had returned."""
+def saves_with_a_log(folder, log, steps):
+    """Save these steps; return the number of calls when each of them had returned."""
     model, optimizer = make()
     file_log(log)
     returned = {}
-    for step in (2, 3, 4):
-        handle = save(model, optimizer, folder, step, asynchronous=step == 3)
-        if step == 3:
-            handle.wait()
-        returned[step] = len(read_log(Path(log)))
+    for step in steps:
+        save(model, optimizer, folder, step, asynchronous=step == 3).wait()
+        returned[step] = len(read_log(Path(log))) if log else 0
     file_log(None)
     return returned
 
@@ -145,9 +139,9 @@ def test_power_cut_at_each_call(folder, tmp_path):
     that save() returned for exists."""
     log, root, cut = tmp_path / "log", Path(folder, "x"), Path(folder, "cut")
     root.mkdir()
-    fork_ranks(saves_first, 2, str(root), check=True, timeout=60)
+    fork_ranks(saves_with_a_log, 2, str(root), None, (1,), check=True, timeout=60)
     disk = Disk(root)
-    rows = fork_ranks(saves_with_a_log, 2, str(root), str(log), check=True, timeout=60)
+    rows = fork_ranks(saves_with_a_log, 2, str(root), str(log), (2, 3, 4), check=True)
     returned = rows[0].value
     found = Counter()
     for state in disk.states(log, cut):
@@ -176,40 +170,43 @@ def after_a_restart(folder):
     return check_after(folder, *make())
 
 
-def killed_rank(pool, folder, victim, call, kind, asynchronous):
-    """Kill a rank at a call and check what is left; return whether there was such a call."""
-    results = fork_ranks(
-        saves_until_killed, 2, str(folder), victim, call, kind, asynchronous, timeout=60
-    )
-    was = results[victim].returncode == -signal.SIGKILL
+def killed_rank(pool, folder, victim, call, kind, asynchronous=False):
+    """Kill a rank at a call and check what is left; return the step that is found, or None if there was
+    no such call."""
+    args = str(folder), victim, call, kind, asynchronous
+    results = fork_ranks(saves_until_killed, 2, *args, timeout=60)
     other = results[1 - victim]
     assert other.returncode is not None, "the other rank hangs"
     assert other.returncode == 0 or "PeerError" in other.stderr
-    for found in pool.run(after_a_restart, str(folder)):
-        assert found in (1, 2)
-    return was
+    steps = pool.run(after_a_restart, str(folder))
+    assert steps[0] == steps[1] and steps[0] in (1, 2)
+    return steps[0] if results[victim].returncode == -signal.SIGKILL else None
+
+
+KILLS = [(0, 3, "kill"), (0, 9, "killshort"), (0, 30, "killafter"), (1, 1, "kill")]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(
-    ("victim", "call", "kind"),
-    [
-        (0, 3, "kill"),
-        (0, 9, "killshort"),
-        (0, 30, "killafter"),
-        (1, 1, "kill"),
-        (1, 3, "killafter"),
-    ],
-)
+@pytest.mark.parametrize(("victim", "call", "kind"), [*KILLS, (1, 3, "killafter")])
 def test_rank_killed_during_a_save(pool2, victim, call, kind, asynchronous, folder):
     assert killed_rank(pool2, folder, victim, call, kind, asynchronous)
 
 
-def saves_for_ever(folder):
-    model, optimizer = make()
-    for step in range(1, 10_000):
-        save(model, optimizer, folder, step, asynchronous=step % 2 == 0)
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["kill", "killafter"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_rank_killed_at_each_call(pool2, victim, kind, folder):
+    seen = Counter()
+    for call in itertools.count(1):
+        path = Path(folder, str(call))
+        path.mkdir()
+        step = killed_rank(pool2, path, victim, call, kind)
+        if step is None:
+            break
+        seen[step] += 1
+    assert call > (30 if victim == 0 else 6) and seen[1] > 5
+    assert victim == 1 or seen[2] > 0
 
 
 def first_of(folder):
@@ -221,10 +218,11 @@ def first_of(folder):
         time.sleep(random.random() * 0.3)
         os.kill(os.getppid(), signal.SIGKILL)
         os._exit(0)
-    try:
-        saves_for_ever(folder)
-    except zshard.PeerError:
-        sys.exit(9)
+    model, optimizer = make()
+    with contextlib.suppress(zshard.PeerError):
+        for step in range(1, 10_000):
+            save(model, optimizer, folder, step, asynchronous=step % 2 == 0)
+    sys.exit(9)
 
 
 def kill_at_random(pool, folder):
@@ -251,10 +249,9 @@ def state(value):
     """A model and its optimizer in which each number is `value`."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(value)
-            optimizer.state[param]["momentum_buffer"] = torch.full_like(param, value)
+    for param in model.parameters():
+        nn.init.constant_(param, value)
+        optimizer.state[param]["momentum_buffer"] = param.detach().clone()
     return model, optimizer
 
 
@@ -326,15 +323,9 @@ def killed_at_each_call(way, what, folder):
         seen[found_in(folder, way)] += 1
         way(folder, 3.0)
         names = {numbered: ["step-00000003"], overwritten: ["x"]}.get(way, ["x1", "x3"])
-        left = [name for name in inside(folder) if name != "x2" and not _of(name, "x2")]
+        left = [name for name in inside(folder) if not name.startswith(("x2", ".x2."))]
         assert left == names, (nth, left)
         assert found_in(folder, way) == 3.0
-
-
-def _of(name, other):
-    """Return whether it is a leftover of a save of `other` that the next save of that name cleans
-    up."""
-    return name.startswith(f".{other}.")
 
 
 @pytest.mark.sampled(1)
@@ -348,39 +339,110 @@ def test_process_killed_during_a_save(way, what, tmp_path):
     assert seen[1.0] > seen[2.0]
 
 
-# --- ranks ----------------------------------------------------------------------------------------
+# --- the power cut model (power_cut.py) -----------------------------------------------------------
+#
+# A model that allows too little would pass anything. So each test omits one step of a small protocol in
+# which every step is needed, and the model must find a state that reveals it; with all steps there is none.
+
+OLD, NEW = b"the old content" * 30, b"the new content" * 40
 
 
-def saved_by_ranks(folder, victim, nth, what):
-    """Two numbered checkpoints; a rank is killed while it saves the second."""
-    for value in (1.0, 2.0):
-        plain, optimizer = state(value)
-        model = FSDP(plain, transport="c10d")
-        for param in model.parameters():
-            optimizer.state[param]["momentum_buffer"] = torch.full_like(param, value)
-        file_faults(nth if value == 2.0 and dist.get_rank() == victim else 0, what)
-        zshard.save(folder, model, optimizer, step=int(value))
-    return file_faults(0)
+def put(path, content, sync=True):
+    """Write a file in two pieces."""
+    half = len(content) // 2
+    with _core.File.create(path, len(content)) as file:
+        file.write([(half, content[half:])], 1 << 20)
+        file.write([(0, content[:half])], 1 << 20)
+        if sync:
+            file.sync()
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("what", ["kill", "killafter"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_rank_killed_at_each_call(victim, what, tmp_path):
-    seen, nth = Counter(), 0
-    while True:
-        nth += 1
-        folder = tmp_path / str(nth)
-        folder.mkdir()
-        results = fork_ranks(saved_by_ranks, 2, folder, victim, nth, what)
-        calls = results[victim].value
-        if calls is not None and calls < nth:
-            break
-        assert results[victim].returncode == -signal.SIGKILL, results[victim].stderr
-        other = results[1 - victim]
-        assert other.returncode == 0 or "PeerError" in other.stderr, other.stderr
-        seen[found_in(folder, numbered)] += 1
-        numbered(folder, 3.0)
-        assert inside(folder) == ["step-00000003"]
-    assert nth > (30 if victim == 0 else 6) and seen[1.0] > 5
-    assert victim == 1 or seen[2.0] > 0
+def publish(root, without):
+    """Create root/new with two files, under a temporary name first."""
+    staging = root / ".new.tmp"
+    _core.make_folder(staging)
+    for name in ("a", "b"):
+        put(staging / name, NEW, sync=without != "sync file")
+    if without != "sync staging":
+        _core.sync_folder(staging)
+    _core.rename(staging, root / "new")
+    if without != "sync parent":
+        _core.sync_folder(root)
+
+
+def faults_of(folder, has_returned):
+    """Return what is wrong with a folder that `publish` worked in."""
+    contents = tree_of(folder)
+    faults = set() if contents["old"] == OLD else {"old is damaged"}
+    if "new" not in contents:
+        return faults | ({"new is lost"} if has_returned else set())
+    files = [contents.get(f"new/{name}") for name in ("a", "b")]
+    faults |= {"a file is lost"} if None in files else set()
+    return faults | ({"a file is damaged"} if {*files} - {None, NEW} else set())
+
+
+def replace(root, without):
+    """Replace root/old by another file: under a temporary name, then swapped; or in place, which is wrong."""
+    if without == "swap":
+        _core.remove_file(root / "old")
+        put(root / "old", NEW)
+    else:
+        put(root / ".tmp", NEW)
+        _core.swap(root / ".tmp", root / "old")
+    _core.sync_folder(root)
+
+
+def faults_of_old(folder, has_returned):
+    content = tree_of(folder).get("old")
+    if has_returned:
+        return set() if content == NEW else {"not new"}
+    return set() if content in (OLD, NEW) else {"neither old nor new"}
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "old").write_bytes(OLD)
+    return tmp_path / "root"
+
+
+@pytest.mark.parametrize(
+    ("act", "without", "faults"),
+    [
+        (publish, "nothing", set()),
+        (publish, "sync file", {"a file is damaged"}),
+        (publish, "sync staging", {"a file is lost"}),
+        (publish, "sync parent", {"new is lost"}),
+        (replace, "nothing", set()),
+        (replace, "swap", {"neither old nor new"}),
+    ],
+)
+def test_the_model_finds_each_step_that_is_left_out(root, act, without, faults):
+    disk, log = Disk(root), root.parent / "log"
+    with logged(log):
+        act(root, without)
+    returned = len(read_log(log))
+    assert disk.replayed(log) == tree_of(root), "the log does not explain the folder"
+    judge = {publish: faults_of, replace: faults_of_old}[act]
+    states = disk.states(log, root.parent / "cut")
+    assert set().union(*(judge(each.folder, each.calls >= returned) for each in states)) == faults
+
+
+def write_second_half(path):
+    with _core.File.open_to_write(path) as file:
+        file.write([(2, b"22")], 64)
+        file.sync()
+
+
+def test_ranks_share_a_log(root):
+    """Another process writes a part, and its sync counts like the first one's."""
+    disk, log, path = Disk(root), root.parent / "log", root / "shared"
+    with logged(log), _core.File.create(path, 4) as file:
+        file.write([(0, b"11")], 64)
+        _core.sync_folder(root)
+        assert forked(0, "kill", lambda: write_second_half(path)) is not None
+    assert len({call.pid for call in read_log(log)}) == 2
+    assert disk.replayed(log) == tree_of(root) == {"old": OLD, "shared": b"1122"}
+    found = {tree_of(state.folder).get("shared") for state in disk.states(log, root.parent / "cut")}
+    # Before the sync, anything may be missing. At the end, nothing is.
+    assert {None, b"", b"\0\0\0\0", b"11\0\0", b"1122", b"\0\00022"} <= found

@@ -12,202 +12,150 @@ import shutil
 
 import pytest
 import torch
-from checkpoints import APART, bit_by_bit, inside, outcome, tried, unlike
+from checkpoints import APART, bit_by_bit, check_refused, inside, outcome, unlike
 from file_faults import file_faults
 from groups import comm_of_all
 from models import CASES, Mlp, loss_of, make
 from optim_states import rank, trained
+from rows import all_refused
 from spawn import on_ranks
 from torch import nn
 
 import zshard
 from zshard import FSDP
 
-# --- arguments ------------------------------------------------------------------------------------
-
-
-def other_model(folder, model, optimizer):
-    other = torch.optim.SGD(make(Mlp).parameters(), 0.1)
-    zshard.save(folder / "new", model, other)
-
 
 def some_function():
     pass
 
 
-ARGUMENTS = {
-    "step below 0": (
-        ValueError,
-        "step must be an integer from 0 to 2**63 - 1, got -1",
-        {"step": -1},
-    ),
-    "no step": (TypeError, "'float' object cannot be interpreted", {"step": 1.0}),
-    "a truth value": (
-        ValueError,
-        "step must be an integer from 0 to 2**63 - 1, got True",
-        {"step": True},
-    ),
-    "extra": (
-        TypeError,
-        "extra['a']['b']: unsupported type function",
-        {"extra": {"a": {"b": some_function}}},
-    ),
-    "extra that is no dict": (TypeError, "extra must be a dict, got list", {"extra": [1]}),
-    "dtype": (
-        ValueError,
-        "must be a floating-point dtype of safetensors, got torch.int32",
-        {"dtype": torch.int32},
-    ),
-    "dtype of other kind": (TypeError, "torch.dtype, got 'bf16'", {"dtype": "bf16"}),
-    "size": (
-        ValueError,
-        "max_shard_size must be a positive number of bytes",
-        {"max_shard_size": "5XB"},
-    ),
-    "keep_last": (ValueError, "keep_last needs numbered", {"keep_last": 2}),
-    "keep none": (ValueError, "keep_last must be an integer from 1", {"keep_last": 0, "step": 1}),
-}
+def save(*names, **options):
+    """Return a call for a table: a save to "new" of these (the model and the optimizer, by default)."""
+
+    def call(folder, model, optimizer):
+        given = {"model": model, "optimizer": optimizer}
+        zshard.save(folder / "new", *(given[name] for name in names or given), **options)
+
+    return call
 
 
-@pytest.mark.parametrize("case", ARGUMENTS)
-@on_ranks(2)
-def test_arguments(case, tmp_path):
-    kind, text, options = ARGUMENTS[case]
-    assert (
-        tried(
-            tmp_path,
-            kind,
-            text,
-            lambda f, model, opt: zshard.save(f / "new", model, opt, **options),
-        )
-        == []
-    )
-
-
-def on_one_rank(folder):
-    """A mistake of one rank is an error on all ranks."""
-
-    def wrong(folder, model, optimizer):
-        extra = {"a": some_function} if rank() == 1 else {"a": 1}
-        zshard.save(folder / "new", model, extra=extra)
-
-    text = (
-        "cannot save extra['a']: unsupported type"
-        if rank() == 1
-        else "rank 1: cannot save extra['a']: unsupported type"
-    )
-    return tried(folder, TypeError, text, wrong)
-
-
-def test_mistake_of_one_rank_is_an_error_on_all(pool2, tmp_path):
-    assert pool2.run(on_one_rank, tmp_path) == [[], []]
-
-
-def test_non_models_are_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got OrderedDict"):
-        zshard.save(tmp_path / "x", make(Mlp).state_dict())
-    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got dict"):
-        zshard.save(tmp_path / "x", make(Mlp), {})
-    for path in ("", "/"):
-        with pytest.raises(ValueError, match="does not name a folder"):
-            zshard.save(path, make(Mlp))
-    with pytest.raises(TypeError, match="must be a string"):
-        zshard.save(b"x", make(Mlp))
-
-
-DIFFERENT = {
-    "step": ("step is 1 on rank 0, but 2 on rank 1", lambda: {"step": 1 + rank()}),
-    "limit": ("max_shard_size is 10 on rank 0, but 11", lambda: {"max_shard_size": 10 + rank()}),
-    "dtype": (
-        "tensor 'first.weight' is shape (13, 7), torch.float32 on rank 0, but shape (13, 7), torch.b",
-        lambda: {"dtype": [None, torch.bfloat16][rank()]},
-    ),
-    "keep_last": ("keep_last is", lambda: {"keep_last": 1 + rank(), "step": 1}),
-    "overwrite": ("overwrite is", lambda: {"overwrite": bool(rank())}),
-}
-
-
-def of_different(case, folder):
-    text, options = DIFFERENT[case]
-
-    def wrong(folder, model, optimizer):
-        zshard.save(folder / "new", model, optimizer, **options())
-
-    return tried(folder, zshard.DivergenceError, text, wrong)
-
-
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_ranks_that_differ(pool2, case, tmp_path):
-    (tmp_path / "new").mkdir() if "keep_last" in case else None
-    assert pool2.run(of_different, case, tmp_path) == [[], []]
-
-
-def of_different_contents(folder):
-    def paths(folder, model, optimizer):
-        zshard.save(folder / f"new{rank()}", model, optimizer)
-
-    def names(folder, model, optimizer):
-        model.register_buffer(f"more{rank()}", torch.ones(1))
-        try:
-            zshard.save(folder / "new", model)
-        finally:
-            del model._buffers[f"more{rank()}"]
-
-    def optimizers(folder, model, optimizer):
-        zshard.save(folder / "new", model, [optimizer, None][rank()])
-
-    def states(folder, model, optimizer):
-        optimizer.state[model.first.weight][f"more{rank()}"] = 1
-        try:
-            zshard.save(folder / "new", model, optimizer)
-        finally:
-            del optimizer.state[model.first.weight][f"more{rank()}"]
-
-    kind, found = zshard.DivergenceError, []
-    for text, action in (
-        ("rank 0 has 'first.weight.more0' (not a tensor)", states),
-        ("path is '", paths),
-        ("rank 0 has tensor 'more0'", names),
-        ("which rank 1 lacks", optimizers),
-    ):
-        (own := folder / action.__name__).mkdir(exist_ok=True)
-        found += tried(own, kind, text, action)
-    return found
-
-
-def test_ranks_that_would_save_different_things(pool2, tmp_path):
-    assert pool2.run(of_different_contents, tmp_path) == [[], []]
+# --- arguments ------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_optimizer_of_another_model(tmp_path):
+def test_arguments(tmp_path):
+    int32, other = torch.int32, torch.optim.SGD(make(Mlp).parameters(), 0.1)
+    function = {"a": {"b": some_function}}
+    sizes = "max_shard_size must be a positive number of bytes"
+    table = {
+        "step must be an integer from 0 to 2**63 - 1, got -1": (ValueError, {"step": -1}),
+        "step=1.0: 'float' object cannot be interpreted": (TypeError, {"step": 1.0}),
+        "step must be an integer from 0 to 2**63 - 1, got True": (ValueError, {"step": True}),
+        "step='7': 'str' object cannot be interpreted": (TypeError, {"step": "7"}),
+        "0 to 2**63 - 1, got 9223372036854775808": (ValueError, {"step": 2**63}),
+        "extra['a']['b']: unsupported type function": (TypeError, {"extra": function}),
+        "extra must be a dict, got list": (TypeError, {"extra": [1]}),
+        "floating-point dtype of safetensors, got torch.int32": (ValueError, {"dtype": int32}),
+        "torch.dtype, got 'bf16'": (TypeError, {"dtype": "bf16"}),
+        sizes: (ValueError, {"max_shard_size": "5XB"}),
+        "keep_last needs numbered": (ValueError, {"keep_last": 2}),
+        "keep_last must be an integer from 1": (ValueError, {"keep_last": 0, "step": 1}),
+        "keep_last=1.5: 'float' object cannot": (TypeError, {"keep_last": 1.5, "step": 1}),
+    }
+    rows = {text: (save(**options), kind, text) for text, (kind, options) in table.items()}
     text = "has a parameter of shape (13, 7), which the model lacks"
-    assert tried(tmp_path, ValueError, text, other_model) == []
+    call = lambda folder, model, _: zshard.save(folder / "new", model, other)  # noqa: E731
+    check_refused(tmp_path, rows | {"another model's optimizer": (call, ValueError, text)})
+
+
+def test_non_models_and_paths_are_refused(tmp_path):
+    model, missing = nn.Linear(1, 1), tmp_path / "runs"
+    path = "path must be a string or a pathlib.Path, got "
+    paths = {
+        "none": (None, TypeError, f"{path}None; zshard.latest_checkpoint"),
+        "bytes": (b"x", TypeError, f"{path}b'x'"),
+        "a number": (3, TypeError, "expected str, bytes or os.PathLike object, not int"),
+        "a NUL byte": ("a\0b", ValueError, r"path='a\x00b' contains a NUL byte"),
+    }
+    table = {
+        f"{call.__name__} {name}": (lambda call=call, path=path: call(path, model), kind, text)
+        for call in (zshard.save, zshard.load)
+        for name, (path, kind, text) in paths.items()
+    }
+
+    def refused(error, text, *words, **options):
+        call = lambda: zshard.save(*words, **options)  # noqa: E731
+        table[f"{len(table)}"] = call, error, text
+
+    new, state = tmp_path / "x", model.state_dict()
+    refused(TypeError, "model must be an nn.Module, got OrderedDict", new, state)
+    refused(TypeError, "must be a torch.optim.Optimizer, got dict", new, model, {})
+    refused(ValueError, "does not name a folder", "", model)
+    refused(ValueError, "does not name a folder", "/", model)
+    refused(FileNotFoundError, f"'{missing}' does not exist; create it first", missing / "x", model)
+    missing = missing / "run"
+    refused(FileNotFoundError, f"'{missing}' does not exist", missing, model, step=1)
+    all_refused(table)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_largest_step(tmp_path):
+    zshard.save(tmp_path, nn.Linear(1, 1), step=torch.tensor(2**63 - 1))
+    assert zshard.load(tmp_path, nn.Linear(1, 1)).step == 2**63 - 1
+
+
+# --- ranks that differ ----------------------------------------------------------------------------
+
+
+def other_paths(folder, model, optimizer):
+    zshard.save(folder / f"new{rank()}", model, optimizer)
+
+
+def other_names(folder, model, optimizer):
+    model.register_buffer(f"more{rank()}", torch.ones(1))
+    try:
+        zshard.save(folder / "new", model)
+    finally:
+        del model._buffers[f"more{rank()}"]
+
+
+def other_states(folder, model, optimizer):
+    optimizer.state[model.first.weight][f"more{rank()}"] = 1
+    try:
+        zshard.save(folder / "new", model, optimizer)
+    finally:
+        del optimizer.state[model.first.weight][f"more{rank()}"]
+
+
+@on_ranks(2)
+def test_ranks_that_differ(tmp_path):
+    """Also: a mistake of one rank is an error on all ranks."""
+    dtype = "shape (13, 7), torch.float32 on rank 0, but shape (13, 7), torch.b"
+    table = {
+        "step is 1 on rank 0, but 2 on rank 1": save(step=1 + rank()),
+        "max_shard_size is 10 on rank 0, but 11": save(max_shard_size=10 + rank()),
+        f"tensor 'first.weight' is {dtype}": save(dtype=[None, torch.bfloat16][rank()]),
+        "keep_last is": save(keep_last=1 + rank(), step=1),
+        "overwrite is": save(overwrite=bool(rank())),
+        "rank 0 has 'first.weight.more0' (not a tensor)": other_states,
+        "path is '": other_paths,
+        "rank 0 has tensor 'more0'": other_names,
+        "which rank 1 lacks": save("model", *["optimizer"][rank() :]),
+    }
+    (tmp_path / "new").mkdir(exist_ok=True)  # the folder of numbered ones
+    rows = {text: (call, zshard.DivergenceError, text) for text, call in table.items()}
+    text = f"{['rank 1: ', ''][rank()]}cannot save extra['a']: unsupported type"
+    extra = {"a": [1, some_function][rank()]}
+    check_refused(tmp_path, rows | {"of one rank": (save(extra=extra), TypeError, text)})
 
 
 # --- wrong time -----------------------------------------------------------------------------------
 
 
 def in_forward(folder, model, optimizer):
-    def save(*_):
-        zshard.save(folder / "new", model, optimizer)
-
-    handle = model.second.register_forward_hook(save)
+    handle = model.second.register_forward_hook(lambda *_: save()(folder, model, optimizer))
     try:
         model(CASES["mlp"].batch(0, rank()))
-    finally:
-        handle.remove()
-
-
-def in_backward(folder, model, optimizer):
-    def save(grad):
-        zshard.save(folder / "new", model)
-
-    handle = model.second.register_forward_hook(
-        lambda _, args, out: out.register_hook(save) and None
-    )
-    try:
-        loss_of(model(CASES["mlp"].batch(0, rank()))).backward()
     finally:
         handle.remove()
 
@@ -225,29 +173,27 @@ def unsharded(folder, model, optimizer):
         model.first.reshard()
 
 
-TIMES = {
-    in_forward: "cannot save during a step: do it before the forward",
-    while_whole: "cannot save while unshard() or summon_full_params() keeps the parameters",
-    unsharded: "cannot save while unshard() or summon_full_params() keeps the parameters",
-}
-
-
-@pytest.mark.parametrize("action", TIMES, ids=lambda action: action.__name__)
 @on_ranks(2)
-def test_save_at_the_wrong_time(action, tmp_path):
-    text = TIMES[action]
-    assert tried(tmp_path, RuntimeError, text, action) == []
+def test_save_at_the_wrong_time(tmp_path):
+    step = "cannot save during a step: do it before the forward"
+    whole = "cannot save while unshard() or summon_full_params() keeps the parameters"
+    texts = {in_forward: step, while_whole: whole, unsharded: whole}
+    rows = {call.__name__: (call, RuntimeError, text) for call, text in texts.items()}
+    check_refused(tmp_path, rows)
 
 
-def in_a_backward(folder):
+@on_ranks(2)
+def test_save_in_a_backward(tmp_path):
     """A backward that raises ends there, as always; the model cannot train on from it here."""
-    model, optimizer = trained("mlp", APART, "zshard.AdamW")
-    found = outcome(lambda: in_backward(folder, model, optimizer))
-    return found[0] is RuntimeError, "cannot save during a step" in found[1], inside(folder)
-
-
-def test_save_in_a_backward(pool2, tmp_path):
-    assert pool2.run(in_a_backward, tmp_path) == [(True, True, [])] * 2
+    model, _ = trained("mlp", APART, "zshard.AdamW")
+    model.second.register_forward_hook(
+        lambda _, args, out: (
+            out.register_hook(lambda _: zshard.save(tmp_path / "x", model)) and None
+        )
+    )
+    with pytest.raises(RuntimeError, match="cannot save during a step"):
+        loss_of(model(CASES["mlp"].batch(0, rank()))).backward()
+    assert inside(tmp_path) == []
 
 
 # --- failing calls --------------------------------------------------------------------------------
@@ -299,57 +245,3 @@ def test_each_failing_call(pool2, sufferer, what, overwrite, tmp_path):
     assert first[1:] == second[1:]
     assert first[1] >= (30 if sufferer == 0 else 6)
     assert first[2] <= (24 if sufferer == 0 else 2)  # it deletes the old checkpoint and its lock
-
-
-# --- paths and steps -----------------------------------------------------------------------------
-
-
-PATHS = {
-    "none": (
-        None,
-        TypeError,
-        "path must be a string or a pathlib.Path, got None; zshard.latest_checkpoint",
-    ),
-    "bytes": (b"x", TypeError, "path must be a string or a pathlib.Path, got b'x'"),
-    "a number": (3, TypeError, "expected str, bytes or os.PathLike object, not int"),
-    "a NUL byte": ("a\0b", ValueError, r"path='a\x00b' contains a NUL byte"),
-}
-
-
-@pytest.mark.parametrize("case", PATHS)
-@pytest.mark.parametrize("call", [zshard.save, zshard.load])
-def test_invalid_paths(call, case):
-    path, kind, text = PATHS[case]
-    with pytest.raises(kind) as caught:
-        call(path, nn.Linear(1, 1))
-    assert text in str(caught.value)
-
-
-def test_missing_parent_folder(tmp_path):
-    missing = tmp_path / "runs"
-    for path, options in ((missing / "x", {}), (missing / "run" / "x", {"step": 1})):
-        with pytest.raises(
-            FileNotFoundError, match=f"'{path.parent}.*does not exist; create it first"
-        ):
-            zshard.save(path, nn.Linear(1, 1), **options)
-    assert list(tmp_path.iterdir()) == []
-
-
-STEPS = {
-    "text": ({"step": "7"}, TypeError, "step='7': 'str' object cannot be interpreted"),
-    "too large": ({"step": 2**63}, ValueError, "0 to 2**63 - 1, got 9223372036854775808"),
-    "keep_last": ({"step": 1, "keep_last": 1.5}, TypeError, "keep_last=1.5: 'float' object cannot"),
-}
-
-
-@pytest.mark.parametrize("case", STEPS)
-def test_invalid_steps(case, tmp_path):
-    options, kind, text = STEPS[case]
-    with pytest.raises(kind) as caught:
-        zshard.save(tmp_path, nn.Linear(1, 1), **options)
-    assert text in str(caught.value) and list(tmp_path.iterdir()) == []
-
-
-def test_largest_step(tmp_path):
-    zshard.save(tmp_path, nn.Linear(1, 1), step=torch.tensor(2**63 - 1))
-    assert zshard.load(tmp_path, nn.Linear(1, 1)).step == 2**63 - 1

@@ -7,6 +7,7 @@ are saved by some hosts and loaded by others are the same, to the bit.
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -23,17 +24,20 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from damage import flip
 from groups import mesh_of, on_hosts
 from nursery import fork_ranks
-from spawn import RankPool
+from optim_states import rank
+from rows import all_refused
+from spawn import RankPool, on_ranks
 from torch import nn
 
 import zshard
 from zshard import FSDP, CheckpointError, __main__
 from zshard.checkpoint import folder
 from zshard.checkpoint.manifest import Manifest
-from zshard.extras.per_host import hosts as of_hosts
-from zshard.extras.per_host import write_parts as save_parts
+from zshard.extras.per_host import hosts, write_parts
 from zshard.extras.per_host.collect import collect
 from zshard.ranks import meeting
 from zshard.wrap import ModuleWrapPolicy
@@ -48,29 +52,40 @@ def on_nodes(per_host: int, function, *args, **options):
         return function(*args, **options)
 
 
+def hosts_of(per_host: int, world: int):
+    """Run the decorated test on each of `world` ranks of such hosts."""
+    on_hosts = lambda body: functools.wraps(body)(functools.partial(on_nodes, per_host, body))  # noqa: E731
+    return lambda body: on_ranks(world)(on_hosts(body))
+
+
 def node() -> int:
     """Return the number of this rank's host."""
     return int(meeting.host_id().removeprefix("node"))
 
 
-def disk(root: str, number: int) -> str:
-    """Return the folder that only this host has."""
-    path = Path(root, f"disk{number}")
+def disk(root, number: int | None = None) -> str:
+    """Return the folder that only this host, or that one, has."""
+    path = Path(root, f"disk{node() if number is None else number}")
     path.mkdir(parents=True, exist_ok=True)
     return str(path / "checkpoints")
 
 
-def made(strategy: str, transport: str | None = None, seed: int = 0):
+def by_rank_0(action, *args) -> None:
+    """Change the disks while no rank uses them."""
+    dist.barrier()
+    if rank() == 0:
+        action(*args)
+    dist.barrier()
+
+
+def made(strategy="full_shard", transport=None, seed: int = 0):
     """Return a model and an optimizer of several units and dtypes, with a buffer."""
     torch.manual_seed(seed)
-    layers = nn.Sequential(
-        nn.Linear(32, 257), nn.Linear(257, 65), nn.BatchNorm1d(65), nn.Linear(65, 3)
-    )
-    policy = ModuleWrapPolicy({nn.Linear})
+    kinds = nn.Linear(32, 257), nn.Linear(257, 65), nn.BatchNorm1d(65), nn.Linear(65, 3)
     options = {"strategy": strategy, "transport": transport, "timeout": 60}
     if strategy.startswith("hybrid"):
         options["device_mesh"] = mesh_of(2, 2)
-    model = FSDP(layers, auto_wrap_policy=policy, **options)
+    model = FSDP(nn.Sequential(*kinds), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
     return model, zshard.AdamW(model.parameters(), lr=0.01)
 
 
@@ -84,37 +99,28 @@ def train(model, optimizer, steps: int = 2) -> None:
 
 def digest(model, optimizer) -> str:
     """Return a checksum of all state. Collective."""
-    found = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        found.update(
-            name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        )
-    for number, own in sorted(optimizer.state_dict()["state"].items()):
-        for key, value in sorted(own.items()):
-            plain = torch.as_tensor(value).contiguous().view(-1).view(torch.uint8).numpy()
-            found.update(f"{number}.{key}".encode() + plain.tobytes())
-    return found.hexdigest()
+    state = dict(model.state_dict())
+    for number, own in optimizer.state_dict()["state"].items():
+        state |= {f"{number}.{key}": torch.as_tensor(value) for key, value in own.items()}
+    checksum = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        plain = value.contiguous().view(-1).view(torch.uint8)
+        checksum.update(name.encode() + plain.numpy().tobytes())
+    return checksum.hexdigest()
 
 
-# --- what ranks do --------------------------------------------------------------------------------
-
-
-def save(root, strategy="full_shard", transport=None, steps=(3,), **options):
+def save(root, strategy="full_shard", transport=None, steps=(3,)):
+    """Train, save each step, and return the last one's digest."""
     model, optimizer = made(strategy, transport)
-    digests = []
     for step in steps:
         train(model, optimizer)
-        extra = {**SEEN, "rank": int(os.environ["RANK"])}
-        saved = zshard.save(
-            disk(root, node()), model, optimizer, step=step, per_host=True, extra=extra, **options
-        )
-        saved.wait()
-        digests.append(digest(model, optimizer))
-    return digests
+        extra = {**SEEN, "rank": rank()}
+        zshard.save(disk(root), model, optimizer, step=step, per_host=True, extra=extra)
+    return digest(model, optimizer)
 
 
-def load(root, strategy="full_shard", transport=None, numbers=None):
-    number = node() if numbers is None else numbers[node()]
+def load(root, strategy="full_shard", transport=None, number=None):
+    """Return (digest, step, rank that saved)."""
     model, optimizer = made(strategy, transport, seed=1)
     loaded = zshard.load(disk(root, number), model, optimizer)
     assert loaded.verified
@@ -122,46 +128,43 @@ def load(root, strategy="full_shard", transport=None, numbers=None):
     return digest(model, optimizer), loaded.step, loaded["rank"]
 
 
+def load_one(path):
+    model, optimizer = made("zero2", seed=1)
+    zshard.load(path, model, optimizer)
+    return digest(model, optimizer)
+
+
 def refused(root, number=None) -> str:
     """Return the error of a load, after which the ranks can still work together."""
-    model, optimizer = made("full_shard", seed=1)
+    model, optimizer = made(seed=1)
     before = digest(model, optimizer)
     for verify in (True, False):
         with pytest.raises(CheckpointError) as error:
-            path = disk(root, node() if number is None else number)
-            zshard.load(path, model, optimizer, verify=verify)
+            zshard.load(disk(root, number), model, optimizer, verify=verify)
         assert digest(model, optimizer) == before
         if "is damaged" in str(error.value):
             break
     return str(error.value)
 
 
-def folders(root) -> dict[str, list[str]]:
-    """Return the files of the checkpoint, by disk."""
-    return {
-        path.name: sorted(each.name for each in (path / "checkpoints" / STEP).iterdir())
-        for path in sorted(Path(root).iterdir())
-    }
-
-
-@pytest.fixture
-def root(tmp_path):
-    return str(tmp_path)
+def gather_disks(root) -> None:
+    """Copy all part files to the first disk."""
+    for each in Path(root, "disk1/checkpoints", STEP).glob("*.part"):
+        shutil.copy(each, Path(root, "disk0/checkpoints", STEP))
 
 
 @pytest.fixture
 def on(pools):
     """on(hosts, ranks per host, function, *args): what it returned on each rank of new hosts."""
 
-    def run(hosts, per_host, function, *args):
-        world = hosts * per_host
-        pool = pools.setdefault(world, RankPool(world))
+    def run(count, per_host, function, *args):
+        pool = pools.setdefault(count * per_host, RankPool(count * per_host))
         return pool.run(on_nodes, per_host, function, *args)
 
     return run
 
 
-# --- tests ----------------------------------------------------------------------------------------
+# --- all parts, wherever they are -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,367 +174,241 @@ def on(pools):
         *(("hybrid_full", None), ("no_shard", "c10d")),
     ],
 )
-def test_each_host_writes_only_its_own(on, root, strategy, transport):
-    wanted = on(2, 2, save, root, strategy, transport)[0][-1]
-    files = folders(root)
-    assert set(files["disk0"]) & set(files["disk1"]) == {"all-hosts.part", "zshard.json"}
-    manifests = {Path(root, d, "checkpoints", STEP, "zshard.json").read_text() for d in files}
-    assert len(manifests) == 1
-    found = on(2, 2, load, root, strategy, transport)
-    assert found == [(wanted, 3, rank) for rank in range(4)]
+@hosts_of(2, 4)
+def test_each_host_writes_only_its_own(tmp_path, strategy, transport):
+    wanted = save(tmp_path, strategy, transport)
+    assert load(tmp_path, strategy, transport) == (wanted, 3, rank())
+    disks = [Path(disk(tmp_path, number), STEP) for number in (0, 1)]
+    first, second = ({each.name for each in path.iterdir()} for path in disks)
+    assert first & second == {"all-hosts.part", "zshard.json"}
+    assert len({(path / "zshard.json").read_text() for path in disks}) == 1
 
 
 def load_if_here(root):
     """Load on hosts that have changed places: only with all parts."""
-    numbers = [1, 0, 2, 3]
-    text = refused(root, numbers[node()])
-    collect_on_hosts(root, numbers)
-    return text, load(root, numbers=numbers)
+    number = [1, 0, 2, 3][node()]
+    text = refused(root, number)
+    with mock.patch.object(sys, "argv", ["zshard", "checkpoint", "collect", disk(root, number)]):
+        assert __main__.main() == 0
+    return text, load(root, number=number)
 
 
-@pytest.mark.parametrize("hosts,per_host", [(2, 2), (2, 1), (3, 1)])
-def test_other_hosts_load_what_they_have_collected(on, root, hosts, per_host):
-    wanted = on(2, 2, save, root)[0][-1]
-    lacks = "host 'node2' has none" if hosts == 3 else r"host 'node[01]' \(ranks .*weight'"
-    for text, (found, step, _) in on(hosts, per_host, load_if_here, root):
+@pytest.mark.parametrize("count,per_host", [(2, 2), (2, 1), (3, 1)])
+def test_other_hosts_load_what_they_have_collected(on, tmp_path, count, per_host):
+    wanted = on(2, 2, save, tmp_path)[0]
+    lacks = "host 'node2' has none" if count == 3 else r"host 'node[01]' \(ranks .*weight'"
+    for text, (found, step, _) in on(count, per_host, load_if_here, tmp_path):
         assert (found, step) == (wanted, 3)
         assert re.search(lacks, text) and "ckpt collect" in text
 
 
-def test_one_host_loads_the_parts_of_all(on, root):
-    wanted = on(2, 2, save, root)[0][-1]
-    gather_disks(root)
-    assert {each[0] for each in on(1, 2, load, root)} == {wanted}
-
-
-def refused_to_collect(root) -> str:
-    with pytest.raises(CheckpointError) as error:
-        collect([disk(root, node())])
-    return str(error.value)
-
-
-def test_a_lost_host_is_named_with_what_is_lost(on, root):
-    on(2, 2, save, root)
-    shutil.rmtree(Path(root, "disk1"))
-    for text in on(2, 2, refused, root):
-        assert "the host 'node1' has none" in text and "ckpt collect" in text
-    for text in on(2, 2, refused_to_collect, root):
-        assert "host 'node1' (ranks 2, 3)" in text
-    assert any("weight'" in text for text in on(2, 2, refused_to_collect, root))
-
-
-def load_collected(root, strategy):
-    collect([disk(root, node())])
-    return load(root, strategy)
+@hosts_of(2, 4)
+def test_a_lost_host_is_named_with_what_is_lost(tmp_path):
+    save(tmp_path)
+    by_rank_0(shutil.rmtree, tmp_path / "disk1")
+    text = refused(tmp_path)
+    assert "the host 'node1' has none" in text and "ckpt collect" in text
+    with pytest.raises(CheckpointError, match=r"host 'node1' \(ranks 2, 3\)") as caught:
+        collect([disk(tmp_path)])
+    texts = [None] * 4
+    dist.all_gather_object(texts, str(caught.value))
+    assert any("weight'" in text for text in texts)
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "no_shard"])
 @pytest.mark.parametrize("lost", [0, 1])
-def test_replicas_lose_nothing_with_a_host(on, root, strategy, lost):
-    wanted = on(2, 2, save, root, strategy)[0][-1]
-    shutil.rmtree(Path(root, f"disk{lost}"))
-    assert {each[0] for each in on(2, 2, load_collected, root, strategy)} == {wanted}
+@hosts_of(2, 4)
+def test_replicas_lose_nothing_with_a_host(tmp_path, strategy, lost):
+    wanted = save(tmp_path, strategy)
+    by_rank_0(shutil.rmtree, tmp_path / f"disk{lost}")
+    collect([disk(tmp_path)])
+    assert load(tmp_path, strategy)[0] == wanted
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
-def test_hosts_of_unequal_size(pool3, root, strategy):
+@hosts_of(2, 3)
+def test_hosts_of_unequal_size(tmp_path, strategy):
     """Two ranks write together what one rank writes alone; then each host has both."""
-    [wanted] = pool3.run(on_nodes, 2, save, root, "no_shard", "c10d")[0]
-    assert {each[0] for each in pool3.run(on_nodes, 2, load, root, "no_shard", "c10d")} == {wanted}
-    assert {e[0] for e in pool3.run(on_nodes, 2, load_collected, root, strategy)} == {wanted}
+    wanted = save(tmp_path, "no_shard", "c10d")
+    assert load(tmp_path, "no_shard", "c10d")[0] == wanted
+    collect([disk(tmp_path)])
+    assert load(tmp_path, strategy)[0] == wanted
 
 
-def save_and_load_with(root, name):
-    """Return the state of an optimizer whose matrices belong to one rank each, before and after."""
+@pytest.mark.parametrize("name", ["Muon", "WholeMatrix"])
+@hosts_of(2, 4)
+def test_state_on_one_rank_is_on_its_host(tmp_path, name):
+    """The matrices of an optimizer belong to one rank each."""
     digests = []
     for seed in (0, 1):
-        model, _ = made("full_shard", seed=seed)
+        model, _ = made(seed=seed)
         if name == "Muon":
             optimizer = zshard.Muon(model)
         else:
             optimizer = zshard.WholeMatrix(torch.optim.Adafactor, model.parameters(), lr=0.01)
         if seed == 0:
             train(model, optimizer)
-            zshard.save(disk(root, node()), model, optimizer, per_host=True)
+            zshard.save(disk(tmp_path), model, optimizer, per_host=True)
         else:
-            zshard.load(disk(root, node()), model, optimizer)
+            zshard.load(disk(tmp_path), model, optimizer)
         digests.append(digest(model, optimizer))
-    return digests
+    assert digests[0] == digests[1]
 
 
-@pytest.mark.parametrize("name", ["Muon", "WholeMatrix"])
-def test_state_on_one_rank_is_on_its_host(on, root, name):
-    for before, after in on(2, 2, save_and_load_with, root, name):
-        assert before == after
+# --- incomplete and damaged checkpoints -----------------------------------------------------------
 
 
-def save_two_steps(root):
-    return save(root, steps=(3, 5))
-
-
-def load_with_errors(root) -> str:
-    """Warnings are errors: that of one rank is raised on all."""
-    with warnings.catch_warnings():
+@hosts_of(1, 2)
+def test_an_incomplete_newest_checkpoint_is_skipped_and_replaced(tmp_path):
+    """A host was lost between the others' renames and its own."""
+    second, path = save(tmp_path, steps=(3, 5)), disk(tmp_path)
+    by_rank_0(shutil.rmtree, tmp_path / "disk1/checkpoints/step-00000005")
+    first, step, _ = load(tmp_path)
+    assert step == 3
+    with warnings.catch_warnings():  # errors: that of one rank is raised on all
         warnings.simplefilter("error", RuntimeWarning)
-        try:
-            load(root)
-        except (RuntimeWarning, RuntimeError) as error:
-            return str(error)
-    return ""
-
-
-def resume(root):
-    """Load, train, and save step 5."""
-    path = disk(root, node())
-    model, optimizer = made("full_shard")
-    found = zshard.latest_checkpoint(path, model)
-    assert found is not None and found.endswith(STEP)
-    with pytest.warns(RuntimeWarning, match="step-00000005") if is_first() else nullcontext():
+        with pytest.raises((RuntimeWarning, RuntimeError), match="step-00000003' is taken"):
+            load(tmp_path)
+    with pytest.warns(RuntimeWarning, match="no folder that was given has them"):
+        assert STEP in str(collect([path])) or rank() == 1
+    assert load(tmp_path)[:2] == (first, 3)
+    model, optimizer = made()
+    assert zshard.latest_checkpoint(path, model).endswith(STEP)
+    told = pytest.warns(RuntimeWarning, match="step-00000005") if rank() == 0 else nullcontext()
+    with told:
         zshard.load(path, model, optimizer)
     train(model, optimizer)
-    zshard.save(path, model, optimizer, step=5, per_host=True, extra={**SEEN, "rank": 0})
+    extra = {**SEEN, "rank": 0}
+    zshard.save(path, model, optimizer, step=5, per_host=True, extra=extra)
     with pytest.raises(FileExistsError):
         zshard.save(path, model, optimizer, step=5, per_host=True)
-    return digest(model, optimizer)
+    assert digest(model, optimizer) == second
+    assert load(tmp_path)[:2] == (second, 5)
 
 
-def is_first() -> bool:
-    return os.environ["RANK"] == "0"
-
-
-def test_an_incomplete_newest_checkpoint_is_skipped_and_replaced(on, root):
-    """A host was lost between the others' renames and its own."""
-    first, second = on(2, 1, save_two_steps, root)[0]
-    shutil.rmtree(Path(root, "disk1/checkpoints/step-00000005"))
-    assert {each[:2] for each in on(2, 1, load, root)} == {(first, 3)}
-    for text in on(2, 1, load_with_errors, root):
-        assert "step-00000003' is taken" in text
-    assert set(on(2, 1, resume, root)) == {second}
-    assert {each[:2] for each in on(2, 1, load, root)} == {(second, 5)}
-
-
-def collect_an_older_one(root) -> str:
-    with pytest.warns(RuntimeWarning, match="no folder that was given has them"):
-        return str(collect([disk(root, node())]))
-
-
-def test_the_newest_complete_checkpoint_is_collected(on, root):
-    wanted, _ = on(2, 1, save_two_steps, root)[0]
-    shutil.rmtree(Path(root, "disk1/checkpoints/step-00000005"))
-    assert STEP in on(2, 1, collect_an_older_one, root)[0]
-    assert {each[:2] for each in on(2, 1, load, root)} == {(wanted, 3)}
-
-
-def save_over(root, strategy) -> None:
-    with pytest.raises(FileExistsError):
-        save(root, strategy)
-
-
-def test_what_one_host_has_alone_is_not_replaced_if_it_is_complete(on, root):
+@hosts_of(1, 2)
+def test_what_one_host_has_alone_is_not_replaced_if_it_is_complete(tmp_path):
     """A replica of the other host, whose disk is new."""
-    wanted = on(2, 1, save, root, "no_shard")[0][-1]
-    shutil.rmtree(Path(root, "disk1"))
-    on(2, 1, save_over, root, "no_shard")
-    on(2, 1, load_collected, root, "no_shard")
-    assert {each[0] for each in on(2, 1, load, root, "no_shard")} == {wanted}
+    wanted = save(tmp_path, "no_shard")
+    by_rank_0(shutil.rmtree, tmp_path / "disk1")
+    with pytest.raises(FileExistsError):
+        save(tmp_path, "no_shard")
+    collect([disk(tmp_path)])
+    assert load(tmp_path, "no_shard")[0] == wanted
 
 
-def damage(root, lost: int) -> Path:
-    """Flip a bit of a tensor in a part file."""
-    path = next(Path(root, f"disk{lost}", "checkpoints", STEP).glob("rank*.part"))
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
-    return path
-
-
-def test_damage_is_found_where_the_file_is(on, root):
-    on(2, 1, save, root)
-    path = damage(root, 1)
-    for text in on(2, 1, refused, root):
-        assert f"'{path}' is damaged" in text and "'0.weight'" in text
-    for text in on(2, 1, refused_to_collect, root):
-        assert f"'{path}' is damaged" in text
-
-
-def load_another_model(root):
-    """Fail to load, with another model; then load in the same processes."""
-    other = FSDP(nn.Linear(3, 3))
+@hosts_of(1, 2)
+def test_damage_is_found_where_the_file_is(tmp_path):
+    """A load that fails leaves the next one as it was."""
+    wanted = save(tmp_path)
     with pytest.raises(RuntimeError, match="Missing key"):
-        zshard.load(disk(root, node()), other)
-    return [load(root) for _ in range(2)]
+        zshard.load(disk(tmp_path), FSDP(nn.Linear(3, 3)))
+    assert [load(tmp_path)[0] for _ in range(2)] == [wanted, wanted]
+    path = next(Path(disk(tmp_path, 1), STEP).glob("rank*.part"))
+    by_rank_0(flip, path, -5)
+    text = refused(tmp_path)
+    assert f"'{path}' is damaged" in text and "'0.weight'" in text
+    with pytest.raises(CheckpointError, match=f"'{path}' is damaged"):
+        collect([disk(tmp_path)])
 
 
-def test_a_load_that_fails_leaves_the_next_one_as_it_was(on, root):
-    wanted = on(2, 1, save, root)[0][-1]
-    for found in on(2, 1, load_another_model, root):
-        assert [each[0] for each in found] == [wanted, wanted]
+@hosts_of(1, 2)
+def test_misuse(tmp_path):
+    model, optimizer = made()
+    path, number, differ = disk(tmp_path), node(), zshard.DivergenceError
+    (tmp_path / "shared").mkdir(exist_ok=True)
 
+    def saving(where=path, **options):
+        return lambda: zshard.save(where, model, optimizer, **{"per_host": True, **options})
 
-def misuse(root):
-    number = node()
-    model, optimizer = made("full_shard")
-    path = disk(root, number)
-    shared = str(Path(root, "shared"))
-    for error, text, where, options in (
-        (ValueError, "share the folder", shared, {"per_host": True}),
-        (
-            ValueError,
-            "overwrite=True is not available",
-            path,
-            {"per_host": True, "overwrite": True},
-        ),
-        (ValueError, "replicas= was removed", path, {"per_host": True, "replicas": 1}),
-        (zshard.DivergenceError, "per_host", path, {"per_host": number == 0}),
-        (zshard.DivergenceError, "path", path + str(number), {"per_host": True}),
-        (FileNotFoundError, "does not exist", path + "/a/b", {"per_host": True}),
-    ):
-        with pytest.raises(error, match=text):
-            zshard.save(where, model, optimizer, **options)
+    shared = saving(f"{tmp_path}/shared")
+    all_refused(
+        {
+            "shared": (shared, ValueError, "share the folder"),
+            "overwrite": (saving(overwrite=True), ValueError, "overwrite=True is not available"),
+            "replicas": (saving(replicas=1), ValueError, "replicas= was removed"),
+            "on one host": (saving(per_host=number == 0), differ, "per_host"),
+            "other paths": (saving(path + str(number)), differ, "path"),
+            "no folder": (saving(path + "/a/b"), FileNotFoundError, "does not exist"),
+        }
+    )
     train(model, optimizer)
-    zshard.save(path, model, optimizer, per_host=True)
-    assert sorted(os.listdir(path)) == [
-        "all-hosts.part", f"rank-0000{number}-of-00002.part", "zshard.json"
-    ]  # fmt: skip
+    saving()()
+    names = ["all-hosts.part", f"rank-0000{number}-of-00002.part", "zshard.json"]
+    assert sorted(os.listdir(path)) == names
     zshard.load(path, model, optimizer)
     with pytest.raises(ValueError, match="under torchrun, pass one path"):
         collect([path, path])
     with pytest.raises(TypeError, match="path must be"):
         zshard.load(path if number == 0 else None, model, optimizer)
-    assert zshard.latest_checkpoint(str(Path(root, "nowhere")), model) is None
-    return sorted(os.listdir(root)), os.listdir(Path(root, "shared"))
+    assert zshard.latest_checkpoint(f"{tmp_path}/nowhere", model) is None
+    assert sorted(os.listdir(tmp_path)) == ["disk0", "disk1", "shared"]
+    assert os.listdir(tmp_path / "shared") == []
 
 
-def test_misuse(on, root):
-    Path(root, "shared").mkdir()
-    assert on(2, 1, misuse, root) == [(["disk0", "disk1", "shared"], [])] * 2
-
-
-# --- failures in the middle -----------------------------------------------------------------------
-
-
-def fail_in_the_middle(root, where):
+@pytest.mark.parametrize("where", ["_write_part", "FileBlocks", "write_text", "commit"])
+@hosts_of(1, 2)
+def test_a_failure_on_one_host_leaves_nothing_on_any(tmp_path, where):
     """Rank 1 fails within a save, then all ranks save again."""
-    model, optimizer = made("full_shard")
+    model, optimizer = made()
     train(model, optimizer)
-    path = disk(root, node())
-    options = {"step": 3, "per_host": True, "extra": {**SEEN, "rank": 0}}
-    owner = of_hosts if where == "FileBlocks" else save_parts
-    with failing_on_node1(owner, where), pytest.raises(OSError, match="no space"):
+    path, options = disk(tmp_path), {"step": 3, "per_host": True, "extra": {**SEEN, "rank": 0}}
+    owner = {"FileBlocks": hosts, "commit": folder.Staging}.get(where, write_parts)
+    full = mock.patch.object(owner, where, side_effect=OSError(errno.ENOSPC, "no space left"))
+    with full if node() == 1 else nullcontext(), pytest.raises(OSError, match="no space"):
         zshard.save(path, model, optimizer, **options)
-    assert os.listdir(path) == []
+    assert [each for each in os.listdir(path) if "lock" not in each] == []
     zshard.save(path, model, optimizer, **options)
-    return digest(model, optimizer)
-
-
-def failing_on_node1(where, name):
-    """A context in which a function of zshard fails on that host."""
-    error = OSError(errno.ENOSPC, "no space left")
-    return mock.patch.object(where, name, side_effect=error) if node() == 1 else nullcontext()
-
-
-@pytest.mark.parametrize("where", ["_write_part", "FileBlocks", "write_text"])
-def test_a_failure_on_one_host_leaves_nothing_on_any(on, root, where):
-    wanted = on(2, 1, fail_in_the_middle, root, where)[0]
-    assert {each[0] for each in on(2, 1, load, root)} == {wanted}
-
-
-def fail_to_rename(root):
-    model, optimizer = made("full_shard")
-    path = disk(root, node())
-    with failing_on_node1(folder.Staging, "commit"), pytest.raises(OSError, match="no space"):
-        zshard.save(path, model, optimizer, step=3, per_host=True)
-    return [each for each in os.listdir(path) if "lock" not in each]
-
-
-def test_a_host_that_cannot_rename_makes_all_take_it_back(on, root):
-    assert on(2, 1, fail_to_rename, root) == [[], []]
-
-
-def become_node() -> int:
-    """Make this forked rank a host; return its number."""
-    os.environ["ZSHARD_HOST"] = f"node{os.environ['RANK']}"
-    return node()
-
-
-def gather_disks(root) -> None:
-    """Copy all part files to the first disk."""
-    for each in Path(root, "disk1/checkpoints", STEP).glob("*.part"):
-        shutil.copy(each, Path(root, "disk0/checkpoints", STEP))
+    assert load(tmp_path)[0] == digest(model, optimizer)
 
 
 # --- collecting, and one process ------------------------------------------------------------------
 
 
-def collect_on_hosts(root, numbers):
-    command = ["zshard", "checkpoint", "collect", disk(root, numbers[node()])]
-    with mock.patch.object(sys, "argv", command):
-        assert __main__.main() == 0
-
-
-def test_collect(on, root, command):
-    wanted = on(2, 2, save, root)[0][-1]
-    disks = [str(Path(root, name, "checkpoints")) for name in ("disk0", "disk1")]
-    out = str(Path(root, "one"))
+def test_collect(on, tmp_path, command):
+    """Also: one host, and one process, load the parts of all."""
+    wanted = on(2, 2, save, tmp_path)[0]
+    disks = [disk(tmp_path, number) for number in (0, 1)]
+    out = str(tmp_path / "one")
     status, said, errors = command("collect", *disks, out)
     assert status == 0 and "wrote" in said, errors
     assert Manifest.read(out).more == {}
-    status, _, errors = command("verify", out)
-    assert status == 0, errors
-    assert set(os.listdir(out)) == {
-        *("model.safetensors", "model.safetensors.index.json", "optimizer.safetensors"),
-        *("optimizer.safetensors.index.json", "zshard.json"),
-    }
+    assert command("verify", out)[0] == 0
+    stems = {"model.safetensors", "optimizer.safetensors"}
+    assert {*os.listdir(out)} == stems | {"zshard.json", *(f"{each}.index.json" for each in stems)}
+    gather_disks(tmp_path)
+    assert {each[0] for each in on(1, 2, load, tmp_path)} == {wanted}
     assert set(on(1, 2, load_one, out)) == {wanted}
+    assert load_one(disks[0]) == wanted
 
 
-def load_one(path):
-    model, optimizer = made("zero2", seed=1)
-    zshard.load(path, model, optimizer)
-    return digest(model, optimizer)
-
-
-def test_commands_name_what_is_missing(on, root, command):
-    on(2, 1, save, root)
-    one = str(Path(root, "disk0/checkpoints"))
-    for words in (["verify", one], ["collect", one, f"{root}/out"], ["export", one, f"{root}/o"]):
+def test_commands_name_what_is_missing(on, tmp_path, command):
+    on(2, 1, save, tmp_path)
+    one = disk(tmp_path, 0)
+    out = tmp_path / "out"
+    for words in (["verify", one], ["collect", one, out], ["export", one, out]):
         status, _, errors = command(*words)
-        assert status == 1 and "host 'node1'" in errors, (words, errors)
-    status, said, _ = command("inspect", one)
-    parts = [
-        line.rpartition(": ")[2] for line in said.splitlines() if ".part of host 'node" in line
-    ]
-    assert status == 0 and parts == ["here", "here", "not in this folder"]
-    gather_disks(root)
-    for words in (["verify", one], ["export", one, f"{root}/exported"]):
-        status, _, errors = command(*words)
-        assert status == 0, (words, errors)
-    parts = json.loads(command("inspect", one, "--json")[1])["parts"]
-    assert [(part["host"], part["here"]) for part in parts.values()] == [
-        ("node0", True),
-        ("node0", True),
-        ("node1", True),
-    ]
+        assert status == 1 and "host 'node1'" in errors, errors
+    lines = command("inspect", one)[1].splitlines()
+    parts = [line.rpartition(": ")[2] for line in lines if ".part of host 'node" in line]
+    assert parts == ["here", "here", "not in this folder"]
+    gather_disks(tmp_path)
+    for words in (["verify", one], ["export", one, tmp_path / "exported"]):
+        assert command(*words)[0] == 0, words
+    parts = json.loads(command("inspect", one, "--json")[1])["parts"].values()
+    assert [part["host"] for part in parts] == ["node0", "node0", "node1"]
+    assert all(part["here"] for part in parts)
 
 
-def test_one_process_loads_what_one_folder_has_of_all_hosts(on, root):
-    wanted = on(2, 1, save, root)[0][-1]
-    gather_disks(root)
-    assert load_one(f"{root}/disk0/checkpoints") == wanted
-
-
-def run_documented_block(root):
+@hosts_of(1, 2)
+def test_documented_block(tmp_path):
     text = Path(__file__).parents[2].joinpath("docs", "checkpoints.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     [block] = [each for each in blocks if "per_host" in each]
-    model, optimizer = made("full_shard")
+    model, optimizer = made()
     names = {"zshard": zshard, "model": model, "optimizer": optimizer, "step": 3}
-    exec(block.replace("/scratch/checkpoints", disk(root, node())), names)
-    return names["loaded"].step
-
-
-def test_documented_block(on, root):
-    assert on(2, 1, run_documented_block, root) == [3, 3]
+    exec(block.replace("/scratch/checkpoints", disk(tmp_path)), names)
+    assert names["loaded"].step == 3
 
 
 # --- a host that is killed at any time ------------------------------------------------------------
@@ -539,44 +416,36 @@ def test_documented_block(on, root):
 
 def save_until_killed(root, seed):
     """Save at every step; one host is killed at a random time."""
-    number = become_node()
-    model, optimizer = made("full_shard")
-    zshard.save(disk(root, number), model, optimizer, step=1, per_host=True)  # connects the ranks
+    os.environ["ZSHARD_HOST"] = f"node{os.environ['RANK']}"
+    model, optimizer = made()
+    path, number = disk(root), node()
+    options = {"per_host": True, "extra": {**SEEN, "rank": 0}}
+    zshard.save(path, model, optimizer, step=1, **options)  # connects the ranks
     if number == seed % 2:
         delay = random.Random(seed).uniform(0, 0.6)
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    options = {"per_host": True, "keep_last": 1, "extra": {**SEEN, "rank": 0}}
+    options |= {"keep_last": 1, "asynchronous": True}
     with Path(root, f"log{number}").open("a", buffering=1) as log:
         for step in range(2, 1000):
             train(model, optimizer, 1)
             log.write(f"{step} {digest(model, optimizer)}\n")
-            handle = zshard.save(
-                disk(root, number), model, optimizer, step=step, asynchronous=True, **options
-            )
-            handle.wait()
+            zshard.save(path, model, optimizer, step=step, **options).wait()
             log.write(f"{step} saved\n")
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.sampled(1)
-def test_a_complete_checkpoint_survives_a_host_that_is_killed(on, root, seed):
-    codes = [each.returncode for each in fork_ranks(save_until_killed, 2, root, seed)]
+def test_a_complete_checkpoint_survives_a_host_that_is_killed(on, tmp_path, seed):
+    codes = [each.returncode for each in fork_ranks(save_until_killed, 2, tmp_path, seed)]
     assert codes[seed % 2] == -signal.SIGKILL and codes[1 - seed % 2] not in (0, None)
     digests, saved_steps = {1: None}, [1]
-    for log in Path(root).glob("log*"):
+    for log in tmp_path.glob("log*"):
         for line in log.read_text().splitlines():
             step, what = line.split()
             if what == "saved":
                 saved_steps.append(int(step))
             else:
                 digests[int(step)] = what
-    found, step = on(2, 1, load_any, root)[0]
+    found, step, _ = on(2, 1, load, tmp_path)[0]
     assert step >= max(saved_steps)
     assert digests[step] in (None, found)
-
-
-def load_any(root):
-    model, optimizer = made("full_shard", seed=1)
-    loaded = zshard.load(disk(root, node()), model, optimizer)
-    assert loaded.verified
-    return digest(model, optimizer), loaded.step

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from models import CASES, differences, train
 from optim_states import rank, trained
+from rows import all_rows
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -175,17 +177,18 @@ def outcome(action):
     return None
 
 
-def tried(folder, kind, text, action):
-    """Run `action(model, optimizer)`, which must raise that kind of error with that text; return
-    what is wrong afterwards. `text` is the text on the rank with the error, the last one."""
+def check_refused(folder, table):
+    """Fail unless the call of each row, `call(folder, model, optimizer)`, raises that kind of error with
+    that text, and changes no file; training and saving continue after them all. On ranks."""
     model, optimizer = trained("mlp", APART, "zshard.AdamW")
     zshard.save(folder / "old", model, optimizer)
     before = inside(folder), bit_by_bit(folder / "old")
-    found = outcome(lambda: action(folder, model, optimizer))
-    wrong = []
-    if found is None or not issubclass(found[0], kind) or text not in found[1]:
-        wrong.append(found)
-    elif rank() == 0 and before != (inside(folder), bit_by_bit(folder / "old")):
-        wrong.append(inside(folder))
+    with all_rows() as row:
+        for name, (call, kind, text) in table.items():
+            with row(name):
+                with pytest.raises(kind) as caught:
+                    call(folder, model, optimizer)
+                assert text in str(caught.value)
+                assert rank() > 0 or before == (inside(folder), bit_by_bit(folder / "old"))
     train(model, CASES["mlp"], optimizer, rank(), 1)
-    return wrong + saved(folder, model, optimizer)
+    assert saved(folder, model, optimizer) == []
