@@ -2,7 +2,7 @@
 
     python -m benchmarks.optim [--cases adam clipping] [--rounds 15] [--elements 50000000]
     python -m benchmarks.optim --cases muon --hosts 2x2     # over 10 Gbit/s; as root, see hosts.py
-    python -m benchmarks.optim --cases curves               # then benchmarks.curves draws them
+    python -m benchmarks.optim --cases curves               # of held-out losses
 
 Each row of CASES is a function that takes its sizes and returns a record of plain values: a title,
 and for each side its numbers. Ratios are of the same round; "bytes" are of state, per element.

@@ -62,13 +62,18 @@ var zshardCalculator = (() => {
     const large = Math.max(b, e), small = Math.min(b, e);
     // While a unit computes, the next one is gathered, into the other one of two slots; both have been the largest
     // unit's after some steps. Whole parameters are only cast, and always in turn: a pass over an odd number of blocks
-    // begins and ends in the same slot. On one GPU, nothing is gathered ahead.
-    const slots = r + large + (c.gpus === 1 ? 0 : whole && c.layers % 2 === 1 ? b : large);
+    // begins and ends in the same slot.
+    const slots = r + large + (whole && c.layers % 2 === 1 ? b : large);
     // The root's gradients come first and last: they have a bucket of their own. The others take turns in two, and a
     // third is needed where sizes change. A root that is larger than a block counts as one of the two.
     const buckets = e === 0 && r > b ? r + b : r + 2 * large + small;
     return {slots, buckets};
   }
+
+  // The same on one GPU, where nothing is gathered ahead, and a sum is there at once: all units that fit into the
+  // head's bucket share it.
+  const borrowedAlone = (b, e, r) =>
+    ({slots: r + Math.max(b, e), buckets: e > b ? e : b + (e || r)});
 
   // --- activations --------------------------------------------------------------------------------
   // The largest sum of activations and gradients, as {activations, grads}. The tool says which moments
@@ -116,7 +121,7 @@ var zshardCalculator = (() => {
     parts.optimizer = ofUnits((params) => stateBytes(c, params, whole ? Infinity : shardOf(params, ranks)));
 
     const sizes = [units.block, units.embed, units.root].map(full);
-    const turns = borrowed(c, ...sizes, whole);
+    const turns = c.gpus === 1 ? borrowedAlone(...sizes) : borrowed(c, ...sizes, whole);
     parts.slots = computed * (strategy === "shard_grad_op" ? elements : turns.slots);
     if (strategy === "zero1" || (whole && !low)) parts.slots = 0; // the copies that stay are used
     const sent = whole ? 4 : computed; // bytes of an element of a gradient on its way

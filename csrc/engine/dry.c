@@ -272,7 +272,8 @@ zs_status zs_dry_begin(zs_dry *dry, const zs_context *context, zs_unit *const *u
 {
     *dry = (zs_dry){.context = context};
     zs_schedule_init(&dry->schedule, &dry_actions);
-    zs_schedule_set_transports(&dry->schedule, context->schedule.gathers_cost, context->schedule.in_order);
+    zs_schedule_set_transports(&dry->schedule, context->schedule.gathers_cost, context->schedule.in_order,
+                               context->schedule.alone);
     dry->own = zs_comm_room(all_of(dry), NULL);
     dry->units = calloc(n + 1, sizeof *dry->units);
     if (dry->units == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");

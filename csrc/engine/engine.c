@@ -100,7 +100,8 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     zs_engine *engine = calloc(1, sizeof *engine);
     if (engine == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an engine");
     zs_schedule_init(&engine->context.schedule, act);
-    zs_schedule_set_transports(&engine->context.schedule, !ranks->shard_group->ops->mapped, !ranks->all->ops->mapped);
+    zs_schedule_set_transports(&engine->context.schedule, !ranks->shard_group->ops->mapped, !ranks->all->ops->mapped,
+                               ranks->all->world == 1);
     zs_refs_init(&engine->refs);
     static _Atomic uint64_t made;
     engine->number = atomic_fetch_add(&made, 1) + 1;

@@ -15,10 +15,11 @@ void zs_schedule_init(zs_schedule *schedule, const zs_actions *act)
     *schedule = (zs_schedule){.act = act, .ahead = {1, 1}};
 }
 
-void zs_schedule_set_transports(zs_schedule *schedule, bool gathers_cost, bool in_order)
+void zs_schedule_set_transports(zs_schedule *schedule, bool gathers_cost, bool in_order, bool alone)
 {
     schedule->gathers_cost = gathers_cost;
     schedule->in_order = in_order;
+    schedule->alone = alone;
 }
 
 void zs_schedule_free(zs_schedule *schedule)

@@ -224,7 +224,8 @@ static zs_status lend(zs_schedule *schedule, zs_record *record)
 {
     size_t bytes = record->is.bucket_bytes;
     pool_view view = look(schedule, bytes);
-    if (view.idle == NULL && view.fitting >= ZS_BUCKETS_OUT && view.oldest != NULL) {
+    int out = schedule->alone ? 1 : ZS_BUCKETS_OUT;
+    if (view.idle == NULL && view.fitting >= out && view.oldest != NULL) {
         zs_lease *oldest = view.oldest;
         if (!schedule->in_order)
             ZS_TRY(end_early(schedule, bytes, oldest)); /* collectives end in the order of posting */

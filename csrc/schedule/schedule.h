@@ -119,6 +119,7 @@ struct zs_schedule {
     /* --- set between passes (forward.c) --- */
     bool gathers_cost;   /* a gather takes time and memory; else peers' shards are mapped */
     bool in_order;       /* rounds are collectives: all ranks post and end them in one order; else at any time */
+    bool alone;          /* one rank: a round that is posted can be ended at once */
     bool adds_leaves;    /* a step is several backwards, whose gradients the executor adds up (reduce/leaves.h) */
     bool last_leaf;      /* (with adds_leaves) the next backward is its step's last */
     int ahead[2];        /* gathers that may be in flight ahead of use, by zs_phase; see unshard.c; 0: none */
@@ -155,7 +156,7 @@ enum { ZS_BUCKETS_OUT = 2 }; /* posted buckets of one size before a rank waits f
 void zs_schedule_init(zs_schedule *schedule, const zs_actions *act);
 
 /* Sets how the transports behave; see zs_schedule. */
-void zs_schedule_set_transports(zs_schedule *schedule, bool gathers_cost, bool in_order);
+void zs_schedule_set_transports(zs_schedule *schedule, bool gathers_cost, bool in_order, bool alone);
 
 /* Frees what the schedule owns, which excludes records and buckets. */
 void zs_schedule_free(zs_schedule *schedule);

@@ -315,7 +315,7 @@ static model *new_model_of(bool mapped, int n, const zs_traits *traits)
     m->now = 1;
     m->n = n;
     zs_schedule_init(&m->schedule, &actions);
-    zs_schedule_set_transports(&m->schedule, !mapped, !mapped);
+    zs_schedule_set_transports(&m->schedule, !mapped, !mapped, false);
     for (int i = 0; i < n; i++) {
         unit *u = &m->units[i];
         u->model = m;

@@ -243,3 +243,12 @@ def test_prediction_by_hand():
     }
     assert told["total"] == sum(told[part] for part in PARTS - {"total", "offloaded"})
     assert {tuple(p.shape) for p in plain.parameters()} == {(1, 1000)}
+
+
+def test_one_rank_needs_one_bucket():
+    """A round of one rank ends at once: all units of a size take turns in one bucket."""
+    layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(4)])
+    model = FSDP(layers, mixed_precision=BF16, auto_wrap_policy={torch.nn.Linear})
+    model(torch.ones(2, 64)).float().sum().backward()
+    for what in ("predicted", "peak"):
+        assert model.memory(what)["buckets"] == 4 * 64 * 64
