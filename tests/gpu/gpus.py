@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,9 @@ import stand_ins
 import torch
 import torch.distributed as dist
 from models import Block, Case, loss_of, make
-from spawn import RankPool
+from nursery import fork_ranks
+from spawn import RankPool, run_test
+from tasks import RankResult
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -71,6 +74,52 @@ def standing_ranks() -> Iterator[Start]:
         each.close(patience=5.0)
 
 
+def on_device(
+    world: int = 1, backend: str = "c10d", fresh: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test on each of `world` ranks that share a device, once per kind of device.
+
+    If it takes `kind`, `world` or `backend` itself, that is a parameter of the test. Other marks
+    stand above this one. fresh: on forked ranks of its own, where nothing is initialised.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(body).parameters
+
+        @functools.wraps(body)
+        def test(start: Start, kind: str, **values: Any) -> None:
+            __tracebackhide__ = True
+            values = {"kind": kind, "world": world, "backend": backend, **values}
+            place = kind, values["world"], values["backend"]
+            arguments = [values[name] for name in own]
+            if fresh:
+                run_fresh(*place, test, *arguments)
+            else:
+                run_test(start(*place), test, arguments)
+
+        names = dict.fromkeys(["start", "kind", *own])
+        every = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+        test.body_on_ranks = body  # type: ignore[attr-defined]
+        return test if "kind" in own else pytest.mark.parametrize("kind", KINDS)(test)
+
+    return decorate
+
+
+def run_fresh(
+    kind: str, world: int, backend: str, fn: Any, *args: Any, check: bool = True
+) -> list[RankResult]:
+    """fn(*args) on fresh ranks that share a device of that kind."""
+    env = {name: value for name, value in environment(kind, backend).items() if value is not None}
+    return fork_ranks(fn, world, *args, env=env, timeout=120, check=check)
+
+
+def on_fakes(fn: Any, world: int, *args: Any, backend: str = "nccl", **env: str) -> list[Any]:
+    """Return what fn(*args) returns on each of `world` fresh ranks over the fakes."""
+    env = {**stand_ins.environment(backend), **env}
+    return [result.value for result in fork_ranks(fn, world, *args, env=env, check=True)]
+
+
 # --- shared code of ranks --------------------------------------------------------------------------
 
 
@@ -117,14 +166,40 @@ class Deep(nn.Module):
 DEEP = Case(Deep, lambda generator: torch.randn(6, 24, generator=generator))
 
 
-def wrap(case: Case, **options: Any) -> Any:
+def plain(case: Case = DEEP) -> Any:
+    """Return the case's model on the device."""
+    return make(case.make).to(device())
+
+
+def wrap(case: Case = DEEP, **options: Any) -> Any:
     """Return the case's model on the device, wrapped."""
     options.setdefault("auto_wrap_policy", case.policy)
-    return FSDP(make(case.make).to(device()), **options)
+    return FSDP(plain(case), **options)
+
+
+def adamw(model: nn.Module) -> Any:
+    return zshard.AdamW(model.parameters(), lr=0.01)
+
+
+def sgd(model: nn.Module, library: Any = zshard) -> Any:
+    return library.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+def trained(model: nn.Module, optimizer: Any, case: Case = DEEP, **how: int) -> Trained:
+    """Return (losses, parameters on the host) after some steps of `train`."""
+    return train(model, optimizer, case, **how), on_host(model.state_dict())
+
+
+def assert_near(ours: Trained, theirs: Trained, near: dict[str, float]) -> None:
+    assert ours[0] == pytest.approx(theirs[0], **near)
+    assert far(ours[1], theirs[1], near) == []
 
 
 def train(
-    model: nn.Module, optimizer: Any, case: Case, steps: int = 4, rank: int = 0
+    model: nn.Module, optimizer: Any, case: Case = DEEP, steps: int = 4, rank: int = 0
 ) -> list[float]:
     """Return the loss of each step."""
     losses = []
@@ -156,6 +231,14 @@ def on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
 
 
+def full_state(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    """Return full parameters and the optimizer's full tensors, by name, on the host."""
+    state = on_host(model.state_dict())
+    for number, entries in optimizer.state_dict()["state"].items():
+        state |= on_host({f"{number} {key}": torch.as_tensor(v) for key, v in entries.items()})
+    return state
+
+
 def far(ours: dict[str, Tensor], theirs: dict[str, Tensor], near: dict[str, float]) -> list[str]:
     """Return what differs by more than `near` allows, element by element, or in names."""
     found = [f"only one has {name}" for name in ours.keys() ^ theirs.keys()]
@@ -164,7 +247,3 @@ def far(ours: dict[str, Tensor], theirs: dict[str, Tensor], near: dict[str, floa
         if not torch.allclose(a, b, rtol=near["rel"], atol=near["abs"]):
             found.append(f"{name}: by {float((a - b).abs().max()):.3g}")
     return found
-
-
-def sgd(model: nn.Module, library: Any = torch.optim) -> Any:
-    return library.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import BFLOAT16, DEEP, EXACT, KINDS, Start, device, far, is_real, wrap
+from gpus import (
+    BFLOAT16,
+    DEEP,
+    EXACT,
+    Trained,
+    assert_near,
+    device,
+    is_real,
+    on_device,
+    on_host,
+    wrap,
+)
 from models import loss_of
 
 import zshard
@@ -21,7 +32,7 @@ WARM, STEPS = 3, 5  # steps before the capture, and with it
 
 
 def graph_of(step: Callable[[], None]) -> Callable[[], None]:
-    """What repeats the step."""
+    """Return what repeats the step."""
     if is_real():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -40,30 +51,24 @@ def graph_of(step: Callable[[], None]) -> Callable[[], None]:
     return captured
 
 
-def warm_up(step: Callable[[], None], fill: Callable[[int], None]) -> None:
-    """The first steps, in a stream of their own, as torch asks for before a capture."""
+def in_a_stream_of_its_own(work: Callable[[], Any]) -> None:
+    """Do it as torch asks for before a capture."""
     if not is_real():
-        for number in range(WARM):
-            fill(number)
-            step()
+        work()
         return
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for number in range(WARM):
-            fill(number)
-            step()
+        work()
     torch.cuda.current_stream().wait_stream(side)
 
 
-def train(repeated: bool, strategy: str, precision: Any) -> tuple[list[float], dict[str, Any]]:
-    """Losses, and parameters at the end; the later steps by a graph if `repeated`."""
-    torch.manual_seed(3)
-    model = wrap(DEEP, strategy=strategy, mixed_precision=precision)
+def train(repeated: bool, strategy: str, precision: Any) -> Trained:
+    """Return losses, and parameters at the end; the later steps are by a graph if `repeated`."""
+    model = wrap(strategy=strategy, mixed_precision=precision)
     lr = torch.tensor(0.01, device=device())
     optimizer = zshard.AdamW(model.parameters(), lr=lr, capturable=True)
-    inputs = DEEP.batch(0, 0).to(device())
-    loss = torch.zeros((), device=device())
+    inputs, loss = DEEP.batch(0, 0).to(device()), torch.zeros((), device=device())
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -73,32 +78,23 @@ def train(repeated: bool, strategy: str, precision: Any) -> tuple[list[float], d
         optimizer.step()
         loss.copy_(now.detach())
 
-    def fill(number: int) -> None:
-        inputs.copy_(DEEP.batch(number, 0))
-        lr.fill_(0.01 / (1 + number))
-
-    warm_up(step, fill)
-    losses = []
-    run = graph_of(step) if repeated and is_real() else None
-    for number in range(WARM, WARM + STEPS):
-        fill(number)
-        if repeated:
-            run = run or graph_of(step)
+    def go(steps: range, run: Callable[[], None]) -> list[float]:
+        losses = []
+        for number in steps:
+            inputs.copy_(DEEP.batch(number, 0))
+            lr.fill_(0.01 / (1 + number))
             run()
-        else:
-            step()
-        losses.append(float(loss))
-    return losses, {name: value.detach().cpu() for name, value in model.state_dict().items()}
+            losses.append(float(loss))
+        return losses
+
+    in_a_stream_of_its_own(lambda: go(range(WARM), step))
+    losses = go(range(WARM, WARM + STEPS), graph_of(step) if repeated else step)
+    return losses, on_host(model.state_dict())
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_graph_is_bit_identical_to_the_steps(
-    start: Start, kind: str, strategy: str, precision: Any
-) -> None:
-    pool = start(kind)
-    mine, plain = (pool.run(train, how, strategy, precision)[0] for how in (True, False))
-    assert mine[0] == plain[0]
-    assert far(mine[1], plain[1], EXACT) == []
+@on_device()
+def test_graph_is_bit_identical_to_the_steps(strategy: str, precision: Any) -> None:
+    assert_near(train(True, strategy, precision), train(False, strategy, precision), EXACT)
