@@ -37,7 +37,7 @@ ONE = {
     "offload": (f"{LARGE} --rounds 2 --sides fsdp2-offload zshard-offload", TINY),
     "trainer": ("test_gpu.py not memory and not kernels", "gradients_add_up and stand-in"),
     "memory": ("test_gpu.py memory_is_constant", "constant and stand-in and fp32 and full_shard"),
-    "nccl": ("test_gpu_ranks.py nccl or agree", "nccl_with_one_rank and stand-in"),
+    "nccl": ("test_gpu_ranks.py not c10d", "nccl_with_one_rank and stand-in"),
     "wire": ("test_gpu_wire.py test", "no_effect and stand-in"),
     "graph": ("test_gpu_graph.py test", "stand-in"),
     "125m": ("--parts steps --models gpt125m", ""),

@@ -35,8 +35,10 @@ ADAM = {"rel": 1e-4, "abs": 2e-4}  # lr = 0.01: a gradient's rounding error matt
 BFLOAT16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BACKENDS = ("c10d", "nccl")
 EXACT = {"rel": 0.0, "abs": 0.0}
+Hosts = Callable[[int], RankPool]
 TOGETHER = [(kind, world, by) for kind in KINDS for world in (2, 4) for by in BACKENDS]
 """Ranks that share a device: its kind, their number, and the backend between them."""
+together = pytest.mark.parametrize(("kind", "world", "backend"), TOGETHER)
 
 
 @functools.cache
@@ -51,6 +53,8 @@ def environment(kind: str, backend: str = "c10d") -> dict[str, str | None]:
     """Return the environment of ranks on that kind of device; skips the test if there is none."""
     if kind == "gpu" and why_no_gpu():
         pytest.skip(why_no_gpu())
+    if kind == "gpu" and backend == "nccl" and not zshard.available_features()["nccl"]:
+        pytest.skip(zshard.available_features()["missing"]["nccl"])
     return {} if kind == "gpu" else dict(stand_ins.environment(backend))
 
 
@@ -106,6 +110,23 @@ def on_device(
     return decorate
 
 
+def compare(
+    start: Start,
+    hosts: Hosts,
+    place: tuple[str, int, str],
+    task: Any,
+    *args: Any,
+    near: dict[str, float] = ADAM,
+) -> list[dict[str, Tensor]]:
+    """Compare the dict of tensors that task(backend, *args) returns on each rank with the same on the
+    host, where the backend is None: by bits over the fakes; return those on the device."""
+    kind, world, backend = place
+    ours = start(*place).run(task, backend, *args)
+    for mine, theirs in zip(ours, hosts(world).run(task, None, *args), strict=True):
+        assert far(mine, theirs, EXACT if kind == "stand-in" else near) == []
+    return ours
+
+
 def run_fresh(
     kind: str, world: int, backend: str, fn: Any, *args: Any, check: bool = True
 ) -> list[RankResult]:
@@ -116,8 +137,8 @@ def run_fresh(
 
 def on_fakes(fn: Any, world: int, *args: Any, backend: str = "nccl", **env: str) -> list[Any]:
     """Return what fn(*args) returns on each of `world` fresh ranks over the fakes."""
-    env = {**stand_ins.environment(backend), **env}
-    return [result.value for result in fork_ranks(fn, world, *args, env=env, check=True)]
+    whole = {**stand_ins.environment(backend), **env}
+    return [result.value for result in fork_ranks(fn, world, *args, env=whole, check=True)]
 
 
 # --- shared code of ranks --------------------------------------------------------------------------
@@ -212,19 +233,25 @@ def train(
     return losses
 
 
-def sharded(case: Case, backend: str | None, any_order: bool = False, **options: Any) -> Any:
-    """Return (the case's model, its device) of ranks that share a GPU over `backend`; None: on the
-    host, over shm.
+def over(backend: str | None, any_order: bool = False) -> Any:
+    """Return the transport of ranks that share a GPU over `backend`; None: of ranks on the host.
 
     any_order: ranks may run different units.
     """
-    there = torch.device("cpu") if backend is None else device()
-    transport: Any = backend if backend is not None and is_real() else "shm"
     if backend == "nccl":
         let_nccl_share_a_gpu(dist.get_rank())
-        transport = zshard.NcclOptions(any_order=True) if any_order else transport
+        if any_order:
+            return zshard.NcclOptions(any_order=True)
+    return backend if backend is not None and is_real() else "shm"
+
+
+def sharded(case: Case, backend: str | None, any_order: bool = False, **options: Any) -> Any:
+    """Return (the case's model over `backend`, its device), as in `over`."""
+    there = torch.device("cpu") if backend is None else device()
     options = {"auto_wrap_policy": case.policy, "timeout": 60, **options}
-    return FSDP(make(case.make).to(there), transport=transport, **options), there
+    seed = options.pop("seed", 1)
+    model = make(case.make, seed).to(there)
+    return FSDP(model, transport=over(backend, any_order), **options), there
 
 
 def on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:
