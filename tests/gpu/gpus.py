@@ -28,7 +28,8 @@ from torch.utils.checkpoint import checkpoint
 import zshard
 from zshard import FSDP, MixedPrecision
 
-KINDS = ("gpu", "stand-in")
+GPU, FAKE = ("gpu",), ("stand-in",)
+KINDS = (*GPU, *FAKE)
 FP32 = {"rel": 1e-5, "abs": 1e-6}  # the same kernels on the same values; atomics may reorder sums
 BF16 = {"rel": 1e-2, "abs": 1e-3}  # 8 bits of mantissa, and other rounding between operators
 ADAM = {"rel": 1e-4, "abs": 2e-4}  # lr = 0.01: a gradient's rounding error matters in a step
@@ -79,9 +80,9 @@ def standing_ranks() -> Iterator[Start]:
 
 
 def on_device(
-    world: int = 1, backend: str = "c10d", fresh: bool = False
+    world: int = 1, backend: str = "c10d", fresh: bool = False, kinds: tuple[str, ...] = KINDS
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the decorated test on each of `world` ranks that share a device, once per kind of device.
+    """Run the decorated test on each of `world` ranks that share a device, once for each of `kinds`.
 
     If it takes `kind`, `world` or `backend` itself, that is a parameter of the test. Other marks
     stand above this one. fresh: on forked ranks of its own, where nothing is initialised.
@@ -105,7 +106,7 @@ def on_device(
         every = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
         test.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
         test.body_on_ranks = body  # type: ignore[attr-defined]
-        return test if "kind" in own else pytest.mark.parametrize("kind", KINDS)(test)
+        return test if "kind" in own else pytest.mark.parametrize("kind", kinds)(test)
 
     return decorate
 

@@ -27,6 +27,7 @@ from gpus import (
     DEEP,
     EXACT,
     FP32,
+    GPU,
     Deep,
     adamw,
     assert_near,
@@ -269,9 +270,8 @@ def test_memory_is_constant_and_predicted(precision: Any, strategy: str) -> None
     assert held <= allocated[0] <= held * 1.02 + (8 << 20), (held, allocated)
 
 
-@pytest.mark.parametrize("kind", ["gpu"])
-@on_device()
-def test_lack_of_memory_raises_torchs_error(kind: str) -> None:
+@on_device(kinds=GPU)
+def test_lack_of_memory_raises_torchs_error() -> None:
     """Where the copy in bfloat16 has no room; then a smaller model trains."""
     total = torch.cuda.get_device_properties(0).total_memory
     model = Deep(width=4096, depth=2).to(device())  # 0.5 GiB, and a copy of half of that

@@ -18,6 +18,7 @@ from gpus import (
     DEEP,
     EXACT,
     FP32,
+    GPU,
     adamw,
     assert_near,
     device,
@@ -208,9 +209,8 @@ def losses_in(streams: list[Any]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", ["gpu"])
-@on_device()
-def test_steps_in_other_streams(kind: str) -> None:
+@on_device(kinds=GPU)
+def test_steps_in_other_streams() -> None:
     assert losses_in([torch.cuda.Stream(), torch.cuda.Stream()]) == losses_in([None])
 
 

@@ -18,6 +18,7 @@ from gpus import (
     BFLOAT16,
     DEEP,
     EXACT,
+    FAKE,
     Hosts,
     Start,
     adamw,
@@ -186,9 +187,8 @@ def test_auto_keeps_what_fits_on_all_ranks(kind: str, world: int, backend: str) 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["stand-in"])
-@on_device(2)
-def test_nothing_stays_on_one_host(kind: str, backend: str) -> None:
+@on_device(2, kinds=FAKE)
+def test_nothing_stays_on_one_host(backend: str) -> None:
     assert train_kept(backend, memory_limit="1GiB")[0][-1] == 0
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from gpus import (
     BACKENDS,
     DEEP,
+    FAKE,
     Hosts,
     Start,
     adamw,
@@ -125,9 +126,8 @@ def test_ranks_run_different_units(
     compare(start, hosts, (kind, world, backend), with_other_units, how, strategy)
 
 
-@pytest.mark.parametrize("kind", ["stand-in"])
-@on_device(2, "nccl")
-def test_error_over_nccl_names_the_remedy(kind: str) -> None:
+@on_device(2, "nccl", kinds=FAKE)
+def test_error_over_nccl_names_the_remedy() -> None:
     """Of ranks that do not meet before each transfer."""
     rank = dist.get_rank()
     model, there = sharded(PATHS, "nccl", process_group=dist.new_group())
