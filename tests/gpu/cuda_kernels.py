@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from c_compile import BUILDS, ROOT, C, compile_c
@@ -152,6 +153,19 @@ def numbers_at(at: Address, x: Tensor) -> Numbers:
     return found
 
 
+_P, _D, _N = ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
+CALLS: dict[str, list[Any]] = {  # of cuda_kernels.h, without the stream at the end
+    "sum": [_P],
+    "cast": [_P, ctypes.c_bool],
+    "scale": [_P, _D, _P],
+    "norm": [_P],
+    "norm_join": [_P, _N, _D, _P],
+    "differs": [_P, _P, ctypes.c_size_t, _P],
+    "encode": [_P, _P, _N, _P],
+    "update": [_P],
+}
+
+
 class Cuda:
     """cuda_kernels.h on tensors, in the default stream or a side stream."""
 
@@ -160,6 +174,8 @@ class Cuda:
         self.lib.zs_last_message.restype = ctypes.c_char_p
         self.lib.zs_face_run.restype = ctypes.POINTER(Run)
         self.lib.zs_face_update.restype = ctypes.POINTER(Update)
+        for name, kinds in CALLS.items():
+            getattr(self.lib, f"zs_cuda_{name}").argtypes = [*kinds, _P]
         self.stream: int | None = None
         self.ok(self.lib.zs_cuda_enter(0))
 
@@ -172,57 +188,50 @@ class Cuda:
         self.ok(status)
         self.ok(self.lib.zs_face_wait(ctypes.c_void_p(self.stream)))
 
+    def call(self, name: str, *arguments: Any) -> None:
+        """Make one of CALLS; a structure is passed by its address."""
+        by_address = [
+            ctypes.byref(each) if isinstance(each, ctypes.Structure) else each for each in arguments
+        ]
+        self.finish(getattr(self.lib, f"zs_cuda_{name}")(*by_address, self.stream))
+
     def sum(self, sources: Sequence[Tensor | None], dst: Tensor, scale: float, add: bool) -> None:
         dtypes = DTYPES[source_dtype(sources, dst)], DTYPES[dst.dtype]
         with places(*sources, dst) as at:
             array = (ctypes.c_void_p * len(sources))(*map(at, sources))
-            job = Sum(array, len(sources), at(dst), dst.numel(), *dtypes, scale, add)
-            self.finish(self.lib.zs_cuda_sum(ctypes.byref(job), ctypes.c_void_p(self.stream)))
+            self.call("sum", Sum(array, len(sources), at(dst), dst.numel(), *dtypes, scale, add))
 
     def cast(self, dst: Tensor, src: Tensor, add: bool = False) -> None:
         dtypes = DTYPES[dst.dtype], DTYPES[src.dtype]
-        stream = ctypes.c_void_p(self.stream)
         with places(dst, src) as at:
-            job = Cast(at(dst), at(src), src.numel(), *dtypes)
-            self.finish(self.lib.zs_cuda_cast(ctypes.byref(job), ctypes.c_bool(add), stream))
+            self.call("cast", Cast(at(dst), at(src), src.numel(), *dtypes), add)
 
     def scale(self, x: Tensor, factor: float, device_factor: Tensor | None = None) -> None:
-        stream = ctypes.c_void_p(self.stream)
         with places(x, device_factor) as at:
-            job, there = numbers_at(at, x), ctypes.c_void_p(at(device_factor))
-            number = ctypes.c_double(factor)
-            self.finish(self.lib.zs_cuda_scale(ctypes.byref(job), number, there, stream))
+            self.call("scale", numbers_at(at, x), factor, at(device_factor))
 
     def norm(self, x: Tensor, p: float) -> float:
         result, scratch = torch.full((1,), 7.0).double(), torch.empty(NORM_SCRATCH).double()
         scratch.fill_(math.nan)
         with places(x, result, scratch) as at:
-            job = Norm(numbers_at(at, x), p, at(result), at(scratch))
-            self.finish(self.lib.zs_cuda_norm(ctypes.byref(job), ctypes.c_void_p(self.stream)))
+            self.call("norm", Norm(numbers_at(at, x), p, at(result), at(scratch)))
         return float(result)
 
     def norm_join(self, values: Tensor, p: float) -> float:
         result = torch.full((1,), 7.0).double()
-        n, stream = ctypes.c_int64(values.numel()), ctypes.c_void_p(self.stream)
         with places(values, result) as at:
-            whence, to = ctypes.c_void_p(at(values)), ctypes.c_void_p(at(result))
-            power = ctypes.c_double(p)
-            self.finish(self.lib.zs_cuda_norm_join(whence, n, power, to, stream))
+            self.call("norm_join", at(values), values.numel(), p, at(result))
         return float(result)
 
     def differs(self, a: Tensor, b: Tensor) -> int:
         flag = torch.zeros(1, dtype=torch.int32)
-        n, stream = ctypes.c_size_t(a.numel()), ctypes.c_void_p(self.stream)
         with places(a, b, flag) as at:
-            three = [ctypes.c_void_p(at(t)) for t in (a, b, flag)]
-            self.finish(self.lib.zs_cuda_differs(*three[:2], n, three[2], stream))
+            self.call("differs", at(a), at(b), a.numel(), at(flag))
         return int(flag)
 
     def encode(self, values: Tensor, lost: Tensor, codes: Tensor) -> None:
-        n, stream = ctypes.c_int64(values.numel()), ctypes.c_void_p(self.stream)
         with places(values, lost, codes) as at:
-            three = [ctypes.c_void_p(at(t)) for t in (values, lost, codes)]
-            self.finish(self.lib.zs_cuda_encode(*three[:2], n, three[2], stream))
+            self.call("encode", at(values), at(lost), values.numel(), at(codes))
 
 
 def image_flags() -> list[str]:
