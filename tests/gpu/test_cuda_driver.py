@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -199,8 +200,9 @@ def test_primary_context_is_retained_once(program: Run, tmp_path: Path) -> None:
 
 
 def cuda_include() -> Path:
-    """The folder of cuda.h, beside the nvcc that setup.py would find."""
+    """The folder of cuda.h: beside the nvcc that setup.py would find, or of torch's CUDA wheels."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    homes.append(f"{sysconfig.get_path('purelib')}/nvidia/cu13")
     for home in filter(None, homes):
         if (Path(home) / "include" / "cudaTypedefs.h").exists():
             return Path(home) / "include"

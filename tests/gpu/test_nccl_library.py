@@ -16,35 +16,35 @@ from c_compile import BUILDS, C, compile_c
 from nursery import fork_ranks
 
 from zshard import _core
-from zshard.ranks import nccl as _nccl
-
-FAKE = C / "fake_nccl.c"
+from zshard.ranks import nccl
 
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("library")
     link = ("-shared", "-Wl,-soname,libnccl.so.2", "-ldl", "-lm")
-    return compile_c(folder / "libnccl.so.2", [FAKE], BUILDS["release"], link)
+    return compile_c(folder / "libnccl.so.2", [C / "fake_nccl.c"], BUILDS["release"], link)
 
 
-def look(env, folder=None, loaded=None):
-    """What library() says, once `env` is set, `folder` is on Python's path, `loaded` is loaded."""
+def look(named=None, folder=None, loaded=None, version=None):
+    """What library() says, where ZSHARD_NCCL_LIB is `named`, `folder` is on Python's path, `loaded`
+    is loaded, and a stand-in has that version."""
     os.environ.pop("ZSHARD_NCCL_LIB", None)
-    os.environ.update(env)
+    env = {"ZSHARD_NCCL_LIB": named, "FAKE_NCCL_VERSION": version}
+    os.environ.update({name: str(value) for name, value in env.items() if value is not None})
     if folder is not None:
         sys.path.insert(0, str(folder))
         sys.modules.pop("nvidia", None)
     if loaded is not None:
         ctypes.CDLL(str(loaded))
     try:
-        return _nccl.library()
+        return nccl.library()
     except NotImplementedError as error:
         return str(error)
 
 
-def answer(*arguments):
-    (result,) = fork_ranks(look, 1, *arguments, check=True)
+def answer(*arguments, fn=look):
+    (result,) = fork_ranks(fn, 1, *arguments, check=True)
     return result.value
 
 
@@ -61,41 +61,37 @@ def of_torch():
 
 
 def test_search_order(fake, tmp_path):
-    named = copy(fake, tmp_path / "named")
-    loaded = copy(fake, tmp_path / "loaded")
-    packaged = copy(fake, tmp_path / "site" / "nvidia" / "nccl" / "lib")
     site = tmp_path / "site"
-    (torchs,) = (result.value for result in fork_ranks(of_torch, 1, check=True))
-    if torchs is None:
-        assert answer({}, site, None) == ("2.28.9", str(packaged))
-        assert answer({}, site, loaded) == ("2.28.9", str(loaded))
-    else:
-        assert answer({}, site, None)[1] == answer({}, site, loaded)[1] == torchs
-    env = {"ZSHARD_NCCL_LIB": str(named), "FAKE_NCCL_VERSION": "23007"}
-    assert answer(env, site, loaded) == ("2.30.7", str(named))
+    named, loaded = copy(fake, tmp_path / "named"), copy(fake, tmp_path / "loaded")
+    packaged = copy(fake, site / "nvidia" / "nccl" / "lib")
+    torchs = answer(fn=of_torch)
+    assert answer(None, site)[1] == (torchs or str(packaged))
+    assert answer(None, site, loaded)[1] == (torchs or str(loaded))
+    assert answer(named, site, loaded, "23007") == ("2.30.7", str(named))
 
 
 def test_version_numbers(fake):
     for number, text in (("2804", "2.8.4"), ("22105", "2.21.5"), ("23203", "2.32.3")):
-        env = {"ZSHARD_NCCL_LIB": str(fake), "FAKE_NCCL_VERSION": number}
-        assert answer(env, None, None)[0] == text
+        assert answer(fake, None, None, number)[0] == text
 
 
-def test_missing_library_is_named_and_looked_for_again(fake, tmp_path):
-    found = answer({}, None, None)
+def test_missing_library_is_named(tmp_path):
+    found = answer()
     if isinstance(found, str):  # a machine without NCCL
         assert "cannot find libnccl.so.2" in found and "ZSHARD_NCCL_LIB" in found
-    found = answer({"ZSHARD_NCCL_LIB": str(tmp_path / "nothing.so")}, None, None)
+    found = answer(tmp_path / "nothing.so")
     assert "cannot load ZSHARD_NCCL_LIB" in found and "nothing.so" in found
-    found = answer({"ZSHARD_NCCL_LIB": "libc.so.6"}, None, None)
+    found = answer("libc.so.6")
     assert "lacks ncclGetVersion" in found and "libc.so.6" in found
-    (result,) = fork_ranks(look_twice, 1, str(fake), check=True)
-    assert result.value == ("2.28.9", str(fake))
 
 
 def look_twice(fake):
-    assert "cannot load ZSHARD_NCCL_LIB" in look({"ZSHARD_NCCL_LIB": "/nowhere/libnccl.so.2"})
-    return look({"ZSHARD_NCCL_LIB": fake})
+    assert "cannot load ZSHARD_NCCL_LIB" in look("/nowhere/libnccl.so.2")
+    return look(fake)
+
+
+def test_missing_library_is_looked_for_again(fake):
+    assert answer(fake, fn=look_twice) == ("2.28.9", str(fake))
 
 
 def test_invalid_path_is_refused():
@@ -108,7 +104,7 @@ def test_invalid_path_is_refused():
 def end(fake):
     """End as a script does, here and in a forked child, with the library loaded if there is one."""
     if fake:
-        look({"ZSHARD_NCCL_LIB": fake})
+        look(fake)
     child = os.fork()
     if child == 0:
         sys.exit(0)  # runs atexit's functions
