@@ -18,7 +18,22 @@ from typing import Any
 import torch
 from c_compile import BUILDS, ROOT, C, compile_c
 from c_sources import source, sources
-from loops import DTYPES, Cast, Numbers, Sum, numbers, source_dtype
+from loops import (
+    DTYPES,
+    INT,
+    B,
+    Cast,
+    D,
+    F,
+    N,
+    Numbers,
+    P,
+    Sum,
+    U,
+    numbers,
+    source_dtype,
+    structure,
+)
 from torch import Tensor
 
 import zshard
@@ -31,72 +46,16 @@ LENGTHS = [0, 1, 7, 8, 9, 40, 1027, 4099]
 """Of the arrays that a test computes with."""
 
 
-class Hyper(ctypes.Structure):
-    """zs_hyper."""
-
-    _fields_ = (
-        *((name, ctypes.c_double) for name in ("lr", "weight_decay", "beta1", "beta2", "eps")),
-        *((name, ctypes.c_double) for name in ("momentum", "dampening")),
-        *((name, ctypes.c_bool) for name in ("decoupled", "amsgrad", "nesterov", "maximize")),
-        ("dithered", ctypes.c_bool),
-        ("seed", ctypes.c_uint64),
-        ("round", ctypes.c_uint64),
-    )
-
-
-class Run(ctypes.Structure):
-    """zs_run."""
-
-    _fields_ = (
-        ("param", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        ("factor", ctypes.c_float),
-        ("state", ctypes.c_void_p * 6),
-        ("form", ctypes.c_int),
-        ("constants", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        ("number", ctypes.c_uint64),
-        ("dtype", ctypes.c_int),
-        ("dithered", ctypes.c_bool),
-        ("device", ctypes.c_void_p),
-    )
-
-
-class Update(ctypes.Structure):
-    """zs_cuda_update_job."""
-
-    _fields_ = (
-        ("rule", ctypes.c_int),
-        ("full", ctypes.c_bool),
-        ("runs", ctypes.POINTER(Run)),
-        ("n_runs", ctypes.c_int64),
-        ("grad_factor", ctypes.c_void_p),
-        ("found_inf", ctypes.c_void_p),
-        ("live", ctypes.c_bool),
-    )
-
-
-class Live(ctypes.Structure):
-    """zs_live."""
-
-    _fields_ = (
-        ("lr", ctypes.c_void_p),
-        ("lr_dtype", ctypes.c_int),
-        ("grad_factor", ctypes.c_void_p),
-        ("found_inf", ctypes.c_void_p),
-        ("room", ctypes.c_void_p),
-    )
-
-
-class Norm(ctypes.Structure):
-    """zs_cuda_norm_job."""
-
-    _fields_ = (
-        ("x", Numbers),
-        ("p", ctypes.c_double),
-        ("result", ctypes.c_void_p),
-        ("scratch", ctypes.c_void_p),
-    )
+_rates = dict.fromkeys(("lr", "weight_decay", "beta1", "beta2", "eps", "momentum", "dampening"), D)
+_flags = dict.fromkeys(("decoupled", "amsgrad", "nesterov", "maximize", "dithered"), B)
+Hyper = structure("zs_hyper", **_rates, **_flags, seed=U, round=U)
+_element = {"numel": N, "number": U, "dtype": INT, "dithered": B, "device": P}
+Run = structure("zs_run", param=P, grad=P, factor=F, state=P * 6, form=INT, constants=P, **_element)
+_runs = {"runs": ctypes.POINTER(Run), "n_runs": N}
+_scalars = {"grad_factor": P, "found_inf": P}
+Update = structure("zs_cuda_update_job", rule=INT, full=B, **_runs, **_scalars, live=B)
+Live = structure("zs_live", lr=P, lr_dtype=INT, **_scalars, room=P)
+Norm = structure("zs_cuda_norm_job", x=Numbers, p=D, result=P, scratch=P)
 
 
 NORM_SCRATCH = (1 << 17) + (1 << 11) + (1 << 5)
@@ -147,22 +106,21 @@ def places(*tensors: Tensor | None) -> Iterator[Address]:
             here.copy_(there)
 
 
-def numbers_at(at: Address, x: Tensor) -> Numbers:
+def numbers_at(at: Address, x: Tensor) -> Any:
     found = numbers(x)
     found.data = at(x)
     return found
 
 
-_P, _D, _N = ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
 CALLS: dict[str, list[Any]] = {  # of cuda_kernels.h, without the stream at the end
-    "sum": [_P],
-    "cast": [_P, ctypes.c_bool],
-    "scale": [_P, _D, _P],
-    "norm": [_P],
-    "norm_join": [_P, _N, _D, _P],
-    "differs": [_P, _P, ctypes.c_size_t, _P],
-    "encode": [_P, _P, _N, _P],
-    "update": [_P],
+    "sum": [P],
+    "cast": [P, B],
+    "scale": [P, D, P],
+    "norm": [P],
+    "norm_join": [P, N, D, P],
+    "differs": [P, P, ctypes.c_size_t, P],
+    "encode": [P, P, N, P],
+    "update": [P],
 }
 
 
@@ -175,7 +133,7 @@ class Cuda:
         self.lib.zs_face_run.restype = ctypes.POINTER(Run)
         self.lib.zs_face_update.restype = ctypes.POINTER(Update)
         for name, kinds in CALLS.items():
-            getattr(self.lib, f"zs_cuda_{name}").argtypes = [*kinds, _P]
+            getattr(self.lib, f"zs_cuda_{name}").argtypes = [*kinds, P]
         self.stream: int | None = None
         self.ok(self.lib.zs_cuda_enter(0))
 

@@ -114,8 +114,8 @@ class Step:
     def job(self) -> Any:
         return self.cuda.lib.zs_face_update(self.faces[0]).contents
 
-    def point(self, index: int, arrays: Sequence[Tensor], at: Address) -> Run:
-        run: Run = self.cuda.lib.zs_face_run(self.faces[index]).contents
+    def point(self, index: int, arrays: Sequence[Tensor], at: Address) -> Any:
+        run = self.cuda.lib.zs_face_run(self.faces[index]).contents
         run.param, run.grad = map(at, arrays[:2])
         states = 2 + self.job.full if self.rule == ADAM else int(self.job.full)
         if run.form != PLAIN_FORM:
