@@ -20,7 +20,7 @@ def structure(name: str, **fields: Any) -> Any:
     return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
-_ways = {"scale": D, "accumulate": B, "per_host": I, "tree": P, "squares": P}
+_ways = {"scale": D, "accumulate": B, "per_host": INT, "tree": P, "squares": P}
 Sum = structure(
     "zs_sum", src=ctypes.POINTER(P), world=INT, dst=P, numel=N, dtype=INT, to=INT, **_ways
 )
