@@ -29,7 +29,7 @@ ONE = {
         "kernels and copies",
     ),
     "faults": ("test_gpu_recovery.py not c10d", "stand-in-2-1-nccl or stand-in-nccl-False"),
-    "features": ("test_gpu_features.py test", "optimizers and stand-in"),
+    "features": ("test_gpu_features.py not graph", "optimizers and stand-in"),
     "compiled": (f"{BY_HAND} --models gpt125m --rounds 7", ""),
     "host": ("--parts host --rounds 7", TINY),
     "1.5b": (f"{LARGE} --rounds 4", ""),
@@ -37,9 +37,9 @@ ONE = {
     "offload": (f"{LARGE} --rounds 2 --sides fsdp2-offload zshard-offload", TINY),
     "trainer": ("test_gpu.py not memory and not kernels", "gradients_add_up and stand-in"),
     "memory": ("test_gpu.py memory_is_constant", "constant and stand-in and fp32 and full_shard"),
-    "nccl": ("test_gpu_ranks.py nccl or agree", "nccl_with_one_rank and stand-in"),
+    "nccl": ("test_gpu_ranks.py not c10d", "nccl_with_one_rank and stand-in"),
     "wire": ("test_gpu_wire.py test", "no_effect and stand-in"),
-    "graph": ("test_gpu_graph.py test", "stand-in"),
+    "graph": ("test_gpu_features.py graph", "graph and stand-in"),
     "125m": ("--parts steps --models gpt125m", ""),
 }
 """Stage of one GPU -> arguments of benchmarks.gpu, or a file in tests/gpu and pytest's -k; and what

@@ -13,11 +13,27 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from c_compile import BUILDS, ROOT, C, compile_c
 from c_sources import source, sources
-from loops import DTYPES, Cast, Numbers, Sum, numbers, source_dtype
+from loops import (
+    DTYPES,
+    INT,
+    B,
+    Cast,
+    D,
+    F,
+    N,
+    Numbers,
+    P,
+    Sum,
+    U,
+    numbers,
+    source_dtype,
+    structure,
+)
 from torch import Tensor
 
 import zshard
@@ -30,72 +46,16 @@ LENGTHS = [0, 1, 7, 8, 9, 40, 1027, 4099]
 """Of the arrays that a test computes with."""
 
 
-class Hyper(ctypes.Structure):
-    """zs_hyper."""
-
-    _fields_ = (
-        *((name, ctypes.c_double) for name in ("lr", "weight_decay", "beta1", "beta2", "eps")),
-        *((name, ctypes.c_double) for name in ("momentum", "dampening")),
-        *((name, ctypes.c_bool) for name in ("decoupled", "amsgrad", "nesterov", "maximize")),
-        ("dithered", ctypes.c_bool),
-        ("seed", ctypes.c_uint64),
-        ("round", ctypes.c_uint64),
-    )
-
-
-class Run(ctypes.Structure):
-    """zs_run."""
-
-    _fields_ = (
-        ("param", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        ("factor", ctypes.c_float),
-        ("state", ctypes.c_void_p * 6),
-        ("form", ctypes.c_int),
-        ("constants", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        ("number", ctypes.c_uint64),
-        ("dtype", ctypes.c_int),
-        ("dithered", ctypes.c_bool),
-        ("device", ctypes.c_void_p),
-    )
-
-
-class Update(ctypes.Structure):
-    """zs_cuda_update_job."""
-
-    _fields_ = (
-        ("rule", ctypes.c_int),
-        ("full", ctypes.c_bool),
-        ("runs", ctypes.POINTER(Run)),
-        ("n_runs", ctypes.c_int64),
-        ("grad_factor", ctypes.c_void_p),
-        ("found_inf", ctypes.c_void_p),
-        ("live", ctypes.c_bool),
-    )
-
-
-class Live(ctypes.Structure):
-    """zs_live."""
-
-    _fields_ = (
-        ("lr", ctypes.c_void_p),
-        ("lr_dtype", ctypes.c_int),
-        ("grad_factor", ctypes.c_void_p),
-        ("found_inf", ctypes.c_void_p),
-        ("room", ctypes.c_void_p),
-    )
-
-
-class Norm(ctypes.Structure):
-    """zs_cuda_norm_job."""
-
-    _fields_ = (
-        ("x", Numbers),
-        ("p", ctypes.c_double),
-        ("result", ctypes.c_void_p),
-        ("scratch", ctypes.c_void_p),
-    )
+_rates = dict.fromkeys(("lr", "weight_decay", "beta1", "beta2", "eps", "momentum", "dampening"), D)
+_flags = dict.fromkeys(("decoupled", "amsgrad", "nesterov", "maximize", "dithered"), B)
+Hyper = structure("zs_hyper", **_rates, **_flags, seed=U, round=U)
+_element = {"numel": N, "number": U, "dtype": INT, "dithered": B, "device": P}
+Run = structure("zs_run", param=P, grad=P, factor=F, state=P * 6, form=INT, constants=P, **_element)
+_runs = {"runs": ctypes.POINTER(Run), "n_runs": N}
+_scalars = {"grad_factor": P, "found_inf": P}
+Update = structure("zs_cuda_update_job", rule=INT, full=B, **_runs, **_scalars, live=B)
+Live = structure("zs_live", lr=P, lr_dtype=INT, **_scalars, room=P)
+Norm = structure("zs_cuda_norm_job", x=Numbers, p=D, result=P, scratch=P)
 
 
 NORM_SCRATCH = (1 << 17) + (1 << 11) + (1 << 5)
@@ -146,10 +106,22 @@ def places(*tensors: Tensor | None) -> Iterator[Address]:
             here.copy_(there)
 
 
-def numbers_at(at: Address, x: Tensor) -> Numbers:
+def numbers_at(at: Address, x: Tensor) -> Any:
     found = numbers(x)
     found.data = at(x)
     return found
+
+
+CALLS: dict[str, list[Any]] = {  # of cuda_kernels.h, without the stream at the end
+    "sum": [P],
+    "cast": [P, B],
+    "scale": [P, D, P],
+    "norm": [P],
+    "norm_join": [P, N, D, P],
+    "differs": [P, P, ctypes.c_size_t, P],
+    "encode": [P, P, N, P],
+    "update": [P],
+}
 
 
 class Cuda:
@@ -160,6 +132,8 @@ class Cuda:
         self.lib.zs_last_message.restype = ctypes.c_char_p
         self.lib.zs_face_run.restype = ctypes.POINTER(Run)
         self.lib.zs_face_update.restype = ctypes.POINTER(Update)
+        for name, kinds in CALLS.items():
+            getattr(self.lib, f"zs_cuda_{name}").argtypes = [*kinds, P]
         self.stream: int | None = None
         self.ok(self.lib.zs_cuda_enter(0))
 
@@ -172,57 +146,50 @@ class Cuda:
         self.ok(status)
         self.ok(self.lib.zs_face_wait(ctypes.c_void_p(self.stream)))
 
+    def call(self, name: str, *arguments: Any) -> None:
+        """Make one of CALLS; a structure is passed by its address."""
+        by_address = [
+            ctypes.byref(each) if isinstance(each, ctypes.Structure) else each for each in arguments
+        ]
+        self.finish(getattr(self.lib, f"zs_cuda_{name}")(*by_address, self.stream))
+
     def sum(self, sources: Sequence[Tensor | None], dst: Tensor, scale: float, add: bool) -> None:
         dtypes = DTYPES[source_dtype(sources, dst)], DTYPES[dst.dtype]
         with places(*sources, dst) as at:
             array = (ctypes.c_void_p * len(sources))(*map(at, sources))
-            job = Sum(array, len(sources), at(dst), dst.numel(), *dtypes, scale, add)
-            self.finish(self.lib.zs_cuda_sum(ctypes.byref(job), ctypes.c_void_p(self.stream)))
+            self.call("sum", Sum(array, len(sources), at(dst), dst.numel(), *dtypes, scale, add))
 
     def cast(self, dst: Tensor, src: Tensor, add: bool = False) -> None:
         dtypes = DTYPES[dst.dtype], DTYPES[src.dtype]
-        stream = ctypes.c_void_p(self.stream)
         with places(dst, src) as at:
-            job = Cast(at(dst), at(src), src.numel(), *dtypes)
-            self.finish(self.lib.zs_cuda_cast(ctypes.byref(job), ctypes.c_bool(add), stream))
+            self.call("cast", Cast(at(dst), at(src), src.numel(), *dtypes), add)
 
     def scale(self, x: Tensor, factor: float, device_factor: Tensor | None = None) -> None:
-        stream = ctypes.c_void_p(self.stream)
         with places(x, device_factor) as at:
-            job, there = numbers_at(at, x), ctypes.c_void_p(at(device_factor))
-            number = ctypes.c_double(factor)
-            self.finish(self.lib.zs_cuda_scale(ctypes.byref(job), number, there, stream))
+            self.call("scale", numbers_at(at, x), factor, at(device_factor))
 
     def norm(self, x: Tensor, p: float) -> float:
         result, scratch = torch.full((1,), 7.0).double(), torch.empty(NORM_SCRATCH).double()
         scratch.fill_(math.nan)
         with places(x, result, scratch) as at:
-            job = Norm(numbers_at(at, x), p, at(result), at(scratch))
-            self.finish(self.lib.zs_cuda_norm(ctypes.byref(job), ctypes.c_void_p(self.stream)))
+            self.call("norm", Norm(numbers_at(at, x), p, at(result), at(scratch)))
         return float(result)
 
     def norm_join(self, values: Tensor, p: float) -> float:
         result = torch.full((1,), 7.0).double()
-        n, stream = ctypes.c_int64(values.numel()), ctypes.c_void_p(self.stream)
         with places(values, result) as at:
-            whence, to = ctypes.c_void_p(at(values)), ctypes.c_void_p(at(result))
-            power = ctypes.c_double(p)
-            self.finish(self.lib.zs_cuda_norm_join(whence, n, power, to, stream))
+            self.call("norm_join", at(values), values.numel(), p, at(result))
         return float(result)
 
     def differs(self, a: Tensor, b: Tensor) -> int:
         flag = torch.zeros(1, dtype=torch.int32)
-        n, stream = ctypes.c_size_t(a.numel()), ctypes.c_void_p(self.stream)
         with places(a, b, flag) as at:
-            three = [ctypes.c_void_p(at(t)) for t in (a, b, flag)]
-            self.finish(self.lib.zs_cuda_differs(*three[:2], n, three[2], stream))
+            self.call("differs", at(a), at(b), a.numel(), at(flag))
         return int(flag)
 
     def encode(self, values: Tensor, lost: Tensor, codes: Tensor) -> None:
-        n, stream = ctypes.c_int64(values.numel()), ctypes.c_void_p(self.stream)
         with places(values, lost, codes) as at:
-            three = [ctypes.c_void_p(at(t)) for t in (values, lost, codes)]
-            self.finish(self.lib.zs_cuda_encode(*three[:2], n, three[2], stream))
+            self.call("encode", at(values), at(lost), values.numel(), at(codes))
 
 
 def image_flags() -> list[str]:

@@ -13,7 +13,9 @@ Tests write what torch does with GPU memory into the log (`mark`).
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,13 @@ def stop() -> None:
     """Stop writing."""
     for name in VARIABLES:
         del os.environ[name]
+
+
+@contextlib.contextmanager
+def written(folder: str) -> Iterator[Path]:
+    """Have both fakes write this rank's log within; give its path."""
+    yield start(folder, int(os.environ["RANK"]))
+    stop()
 
 
 def mark(name: str, **fields: Any) -> None:
@@ -136,6 +145,18 @@ def order_of(lines: list[Line]) -> Order:
     for number, (name, fields) in enumerate(lines):
         order.add(number, name, fields)
     return order
+
+
+def without_waits(lines: list[Line], stream: int) -> list[Line]:
+    """Return the log without that stream's waits for others: races must be found in it."""
+    wait = "cuStreamWaitEvent", str(stream)
+    return [line for line in lines if (line[0], line[1].get("stream")) != wait]
+
+
+def unjoined(order: Order) -> set[int]:
+    """Return the side streams for whose last step torch's stream does not wait."""
+    known = order.known.get(COMPUTE, {})
+    return {stream for stream, n in order.counts.items() if stream and known.get(stream, 0) < n}
 
 
 def _touch(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> bool:

@@ -12,7 +12,6 @@ that what makes them is tested as well.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import operator
@@ -20,15 +19,8 @@ from itertools import product
 
 import pytest
 import torch
-from cuda_kernels import (
-    KERNELS,
-    LENGTHS,
-    Cuda,
-    Place,
-    same_bits,
-    some,
-)
-from loops import DTYPES, Device, numbers
+from cuda_kernels import LENGTHS, SPECIAL, Cuda, Place, same_bits, some
+from loops import DTYPES, Device
 from torch import Tensor
 
 # --- sums ------------------------------------------------------------------------------------------
@@ -185,14 +177,19 @@ def test_differs_finds_each_byte(cuda: Cuda) -> None:
                 b.values[at] ^= 1
 
 
-def test_fake_delays_work_in_side_streams(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in itself: work in a side stream is not done when the call returns."""
-    if cuda.stream is None or KERNELS:
-        pytest.skip("of the stand-in's side streams, on memory that is the host's")
-    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "100000")
-    x = torch.ones(100)
-    job, stream = ctypes.byref(numbers(x)), ctypes.c_void_p(cuda.stream)
-    cuda.ok(cuda.lib.zs_cuda_scale(job, ctypes.c_double(2.0), None, stream))
-    assert (x == 1).all()
-    cuda.ok(cuda.lib.zs_face_wait(stream))
-    assert (x == 2).all()
+def test_codes_and_residuals_of_the_wire_match_torch(cuda: Cuda) -> None:
+    """cuda/wire.cuh"""
+    rows = [(torch.tensor(SPECIAL), torch.zeros(len(SPECIAL)))]
+    for numel in (1, 7, 31, 256, 1000, 4096 + 33):
+        lost = torch.zeros(numel + 1)
+        for step in range(4):
+            values = some(numel + 1, torch.float32, 10 * numel + step)
+            rows += [(values[skip:], lost[skip:]) for skip in (0, 1)]  # the ends of packs
+    for values, lost in rows:  # the residual is updated
+        sums = values + lost
+        expected = sums.bfloat16()
+        left = sums - expected.float()
+        codes = torch.full((values.numel() + 1,), 3, dtype=torch.bfloat16)
+        cuda.encode(values, lost, codes[:-1])
+        assert same_bits(codes[:-1], expected) and codes[-1] == 3
+        assert same_bits(lost, torch.where(left.isfinite(), left, 0.0))

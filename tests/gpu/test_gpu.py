@@ -2,7 +2,7 @@
 
 What is torch's own on a GPU (its allocator, streams, cuBLAS) is compared by tolerances
 that are stated in gpus.py; what is zshard's on both sides, by bits. The kernels are those of
-test_cuda_kernels.py, test_cuda_updates.py and test_cuda_wire.py, which run again on the real driver. Several ranks:
+test_cuda_kernels.py and test_cuda_updates.py, which run again on the real driver. Several ranks:
 test_gpu_ranks.py.
 """
 
@@ -27,69 +27,59 @@ from gpus import (
     DEEP,
     EXACT,
     FP32,
+    GPU,
     Deep,
-    Start,
+    adamw,
+    assert_near,
     device,
     environment,
     far,
     is_real,
+    on_device,
     on_host,
+    plain,
     sgd,
     train,
+    trained,
     wrap,
 )
-from models import CASES, Case, loss_of, make
-from spawn import RankPool
+from models import CASES, Case, loss_of
 from torch import Tensor, nn
 
 import zshard
 from zshard import FSDP, MixedPrecision, ShardingStrategy, _core
 
-NAMES = ("mlp", "net", "tied", "conv")
-
+strategies = pytest.mark.parametrize("strategy", [each.value for each in ShardingStrategy])
+precisions = pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
 
 # --- one rank: the numbers of plain PyTorch --------------------------------------------------------
 
 
-def plain_and_sharded(name: str, strategy: str) -> tuple[Any, Any]:
-    case = CASES[name]
-    plain = make(case.make).to(device())
-    ours = wrap(case, strategy=strategy)
-    sides = (plain, sgd(plain)), (ours, sgd(ours, zshard))
-    losses = [train(model, optimizer, case) for model, optimizer in sides]
-    assert {p.device for p in ours.parameters()} == {device()}
-    return losses, far(ours.state_dict(), plain.state_dict(), FP32)
-
-
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("strategy", [each.value for each in ShardingStrategy])
-@pytest.mark.parametrize("name", NAMES)
-def test_fp32_matches_torch(one: RankPool, name: str, strategy: str) -> None:
-    ((plain, ours), wrong) = one.run(plain_and_sharded, name, strategy)[0]
-    assert ours == pytest.approx(plain, **FP32)
-    assert wrong == []
+@strategies
+@pytest.mark.parametrize("name", ["mlp", "net", "tied", "conv"])
+@on_device()
+def test_fp32_matches_torch(name: str, strategy: str) -> None:
+    case = CASES[name]
+    theirs, ours = plain(case), wrap(case, strategy=strategy)
+    reference = trained(theirs, sgd(theirs, torch.optim), case)
+    assert_near(trained(ours, sgd(ours), case), reference, FP32)
+    assert {p.device for p in ours.parameters()} == {device()}
 
 
-def adamw_of_both() -> tuple[Any, Any]:
-    plain = make(DEEP.make).to(device())
-    ours = wrap(DEEP)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1, fused=True)
+@on_device()
+def test_adamw_matches_torchs_fused_one() -> None:
+    theirs, ours = plain(), wrap()
+    fused = torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0.1, fused=True)
     mine = zshard.AdamW(ours.parameters(), lr=0.01, weight_decay=0.1)
-    losses = train(plain, theirs, DEEP, 10), train(ours, mine, DEEP, 10)
-    return losses, far(ours.state_dict(), plain.state_dict(), ADAM)
-
-
-def test_adamw_matches_torchs_fused_one(one: RankPool) -> None:
-    ((plain, ours), wrong) = one.run(adamw_of_both)[0]
-    assert ours == pytest.approx(plain, **ADAM)
-    assert wrong == []
+    assert_near(trained(ours, mine, steps=10), trained(theirs, fused, steps=10), ADAM)
 
 
 def by_hand(case: Case, steps: int = 4) -> tuple[list[float], dict[str, Tensor]]:
     """Mixed precision as one writes it without a library: a bfloat16 copy of fp32 parameters."""
-    master = make(case.make).to(device())
+    master = plain(case)
     low = copy.deepcopy(master).bfloat16()
-    optimizer = sgd(master)
+    optimizer = sgd(master, torch.optim)
     losses = []
     for step in range(steps):
         for coarse, fine in zip(low.parameters(), master.parameters(), strict=True):
@@ -102,71 +92,52 @@ def by_hand(case: Case, steps: int = 4) -> tuple[list[float], dict[str, Tensor]]
             fine.grad = coarse.grad.float()
         optimizer.step()
         losses.append(float(loss))
-    return losses, master.state_dict()
-
-
-def mixed_and_by_hand(name: str, strategy: str) -> tuple[Any, Any, Any]:
-    case = CASES[name]
-    expected, values = by_hand(case)
-    ours = wrap(case, strategy=strategy, mixed_precision=BFLOAT16)
-    losses = train(ours, sgd(ours, zshard), case)
-    assert {p.dtype for p in ours.parameters()} == {torch.float32}
-    return losses, expected, far(ours.state_dict(), values, BF16)
+    return losses, on_host(master.state_dict())
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("strategy", [each.value for each in ShardingStrategy])
+@strategies
 @pytest.mark.parametrize("name", ["mlp", "net", "tied"])
-def test_mixed_precision_matches_a_loop_by_hand(one: RankPool, name: str, strategy: str) -> None:
-    ours, expected, wrong = one.run(mixed_and_by_hand, name, strategy)[0]
-    assert ours == pytest.approx(expected, **BF16)
-    assert wrong == []
-
-
-def in_backward_and_after(precision: Any) -> list[str]:
-    states = []
-    for in_backward in (False, True):
-        model = wrap(DEEP, mixed_precision=precision)
-        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-        if in_backward:
-            model.optimizer_in_backward(optimizer)
-        train(model, optimizer, DEEP)
-        states.append(on_host(model.state_dict()))
-    assert far(*states, EXACT) == []
+@on_device()
+def test_mixed_precision_matches_a_loop_by_hand(name: str, strategy: str) -> None:
+    case = CASES[name]
+    ours = wrap(case, strategy=strategy, mixed_precision=BFLOAT16)
+    assert_near(trained(ours, sgd(ours), case), by_hand(case), BF16)
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
-def test_optimizer_in_backward_is_bit_identical_to_a_step(one: RankPool, precision: Any) -> None:
-    one.run(in_backward_and_after, precision)
-
-
-def with_and_without_checkpoints(precision: Any) -> tuple[Any, Any]:
-    found = []
-    for checkpointed in (False, True):
-        case = Case(functools.partial(Deep, checkpointed=checkpointed), DEEP.draw)
-        model = wrap(case, mixed_precision=precision)
-        losses = train(model, sgd(model, zshard), case)
-        found.append((losses, on_host(model.state_dict())))
-    return found[0][0], (found[1][0], far(found[0][1], found[1][1], FP32))
+@precisions
+@on_device()
+def test_optimizer_in_backward_is_bit_identical_to_a_step(precision: Any) -> None:
+    usual, ours = (wrap(mixed_precision=precision) for _ in range(2))
+    optimizer = adamw(ours)
+    ours.optimizer_in_backward(optimizer)
+    assert_near(trained(ours, optimizer), trained(usual, adamw(usual)), EXACT)
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
-def test_activation_checkpointing_changes_nothing(one: RankPool, precision: Any) -> None:
-    expected, (ours, wrong) = one.run(with_and_without_checkpoints, precision)[0]
-    assert ours == pytest.approx(expected, **FP32)
-    assert wrong == []
+@precisions
+@on_device()
+def test_activation_checkpointing_changes_nothing(precision: Any) -> None:
+    usual = wrap(mixed_precision=precision)
+    case = Case(functools.partial(Deep, checkpointed=True), DEEP.draw)
+    ours = wrap(case, mixed_precision=precision)
+    assert_near(trained(ours, sgd(ours)), trained(usual, sgd(usual)), FP32)
 
 
-def gradients_of_backwards(how: str, dtype: torch.dtype) -> None:
-    plain, sums = make(DEEP.make).to(device(), dtype), {}
-    ours = wrap(DEEP, mixed_precision=MixedPrecision(param_dtype=dtype))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["no_sync", "accumulated"])
+@on_device()
+def test_gradients_add_up_in_float32(how: str, dtype: torch.dtype) -> None:
+    theirs, sums = plain().to(dtype), {}
+    ours = wrap(mixed_precision=MixedPrecision(param_dtype=dtype))
     for step in range(4):
         batch = DEEP.batch(step, 0).to(device())
-        plain.zero_grad()
-        loss_of(plain(batch.to(dtype))).backward()
-        for name, p in plain.named_parameters():
+        theirs.zero_grad()
+        loss_of(theirs(batch.to(dtype))).backward()
+        for name, p in theirs.named_parameters():
             sums[name] = sums.get(name, 0.0) + p.grad.float()
         waits = how == "no_sync" and step < 3
         with ours.no_sync() if waits else contextlib.nullcontext():
@@ -176,54 +147,40 @@ def gradients_of_backwards(how: str, dtype: torch.dtype) -> None:
     assert far(whole, sums, FP32) == []
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("how", ["no_sync", "accumulated"])
-def test_gradients_add_up_in_float32(one: RankPool, how: str, dtype: torch.dtype) -> None:
-    one.run(gradients_of_backwards, how, dtype)
-
-
-def clipped() -> tuple[float, float, list[str]]:
-    plain, ours = make(DEEP.make).to(device()), wrap(DEEP)
-    for model in (plain, ours):
+@on_device()
+def test_clipping() -> None:
+    theirs, ours = plain(), wrap()
+    for model in (theirs, ours):
         loss_of(model(DEEP.batch(0, 0).to(device()))).backward()
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-    found = ours.clip_grad_norm_(0.01)
-    assert found.device == device()
-    pairs = [dict(model.named_parameters()) for model in (ours, plain)]
-    grads = [{name: p.grad.flatten() for name, p in params.items()} for params in pairs]
-    return float(found), float(expected), far(*grads, FP32)
-
-
-def test_clipping(one: RankPool) -> None:
-    found, expected, wrong = one.run(clipped)[0]
-    assert found == pytest.approx(expected, **FP32) and expected > 0.01
-    assert wrong == []
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), 0.01)
+    norm = ours.clip_grad_norm_(0.01)
+    assert norm.device == device()
+    assert float(norm) == pytest.approx(float(expected), **FP32) and expected > 0.01
+    pairs = [dict(model.named_parameters()) for model in (ours, theirs)]
+    assert (
+        far(*[{name: p.grad.flatten() for name, p in params.items()} for params in pairs], FP32)
+        == []
+    )
 
 
 # --- one rank: states, set-up, compilers ------------------------------------------------------------
 
 
-def there_and_back() -> tuple[list[str], list[float], list[float]]:
+@on_device()
+def test_state_dicts_round_trip() -> None:
     """Saved after two steps, loaded into a plain model, and into another sharded one that goes on."""
-    model = wrap(DEEP, mixed_precision=BFLOAT16)
-    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-    train(model, optimizer, DEEP, steps=2)
+    model = wrap(mixed_precision=BFLOAT16)
+    optimizer = adamw(model)
+    train(model, optimizer, steps=2)
     saved, stepped = on_host(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-    plain = DEEP.make()
-    plain.load_state_dict(saved)
-    second = wrap(Case(DEEP.make, DEEP.draw), mixed_precision=BFLOAT16, strategy="no_shard")
-    again = zshard.AdamW(second.parameters(), lr=0.01)
+    theirs = DEEP.make()
+    theirs.load_state_dict(saved)
+    second = wrap(mixed_precision=BFLOAT16, strategy="no_shard")
+    again = adamw(second)
     second.load_state_dict(saved)
     again.load_state_dict(stepped)
-    wrong = far(plain.state_dict(), on_host(second.state_dict()), EXACT)
-    return wrong, train(model, optimizer, DEEP), train(second, again, DEEP)
-
-
-def test_state_dicts_round_trip(one: RankPool) -> None:
-    wrong, went_on, resumed = one.run(there_and_back)[0]
-    assert wrong == []
-    assert resumed == pytest.approx(went_on, **FP32)
+    assert far(theirs.state_dict(), on_host(second.state_dict()), EXACT) == []
+    assert train(second, again) == pytest.approx(train(model, optimizer), **FP32)
 
 
 def fill(module: nn.Module) -> None:
@@ -233,131 +190,102 @@ def fill(module: nn.Module) -> None:
         param.data.copy_(ramp)
 
 
-def set_up(whence: str) -> tuple[list[float], list[float], set[str]]:
-    """Losses of a model that comes to the device by device_id, and of one that was there."""
-    plain = DEEP.make().apply(fill).to(device())
-    options = {"device_id": 0} if is_real() else {}
-    if whence == "meta":
-        with torch.device("meta"):
-            model = DEEP.make()
-        options["param_init_fn"] = fill
-    else:
-        model = DEEP.make().apply(fill)
-    ours = FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.float32), **options)
-    losses = [train(each, sgd(each), DEEP) for each in (plain, ours)]
-    return losses[0], losses[1], {p.device.type for p in ours.parameters()}
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("whence", ["cpu", "meta"])
-def test_device_id_moves_the_model(one: RankPool, whence: str) -> None:
-    plain, ours, devices = one.run(set_up, whence)[0]
-    assert ours == pytest.approx(plain, **FP32)
-    assert len(devices) == 1
-
-
-def compiled_blocks(precision: Any) -> tuple[list[float], list[float]]:
-    """Losses with blocks compiled, and without: by inductor on a GPU, which has a compiler there."""
-    torch._dynamo.reset()
-    found = []
-    for compiled in (False, True):
-        model = wrap(DEEP, mixed_precision=precision)
-        for block in model.blocks if compiled else ():
-            block.compile(backend="inductor" if is_real() else "aot_eager")
-        found.append(train(model, sgd(model, zshard), DEEP))
-    return found[0], found[1]
+@on_device()
+def test_device_id_moves_the_model(whence: str) -> None:
+    theirs = DEEP.make().apply(fill).to(device())
+    options: dict[str, Any] = {"device_id": 0} if is_real() else {}
+    if whence == "meta":
+        options["param_init_fn"] = fill
+    with torch.device(whence):
+        model = DEEP.make().apply(fill) if whence == "cpu" else DEEP.make()
+    ours = FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.float32), **options)
+    losses = [train(each, sgd(each, torch.optim)) for each in (theirs, ours)]
+    assert losses[1] == pytest.approx(losses[0], **FP32)
+    assert len({p.device.type for p in ours.parameters()}) == 1
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
-def test_compiled_blocks(one: RankPool, precision: Any) -> None:
-    eager, compiled = one.run(compiled_blocks, precision, timeout=240)[0]
-    assert compiled == pytest.approx(eager, **(FP32 if precision is None else BF16))
+@precisions
+@on_device()
+def test_compiled_blocks(precision: Any) -> None:
+    """By inductor on a GPU, which has a compiler there."""
+    torch._dynamo.reset()
+    eager, compiled = (wrap(mixed_precision=precision) for _ in range(2))
+    for block in compiled.blocks:
+        block.compile(backend="inductor" if is_real() else "aot_eager")
+    losses = [train(model, sgd(model)) for model in (eager, compiled)]
+    assert losses[1] == pytest.approx(losses[0], **(FP32 if precision is None else BF16))
 
 
 # --- one rank: memory -------------------------------------------------------------------------------
 
 
-def memory_by_step(precision: Any, strategy: str) -> dict[str, Any]:
-    """What zshard counts after each of some steps, what it predicted, and torch's allocator's."""
-    case = Case(lambda: Deep(width=256, depth=4), lambda g: torch.randn(32, 256, generator=g))
-    for dtype in (torch.float32, torch.bfloat16):  # cuBLAS takes its workspaces from torch
+def warm_up_cublas() -> None:
+    """Have cuBLAS take its workspaces from torch."""
+    for dtype in (torch.float32, torch.bfloat16):
         warm = torch.randn(32, 32, device=device(), dtype=dtype, requires_grad=True)
         torch.addmm(warm, warm, warm).sum().backward()
-    del warm
-    first = torch.cuda.memory_stats() if is_real() else {}
-    before = first.get("allocated_bytes.all.current", 0)
-    model = wrap(case, mixed_precision=precision, strategy=strategy)
-    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-    found: dict[str, Any] = {"now": [], "allocated": [], "peak": [], "counts": [], "mappings": []}
-    for _ in range(5):
-        if is_real():
-            torch.cuda.reset_peak_memory_stats()
-        train(model, optimizer, case, steps=1)
-        found["now"].append(model.memory("now"))
-        found["mappings"].append(_core.mappings())
-        if is_real():
-            stats = torch.cuda.memory_stats()
-            names = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
-            found["counts"].append([stats[name] - first[name] for name in names])
-            found["allocated"].append(stats["allocated_bytes.all.current"] - before)
-            found["peak"].append(stats["allocated_bytes.all.peak"])
-    found["predicted"], found["most"] = model.memory("predicted"), model.memory("peak")
-    found["torchs grads"] = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    found["counters"] = sum(
-        state["step"].nbytes for state in optimizer.state.values()
-    )  # on the host
-    return found
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
-def test_memory_is_constant_and_predicted(one: RankPool, precision: Any, strategy: str) -> None:
-    found = one.run(memory_by_step, precision, strategy)[0]
-    parts = found["predicted"]
+@precisions
+@on_device()
+def test_memory_is_constant_and_predicted(precision: Any, strategy: str) -> None:
+    case = Case(lambda: Deep(width=256, depth=4), lambda g: torch.randn(32, 256, generator=g))
+    warm_up_cublas()
+    first = torch.cuda.memory_stats() if is_real() else {}
+    model = wrap(case, mixed_precision=precision, strategy=strategy)
+    optimizer, between, mappings = adamw(model), [], set()
+    counts, allocated, peaks = [], [], []
+    for _ in range(5):
+        if is_real():
+            torch.cuda.reset_peak_memory_stats()
+        train(model, optimizer, case, steps=1)
+        between.append(model.memory("now"))
+        mappings.add(_core.mappings())
+        if is_real():
+            stats = torch.cuda.memory_stats()
+            names = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
+            counts.append([stats[name] - first[name] for name in names])
+            allocated.append(stats["allocated_bytes.all.current"])
+            peaks.append(stats["allocated_bytes.all.peak"])
+    parts = model.memory("predicted")
     # Between passes the model has what stays. One rank's gradients are full ones, of the script.
     rest = {part: 0 for part in ("grads", "slots", "buckets")}
     stays = parts["total"] - sum(parts[part] for part in rest)
-    for now in found["now"]:
-        assert now == {**parts, **rest, "total": stays}
-    assert found["most"] == parts
-    assert len(set(found["mappings"])) == 1, found["mappings"]
-    if not found["allocated"]:
+    assert between == [{**parts, **rest, "total": stays}] * 5
+    assert model.memory("peak") == parts
+    assert len(mappings) == 1, mappings
+    if not is_real():
         return  # the host's allocator says nothing
-    assert len(set(found["allocated"])) == 1 and len(set(found["peak"][1:])) == 1, found
-    assert found["counts"][1:] == [found["counts"][1]] * len(found["counts"][1:])
-    assert found["counts"][0][:2] == [0, 0]
-    held = stays + found["torchs grads"] - found["counters"]
+    assert len(set(allocated)) == 1 and len(set(peaks[1:])) == 1, (allocated, peaks)
+    assert counts[1:] == [counts[1]] * len(counts[1:]) and counts[0][:2] == [0, 0], counts
+    grads = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    held = stays + grads - sum(state["step"].nbytes for state in optimizer.state.values())
     # torch rounds each allocation up to 512 bytes, and what is large to 2 MiB.
-    assert held <= found["allocated"][0] <= held * 1.02 + (8 << 20), (held, found)
+    allocated[0] -= first.get("allocated_bytes.all.current", 0)
+    assert held <= allocated[0] <= held * 1.02 + (8 << 20), (held, allocated)
 
 
-def without_memory() -> tuple[str, bool, list[float]]:
-    """What comes where the copy in bfloat16 has no room; whether a smaller model trains then."""
+@on_device(kinds=GPU)
+def test_lack_of_memory_raises_torchs_error() -> None:
+    """Where the copy in bfloat16 has no room; then a smaller model trains."""
     total = torch.cuda.get_device_properties(0).total_memory
     model = Deep(width=4096, depth=2).to(device())  # 0.5 GiB, and a copy of half of that
     torch.cuda.empty_cache()
     room = torch.cuda.memory_reserved() + (16 << 20)
     torch.cuda.set_per_process_memory_fraction(room / total)
     try:
-        FSDP(model, mixed_precision=BFLOAT16, memory_limit=None)
-        x = torch.randn(1, 4096, device=device())
-        loss_of(model(x)).backward()
-    except torch.OutOfMemoryError as error:
-        kind = f"{type(error).__name__}: {error}"
-    else:
-        kind = "nothing"
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            FSDP(model, mixed_precision=BFLOAT16, memory_limit=None)
+            loss_of(model(torch.randn(1, 4096, device=device()))).backward()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    small = wrap(DEEP, mixed_precision=BFLOAT16)
-    return kind, torch.cuda.memory_allocated() > 0, train(small, sgd(small, zshard), DEEP)
-
-
-def test_lack_of_memory_raises_torchs_error(start: Start) -> None:
-    kind, _, losses = start("gpu").run(without_memory)[0]
-    assert kind.startswith("OutOfMemoryError: CUDA out of memory"), kind
-    assert [loss for loss in losses if not math.isfinite(loss)] == []
+    small = wrap(mixed_precision=BFLOAT16)
+    assert all(map(math.isfinite, train(small, sgd(small))))
 
 
 # --- the kernels' bits --------------------------------------------------------------------------------
@@ -367,15 +295,11 @@ def test_lack_of_memory_raises_torchs_error(start: Start) -> None:
 @pytest.mark.parametrize("kernels", ["gpu", pytest.param("copies", marks=pytest.mark.thorough)])
 def test_kernels_are_bit_identical_to_the_cpu(kernels: str) -> None:
     """All kernels' tests on the GPU; with stand-ins, what brings their arrays there."""
-    only = "" if kernels == "gpu" else "factor_is_not_rounded or norms_are_joined or reads_device"
+    only = [] if kernels == "gpu" else ["-k", "factor_is_not or norms_are_joined or reads_device"]
     env = environment(kernels if kernels == "gpu" else "stand-in")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--whole"]
     done = subprocess.run(
-        [
-            *command,
-            *(["-k", only] if only else []),
-            *map(str, sorted((ROOT / "tests" / "gpu").glob("test_cuda_[kuw]*.py"))),
-        ],
+        [*command, *only, *map(str, sorted((ROOT / "tests" / "gpu").glob("test_cuda_[ku]*.py")))],
         env={**os.environ, **env, "ZSHARD_TEST_KERNELS": kernels},
         cwd=ROOT,
         capture_output=True,

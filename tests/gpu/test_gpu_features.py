@@ -1,11 +1,13 @@
-"""What scripts do beside plain steps, on a GPU: checkpoints, offload, loss scaling, torch's optimizers, errors.
+"""What scripts do beside plain steps, on a GPU: checkpoints, offload, loss scaling, torch's optimizers, graphs.
 
-As in test_gpu.py, a function that a rank runs on its device, with plain PyTorch on the
-same device as the reference; several ranks are compared with ranks on the host.
+As in test_gpu.py, plain PyTorch on the same device is the reference; several ranks are compared
+with ranks on the host.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,50 +20,42 @@ from gpus import (
     DEEP,
     EXACT,
     FP32,
-    KINDS,
-    Start,
+    GPU,
+    Trained,
+    adamw,
+    assert_near,
     device,
     far,
+    full_state,
     is_real,
+    on_device,
     on_host,
+    plain,
     sgd,
     train,
+    trained,
     wrap,
 )
-from models import loss_of, make
-from spawn import RankPool
-from torch import Tensor
+from models import loss_of
+from torch import nn
 
 import zshard
 from zshard import FSDP, MixedPrecision
 
-
-@pytest.fixture(params=KINDS)
-def two(request: pytest.FixtureRequest, start: Start) -> RankPool:
-    """Two ranks that share a device, over gloo."""
-    return start(request.param, 2)
+# --- checkpoints, offload ---------------------------------------------------------------------------
 
 
-def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    """Parameters and the optimizer's tensors, by name, on the host."""
-    state = on_host(model.state_dict())
-    for number, entries in optimizer.state_dict()["state"].items():
-        state |= on_host({f"{number} {key}": torch.as_tensor(v) for key, v in entries.items()})
-    return state
-
-
-# --- checkpoints ------------------------------------------------------------------------------------
-
-
-def saved_and_loaded(folder: str, asynchronous: bool, strategy: str) -> Any:
-    """What differs after a load into another model, and after both have trained on."""
-    rank = dist.get_rank()
-    model = wrap(DEEP, mixed_precision=BFLOAT16)
-    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-    train(model, optimizer, DEEP, steps=2, rank=rank)
-    handle = zshard.save(folder, model, optimizer, step=2, asynchronous=asynchronous)
-    if asynchronous:
-        handle.wait()
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@on_device(2)
+def test_checkpoints(tmp_path: Path, asynchronous: bool, strategy: str) -> None:
+    """One that loads into another model, and both train on."""
+    rank, folder = dist.get_rank(), str(tmp_path)
+    model = wrap(mixed_precision=BFLOAT16)
+    optimizer = adamw(model)
+    train(model, optimizer, steps=2, rank=rank)
+    zshard.save(folder, model, optimizer, step=2, asynchronous=asynchronous).wait()
     with torch.device("meta"):
         empty = DEEP.make()
     other = FSDP(
@@ -71,36 +65,20 @@ def saved_and_loaded(folder: str, asynchronous: bool, strategy: str) -> Any:
         strategy=strategy,
         mixed_precision=BFLOAT16,
     )
-    again = zshard.AdamW(other.parameters(), lr=0.01)
-    loaded = zshard.load(folder, other, again)
-    wrong = far(state_of(other, again), state_of(model, optimizer), EXACT)
-    losses = [train(m, o, DEEP, rank=rank) for m, o in ((model, optimizer), (other, again))]
-    return loaded.step, wrong, losses
+    again = adamw(other)
+    assert zshard.load(folder, other, again).step == 2
+    assert far(full_state(other, again), full_state(model, optimizer), EXACT) == []
+    losses = [train(m, o, rank=rank) for m, o in ((model, optimizer), (other, again))]
+    assert losses[1] == pytest.approx(losses[0], **FP32)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_checkpoints(two: RankPool, tmp_path: Path, asynchronous: bool, strategy: str) -> None:
-    for step, wrong, losses in two.run(saved_and_loaded, str(tmp_path), asynchronous, strategy):
-        assert (step, wrong) == (2, [])
-        assert losses[1] == pytest.approx(losses[0], **FP32)
-
-
-def loaded_into_plain(folder: str) -> list[str]:
-    model = wrap(DEEP)
-    train(model, sgd(model, zshard), DEEP, steps=1)
-    zshard.save(folder, model, step=1)
-    plain = DEEP.make().to(device())
-    zshard.load(folder, plain)
-    assert far(on_host(plain.state_dict()), on_host(model.state_dict()), EXACT) == []
-
-
-def test_checkpoint_loads_into_a_plain_model(one: RankPool, tmp_path: Path) -> None:
-    one.run(loaded_into_plain, str(tmp_path))
-
-
-# --- offload ----------------------------------------------------------------------------------------
+@on_device()
+def test_checkpoint_loads_into_a_plain_model(tmp_path: Path) -> None:
+    model, theirs = wrap(), DEEP.make().to(device())
+    train(model, sgd(model), steps=1)
+    zshard.save(str(tmp_path), model, step=1)
+    zshard.load(str(tmp_path), theirs)
+    assert far(on_host(theirs.state_dict()), on_host(model.state_dict()), EXACT) == []
 
 
 OFFLOADS: dict[str, dict[str, Any]] = {
@@ -110,51 +88,41 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-def offloaded(how: str) -> list[str]:
-    states = []
-    for each in ({}, OFFLOADS[how]):
-        model = wrap(DEEP, **each)
-        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-        train(model, optimizer, DEEP, rank=dist.get_rank())
-        states.append(on_host(model.state_dict()))
-    assert far(*states, ADAM) == []
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", OFFLOADS)
-def test_offload_to_the_host(two: RankPool, how: str) -> None:
-    two.run(offloaded, how)
+@on_device(2)
+def test_offload_to_the_host(how: str) -> None:
+    usual, ours = wrap(), wrap(**OFFLOADS[how])
+    rank = dist.get_rank()
+    assert_near(
+        trained(ours, adamw(ours), rank=rank), trained(usual, adamw(usual), rank=rank), ADAM
+    )
 
 
 # --- loss scaling, optimizers, parts of a model -------------------------------------------------------
 
 
-def scaled() -> tuple[list[float], list[float], bool]:
-    """Losses in float16 and float32; whether a step with an infinite gradient changed anything."""
+@on_device()
+def test_loss_scaling() -> None:
+    """Losses in float16 are near those in float32; a step with an infinite gradient changes nothing."""
     half = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
-    plain, ours = wrap(DEEP), wrap(DEEP, mixed_precision=half)
-    optimizer = sgd(ours, zshard)
+    usual, ours = wrap(), wrap(mixed_precision=half)
+    optimizer = sgd(ours)
     scaler = zshard.GradScaler(device().type, init_scale=1024.0)
-    losses = []
-    for step in range(4):
+
+    def step(number: int, factor: float = 1.0) -> float:
         optimizer.zero_grad()
-        loss = loss_of(ours(DEEP.batch(step, 0).to(device())).float())
-        scaler.scale(loss).backward()
+        loss = loss_of(ours(DEEP.batch(number, 0).to(device())).float())
+        scaler.scale(loss * factor).backward()
         scaler.step(optimizer)
         scaler.update()
-        losses.append(float(loss))
+        return float(loss)
+
+    losses = [step(number) for number in range(4)]
+    assert losses == pytest.approx(train(usual, sgd(usual)), rel=2e-2, abs=1e-3)
     before = on_host(ours.state_dict())
-    scaler.scale(loss_of(ours(DEEP.batch(0, 0).to(device())).float()) * 1e30).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    same = far(on_host(ours.state_dict()), before, EXACT) == [] and scaler.get_scale() == 512.0
-    return losses, train(plain, sgd(plain, zshard), DEEP), same
-
-
-def test_loss_scaling(one: RankPool) -> None:
-    ours, plain, same = one.run(scaled)[0]
-    assert ours == pytest.approx(plain, rel=2e-2, abs=1e-3)
-    assert same
+    step(0, 1e30)
+    assert far(on_host(ours.state_dict()), before, EXACT) == [] and scaler.get_scale() == 512.0
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -166,139 +134,179 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def stepped_by_torch(name: str) -> tuple[Any, list[str]]:
-    sides = []
-    for model in (make(DEEP.make).to(device()), wrap(DEEP)):
-        optimizer = getattr(torch.optim, name)(model.parameters(), **OPTIMIZERS[name])
-        losses = train(model, optimizer, DEEP)
-        sides.append((losses, on_host(model.state_dict())))
-    return (sides[0][0], sides[1][0]), far(sides[1][1], sides[0][1], ADAM)
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_of_torch(one: RankPool, name: str) -> None:
-    (plain, ours), wrong = one.run(stepped_by_torch, name)[0]
-    assert ours == pytest.approx(plain, **ADAM)
-    assert wrong == []
+@on_device()
+def test_optimizers_of_torch(name: str) -> None:
+    kind = getattr(torch.optim, name)
+    theirs, ours = (trained(m, kind(m.parameters(), **OPTIMIZERS[name])) for m in (plain(), wrap()))
+    assert_near(ours, theirs, ADAM)
 
 
-def by_fully_shard() -> tuple[list[float], list[float], list[str]]:
-    plain, ours = make(DEEP.make).to(device()), make(DEEP.make).to(device())
+@on_device()
+def test_fully_shard() -> None:
+    theirs, ours = plain(), plain()
     for block in ours.blocks:
         zshard.fully_shard(block)
     zshard.fully_shard(ours)
-    losses = [train(model, sgd(model), DEEP) for model in (plain, ours)]
-    found = {n: zshard.full_tensor(p) for n, p in ours.named_parameters()}
-    return losses[0], losses[1], far(on_host(found), on_host(dict(plain.named_parameters())), FP32)
+    losses = [train(model, sgd(model, torch.optim)) for model in (theirs, ours)]
+    assert losses[1] == pytest.approx(losses[0], **FP32)
+    whole = {name: zshard.full_tensor(p) for name, p in ours.named_parameters()}
+    assert far(on_host(whole), on_host(dict(theirs.named_parameters())), FP32) == []
 
 
-def test_fully_shard(one: RankPool) -> None:
-    plain, ours, wrong = one.run(by_fully_shard)[0]
-    assert ours == pytest.approx(plain, **FP32)
-    assert wrong == []
+def double(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2.0)
 
 
-def looked_at() -> list[str]:
-    """What whole-parameter calls on two ranks get wrong."""
-    plain, ours = make(DEEP.make), wrap(DEEP)
-    values = dict(plain.named_parameters())
-    wrong = []
+@on_device(2)
+def test_unsharded_parameters() -> None:
+    theirs, ours = plain().cpu(), wrap()
+    values = dict(theirs.named_parameters())
     with FSDP.summon_full_params(ours):
-        wrong += far(on_host(dict(ours.named_parameters())), values, EXACT)
-        with torch.no_grad():
-            for param in ours.parameters():
-                param.mul_(2.0)
-    doubled = {name: value * 2 for name, value in values.items()}
-    wrong += far(on_host(dict(zshard.whole_named_parameters(ours))), doubled, EXACT)
+        assert far(on_host(dict(ours.named_parameters())), values, EXACT) == []
+        double(ours)
+    double(theirs)
+    assert far(on_host(dict(zshard.whole_named_parameters(ours))), values, EXACT) == []
     norms = {name: torch.tensor(norm) for name, norm in zshard.named_norms(ours).items()}
-    wrong += far(norms, {name: v.norm() for name, v in doubled.items()}, FP32)
+    assert far(norms, {name: value.norm() for name, value in values.items()}, FP32) == []
     x = DEEP.batch(0, 0)
     with torch.no_grad():
-        for param in plain.parameters():
-            param.mul_(2.0)
-        expected = plain(x)
-        wrong += far({"eval": ours.eval()(x.to(device()))}, {"eval": expected}, FP32)
-    assert wrong == []
+        assert far({"eval": ours.eval()(x.to(device()))}, {"eval": theirs(x)}, FP32) == []
 
 
-def test_unsharded_parameters(two: RankPool) -> None:
-    two.run(looked_at)
-
-
-def with_frozen_parts() -> tuple[list[float], list[float]]:
-    found = []
-    for side in ("plain", "ours"):
-        model = make(DEEP.make).to(device())
-        for param in model.blocks[0].parameters():
-            param.requires_grad_(False)
-        if side == "ours":
+@on_device()
+def test_frozen_parts() -> None:
+    losses = []
+    for library in (torch.optim, zshard):
+        model = plain()
+        model.blocks[0].requires_grad_(False)
+        if library is zshard:
             model = FSDP(model, auto_wrap_policy=DEEP.policy)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        library = zshard if side == "ours" else torch.optim
-        found.append(train(model, library.SGD(trained, lr=0.05, momentum=0.9), DEEP))
-    return found[0], found[1]
+        rest = [p for p in model.parameters() if p.requires_grad]
+        losses.append(train(model, library.SGD(rest, lr=0.05, momentum=0.9)))
+    assert losses[1] == pytest.approx(losses[0], **FP32)
 
 
-def test_frozen_parts(one: RankPool) -> None:
-    plain, ours = one.run(with_frozen_parts)[0]
-    assert ours == pytest.approx(plain, **FP32)
+# --- streams, groups, graphs --------------------------------------------------------------------------
 
 
-# --- errors, streams -----------------------------------------------------------------------------------
+def losses_in(streams: list[Any]) -> list[float]:
+    """Return the losses of steps that take turns between these streams; None: the default one."""
+    model = wrap(mixed_precision=BFLOAT16)
+    optimizer, losses = adamw(model), []
+    for step in range(6):
+        stream, before = streams[step % len(streams)], torch.cuda.current_stream()
+        if stream is not None:
+            stream.wait_stream(before)
+        with torch.cuda.stream(stream):
+            optimizer.zero_grad()
+            loss = loss_of(model(DEEP.batch(step, 0).to(device())))
+            loss.backward()
+            optimizer.step()
+        if stream is not None:
+            before.wait_stream(stream)
+        losses.append(float(loss))
+    return losses
 
 
-def in_streams() -> tuple[list[float], list[float]]:
-    """Losses of steps in the default stream, and of steps that take turns between two others."""
-    found = []
-    for streams in ([None], [torch.cuda.Stream(), torch.cuda.Stream()]):
-        model = wrap(DEEP, mixed_precision=BFLOAT16)
-        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-        losses = []
-        for step in range(6):
-            stream = streams[step % len(streams)]
-            before = torch.cuda.current_stream()
-            if stream is not None:
-                stream.wait_stream(before)
-            with torch.cuda.stream(stream):
-                optimizer.zero_grad()
-                loss = loss_of(model(DEEP.batch(step, 0).to(device())))
-                loss.backward()
-                optimizer.step()
-            if stream is not None:
-                before.wait_stream(stream)
-            losses.append(float(loss))
-        found.append(losses)
-    return found[0], found[1]
-
-
-def test_steps_in_other_streams(start: Start) -> None:
-    plain, ours = start("gpu").run(in_streams)[0]
-    assert ours == plain
-
-
-def hybrid(backend: str, strategy: str) -> Any:
-    """Losses of four ranks as two hosts of two; of full_shard, which has the same sums."""
-    rank = dist.get_rank()
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    found = []
-    for options in (
-        {"strategy": "full_shard"},
-        {"strategy": strategy, "process_group": (halves[rank // 2], across[rank % 2])},
-    ):
-        by = backend if is_real() else "c10d"
-        model = wrap(DEEP, transport=by, **options)
-        losses = train(model, zshard.AdamW(model.parameters(), lr=0.01), DEEP, rank=rank)
-        found.append((losses, on_host(model.state_dict())))
-    return found[0][0], found[1][0], far(found[0][1], found[1][1], EXACT)
+@on_device(kinds=GPU)
+def test_steps_in_other_streams() -> None:
+    assert losses_in([torch.cuda.Stream(), torch.cuda.Stream()]) == losses_in([None])
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
 @pytest.mark.parametrize("backend", ["c10d", "nccl"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_hybrid_groups(start: Start, kind: str, backend: str, strategy: str) -> None:
-    for full, ours, wrong in start(kind, 4, backend).run(hybrid, backend, strategy):
-        assert ours == full
-        assert wrong == []
+@on_device(4)
+def test_hybrid_groups(backend: str, strategy: str) -> None:
+    """Four ranks as two hosts of two have the sums of full_shard."""
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    by = backend if is_real() else "c10d"
+    groups = halves[rank // 2], across[rank % 2]
+    usual = wrap(transport=by, strategy="full_shard")
+    ours = wrap(transport=by, strategy=strategy, process_group=groups)
+    theirs = trained(usual, adamw(usual), rank=rank)
+    assert_near(trained(ours, adamw(ours), rank=rank), theirs, EXACT)
+
+
+# --- CUDA graphs: replays have the bits of the same steps without one ---------------------------------
+
+# On a GPU the step is captured once and replayed; over the stand-ins, which cannot replay, each of
+# these steps runs as a capture, which forbids what CUDA forbids (test_cuda_graphs.py).
+WARM, STEPS = 3, 5  # steps before the capture, and with it
+
+
+def graph_of(step: Callable[[], None]) -> Callable[[], None]:
+    """Return what repeats the step."""
+    if is_real():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        replay: Callable[[], None] = graph.replay
+        return replay
+    numbers = iter(range(1, 1 + STEPS))
+
+    def captured() -> None:
+        os.environ["FAKE_CUDA_CAPTURE"] = str(next(numbers))
+        try:
+            step()
+        finally:
+            del os.environ["FAKE_CUDA_CAPTURE"]
+
+    return captured
+
+
+def in_a_stream_of_its_own(work: Callable[[], Any]) -> None:
+    """Do it as torch asks for before a capture."""
+    if not is_real():
+        work()
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def train_by_graph(repeated: bool, strategy: str, precision: Any) -> Trained:
+    """Return losses, and parameters at the end; the later steps are by a graph if `repeated`."""
+    model = wrap(strategy=strategy, mixed_precision=precision)
+    lr = torch.tensor(0.01, device=device())
+    optimizer = zshard.AdamW(model.parameters(), lr=lr, capturable=True)
+    inputs, loss = DEEP.batch(0, 0).to(device()), torch.zeros((), device=device())
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        now = loss_of(model(inputs))
+        now.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        loss.copy_(now.detach())
+
+    def go(steps: range, run: Callable[[], None]) -> list[float]:
+        losses = []
+        for number in steps:
+            inputs.copy_(DEEP.batch(number, 0))
+            lr.fill_(0.01 / (1 + number))
+            run()
+            losses.append(float(loss))
+        return losses
+
+    in_a_stream_of_its_own(lambda: go(range(WARM), step))
+    losses = go(range(WARM, WARM + STEPS), graph_of(step) if repeated else step)
+    return losses, on_host(model.state_dict())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_device()
+def test_graph_is_bit_identical_to_the_steps(strategy: str, precision: Any) -> None:
+    assert_near(
+        train_by_graph(True, strategy, precision), train_by_graph(False, strategy, precision), EXACT
+    )

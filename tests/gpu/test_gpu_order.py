@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
 
 import gpu_log
 import pytest
-import stand_ins
 import torch
-from nursery import fork_ranks
+from gpus import FAKE, on_device, on_fakes
 from torch import nn
 
 import zshard
@@ -66,27 +64,35 @@ class SomeLayers(nn.Sequential):
         return x
 
 
-def train(folder, env, options, kind=nn.Sequential):
-    """Where the log is, the memory that is held and was predicted, and the losses."""
-    os.environ.update(env)
+def train(folder, options, kind=nn.Sequential):
+    """Where the log is, and the memory that is held and was predicted."""
     rank = int(os.environ["RANK"])
-    log = gpu_log.start(folder, rank)
     torch.manual_seed(3)
-    policy = zshard.wrap.ModuleWrapPolicy({Layer})
-    model = FSDP(kind(*(Layer() for _ in range(4))), auto_wrap_policy=policy, **options)
-    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for step in range(STEPS):
-        gpu_log.mark("step", number=step)
-        torch.manual_seed(10 * step + rank)
-        loss = model(torch.randn(4, 48)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    gpu_log.mark("step", number=STEPS)
-    gpu_log.stop()
-    return log, model.memory("peak"), model.memory("predicted"), losses
+    with gpu_log.written(folder) as log:
+        policy = zshard.wrap.ModuleWrapPolicy({Layer})
+        model = FSDP(kind(*(Layer() for _ in range(4))), auto_wrap_policy=policy, **options)
+        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+        for step in range(STEPS):
+            gpu_log.mark("step", number=step)
+            torch.manual_seed(10 * step + rank)
+            model(torch.randn(4, 48)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gpu_log.mark("step", number=STEPS)
+    return log, model.memory("peak"), model.memory("predicted")
+
+
+def late_allocations(lines):
+    """Those after the second step: the first does not know the order of units, and prefetches less."""
+    second = lines.index(("step", {"number": "2"}))
+    return [line for line in lines[second:] if line[0] in ALLOCATIONS]
+
+
+def assert_waits_are_found(lines, streams):
+    """Without the waits of any one stream for others there are races, so the check can fail."""
+    assert gpu_log.races(lines) == []
+    for stream in streams:
+        assert gpu_log.races(gpu_log.without_waits(lines, stream)), stream
 
 
 STRATEGIES = ["full_shard", "shard_grad_op", "zero1", "no_shard"]
@@ -96,12 +102,11 @@ NAMES = [f"{strategy}-{'bf16' if precision else 'fp32'}" for strategy, precision
 
 @pytest.fixture(scope="module", params=RUNS, ids=NAMES)
 def run(request, tmp_path_factory):
-    """The strategy, its precision, and what each of two ranks had."""
+    """The strategy, and each of two ranks' log, and memory."""
     strategy, precision = request.param
     options = {"strategy": strategy, "mixed_precision": precision, "transport": "c10d"}
-    folder = str(tmp_path_factory.mktemp("logs"))
-    results = fork_ranks(train, 2, folder, stand_ins.environment("nccl"), options, check=True)
-    return strategy, precision, [result.value for result in results]
+    ranks = on_fakes(train, 2, str(tmp_path_factory.mktemp("logs")), options)
+    return strategy, [(gpu_log.read(log), *memory) for log, *memory in ranks]
 
 
 # --- several streams of torch's ------------------------------------------------------------------
@@ -144,37 +149,29 @@ def set_stream(handle):
     driver.fake_cuda_set_host_stream(ctypes.c_void_p(handle))
 
 
-def torch_streams(env, count):
+def torch_streams(count):
     """The default stream, and more for torch, which are numbered in the log from 1 on."""
-    driver = ctypes.CDLL(env["ZSHARD_CUDA_LIB"])
+    driver = ctypes.CDLL(os.environ["ZSHARD_CUDA_LIB"])
     driver.fake_cuda_torch_stream.restype = ctypes.c_void_p
     return [0, *(driver.fake_cuda_torch_stream() for _ in range(count))]
 
 
-def train_branches(folder, env):
-    """Where the log of some steps is."""
-    os.environ.update(env)
-    log = gpu_log.start(folder, int(os.environ["RANK"]))
-    streams = torch_streams(env, 2)
-    policy = zshard.wrap.ModuleWrapPolicy({Branches, Plain})
-    model = nn.Sequential(Plain(48, 48), Branches(streams), Plain(48, 48), Plain(48, 48))
-    model = FSDP(model, auto_wrap_policy=policy)
-    for _ in range(3):
-        set_stream(0)
-        model(torch.randn(4, 48)).square().mean().backward()
-        model.zero_grad()
-    gpu_log.stop()
-    return log
-
-
+@on_device(2, "nccl", fresh=True, kinds=FAKE)
 def test_round_waits_for_gradients_of_all_streams(tmp_path):
     """A round is posted in the stream of its last gradient; the others come from other streams."""
-    env = stand_ins.environment("nccl")
-    for result in fork_ranks(train_branches, 2, str(tmp_path), env, check=True):
-        lines = gpu_log.read(Path(result.value))
-        packed = {step.stream for step in gpu_log.order_of(lines).steps if "cuMemcpy" in step.name}
-        assert {1, 2} <= packed
-        assert gpu_log.races(lines) == []
+    with gpu_log.written(str(tmp_path)) as log:
+        streams = torch_streams(2)
+        policy = zshard.wrap.ModuleWrapPolicy({Branches, Plain})
+        model = nn.Sequential(Plain(48, 48), Branches(streams), Plain(48, 48), Plain(48, 48))
+        model = FSDP(model, auto_wrap_policy=policy)
+        for _ in range(3):
+            set_stream(0)
+            model(torch.randn(4, 48)).square().mean().backward()
+            model.zero_grad()
+    lines = gpu_log.read(log)
+    packed = {step.stream for step in gpu_log.order_of(lines).steps if "cuMemcpy" in step.name}
+    assert {1, 2} <= packed
+    assert gpu_log.races(lines) == []
 
 
 class Reader(nn.Module):
@@ -189,135 +186,72 @@ class Reader(nn.Module):
         return x @ self.weight
 
 
-def evaluate_in_turns(folder, env):
-    """Where the log of forwards is, each in another stream than the one before."""
-    os.environ.update(env)
-    log = gpu_log.start(folder, int(os.environ["RANK"]))
-    streams, now = torch_streams(env, 2), [0]
-    policy = zshard.wrap.ModuleWrapPolicy({Reader})
-    model = FSDP(nn.Sequential(*(Reader(now) for _ in range(4))), auto_wrap_policy=policy)
-    for stream in (0, 1, 2, 0, 2):
-        now[0] = stream
-        set_stream(streams[stream])
-        with torch.no_grad():
-            model(torch.randn(4, 48))
-    gpu_log.stop()
-    return log
-
-
+@on_device(2, "nccl", fresh=True, kinds=FAKE)
 def test_forward_in_another_stream_waits_for_the_last_one(tmp_path):
     """It takes slots that the one before may still read, unknown to torch."""
-    env = stand_ins.environment("nccl")
-    for result in fork_ranks(evaluate_in_turns, 2, str(tmp_path), env, check=True):
-        assert gpu_log.races(gpu_log.read(Path(result.value))) == []
+    with gpu_log.written(str(tmp_path)) as log:
+        streams, now = torch_streams(2), [0]
+        policy = zshard.wrap.ModuleWrapPolicy({Reader})
+        model = FSDP(nn.Sequential(*(Reader(now) for _ in range(4))), auto_wrap_policy=policy)
+        for stream in (0, 1, 2, 0, 2):
+            now[0] = stream
+            set_stream(streams[stream])
+            with torch.no_grad():
+                model(torch.randn(4, 48))
+    assert gpu_log.races(gpu_log.read(log)) == []
 
 
-def train_on_two_hosts(folder, env, options):
-    os.environ["ZSHARD_HOST"] = f"host {os.environ['RANK']}"
-    return train(folder, env, options)
-
-
+@on_device(2, "nccl", fresh=True, kinds=FAKE)
 def test_codes_between_hosts_race_with_nothing(tmp_path):
     """Codes of parameters are written in the gather stream, those of gradients in that of rounds."""
+    os.environ["ZSHARD_HOST"] = f"host {os.environ['RANK']}"
     options = {"transport": "c10d", "wire": "bf16", "keep_gathered": False}
-    env, folder = stand_ins.environment("nccl"), str(tmp_path)
-    for result in fork_ranks(train_on_two_hosts, 2, folder, env, options, check=True):
-        log, peak, predicted, _ = result.value
-        lines = gpu_log.read(Path(log))
-        steps = gpu_log.order_of(lines).steps
-        for kernel, stream in (
-            ("zs_cast_f32_bf16", GATHER),
-            ("zs_cast_bf16_f32", GATHER),
-            ("zs_encode", REDUCE),
-            ("zs_cast_bf16_f32", REDUCE),
-        ):
-            assert sum(kernel in step.name and step.stream == stream for step in steps) >= STEPS * 4
-        assert gpu_log.races(lines) == []
-        second = next(i for i, line in enumerate(lines) if line == ("step", {"number": "2"}))
-        assert [line for line in lines[second:] if line[0] in ALLOCATIONS] == []
-        assert peak == predicted
+    log, peak, predicted = train(str(tmp_path), options)
+    lines = gpu_log.read(log)
+    steps = gpu_log.order_of(lines).steps
+    for kernel, stream in (
+        ("zs_cast_f32_bf16", GATHER),
+        ("zs_cast_bf16_f32", GATHER),
+        ("zs_encode", REDUCE),
+        ("zs_cast_bf16_f32", REDUCE),
+    ):
+        assert sum(kernel in step.name and step.stream == stream for step in steps) >= STEPS * 4
+    assert gpu_log.races(lines) == []
+    assert late_allocations(lines) == []
+    assert peak == predicted
 
 
-def lines_of(run) -> list[list[gpu_log.Line]]:
-    return [gpu_log.read(Path(log)) for log, *_ in run[2]]
-
-
-def test_nothing_races(run):
-    for lines in lines_of(run):
-        assert gpu_log.races(lines) == []
-
-
+@on_device(2, "nccl", fresh=True, kinds=FAKE)
 def test_gathers_of_units_left_out_race_with_nothing(tmp_path):
     """What a rank gathers for others alone goes where rounds receive, in another stream."""
     options = {"transport": zshard.NcclOptions(any_order=True)}
-    env, folder = stand_ins.environment("nccl"), str(tmp_path)
-    for result in fork_ranks(train, 2, folder, env, options, SomeLayers, check=True):
-        lines = gpu_log.read(Path(result.value[0]))
-        assert gpu_log.races(lines) == []
-        for stream in (0, GATHER, REDUCE):
-            without = [
-                (name, fields)
-                for name, fields in lines
-                if not (name == "cuStreamWaitEvent" and fields["stream"] == str(stream))
-            ]
-            assert gpu_log.races(without), stream
+    log, *_ = train(str(tmp_path), options, SomeLayers)
+    assert_waits_are_found(gpu_log.read(log), (0, GATHER, REDUCE))
 
 
-def test_log_is_complete(run):
-    """Else nothing could race."""
-    strategy, *_ = run
-    gathers = strategy in ("full_shard", "shard_grad_op")
-    for lines in lines_of(run):
-        steps = gpu_log.order_of(lines).steps
-        count = {
-            what: sum(what in step.name and step.stream == stream for step in steps)
-            for what, stream in (("sum", REDUCE), ("Send", REDUCE), ("adam", 0), ("torch", 0))
-        }
-        assert count["sum"] >= STEPS * 4 and count["Send"] >= STEPS * 4 and count["adam"] >= STEPS
-        assert count["torch"] == STEPS * 4 * 2  # forward and backward
-        if gathers:
-            assert sum(s.name == "AllGather" and s.stream == GATHER for s in steps) >= STEPS * 4
-
-
-def test_missing_wait_is_found(run):
-    """Without the waits of any one stream for another there are races, so the check can fail."""
-    strategy, *_ = run
-    lines = lines_of(run)[0]
-    streams = [0, REDUCE] if strategy in ("no_shard", "zero1") else [0, GATHER, REDUCE]
-    for stream in streams:
-        without = [
-            (name, fields)
-            for name, fields in lines
-            if not (name == "cuStreamWaitEvent" and fields["stream"] == str(stream))
-        ]
-        assert len(without) < len(lines) and gpu_log.races(without), stream
+def test_nothing_races(run):
+    strategy, ranks = run
+    for lines, *_ in ranks:
+        streams = [0, REDUCE] if strategy in ("no_shard", "zero1") else [0, GATHER, REDUCE]
+        assert_waits_are_found(lines, streams)
 
 
 def test_side_streams_fork_and_join_within_a_step(run):
     """As a graph of a whole step (CUDA graphs) would need it."""
-    for lines in lines_of(run):
+    for lines, *_ in run[1]:
         order, start = gpu_log.Order(), None
         for number, (name, fields) in enumerate(lines):
             if name == "step":
-                known = order.known.setdefault(0, {})
-                for stream, count in order.counts.items():
-                    assert known.get(stream, 0) == count, (fields, stream, "is not joined")
-                start = dict(order.counts)
+                assert gpu_log.unjoined(order) == set(), fields
+                start = order.counts.get(0, 0)
             before = len(order.steps)
             order.add(number, name, fields)
             for step in order.steps[before:]:
                 if start is not None and step.stream != 0:
-                    assert step.before.get(0, 0) >= start[0], (step, "is not forked")
+                    assert step.before.get(0, 0) >= start, (step, "is not forked")
 
 
-def test_nothing_is_allocated_after_the_second_step(run):
-    """The first one does not know the order of units yet, and prefetches less."""
-    for lines in lines_of(run):
-        second = next(i for i, line in enumerate(lines) if line == ("step", {"number": "2"}))
-        late = [line for line in lines[second:] if line[0] in ALLOCATIONS]
-        assert late == []
-
-
-def test_memory_is_as_predicted(run):
-    for _, peak, predicted, _ in run[2]:
+def test_memory_is_as_predicted_and_constant(run):
+    for lines, peak, predicted in run[1]:
         assert peak == predicted
+        assert late_allocations(lines) == []

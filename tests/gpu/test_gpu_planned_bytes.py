@@ -6,6 +6,7 @@ the sum can be compared; NCCL's ring decides where it comes from.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import gpu_log
@@ -57,28 +58,19 @@ MODELS = {"all trained": all_trained, "partly frozen": partly_frozen}
 def received(folder: str, name: str, strategy: str, wire: str | None) -> dict[str, int]:
     """Return the bytes that a rank receives in a step: those gathered, and others from its host and
     from the other."""
-    rank, path = dist.get_rank(), Path()
     mesh = mesh_of(WORLD // PER_HOST, PER_HOST) if strategy.startswith("hybrid") else None
+    options = {"strategy": strategy, "wire": wire, "device_mesh": mesh, "timeout": 60}
+    options |= {"transport": "c10d", "keep_gathered": False}  # between the fakes' hosts
     with on_hosts(2):
-        model = FSDP(
-            make(MODELS[name]),
-            strategy=strategy,
-            wire=wire,
-            device_mesh=mesh,
-            transport="c10d",  # between the fakes' hosts
-            keep_gathered=False,
-            timeout=60,
-        )
+        model = FSDP(make(MODELS[name]), **options)
         optimizer = zshard.SGD(model.parameters(), lr=0.1)
         for step in range(4):
-            if step == 3:
-                path = gpu_log.start(folder, rank)
-            model(torch.ones(2, WIDTH)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        gpu_log.stop()
+            with gpu_log.written(folder) if step == 3 else contextlib.nullcontext() as path:
+                model(torch.ones(2, WIDTH)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
         del model, optimizer
-    return counted(path, rank)
+    return counted(path, dist.get_rank())
 
 
 def counted(path: Path, rank: int) -> dict[str, int]:

@@ -27,21 +27,22 @@ from gpus import (
     DEEP,
     EXACT,
     FP32,
+    GPU,
     KINDS,
     Deep,
+    adamw,
     device,
-    environment,
     far,
     is_real,
-    let_nccl_share_a_gpu,
+    on_device,
     on_host,
+    over,
+    run_fresh,
     sgd,
     train,
     wrap,
 )
 from models import Case, loss_of
-from nursery import fork_ranks
-from spawn import RankResult
 from torch import Tensor
 
 import zshard
@@ -50,23 +51,10 @@ PATIENCE = 3.0  # seconds until a wait for a rank that hangs ends
 ENDS = ("PeerError", "PeerTimeoutError", "DivergenceError")
 
 
-def run(kind: str, backend: str, fn: Any, world: int, *args: Any, **how: Any) -> list[RankResult]:
-    """fn(backend, *args) on fresh ranks that share a device of that kind."""
-    env = {name: value for name, value in environment(kind, backend).items() if value is not None}
-    return fork_ranks(fn, world, backend, *args, env=env, timeout=120, **how)
-
-
-def values(*args: Any) -> list[Any]:
-    """What run() gets from ranks that all return."""
-    return [result.value for result in run(*args, check=True)]
-
-
 def join_ranks(backend: str, timeout: float = 60.0) -> tuple[int, dict[str, Any]]:
     """This rank, and options for its models."""
     dist.init_process_group("gloo")
-    if backend == "nccl":
-        let_nccl_share_a_gpu(dist.get_rank())
-    return dist.get_rank(), {"transport": backend if is_real() else "c10d", "timeout": timeout}
+    return dist.get_rank(), {"transport": over(backend), "timeout": timeout}
 
 
 def batch(step: int, rank: int) -> Tensor:
@@ -83,7 +71,7 @@ def end_of(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 both = pytest.mark.parametrize("kind", KINDS)
-over = pytest.mark.parametrize("backend", BACKENDS)
+backends = pytest.mark.parametrize("backend", BACKENDS)
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------
 
@@ -111,7 +99,7 @@ def press_in_backward(backend: str, own_handler: bool, pressed: str) -> dict[str
     `pressed`. This backward gathers nothing: the calling thread is the fake's compute stream."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     rank, options = join_ranks(backend)
-    model = wrap(DEEP, strategy="shard_grad_op", **options)
+    model = wrap(strategy="shard_grad_op", **options)
     loss = loss_of(model(batch(0, rank)))
     said: dict[str, Any] = {"backward": "", "main": "", "handled": 0}
 
@@ -134,8 +122,8 @@ def press_in_backward(backend: str, own_handler: bool, pressed: str) -> dict[str
         signal.signal(signal.SIGINT, handle)
     if rank == 0:
         loss.register_hook(lambda _grad: threading.Timer(0.3, press).start())
-    else:
-        wait_for(pressed)
+    while rank and not os.path.exists(pressed):
+        time.sleep(0.01)
     try:
         beside(backward)
         time.sleep(0.01)  # Python has a turn to raise it
@@ -146,27 +134,22 @@ def press_in_backward(backend: str, own_handler: bool, pressed: str) -> dict[str
     return said
 
 
-def wait_for(*files: str) -> None:
-    while not all(map(os.path.exists, files)):
-        time.sleep(0.01)
-
-
 @pytest.mark.sampled(2)
-@over
+@backends
 @both
 def test_ctrl_c_interrupts_a_backward(kind: str, backend: str, tmp_path: Path) -> None:
     pressed = str(tmp_path / "pressed")
-    said, other = values(kind, backend, press_in_backward, 2, False, pressed)
+    results = run_fresh(kind, 2, backend, press_in_backward, backend, False, pressed)
+    said, other = (result.value for result in results)
     assert "interrupted while waiting for another rank" in said["backward"], said
     assert said["main"] == "KeyboardInterrupt"
     assert "PeerError" in other["backward"] and "rank 0" in other["backward"], other
 
 
-@both
-def test_ctrl_c_with_a_handler_of_the_script(kind: str, tmp_path: Path) -> None:
-    pressed = str(tmp_path / "pressed")
-    each = values(kind, "nccl", press_in_backward, 2, True, pressed)
-    assert each == [{"backward": "", "main": "", "handled": count} for count in (1, 0)]
+@on_device(2, "nccl", fresh=True)
+def test_ctrl_c_with_a_handler_of_the_script(tmp_path: Path) -> None:
+    said = press_in_backward("nccl", True, str(tmp_path / "pressed"))
+    assert said == {"backward": "", "main": "", "handled": 1 - dist.get_rank()}
 
 
 # --- errors that are caught ---------------------------------------------------------------------------
@@ -214,43 +197,37 @@ def fail(model: Any, rank: int, where: str) -> None:
         model.module.fails = ""
 
 
-def after_caught_errors(backend: str, where: str) -> tuple[list[float], list[float]]:
-    """Losses of a model, and of one that fails twice on all ranks, in its first step and later."""
-    rank, options = join_ranks(backend)
-    found = []
-    for fails in (False, True):
-        model = wrap(FAILING, **options)
-        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-        losses: list[float] = []
-        for _ in range(2):
-            if fails:
-                end = end_of(lambda: fail(model, rank, where))  # noqa: B023
-                assert end[0] == "Refused" or (where == "memory" and "memory" in end[1]), end
-            losses += train(model, optimizer, FAILING, steps=2, rank=rank)
-        found.append(losses)
-    return found[0], found[1]
-
-
 @pytest.mark.sampled(4)
-@over
+@backends
 @pytest.mark.parametrize("where", ["forward", *HOOKS])
 @pytest.mark.parametrize(("kind", "world"), [("gpu", 2), ("stand-in", 1), ("stand-in", 3)])
+@on_device(fresh=True)
 def test_caught_error_changes_nothing(kind: str, world: int, where: str, backend: str) -> None:
-    for expected, found in values(kind, backend, after_caught_errors, world, where):
-        assert found == (expected if kind == "stand-in" else pytest.approx(expected, **FP32))
+    """Losses of a model, and of one that fails twice on all ranks, in its first step and later."""
+    rank, options = join_ranks(backend)
+    usual, ours = (wrap(FAILING, **options) for _ in range(2))
+    optimizers = adamw(usual), adamw(ours)
+    for _ in range(2):
+        end = end_of(lambda: fail(ours, rank, where))
+        assert end[0] == "Refused" or (where == "memory" and "memory" in end[1]), end
+        steps = {"steps": 2, "rank": rank}
+        expected = train(usual, optimizers[0], FAILING, **steps)
+        losses = train(ours, optimizers[1], FAILING, **steps)
+        assert losses == pytest.approx(expected, **(FP32 if is_real() else EXACT))
 
 
-def big_batches(backend: str) -> tuple[int, list[float], list[float]]:
-    """How many of three big batches run out of the GPU's memory, each somewhere else in backward;
-    losses of small ones between them, within the same memory, and of a model that has only those."""
-    _, options = join_ranks(backend)
+@on_device(1, "nccl", fresh=True, kinds=GPU)
+def test_smaller_batch_trains_on_after_lack_of_memory() -> None:
+    """Three big batches, of which some run out of the GPU's memory, each somewhere else in backward,
+    and small ones between them, within the same memory. The host has no such limit: see "memory"."""
+    _, options = join_ranks("nccl")
     total = torch.cuda.get_device_properties(device()).total_memory
     case = Case(functools.partial(Deep, 1024, 4), lambda g: torch.randn(64, 1024, generator=g))
-    raised, found = 0, []
+    raised, losses = 0, ([], [])
     for big in (False, True):
         model = wrap(case, **options)
-        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-        losses = train(model, optimizer, case, steps=2)
+        optimizer = adamw(model)
+        losses[big].extend(train(model, optimizer, case, steps=2))
         for more in (0, 96, 192):
             if big:
                 loss = loss_of(model(torch.randn(16384, 1024, device=device())))  # 64 MiB each
@@ -260,34 +237,28 @@ def big_batches(backend: str) -> tuple[int, list[float], list[float]]:
                 raised += "OutOfMemoryError" in end_of(loss.backward)
                 del loss
                 optimizer.zero_grad()
-            losses += train(model, optimizer, case, steps=2)
+            losses[big].extend(train(model, optimizer, case, steps=2))
             torch.cuda.set_per_process_memory_fraction(1.0)
-        found.append(losses)
-    return raised, found[0], found[1]
-
-
-def test_smaller_batch_trains_on_after_lack_of_memory() -> None:
-    """Only on a GPU: the host has no such limit. See "memory" above."""
-    raised, expected, found = values("gpu", "nccl", big_batches, 1)[0]
     assert raised > 0
-    assert found == pytest.approx(expected, **FP32)
+    assert losses[True] == pytest.approx(losses[False], **FP32)
 
 
 def fail_alone(backend: str, where: str) -> list[tuple[str, str]]:
     """How the steps end if rank 1 alone fails in the first, catches that and continues."""
     rank, options = join_ranks(backend, PATIENCE)
     model = wrap(FAILING, **options)
-    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+    optimizer = adamw(model)
     first = end_of(lambda: fail(model, rank, where if rank == 1 else ""))
     return [first, end_of(lambda: train(model, optimizer, FAILING, rank=rank))]
 
 
 @pytest.mark.sampled(2)
-@over
+@backends
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @both
 def test_error_on_one_rank_is_an_error_on_all(kind: str, where: str, backend: str) -> None:
-    ends = values(kind, backend, fail_alone, 2, where)
+    results = run_fresh(kind, 2, backend, fail_alone, backend, where)
+    ends = [result.value for result in results]
     assert ends[1][0][0] == "Refused"
     told = [
         error in ENDS or "cannot continue after an earlier failure" in words
@@ -305,7 +276,7 @@ def test_error_on_one_rank_is_an_error_on_all(kind: str, where: str, backend: st
 def die_in_training(backend: str, killed: int) -> tuple[str, str]:
     """The last ranks are killed between forward and backward; how the others end."""
     rank, options = join_ranks(backend)
-    model = wrap(DEEP, **options)
+    model = wrap(**options)
     loss_of(model(batch(0, rank))).backward()
     loss = loss_of(model(batch(0, rank)))
     if rank >= dist.get_world_size() - killed:
@@ -319,11 +290,11 @@ def die_in_training(backend: str, killed: int) -> tuple[str, str]:
 
 
 @pytest.mark.sampled(3)
-@over
+@backends
 @pytest.mark.parametrize(("world", "killed"), [(2, 1), (4, 2)])
 @both
 def test_killed_ranks_are_reported(kind: str, world: int, killed: int, backend: str) -> None:
-    results = run(kind, backend, die_in_training, world, killed)
+    results = run_fresh(kind, world, backend, die_in_training, backend, killed, check=False)
     gone = range(world - killed, world)
     assert [results[rank].returncode for rank in gone] == [-signal.SIGKILL] * killed
     for result in results[: gone[0]]:
@@ -335,16 +306,16 @@ def test_killed_ranks_are_reported(kind: str, world: int, killed: int, backend: 
 def hang_in_a_kernel(backend: str, folder: str) -> tuple[str, str]:
     """The GPU of rank 1 does not end a kernel of the script's; how the other ranks end."""
     rank, options = join_ranks(backend, PATIENCE)
-    model = wrap(DEEP, **options)
-    optimizer = sgd(model, zshard)
-    train(model, optimizer, DEEP, steps=2, rank=rank)
+    model = wrap(**options)
+    optimizer = sgd(model)
+    train(model, optimizer, steps=2, rank=rank)
     if rank == 1:
         kill_after(os.path.join(folder, "0"), os.path.join(folder, "2"))
         if is_real():
             torch.cuda._sleep(int(10 * PATIENCE * 2e9))  # cycles
         else:  # the fake's side streams hang
             os.environ["FAKE_CUDA_DELAY_US"] = str(int(10 * PATIENCE * 1e6))
-    end = end_of(lambda: train(model, optimizer, DEEP, rank=rank))
+    end = end_of(lambda: train(model, optimizer, rank=rank))
     Path(folder, str(rank)).touch()
     if rank == 1:
         signal.pause()
@@ -359,11 +330,12 @@ def kill_after(*files: str) -> None:
 
 
 @pytest.mark.sampled(2)
-@over
+@backends
 @both
 def test_hanging_kernel_ends_the_others_by_timeout(kind: str, backend: str, tmp_path: Path) -> None:
     """On a GPU, NCCL may report another rank's timeout before a rank's own."""
-    first, hung, last = run(kind, backend, hang_in_a_kernel, 3, str(tmp_path))
+    results = run_fresh(kind, 3, backend, hang_in_a_kernel, backend, str(tmp_path), check=False)
+    first, hung, last = results
     assert hung.returncode == -signal.SIGKILL, hung
     assert first.value is not None and last.value is not None, first.stderr + last.stderr
     ends = [first.value, last.value]
@@ -371,41 +343,11 @@ def test_hanging_kernel_ends_the_others_by_timeout(kind: str, backend: str, tmp_
     late = [words for error, words in ends if error == "PeerTimeoutError"]
     assert len(late) == 2 or (late and kind == "gpu"), ends
     for words in late:
-        assert f"did not finish within {PATIENCE:g} s" in words and "hangs in a kernel" in words, (
-            words
-        )
-        assert "is parameters of unit" in words, words
+        for part in (f"finish within {PATIENCE:g} s", "hangs in a kernel", "is parameters of unit"):
+            assert part in words, words
 
 
 # --- saves that fail --------------------------------------------------------------------------------------
-
-
-def save_without_room(backend: str, folder: str, asynchronous: bool) -> tuple[Any, ...]:
-    """How a save ends if rank 1 cannot write; losses before and after it, and of a model that did
-    not save; what differs in what a later save has written."""
-    rank, options = join_ranks(backend)
-    losses, found = [], []
-    for saves in (False, True):
-        model = wrap(DEEP, **options)
-        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-        first = train(model, optimizer, DEEP, steps=2, rank=rank)
-        if saves:
-            soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-            if rank == 1:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
-            end = end_of(lambda: save(folder, model, optimizer, asynchronous))  # noqa: B023
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            dist.barrier()
-            found.append((end, os.listdir(folder)))
-        losses.append(first + train(model, optimizer, DEEP, rank=rank))
-    zshard.save(folder, model, optimizer, step=7)
-    other = wrap(DEEP, **options)
-    zshard.load(folder, other, zshard.AdamW(other.parameters(), lr=0.01))
-    return found[0], losses, far(on_host(other.state_dict()), on_host(model.state_dict()), EXACT)
-
-
-def save(folder: str, model: Any, optimizer: Any, asynchronous: bool) -> None:
-    zshard.save(folder, model, optimizer, step=2, asynchronous=asynchronous).wait()
 
 
 @pytest.mark.sampled(3)
@@ -413,14 +355,36 @@ def save(folder: str, model: Any, optimizer: Any, asynchronous: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "backend"), [("gpu", "nccl"), *(("stand-in", b) for b in BACKENDS)]
 )
+@on_device(2, fresh=True)
 def test_failed_save_changes_nothing(
     kind: str, backend: str, asynchronous: bool, tmp_path: Path
 ) -> None:
-    folder = str(tmp_path / "checkpoint")
-    for (end, left), losses, wrong in values(
-        kind, backend, save_without_room, 2, folder, asynchronous
-    ):
-        assert end[0] == "OSError" and "File too large" in end[1], end
-        assert left == []
-        assert losses[1] == (losses[0] if kind == "stand-in" else pytest.approx(losses[0], **FP32))
-        assert wrong == []
+    """Rank 1 cannot write. Training goes on as without the save, and a later save is whole."""
+    rank, options = join_ranks(backend)
+    folder, near = str(tmp_path / "checkpoint"), FP32 if is_real() else EXACT
+    usual, model = wrap(**options), wrap(**options)
+    optimizers = adamw(usual), adamw(model)
+
+    def train_both(steps: int) -> None:
+        expected = train(usual, optimizers[0], steps=steps, rank=rank)
+        losses = train(model, optimizers[1], steps=steps, rank=rank)
+        assert losses == pytest.approx(expected, **near)
+
+    def save() -> None:
+        zshard.save(folder, model, optimizers[1], step=2, asynchronous=asynchronous).wait()
+
+    train_both(2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+    end = end_of(save)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert end[0] == "OSError" and "File too large" in end[1], end
+    dist.barrier()
+    assert os.listdir(folder) == []
+    dist.barrier()
+    train_both(4)
+    save()
+    other = wrap(**options)
+    zshard.load(folder, other, adamw(other))
+    assert far(on_host(other.state_dict()), on_host(model.state_dict()), EXACT) == []

@@ -11,40 +11,31 @@ import os
 import random
 import select
 import signal
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from gpus import ADAM, DEEP, EXACT, TOGETHER, Start, far, on_host, sharded
+from gpus import (
+    BACKENDS,
+    DEEP,
+    FAKE,
+    Hosts,
+    Start,
+    adamw,
+    compare,
+    full_state,
+    on_device,
+    on_fakes,
+    run_fresh,
+    sharded,
+    together,
+)
 from models import Case, loss_of
-from nursery import fork_ranks
-from spawn import RankPool
-from stand_ins import environment
 from torch import Tensor, nn
 
 import zshard
-
-Hosts = Callable[[int], RankPool]
-together = pytest.mark.parametrize(("kind", "world", "backend"), TOGETHER)
-
-
-def compare(start: Start, hosts: Hosts, place: tuple[str, int, str], task: Any, *args: Any) -> None:
-    """Compare what a task returns on each rank, a dict of tensors, with the same on the host."""
-    kind, world, backend = place
-    ours = start(kind, world, backend).run(task, backend, *args)
-    for mine, theirs in zip(ours, hosts(world).run(task, None, *args), strict=True):
-        assert far(mine, theirs, EXACT if kind == "stand-in" else ADAM) == []
-
-
-def results(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    """Return the model's full parameters and the optimizer's full state."""
-    found = on_host(model.state_dict())
-    for i, values in optimizer.state_dict()["state"].items():
-        found |= {f"{name} of {i}": torch.as_tensor(v).cpu() for name, v in values.items()}
-    return found
-
 
 # --- join() ---------------------------------------------------------------------------------------
 
@@ -54,14 +45,14 @@ COUNTS = {2: [(4, 1), (0, 3)], 4: [(3, 2, 5, 4)]}
 def joined(backend: str | None, strategy: str, counts: Any) -> dict[str, Tensor]:
     rank = dist.get_rank()
     model, there = sharded(DEEP, backend, strategy=strategy)
-    optimizer, steps = zshard.AdamW(model.parameters(), lr=0.01), 0
+    optimizer, steps = adamw(model), 0
     for x in model.join(DEEP.batch(step, rank).to(there) for step in range(counts[rank])):
         loss_of(model(x)).backward()
         optimizer.step()
         optimizer.zero_grad()
         steps += 1
     assert steps == min(counts)
-    return results(model, optimizer)
+    return full_state(model, optimizer)
 
 
 @pytest.mark.sampled(2)
@@ -122,7 +113,7 @@ def with_other_units(backend: str | None, how: str, strategy: str) -> dict[str, 
         loss_of(output(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return results(model, optimizer)
+    return full_state(model, optimizer)
 
 
 @pytest.mark.sampled(6)
@@ -135,26 +126,23 @@ def test_ranks_run_different_units(
     compare(start, hosts, (kind, world, backend), with_other_units, how, strategy)
 
 
-def without_being_asked() -> str:
-    """The error over NCCL of ranks that do not meet before each transfer."""
+@on_device(2, "nccl", kinds=FAKE)
+def test_error_over_nccl_names_the_remedy() -> None:
+    """Of ranks that do not meet before each transfer."""
     rank = dist.get_rank()
     model, there = sharded(PATHS, "nccl", process_group=dist.new_group())
-    try:
-        loss_of(model(PATHS.batch(0, rank).to(there), [rank])).backward()
-    except zshard.DivergenceError as error:
-        return str(error)
-    return ""
+    with pytest.raises(zshard.DivergenceError) as caught:
+        model(PATHS.batch(0, rank).to(there), [rank])
+    for words in (
+        "unit 'layers.0'",
+        "unit 'layers.1'",
+        "pass transport=zshard.NcclOptions(any_order",
+    ):
+        assert words in str(caught.value)
 
 
-def test_error_over_nccl_names_the_remedy(start: Start) -> None:
-    for text in start("stand-in", 2, "nccl").run(without_being_asked):
-        assert "parameters of unit 'layers.0'" in text and "parameters of unit 'layers.1'" in text
-        assert "pass transport=zshard.NcclOptions(any_order=True)" in text
-
-
-def killed(env: dict[str, str], backend: str) -> tuple[str, str]:
+def killed(backend: str) -> str:
     """How a rank ends whose peer is killed before it leaves out a unit that this rank runs."""
-    os.environ.update(env)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model, there = sharded(PATHS, backend, any_order=True)
@@ -162,91 +150,75 @@ def killed(env: dict[str, str], backend: str) -> tuple[str, str]:
     loss_of(model(x, [0, 1])).backward()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
+    with pytest.raises(zshard.PeerError) as caught:
         loss_of(model(x, [0, 1, 2])).backward()
-    except (RuntimeError, zshard.PeerError) as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["c10d", "nccl"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_killed_rank_is_reported_at_the_next_meeting(backend: str) -> None:
-    first, dead = fork_ranks(killed, 2, environment(backend), backend)
+    first, dead = run_fresh("stand-in", 2, backend, killed, backend, check=False)
     assert dead.returncode == -signal.SIGKILL and first.value is not None, first.stderr
-    kind, said = first.value
-    assert kind == "PeerError" and "rank 1" in said and "all-gathering parameters" in said
+    assert "rank 1" in first.value and "all-gathering parameters" in first.value
 
 
 # --- a rank that evaluates alone ------------------------------------------------------------------
 
 
-def lone_evaluation(backend: str, any_order: bool) -> tuple[str, float]:
-    """(this rank's error, how far its value is off) where rank 0 evaluates and the others train
-    on."""
-    rank = dist.get_rank()
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("any_order", [False, True])
+@together
+@on_device()
+def test_lone_evaluation(kind: str, world: int, backend: str, any_order: bool) -> None:
+    """Rank 0 evaluates and the others train on. Where hosts meet before each transfer, the others
+    take part; else it is an error at once, with nothing queued."""
+    rank, off = dist.get_rank(), 0.0
     model, there = sharded(DEEP, backend, any_order, process_group=dist.new_group())
-    x, off = DEEP.batch(0, rank).to(there), 0.0
+    x = DEEP.batch(0, rank).to(there)
     loss_of(model(x)).backward()
-    try:
+    ends = contextlib.nullcontext() if any_order or backend == "c10d" else alone_is_an_error()
+    with ends:
         loss = loss_of(model(x))
         if rank == 0:
             with torch.no_grad():
                 off = float(loss_of(model(x))) - float(loss)
         loss.backward()
         loss_of(model(x)).backward()
-    except zshard.DivergenceError as error:
-        return str(error), off
-    return "", off
+    assert off == 0.0
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("any_order", [False, True])
-@together
-def test_lone_evaluation(
-    start: Start, kind: str, world: int, backend: str, any_order: bool
-) -> None:
-    """Where hosts meet before each transfer, the others take part; else it is an error at once, with
-    nothing queued."""
-    found = start(kind, world, backend).run(lone_evaluation, backend, any_order)
-    for said, off in found:
-        assert off == 0.0
-        if any_order or backend == "c10d":
-            assert said == ""
-        else:
-            assert "called forward()" in said and "called backward()" in said
-            assert "NcclOptions(any_order=True)" in said
+@contextlib.contextmanager
+def alone_is_an_error() -> Iterator[None]:
+    with pytest.raises(zshard.DivergenceError) as caught:
+        yield
+    for words in ("called forward()", "called backward()", "NcclOptions(any_order=True)"):
+        assert words in str(caught.value)
 
 
-def evaluates_while_others_wait(env: dict[str, str], backend: str) -> str:
+def evaluates_while_others_wait(backend: str) -> str:
     """What rank 0 gets where it evaluates while the others are in a collective of the script's; what
     rank 1 gets in its next forward, when rank 0 has exited."""
-    os.environ.update(env)
     dist.init_process_group("gloo")
     processes = [None, None]
     dist.all_gather_object(processes, os.getpid())
     model, there = sharded(DEEP, backend, timeout=2.0)
-    said = ""
-    loss_of(model(DEEP.batch(0, 0).to(there))).backward()
+    x = DEEP.batch(0, 0).to(there)
+    loss_of(model(x)).backward()
     if dist.get_rank() == 0:
-        try:
-            with torch.no_grad():
-                model(DEEP.batch(0, 0).to(there))
-        except zshard.PeerTimeoutError as error:
-            said = str(error)
+        with torch.no_grad(), pytest.raises(zshard.PeerTimeoutError) as failed:
+            model(x)
+        dist.barrier()
+        return str(failed.value)
     dist.barrier()
-    if dist.get_rank() == 0:
-        return said
     select.select([os.pidfd_open(processes[0])], [], [])  # until it has exited
     with pytest.raises(zshard.PeerError) as failed:
-        loss_of(model(DEEP.batch(0, 0).to(there)))
+        model(x)
     return str(failed.value)
 
 
-@pytest.mark.parametrize("backend", ["c10d", "nccl"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_lone_evaluation_while_others_are_elsewhere(backend: str) -> None:
-    ranks = fork_ranks(evaluates_while_others_wait, 2, environment(backend), backend)
-    said, later = (rank.value for rank in ranks)
-    assert said is not None and later is not None, ranks[0].stderr + ranks[1].stderr
+    said, later = on_fakes(evaluates_while_others_wait, 2, backend, backend=backend)
     assert "rank 1" in said and "not in a zshard collective" in said, said
     remedy = {"nccl": "NcclOptions(any_order=True)", "c10d": "an evaluation takes all ranks"}
     assert remedy[backend] in said

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from gpus import (
-    ADAM,
     DEEP,
-    EXACT,
     KINDS,
+    Hosts,
     Start,
+    adamw,
+    compare,
     device,
-    far,
-    is_real,
-    let_nccl_share_a_gpu,
+    on_device,
     on_host,
+    over,
+    train,
 )
 from groups import hosts_of
 from models import Case, loss_of, make
-from scenarios import message_of
-from spawn import RankPool
 from torch import Tensor, nn
 from wires import (
     NUMEL,
@@ -43,78 +41,71 @@ from wires import (
     weights,
 )
 
-import zshard
 from zshard import FSDP, Wire
 
-Hosts = Callable[[int], RankPool]
 SIZES = [(1, 1), (2, 2), (1, 1, 1, 1)]
 shapes = pytest.mark.parametrize(
-    ("kind", "sizes"), [(kind, sizes) for kind in KINDS for sizes in SIZES]
+    ("kind", "world", "sizes"), [(kind, sum(sizes), sizes) for kind in KINDS for sizes in SIZES]
 )
 
 
 def wrapped(module: nn.Module, group: Any, on_gpu: bool = True, **options: Any) -> Any:
     """Return the module sharded over NCCL, or on the host over "hosts"."""
+    transport: Any = "hosts"
+    if on_gpu:
+        transport = over("nccl", options.pop("any_order", False))
+        transport = "c10d" if transport == "shm" else transport  # the one between the fakes' hosts
+        module = module.to(device())
     options = {"auto_wrap_policy": None, "timeout": 60, **options}
-    any_order = options.pop("any_order", False)
-    if not on_gpu:
-        return FSDP(module, process_group=group, transport="hosts", **options)
-    let_nccl_share_a_gpu(dist.get_rank())
-    over: Any = "nccl" if is_real() else "c10d"  # of the fakes: the one between their hosts
-    if any_order:
-        over = zshard.NcclOptions(any_order=True)
-    return FSDP(module.to(device()), process_group=group, transport=over, **options)
+    return FSDP(module, process_group=group, transport=transport, **options)
 
 
 # --- gradients ------------------------------------------------------------------------------------
 
 
-def arithmetic(sizes: tuple[int, ...], strategy: str) -> list[bool]:
-    """Return which of several steps have the reference's bits."""
+@shapes
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])
+@pytest.mark.sampled(6)
+@on_device(0, "nccl")
+def test_bit_identical_to_reference_arithmetic(
+    kind: str, world: int, sizes: tuple[int, ...], strategy: str
+) -> None:
     with hosts_of(*sizes) as group:
         model = wrapped(Products(), group, strategy=strategy, wire="bf16")
         assert "gradients cross hosts as bf16" in model.summary()
         beside = Model(len(sizes), sizes[0])
-        return steps_as(beside, model, strategy)
+        assert steps_as(beside, model, strategy) == [True] * 4
 
 
-@shapes
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])
-@pytest.mark.sampled(6)
-def test_bit_identical_to_reference_arithmetic(
-    start: Start, kind: str, sizes: tuple[int, ...], strategy: str
-) -> None:
-    world = sum(sizes)
-    found = start(kind, world, "nccl").run(arithmetic, sizes, strategy)
-    assert found == [[True] * 4] * world
+@on_device(2, "nccl")
+def test_residuals_follow_the_loss_scale() -> None:
+    with hosts_of(1, 1) as group:
+        steps = steps_with_a_scale(lambda: wrapped(Products(), group, wire="bf16"))
+    assert steps == [True] * 4
 
 
-def scaled(sizes: tuple[int, ...]) -> list[bool]:
-    with hosts_of(*sizes) as group:
-        return steps_with_a_scale(lambda: wrapped(Products(), group, wire="bf16"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_residuals_follow_the_loss_scale(start: Start, kind: str) -> None:
-    assert start(kind, 2, "nccl").run(scaled, (1, 1)) == [[True] * 4] * 2
-
-
-def skipped(sizes: tuple[int, ...]) -> tuple[list[float], bool, bool]:
-    with hosts_of(*sizes) as group:
-        return steps_after(math.inf, wrapped(Products(), group, wire="bf16"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_ranks_skip_a_step_together(start: Start, kind: str) -> None:
-    assert start(kind, 2, "nccl").run(skipped, (1, 1)) == [([2.0, 2.0], True, True)] * 2
+@on_device(2, "nccl")
+def test_all_ranks_skip_a_step_together() -> None:
+    with hosts_of(1, 1) as group:
+        steps = steps_after(math.inf, wrapped(Products(), group, wire="bf16"))
+    assert steps == ([2.0, 2.0], True, True)
 
 
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-def counted(wire: str | None) -> list[float]:
-    """Return the bytes in the metrics, of gathers and reductions: from all ranks, from other
-    hosts."""
+SHARD, CODE = 4 * 2048, 2 * 2048
+BYTES = {
+    None: [3 * SHARD, 3 * SHARD, 2 * SHARD, 2 * SHARD],
+    "bf16": [3 * CODE, 2 * SHARD + CODE, 2 * CODE, CODE],
+}
+"""By wire: of gathers and reductions from all ranks, and from other hosts."""
+
+
+@pytest.mark.parametrize("wire", BYTES)
+@pytest.mark.sampled(4)
+@on_device(4, "nccl")
+def test_metrics_count_bytes(wire: str | None) -> None:
     with hosts_of(2, 2) as group:
         layers = [nn.Linear(64, 64, bias=False) for _ in range(2)]  # a shard has 2048 numbers
         model = wrapped(nn.Sequential(*layers), group, wire=wire)
@@ -122,45 +113,30 @@ def counted(wire: str | None) -> list[float]:
         for _ in range(2):
             model(torch.ones(3, 64, device=device())).sum().backward()
             optimizer.step()
-        found = model.metrics()
-    kinds = ("gather", "reduce")
-    return [found[f"bytes/{kind}{of}"] for of in ("", "_other_hosts") for kind in kinds]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_metrics_count_bytes(start: Start, kind: str) -> None:
-    shard, code = 4 * 2048, 2 * 2048
-    pool = start(kind, 4, "nccl")
-    assert pool.run(counted, None) == [[3 * shard, 3 * shard, 2 * shard, 2 * shard]] * 4
-    assert pool.run(counted, "bf16") == [[3 * code, 2 * shard + code, 2 * code, code]] * 4
+        metrics = model.metrics()
+    kinds = [f"bytes/{kind}{of}" for of in ("", "_other_hosts") for kind in ("gather", "reduce")]
+    assert [metrics[kind] for kind in kinds] == BYTES[wire]
 
 
 # --- parameters -----------------------------------------------------------------------------------
 
 
-def seen(sizes: tuple[int, ...], dtype: torch.dtype) -> list[bool]:
-    """Return whether each forward's parameters, and the shards, are as expected."""
+@shapes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.sampled(6)
+@on_device(0, "nccl")
+def test_forward_computes_with_decoded_parameters(
+    kind: str, world: int, sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
     with hosts_of(*sizes) as group:
         model = wrapped(Seen(dtype), group, wire=Wire(parameters="bf16"))
         exact = weights().to(dtype)
-        rounded = decoded(exact)
         code = "bf16" if dtype is torch.float32 else "they are"
         assert f"parameters cross hosts as {code}" in model.summary()
         for _ in range(2):
             model(torch.ones(NUMEL, dtype=dtype, device=device())).backward()
-        found = [torch.equal(each, rounded) for each in model.seen]
-        found.append(torch.equal(model.state_dict()["weight"].cpu(), exact))
-    return found
-
-
-@shapes
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.sampled(6)
-def test_forward_computes_with_decoded_parameters(
-    start: Start, kind: str, sizes: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    world = sum(sizes)
-    assert start(kind, world, "nccl").run(seen, sizes, dtype) == [[True] * 3] * world
+        assert all(torch.equal(each, decoded(exact)) for each in model.seen)
+        assert torch.equal(model.state_dict()["weight"].cpu(), exact)
 
 
 # --- runs, beside those of the hosts transport ----------------------------------------------------
@@ -188,13 +164,15 @@ PATHS = {
 """Which layers a rank of four, on two hosts, runs at a step."""
 
 
-def trained(on_gpu: bool, path: str, strategy: str) -> dict[str, Tensor]:
+def train_over(backend: str | None, path: str, strategy: str) -> dict[str, Tensor]:
     """Return the parameters after some steps, and the losses."""
     with hosts_of(2, 2) as group:
-        there = device() if on_gpu else torch.device("cpu")
+        there = device() if backend else torch.device("cpu")
         how = {"auto_wrap_policy": CHOOSING.policy, "strategy": strategy, "wire": "bf16"}
-        model = wrapped(make(CHOOSING.make), group, on_gpu, any_order=path != "all", **how)
-        optimizer, losses = zshard.AdamW(model.parameters(), lr=0.01), []
+        if backend:
+            how["any_order"] = path != "all"
+        model = wrapped(make(CHOOSING.make), group, bool(backend), **how)
+        optimizer, losses = adamw(model), []
         for step in range(4):
             x = CHOOSING.batch(step, dist.get_rank()).to(there)
             loss = loss_of(model(x, PATHS[path](dist.get_rank(), step)))
@@ -202,8 +180,7 @@ def trained(on_gpu: bool, path: str, strategy: str) -> dict[str, Tensor]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach().cpu())
-        found = {**on_host(model.state_dict()), "losses": torch.stack(losses)}
-    return found
+        return {**on_host(model.state_dict()), "losses": torch.stack(losses)}
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -213,83 +190,55 @@ def trained(on_gpu: bool, path: str, strategy: str) -> dict[str, Tensor]:
 def test_trains_with_the_numbers_of_hosts(
     start: Start, hosts: Hosts, kind: str, strategy: str, path: str
 ) -> None:
-    ours = start(kind, 4, "nccl").run(trained, True, path, strategy)
-    theirs = hosts(4).run(trained, False, path, strategy)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert far(mine, other, EXACT if kind == "stand-in" else ADAM) == []
+    compare(start, hosts, (kind, 4, "nccl"), train_over, path, strategy)
 
 
-def losses_of(raises: bool) -> list[float]:
-    """Return the losses of three steps. raises: before each, a backward raises on all ranks."""
+def deep(group: Any, **options: Any) -> Any:
+    return wrapped(make(DEEP.make), group, auto_wrap_policy=DEEP.policy, **options)
+
+
+@on_device(2, "nccl")
+def test_a_backward_that_raises_changes_nothing() -> None:
+    losses: list[list[float]] = []
     with hosts_of(1, 1) as group:
-        model = wrapped(make(DEEP.make), group, auto_wrap_policy=DEEP.policy, wire="bf16")
-        optimizer, losses = zshard.AdamW(model.parameters(), lr=0.01), []
-        for step in range(3):
-            x = DEEP.batch(step, dist.get_rank()).to(device())
-            if raises:
-                out = model(x)
-                out.register_hook(lambda grad: 1 / 0)
-                with contextlib.suppress(ZeroDivisionError):
-                    loss_of(out).backward()
-                optimizer.zero_grad()
-            loss = loss_of(model(x))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss))
-    return losses
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_backward_that_raises_changes_nothing(start: Start, kind: str) -> None:
-    ranks = start(kind, 2, "nccl")
-    assert ranks.run(losses_of, True) == ranks.run(losses_of, False)
+        for raises in (False, True):
+            model = deep(group, wire="bf16")
+            optimizer, rank = adamw(model), dist.get_rank()
+            losses.append([])
+            for step in range(3):
+                if raises:
+                    out = model(DEEP.batch(step, rank).to(device()))
+                    out.register_hook(lambda grad: 1 / 0)
+                    with contextlib.suppress(ZeroDivisionError):
+                        loss_of(out).backward()
+                losses[-1] += train(model, optimizer, steps=1, rank=rank)
+    assert losses[0] == losses[1]
 
 
 # --- memory, and what is refused ------------------------------------------------------------------
 
 
-def sizes_of(wire: Any) -> tuple[int, int]:
-    """Return the transport's memory as predicted, and at its peak."""
-    with hosts_of(2, 2) as group:
-        model = wrapped(make(DEEP.make), group, auto_wrap_policy=DEEP.policy, wire=wire)
-        predicted = model.memory("predicted")["transport"]
-        for step in range(2):
-            loss_of(model(DEEP.batch(step, dist.get_rank()).to(device()))).backward()
-        peak = model.memory("peak")["transport"]
-    return int(predicted), int(peak)
+@on_device(4, "nccl")
+def test_memory_is_as_predicted() -> None:
+    sizes = []
+    for wire in (None, "bf16", Wire(gradients="bf16"), Wire(parameters="bf16")):
+        with hosts_of(2, 2) as group:
+            model = deep(group, wire=wire)
+            sizes.append(model.memory("predicted")["transport"])
+            for step in range(2):
+                loss_of(model(DEEP.batch(step, dist.get_rank()).to(device()))).backward()
+            assert wire is None or model.memory("peak")["transport"] == sizes[-1]
+    assert all(size > sizes[0] for size in sizes[1:])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_memory_is_as_predicted(start: Start, kind: str) -> None:
-    ranks = start(kind, 4, "nccl")
-    exact = ranks.run(sizes_of, None)
-    for wire in ("bf16", Wire(gradients="bf16"), Wire(parameters="bf16")):
-        for (predicted, peak), (before, _) in zip(ranks.run(sizes_of, wire), exact, strict=True):
-            assert predicted == peak > before
+@on_device(2)
+def test_refused_over_c10d() -> None:
+    words = "wire='bf16' is not supported by transport='c10d'.*transport='nccl'"
+    with hosts_of(1, 1) as group, pytest.raises(NotImplementedError, match=f"(?s){words}"):
+        FSDP(Products().to(device()), process_group=group, transport="c10d", wire="bf16")
 
 
-def refused() -> str:
-    with hosts_of(1, 1) as group:
-        module = Products().to(device())
-        return message_of(
-            lambda: FSDP(module, process_group=group, transport="c10d", wire="bf16"),
-            NotImplementedError,
-        )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_refused_over_c10d(start: Start, kind: str) -> None:
-    for message in start(kind, 2, "c10d").run(refused):
-        assert "wire='bf16' is not supported by transport='c10d'" in message
-        assert "transport='nccl'" in message
-
-
-def on_one_host() -> str:
-    return str(wrapped(Products(), dist.new_group(), wire="bf16").summary())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_effect_on_one_host(start: Start, kind: str) -> None:
-    for summary in start(kind, 2, "nccl").run(on_one_host):
-        assert "wire='bf16' has no effect on one host" in summary
+@on_device(2, "nccl")
+def test_no_effect_on_one_host() -> None:
+    summary = wrapped(Products(), dist.new_group(), wire="bf16").summary()
+    assert "wire='bf16' has no effect on one host" in summary

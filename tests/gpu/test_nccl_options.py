@@ -6,74 +6,61 @@ differ between ranks, are errors before a communicator is made.
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import tempfile
-from pathlib import Path
 
 import gpu_log
 import pytest
-import stand_ins
 import torch
-from nursery import fork_ranks
+from gpus import on_fakes
+from rows import all_refused, all_rows
 from torch import nn
 
 import zshard
 from zshard import FSDP, NcclOptions
 
-H200 = {"FAKE_CUDA_MULTIPROCESSORS": "132"}
 UNSET = -(2**31)
 
 
-def train(folder, env, options):
+def train(folder, options):
     """Losses of two steps, and the log; or how that ended."""
     rank = int(os.environ["RANK"])
-    os.environ.update(env)
-    log = gpu_log.start(folder, rank)
     torch.manual_seed(5)
-    policy = zshard.wrap.ModuleWrapPolicy({nn.Linear})
     transport = options[rank] if isinstance(options, list) else options
     try:
-        model = FSDP(
-            nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)),
-            auto_wrap_policy=policy,
-            transport=transport,
-            strategy=os.environ.get("ZS_TEST_STRATEGY", "full_shard"),
-        )
-        losses = []
-        for step in range(2):
-            torch.manual_seed(10 * step + rank)
-            loss = model(torch.randn(4, 16)).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        return losses, gpu_log.read(Path(log))
+        with gpu_log.written(folder) as log:
+            policy = zshard.wrap.ModuleWrapPolicy({nn.Linear})
+            layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+            model = FSDP(layers, auto_wrap_policy=policy, transport=transport)
+            losses = []
+            for step in range(2):
+                torch.manual_seed(10 * step + rank)
+                loss = model(torch.randn(4, 16)).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+        return losses, gpu_log.read(log)
     except Exception as error:
         return type(error).__name__, str(error)
 
 
 def run(folder, options, **env):
-    everything = {**stand_ins.environment("nccl"), **H200, **env}
-    logs = tempfile.mkdtemp(dir=folder)
-    return [r.value for r in fork_ranks(train, 2, logs, everything, options, check=True)]
+    env = {"FAKE_CUDA_MULTIPROCESSORS": "132", **env}  # those of an H200
+    return on_fakes(train, 2, tempfile.mkdtemp(dir=folder), options, **env)
+
+
+INVALID = [{"ctas": value} for value in ("none", 1, "zero")]
+INVALID += [{"max_ctas": 65}, {"max_ctas": True}, {"min_ctas": 9, "max_ctas": 8}]
+INVALID += [{"min_ctas": 0}, {"min_ctas": 1.5}, {"any_order": 1}]
+INVALID += [{"communicators": value} for value in (0, 3, True)]
 
 
 def test_invalid_options_are_refused():
-    for wrong in (
-        {"ctas": "none"},
-        {"ctas": 1},
-        {"ctas": "zero"},
-        {"min_ctas": 0},
-        {"max_ctas": 65},
-        {"max_ctas": True},
-        {"min_ctas": 1.5},
-        {"min_ctas": 9, "max_ctas": 8},
-        {"communicators": 0},
-        {"communicators": 3},
-        {"communicators": True},
-        {"any_order": 1},
-    ):
-        (name, *_) = wrong
-        with pytest.raises(ValueError, match=name):
-            NcclOptions(**wrong)
+    calls = {str(wrong): functools.partial(NcclOptions, **wrong) for wrong in INVALID}
+    names = [next(iter(wrong)) for wrong in INVALID]
+    pairs = zip(calls.items(), names, strict=True)
+    all_refused({row: (call, ValueError, name) for (row, call), name in pairs})
 
 
 def test_options_need_a_gpu(monkeypatch):
@@ -91,11 +78,9 @@ def carried(lines, call):
 
 
 def configs(lines):
-    return [
-        tuple(int(fields[key]) for key in ("policy", "min", "max"))
-        for name, fields in lines
-        if name == "config"
-    ]
+    """Each communicator's policy, and its least and most CTAs."""
+    found = [fields for name, fields in lines if name == "config"]
+    return [tuple(int(f[key]) for key in ("policy", "min", "max")) for f in found]
 
 
 def test_gathers_and_reductions_have_separate_communicators(tmp_path):
@@ -130,26 +115,31 @@ def test_options_reach_nccl(tmp_path, options, expected):
         assert configs(lines) == [expected] * 2
 
 
-def test_too_many_ctas_are_refused(tmp_path):
-    """Else two of them could wait for each other forever, each holding a full GPU."""
-    for kind, words in run(tmp_path, NcclOptions(max_ctas=64)):
-        assert kind == "ValueError" and "132 multiprocessors" in words and "use at most 32" in words
-    for kind, words in run(tmp_path, NcclOptions(min_ctas=8), FAKE_CUDA_MULTIPROCESSORS="20"):
-        assert kind == "ValueError" and "20 multiprocessors" in words and "use at most 4" in words
+REFUSED = {  # Else two of them could wait for each other forever, each holding a full GPU.
+    "too many": (NcclOptions(max_ctas=64), {}, "132 multiprocessors.*use at most 32"),
+    "a small GPU": (
+        NcclOptions(min_ctas=8),
+        {"FAKE_CUDA_MULTIPROCESSORS": "20"},
+        "20 multiprocessors.*use at most 4",
+    ),
+    "an old library": (
+        NcclOptions(ctas="efficiency"),
+        {"FAKE_NCCL_VERSION": "22605"},
+        r"'efficiency' \(needs 2.27 or newer\)",
+    ),
+    "communicators": ([NcclOptions(), NcclOptions(communicators=1)], {}, "NcclOptions"),
+    "any order": ([NcclOptions(), NcclOptions(any_order=True)], {}, "NcclOptions"),
+    "most": ([NcclOptions(max_ctas=8), NcclOptions(max_ctas=4)], {}, "NcclOptions"),
+    "a policy": ([NcclOptions(ctas="efficiency"), NcclOptions()], {}, "NcclOptions"),
+}
 
 
-def test_option_of_a_newer_library_is_refused(tmp_path):
-    for kind, words in run(tmp_path, NcclOptions(ctas="efficiency"), FAKE_NCCL_VERSION="22605"):
-        assert kind == "NotImplementedError" and "'efficiency' (needs 2.27 or newer)" in words
-
-
-def test_options_that_differ_between_ranks_are_refused(tmp_path):
-    pairs = [
-        [NcclOptions(), NcclOptions(communicators=1)],
-        [NcclOptions(), NcclOptions(any_order=True)],
-        [NcclOptions(max_ctas=8), NcclOptions(max_ctas=4)],
-        [NcclOptions(ctas="efficiency"), NcclOptions()],
-    ]
-    for pair in pairs:
-        for kind, words in run(tmp_path, pair):
-            assert kind == "DivergenceError" and "NcclOptions" in words
+def test_options_are_refused_that_do_not_fit_the_gpu_or_differ_between_ranks(tmp_path):
+    with all_rows() as row:
+        for name, (options, env, words) in REFUSED.items():
+            with row(name):
+                kinds = {"an old library": "NotImplementedError"}
+                kind = "DivergenceError" if isinstance(options, list) else "ValueError"
+                for error, text in run(tmp_path, options, **env):
+                    assert error == kinds.get(name, kind), text
+                    assert re.search(words, text, re.DOTALL), text

@@ -43,7 +43,7 @@ def compile_c(
     """Compile `sources` as strictly as the extension and link them to `target`: a program or, with
     "-shared" in `link`, a library. Return `target`. Objects among the sources are only linked."""
     objects = [path if path.suffix == ".o" else _object(path, flags) for path in sources]
-    _run([*_compiler(), "-pthread", *flags, *map(str, objects), *link, "-o", str(target)])
+    run_compiler([*_compiler(), "-pthread", *flags, *map(str, objects), *link, "-o", str(target)])
     return target
 
 
@@ -66,7 +66,7 @@ def _compiler() -> list[str]:
     return shlex.split(os.environ.get("CC", "cc"))
 
 
-def _run(command: list[str]) -> None:
+def run_compiler(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
 
@@ -81,7 +81,7 @@ def _object(source: Path, flags: list[str]) -> Path:
     if not (made.exists() and source.is_relative_to(ROOT)):
         OBJECTS.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=OBJECTS) as scratch:
-            _run([*command, str(source), "-o", f"{scratch}/made.o"])
+            run_compiler([*command, str(source), "-o", f"{scratch}/made.o"])
             os.replace(f"{scratch}/made.o", made)  # another process may have compiled the same
     return made
 

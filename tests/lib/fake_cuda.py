@@ -14,39 +14,21 @@ import functools
 import hashlib
 import os
 import shlex
-import subprocess
 import tempfile
 from pathlib import Path
 
 import c_sources
+from c_compile import ARITHMETIC, ROOT, run_compiler
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "tests" / "c").glob("fake_cuda*.c*"))
 HEADERS = [*(ROOT / "tests" / "c").glob("fake_*.h*"), *c_sources.HEADERS]
 KERNELS = sorted((ROOT / "cuda").iterdir())
 COMMON = ["-g", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
-COMMON += [
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    *c_sources.INCLUDES,
-    f"-I{ROOT / 'tests' / 'c'}",
-]
+COMMON += [*ARITHMETIC, *c_sources.INCLUDES, f"-I{ROOT / 'tests' / 'c'}"]
 # nvcc's pragmas are for nvcc; an unaligned 16-byte access is an error on a GPU.
 CXX = ["-std=c++17", "-O2", "-Wno-unknown-pragmas", "-fsanitize=alignment"]
 CXX += ["-fsanitize-undefined-trap-on-error"]
 C = ["-std=c11", "-O1", "-Wshadow", "-Wconversion"]
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
-
-
-def _fused() -> list[str]:
-    """Return whether this machine has an fmaf instruction. Without it, libm's is correct and
-    slow."""
-    facts = Path("/proc/cpuinfo")
-    return ["-mfma"] if facts.exists() and " fma " in facts.read_text() else []
 
 
 @functools.cache
@@ -60,18 +42,21 @@ def library() -> Path:
     target = folder / f"libcuda-{digest.hexdigest()[:16]}.so"
     if target.exists():
         return target
+    facts = Path("/proc/cpuinfo")  # without an fmaf instruction, libm's is correct and slow
+    fused = ["-mfma"] if facts.exists() and " fma " in facts.read_text() else []
+    cc, cxx = (
+        shlex.split(os.environ.get(name, name.lower().replace("xx", "++")))
+        for name in ("CC", "CXX")
+    )
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         objects = []
         for source in SOURCES:
             made = f"{scratch}/{source.name}.o"
-            cxx = source.suffix == ".cpp"
-            compiler = os.environ.get("CXX", "c++") if cxx else os.environ.get("CC", "cc")
-            flags = [*CXX, *_fused()] if cxx else C
-            _run([*shlex.split(compiler), *COMMON, *flags, "-c", str(source), "-o", made])
+            compiler = [*cxx, *CXX, *fused] if source.suffix == ".cpp" else [*cc, *C]
+            run_compiler([*compiler, *COMMON, "-c", str(source), "-o", made])
             objects.append(made)
         whole = f"{scratch}/whole.so"
-        cxx_words = shlex.split(os.environ.get("CXX", "c++"))
-        _run([*cxx_words, "-shared", "-pthread", "-Wl,-z,defs", *objects, "-o", whole])
+        run_compiler([*cxx, "-shared", "-pthread", "-Wl,-z,defs", *objects, "-o", whole])
         os.replace(whole, target)  # another process may have compiled the same library meanwhile
     return target
 

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,47 +11,24 @@ from torch import Tensor
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
-class Sum(ctypes.Structure):
-    """zs_sum."""
-
-    _fields_ = (
-        ("src", ctypes.POINTER(ctypes.c_void_p)),
-        ("world", ctypes.c_int),
-        ("dst", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        ("dtype", ctypes.c_int),
-        ("to", ctypes.c_int),
-        ("scale", ctypes.c_double),
-        ("accumulate", ctypes.c_bool),
-        ("per_host", ctypes.c_int),
-        ("tree", ctypes.c_void_p),
-        ("squares", ctypes.c_void_p),
-    )
+P, N, INT, B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_bool
+F, D, U = ctypes.c_float, ctypes.c_double, ctypes.c_uint64
 
 
-class Cast(ctypes.Structure):
-    """zs_cast."""
-
-    _fields_ = (
-        ("dst", ctypes.c_void_p),
-        ("src", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        ("to", ctypes.c_int),
-        ("from", ctypes.c_int),
-    )
+def structure(name: str, **fields: Any) -> Any:
+    """Return a structure of C, by its name there and its fields in order."""
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
-class Numbers(ctypes.Structure):
-    """zs_numbers."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        ("dtype", ctypes.c_int),
-    )
+_ways = {"scale": D, "accumulate": B, "per_host": INT, "tree": P, "squares": P}
+Sum = structure(
+    "zs_sum", src=ctypes.POINTER(P), world=INT, dst=P, numel=N, dtype=INT, to=INT, **_ways
+)
+Cast = structure("zs_cast", dst=P, src=P, numel=N, to=INT, **{"from": INT})
+Numbers = structure("zs_numbers", data=P, numel=N, dtype=INT)
 
 
-def numbers(x: Tensor) -> Numbers:
+def numbers(x: Tensor) -> Any:
     return Numbers(x.data_ptr(), x.numel(), DTYPES[x.dtype])
 
 

@@ -326,11 +326,16 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(
-    model: nn.Module, case: Case, optimizer: torch.optim.Optimizer, rank: int, steps: int = 4
+    model: nn.Module,
+    case: Case,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    steps: int = 4,
+    first: int = 0,
 ) -> list[float]:
-    """Train on the batches of `rank`; return the loss of each step."""
+    """Train on the batches of `rank`, from that of step `first` on; return the loss of each step."""
     losses = []
-    for step in range(steps):
+    for step in range(first, first + steps):
         optimizer.zero_grad()
         loss = loss_of(model(case.batch(step, rank)))
         loss.backward()

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from groups import mesh_of
-from models import CASES, ddp, differences, make, make_optimizer, sharded, train
+from models import CASES, differences, train
+from scenario import Scenario
+from scenario import this_rank as rank
 
 import zshard
-from zshard import FSDP
 
 FULL = ("full_shard", "shm")
 HYBRID = [("hybrid_shard", 2, 2), ("hybrid_full", 2, 2), ("hybrid_shard_zero2", 2, 2)]
@@ -32,10 +31,6 @@ KINDS = {
     "Rprop": torch.optim.Rprop,
     "no momentum": lambda params: zshard.SGD(params, lr=0.1),
 }
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
@@ -56,46 +51,28 @@ def differ(ours: Any, theirs: Any) -> list[str]:
 
 
 def wrap(name: str, combination: Any, seed: int = 1) -> Any:
-    """Return a sharded model of a case; `combination` is (strategy, transport) or, for a hybrid
-    strategy, (strategy, replicate, shard)."""
-    if len(combination) == 2:
-        return sharded(name, combination, seed)
-    case, (strategy, replicate, shard) = CASES[name], combination
-    mesh = mesh_of(replicate, shard)
-    return FSDP(
-        make(case.make, seed), device_mesh=mesh, strategy=strategy, auto_wrap_policy=case.policy
-    )
+    """Return a sharded model of a case; `combination` is a Scenario's way."""
+    return Scenario(name, combination).wrapped(seed)
 
 
 def trained(name: str, combination: Any, kind: str, steps: int = 2) -> tuple[Any, Any]:
     """Return a sharded model of a case and its optimizer, after some steps on this rank's
     batches."""
-    model = wrap(name, combination)
-    optimizer = make_optimizer(kind, model)
-    train(model, CASES[name], optimizer, rank(), steps)
-    return model, optimizer
+    training = Scenario(name, combination, kind).sharded(steps)
+    return training.model, training.optimizer
 
 
 def reference(name: str, kind: str, steps: int = 2) -> tuple[Any, Any]:
     """Return the same of a plain model under DDP, bit-identical on two ranks; the model is the
     module that DDP wraps."""
-    case = CASES[name]
-    model = make(case.make)
-    optimizer = make_optimizer(kind, model)
-    wrapped = ddp(model, find_unused_parameters=case.unused)
-    train(wrapped, case, optimizer, rank(), steps)
-    return model, optimizer
+    training = Scenario(name, optimizer=kind).ddp(steps)
+    return training.module, training.optimizer
 
 
 def go_on(name: str, model: Any, optimizer: Any, first: int = 2, steps: int = 2) -> dict[str, Any]:
     """Continue training, from the batch of step `first` on; return the final state of model and
     optimizer."""
-    case = CASES[name]
-    for step in range(first, first + steps):
-        optimizer.zero_grad()
-        output = model(case.batch(step, rank()))
-        (output.float() - 0.5).square().mean().backward()
-        optimizer.step()
+    train(model, CASES[name], optimizer, rank(), steps, first)
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 

@@ -69,11 +69,8 @@ def on_ranks(
             values = [arguments[parameter.name] for parameter in own]
             if fresh:
                 fork_ranks(test, pool.world, *values, check=True, **forks)
-                return
-            try:
-                pool.run(test, *values)
-            except RankFailure as failure:
-                _raise_at_its_line(failure)
+            else:
+                run_test(pool, test, values)
 
         pool = inspect.Parameter("pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([pool, *own])  # type: ignore[attr-defined]
@@ -81,6 +78,15 @@ def on_ranks(
         return ranks(*worlds)(test)
 
     return decorate
+
+
+def run_test(pool: "RankPool", test: Any, values: list[Any]) -> None:
+    """Run a decorated test on a pool's ranks; an assert that fails there fails at its own line."""
+    __tracebackhide__ = True
+    try:
+        pool.run(test, *values)
+    except RankFailure as failure:
+        _raise_at_its_line(failure)
 
 
 def _raise_at_its_line(failure: RankFailure) -> None:
