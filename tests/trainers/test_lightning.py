@@ -412,13 +412,13 @@ def test_unknown_arguments_are_refused() -> None:
 
 @on_ranks(2, **RANKS)
 def test_fits_that_cannot_work_are_refused():
-    with pytest.raises(ValueError, match="^2 optimizers are configured"):
+    with pytest.raises(ValueError, match=r"^2 optimizers are configured"):
         fit(SHARDED, "Gan")
-    with pytest.raises(ValueError, match="EMAWeightAveraging saves full weights.*'full'"):
+    with pytest.raises(ValueError, match=r"EMAWeightAveraging saves full weights.*'full'"):
         fit(SHARDED, average="ema")
     net = new("Net")
     trainer("zshard").fit(net, data())
-    with pytest.raises(TypeError, match="DistributedDataParallel cannot wrap a model.*'s adapter"):
+    with pytest.raises(TypeError, match=r"DistributedDataParallel cannot wrap .*adapter"):
         trainer("ddp").validate(net, data(16), verbose=False)
 
 
