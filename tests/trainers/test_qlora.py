@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -259,11 +260,15 @@ def eight_bits() -> Any:
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "meta": (lambda: layer(device="meta"), ValueError, "load the quantized model on every rank"),
-    "unquantized": (layer, ValueError, "model.to('cpu')"),
-    "repacked": (repacked, ValueError, "before the first evaluation"),
+    "unquantized": (layer, ValueError, "is not quantized yet: move the model to its device"),
+    "repacked": (repacked, ValueError, "repacked by an evaluation: load the model again"),
     "trainable": (trainable, ValueError, "requires_grad_(False)"),
-    "bias": (lambda: layer(compute_dtype=BF16).to("cpu"), ValueError, "compute_dtype"),
-    "8 bits": (eight_bits, TypeError, "in ignored_states=, so that each rank keeps them"),
+    "bias": (
+        lambda: layer(compute_dtype=BF16).to("cpu"),
+        ValueError,
+        "its layer computes in torch.bfloat16",
+    ),
+    "8 bits": (eight_bits, TypeError, "in ignored_states=, or load the model in 4 bits"),
 }
 
 
@@ -289,9 +294,11 @@ def test_ignored_8_bit_parameters_train(transport, tmp_path):
     assert len(kept) > 0 and train(FSDP(model, ignored_states=kept, transport=transport)) == losses
 
 
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 @on_ranks(2)
 def test_torchao_is_named_or_kept():
-    quantization = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    from torchao import quantization
+
     model = tiny_llama()
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))

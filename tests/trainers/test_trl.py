@@ -7,6 +7,7 @@ without calling it: the choice of units must allow for that.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,16 @@ def test_resumed_run_has_the_same_losses(tmp_path, trainer):
     assert "checkpoint-2/model.safetensors" in names_in(tmp_path)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 @TRAINERS
 @on_ranks(2)
 def test_adapter_trains_as_under_ddp(tmp_path, trainer):
     """With a LoRA config of PEFT; DPO's reference is then the model without the adapter."""
-    peft = pytest.importorskip("peft", reason="needs zshard[trainers]: make test-trainers")
+    from peft import LoraConfig
 
     def adapted(strategy: str | None) -> Any:
         targets = ["q_proj", "v_proj"]
-        config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets)
+        config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets)
         more = {"ref_model": None} if trainer == "dpo" else {}
         return make(trainer, tmp_path, strategy, peft_config=config, **more)
 
