@@ -84,7 +84,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], Meaning, dict[str, Any]]] = {
         {"bf16": True},
     ),
     "z3_client": (
-        {**BATCH, "fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, **BUCKETS}},
+        {**BATCH, "fp16": {"enabled": "auto"}, "gradient_clipping": 0, "zero_optimization": {"stage": 3, **BUCKETS}},
         Meaning(3, **FP16),
         {"fp16": True},
     ),
