@@ -169,7 +169,7 @@ def test_divide_factor_of_a_replicated_unit_is_refused():
 @pytest.mark.parametrize(("strategy", "transport"), COMBINATIONS)
 @on_ranks(2)
 def test_torchs_wrappers_refuse_a_wrapped_model(strategy, transport):
-    """They change nothing. Some fail at a shard, where torch would get full parameters otherwise."""
+    """They change nothing. Some fail at a shard: without shards, torch gets full parameters."""
     from torch.distributed._composable import replicate as ddps
     from torch.distributed._composable.replicate_with_fsdp import replicate
 

@@ -82,7 +82,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 
 def same_as_ddp(make: Callable[[str | None], Any], strategy: str = "full_shard") -> Any:
-    """Train what make(None) and make(strategy) return; fail unless all is the same, and return both."""
+    """Train make(None) and make(strategy); fail unless all is the same, and return both."""
     trainers, outcomes = [], []
     for each in (None, strategy):
         trainers.append(make(each))

@@ -218,7 +218,7 @@ RANKS: dict[str, Any] = {"fresh": True, "env": AS_TORCHRUN, "timeout": 200}  # o
 
 
 def trainer(strategy: Any, devices: int = 0, **options: Any) -> Trainer:
-    """Return a Trainer. strategy: by name, or the arguments of zshard's. devices: 0 for all ranks."""
+    """Return a Trainer. strategy: a name, or arguments of zshard's. devices: 0 for all ranks."""
     seed_everything(3, verbose=False)
     if isinstance(strategy, dict):
         strategy = zshard.lightning.ZShardStrategy(**strategy)
