@@ -10,8 +10,9 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from compare import differences
+from compare import assert_same
 from models import CASES, TRANSPORTS, Mlp, make, train
+from rows import all_rows
 from scenarios import message_of
 from spawn import on_ranks
 from torch import nn
@@ -27,13 +28,8 @@ SPELLINGS = [
     {"device_ids": [], "output_device": None, "find_unused_parameters": True},
     {"static_graph": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 1},
     {"broadcast_buffers": False, "skip_all_reduce_unused_params": True},
-    {"lazy_bucket_allocation": True},
-    {
-        "init_sync": True,
-        "check_reduction": False,
-        "batched_grad_copy": True,
-        "bucket_cap_mb_list": [1, 2],
-    },
+    {"lazy_bucket_allocation": True, "init_sync": True, "check_reduction": False},
+    {"batched_grad_copy": True, "bucket_cap_mb_list": [1, 2]},
 ]
 
 
@@ -67,20 +63,16 @@ def trained(model, parallel, case):
 @on_ranks(2)
 def test_training_is_bit_identical_to_ddp(name, options, transport, strategy):
     case = CASES[name]
-    torch.manual_seed(dist.get_rank())  # rank 0's values count
-    plain, model = case.make(), make(case.make)
-    unused = {"find_unused_parameters": True} if case.unused else {}
+    model = make(case.make, seed=dist.get_rank())  # rank 0's values count
     known = inspect.signature(TORCHS.__init__).parameters  # torch's newest names, in an older one
-    theirs = TORCHS(
-        make(case.make), **{n: v for n, v in {**options, **unused}.items() if n in known}
-    )
-    made = DistributedDataParallel(model, **options, strategy=strategy, transport=transport)
-    assert made is model and isinstance(made, DistributedDataParallel)
-    assert not isinstance(model.module, DistributedDataParallel) and type(model.module) is type(
-        plain
-    )
+    unused = {"find_unused_parameters": True} if case.unused else {}
+    shared = {key: value for key, value in {**options, **unused}.items() if key in known}
+    theirs = TORCHS(make(case.make, seed=0), **shared)
+    ours = DistributedDataParallel(model, **options, strategy=strategy, transport=transport)
+    assert ours is model and isinstance(ours, DistributedDataParallel)
+    assert type(model.module) is type(theirs.module)
     expected = trained(theirs.module, theirs, case)
-    assert differences(trained(model, made, case), expected) == []
+    assert_same(trained(model, ours, case), expected, "the training")
 
 
 @pytest.mark.parametrize("options", [{}, {"broadcast_buffers": False}], ids=str)
@@ -92,26 +84,14 @@ def test_buffers_are_broadcast_as_in_ddp(options):
         for step in range(2):
             x = torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * rank + step))
             model(x).sum().backward()
-    assert differences(*(dict(model.module.named_buffers()) for model in models)) == []
+    theirs, ours = (dict(model.module.named_buffers()) for model in models)
+    assert_same(ours, theirs, "the buffers")
 
 
-def ignoring():
-    model = make(Mlp)
-    TORCHS._set_params_and_buffers_to_ignore_for_model(model, ["first.weight"])
-    return DistributedDataParallel(model)
-
-
-def values_of_their_own():
-    torch.manual_seed(dist.get_rank())
-    return message_of(
-        lambda: DistributedDataParallel(Mlp(), init_sync=False), zshard.DivergenceError
-    )
-
-
-def test_different_values_without_init_sync_are_an_error(pool2):
-    assert all(
-        "values" in message or "differ" in message for message in pool2.run(values_of_their_own)
-    )
+@on_ranks(2)
+def test_different_values_without_init_sync_are_an_error():
+    with pytest.raises(zshard.DivergenceError, match=r"values|differ"):
+        DistributedDataParallel(make(Mlp, seed=dist.get_rank()), init_sync=False)
 
 
 def test_attributes_match_ddp():
@@ -120,30 +100,33 @@ def test_attributes_match_ddp():
     assert model.require_backward_grad_sync
     with model.no_sync():
         assert not model.require_backward_grad_sync
-
-
-def test_isinstance_finds_wrapped_models():
     assert isinstance(FSDP(make(Mlp)), DistributedDataParallel)
-    assert not isinstance(make(Mlp), DistributedDataParallel) and not isinstance(
-        3, DistributedDataParallel
-    )
+    assert not any(isinstance(other, DistributedDataParallel) for other in (make(Mlp), 3))
 
 
-MISTAKES = [
-    (lambda: DistributedDataParallel(make(Mlp), dim=1), NotImplementedError, "dim=1"),
-    (lambda: DistributedDataParallel(make(Mlp), output_device=1), NotImplementedError, "output_device=1"),
-    (lambda: DistributedDataParallel(make(Mlp), broadcast_buffers=True, forward_sync_buffers=True), ValueError, "not both"),
-    (lambda: DistributedDataParallel(make(Mlp), mixed_precision=3), NotImplementedError, "zshard.MixedPrecision"),
-    (lambda: DistributedDataParallel(make(Mlp), param_to_hook_all_reduce=torch.ones(1)), NotImplementedError, "omit it"),
-    (lambda: DistributedDataParallel(make(Mlp), delay_all_reduce_named_params=[]), NotImplementedError, "omit it"),
-    (lambda: DistributedDataParallel(make(Mlp), device_ids=[0, 1]), ValueError, "one GPU"),
-    (lambda: DistributedDataParallel(DistributedDataParallel(make(Mlp))), ValueError, "already"),
-    (lambda: DistributedDataParallel(make(Mlp), colour=1), TypeError, "colour"),
-    (lambda: DistributedDataParallel(3), TypeError, "nn.Module"),
-    (ignoring, NotImplementedError, "ignored_states"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("action", "kind", "words"), MISTAKES, ids=[w for *_, w in MISTAKES])
-def test_mistakes_are_named(action, kind, words):
-    assert words in message_of(action, kind)
+def test_mistakes_are_named():
+    mistakes = {
+        "dim=1": ({"dim": 1}, NotImplementedError),
+        "output_device=1": ({"output_device": 1}, NotImplementedError),
+        "not both": ({"broadcast_buffers": True, "forward_sync_buffers": True}, ValueError),
+        "zshard.MixedPrecision": ({"mixed_precision": 3}, NotImplementedError),
+        "param_to_hook_all_reduce": ({"param_to_hook_all_reduce": 1}, NotImplementedError),
+        "delay_all_reduce_named_params": (
+            {"delay_all_reduce_named_params": []},
+            NotImplementedError,
+        ),
+        "one GPU": ({"device_ids": [0, 1]}, ValueError),
+        "colour": ({"colour": 1}, TypeError),
+        "nn.Module": ({"module": 3}, TypeError),
+        "already": ({"module": DistributedDataParallel(make(Mlp))}, ValueError),
+    }
+    with all_rows() as row:
+        for text, (options, kind) in mistakes.items():
+            options = {"module": make(Mlp), **options}
+            with row(text):
+                assert text in message_of(lambda o=options: DistributedDataParallel(**o), kind)
+        with row("ignored parameters"):
+            model = make(Mlp)
+            TORCHS._set_params_and_buffers_to_ignore_for_model(model, ["first.weight"])
+            with pytest.raises(NotImplementedError, match="ignored_states"):
+                DistributedDataParallel(model)

@@ -6,6 +6,7 @@ Arguments of FSDP() are in tests/wrap/test_api.py, scripts in test_fsdp1_scripts
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import re
@@ -15,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
-from compare import differences
+from compare import assert_same
 from models import TRANSPORTS, Mlp, make
-from rows import all_rows
+from rows import all_refused, all_rows
 from scenarios import Stack, floats, loss_of, message_of
 from spawn import on_ranks
 from torch import nn
@@ -36,20 +37,18 @@ def test_state_dict_type_stays_until_the_next_call():
     model = FSDP(make(Stack), auto_wrap_policy={nn.Linear})
     before = FSDP.get_state_dict_type(model)
     assert before.state_dict_type == FULL == torchs.StateDictType.FULL_STATE_DICT
-    assert (
-        not before.state_dict_config.rank0_only and before.state_dict_config.offload_to_cpu is False
-    )
+    assert not before.state_dict_config.rank0_only
+    assert before.state_dict_config.offload_to_cpu is False
     config = zshard.ShardedStateDictConfig(offload_to_cpu=True)
     assert FSDP.set_state_dict_type(model, SHARDED, config) == before
-    assert FSDP.get_state_dict_type(model).state_dict_type == SHARDED
-    assert FSDP.get_state_dict_type(model).state_dict_config is config
+    now = FSDP.get_state_dict_type(model)
+    assert now.state_dict_type == SHARDED and now.state_dict_config is config
     with FSDP.state_dict_type(model, FULL):
         assert FSDP.get_state_dict_type(model) == before
-    now = FSDP.get_state_dict_type(model)
-    FSDP.set_state_dict_type(
-        model, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
-    )
-    assert now.state_dict_config is config and FSDP.get_state_dict_type(model) == before
+    assert FSDP.get_state_dict_type(model) == now
+    configs = before.state_dict_config, before.optim_state_dict_config
+    FSDP.set_state_dict_type(model, before.state_dict_type, *configs)
+    assert FSDP.get_state_dict_type(model) == before
 
 
 def test_torch_types_and_configs_are_returned_as_passed():
@@ -67,19 +66,16 @@ def test_torch_types_and_configs_are_returned_as_passed():
 
 def test_invalid_types_are_named_and_change_nothing():
     model = FSDP(make(Stack), auto_wrap_policy={nn.Linear})
-    wrong = zshard.ShardedStateDictConfig()
-    assert "FullStateDictConfig" in message_of(
-        lambda: FSDP.set_state_dict_type(model, FULL, wrong), TypeError
-    )
-    assert "optim_state_dict_config" in message_of(
-        lambda: FSDP.set_state_dict_type(model, FULL, None, zshard.FullStateDictConfig()), TypeError
-    )
-    assert "state_dict_type must be one of" in message_of(
-        lambda: FSDP.set_state_dict_type(model, "half"), ValueError
-    )
+    change = functools.partial(FSDP.set_state_dict_type, model)
+    wrong, full = zshard.ShardedStateDictConfig(), zshard.FullStateDictConfig()
+    rows = {
+        "a config": (lambda: change(FULL, wrong), TypeError, "FullStateDictConfig"),
+        "of optimizers": (lambda: change(FULL, None, full), TypeError, "optim_state_dict_config"),
+        "a type": (lambda: change("half"), ValueError, "state_dict_type must be one of"),
+    }
+    all_refused(rows)
     assert FSDP.get_state_dict_type(model).state_dict_type == FULL
-    unit = FSDP.fsdp_modules(model)[1]
-    FSDP.set_state_dict_type(unit, SHARDED)
+    FSDP.set_state_dict_type(FSDP.fsdp_modules(model)[1], SHARDED)
     text = message_of(lambda: FSDP.get_state_dict_type(model), RuntimeError)
     assert "has another state dict type" in text and "set_state_dict_type() on the root" in text
     assert FSDP.get_state_dict_type(nn.Linear(1, 1)).state_dict_type == FULL  # without units
@@ -95,7 +91,7 @@ def test_set_type_determines_the_state_dicts(transport):
     alone = model.state_dict()
     assert len(alone) == (len(full) if dist.get_rank() == 0 else 0)
     FSDP.set_state_dict_type(model, SHARDED)
-    assert differences(model.state_dict(), full) == []
+    assert_same(model.state_dict(), full, "the state")
 
 
 # --- missing names --------------------------------------------------------------------------------------
@@ -117,26 +113,22 @@ def test_missing_torch_names_point_to_the_docs():
                 assert repr(name) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "cls", [torchs.FullyShardedDataParallel, torchs.FSDPModule, nn.parallel.DistributedDataParallel]
-)
-def test_page_has_every_public_name_that_only_torch_has(cls):
+def test_page_has_every_public_name_that_only_torch_has():
     model = FSDP(make(Mlp))
-    public = [name for name in dir(cls) if not name.startswith("_")]
-    assert {name for name in public if not hasattr(model, name)} <= set(MISSING)
+    classes = (torchs.FullyShardedDataParallel, torchs.FSDPModule)
+    for cls in (*classes, nn.parallel.DistributedDataParallel):
+        public = [name for name in dir(cls) if not name.startswith("_")]
+        assert {name for name in public if not hasattr(model, name)} <= set(MISSING)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mixed_precision": torchs.MixedPrecision(torch.bfloat16)},
-        {"mixed_precision": torchs.MixedPrecision(reduce_dtype=torch.bfloat16)},
-    ],
-)
-def test_full_precision_in_eval_mode_is_refused(monkeypatch, options):
+@pytest.mark.parametrize("dtype", ["param_dtype", "reduce_dtype"])
+def test_full_precision_in_eval_mode_is_refused(monkeypatch, dtype):
     monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-    text = message_of(lambda: FSDP(make(Mlp), **options), NotImplementedError)
-    assert "unset it" in text and "model.state_dict()" in text
+    precision = torchs.MixedPrecision(**{dtype: torch.bfloat16})
+    with pytest.raises(
+        NotImplementedError, match=r"unset it.*model.state_dict\(\)|model.state_dict\(\).*unset it"
+    ):
+        FSDP(make(Mlp), mixed_precision=precision)
     FSDP(make(Mlp))  # nothing is rounded: the variable has no effect
 
 
@@ -165,8 +157,7 @@ class Owner(nn.Module):
 def test_module_keeps_its_own_names():
     model = FSDP(Owner())
     assert model.rank == 8 and model.world_size == "mine" and model.logger.shape == (2,)
-    assert type(model.reducer) is nn.Linear or isinstance(model.reducer, nn.Linear)
-    assert isinstance(model.dim, nn.Parameter)
+    assert isinstance(model.reducer, nn.Linear) and isinstance(model.dim, nn.Parameter)
     model.rank = 3
     assert model.rank == 3 and model.module.rank == 3
     assert "no_such_name" in message_of(lambda: model.no_such_name, AttributeError)
@@ -174,26 +165,20 @@ def test_module_keeps_its_own_names():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(
-    "strategy", [zshard.ShardingStrategy.FULL_SHARD, zshard.ShardingStrategy.NO_SHARD]
-)
+@pytest.mark.parametrize("name", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_attributes(strategy, transport):
-    model = FSDP(
-        make(Stack),
-        sharding_strategy=strategy,
-        transport=transport,
-        auto_wrap_policy={nn.Linear},
-    )
+def test_attributes(name, transport):
+    strategy = zshard.ShardingStrategy[name]
+    options = {"sharding_strategy": strategy, "transport": transport}
+    model = FSDP(make(Stack), auto_wrap_policy={nn.Linear}, **options)
     unit = FSDP.fsdp_modules(model)[1]
     for each in (model, unit):
-        assert each.sharding_strategy == strategy == torchs.ShardingStrategy[strategy.name]
+        assert each.sharding_strategy == strategy == torchs.ShardingStrategy[name]
         assert (each.rank, each.world_size) == (dist.get_rank(), 2)
         assert dist.get_world_size(each.process_group) == 2
     if strategy is zshard.ShardingStrategy.FULL_SHARD:
         model.set_reshard_after_forward(False)
         assert unit.sharding_strategy is zshard.ShardingStrategy.SHARD_GRAD_OP
-    assert True
 
 
 def test_attributes_without_options():
@@ -220,8 +205,7 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
 def test_experts_per_rank_in_a_shared_model(transport, strategy):
-    """Return what differs from a plain model whose gradients are averaged by hand, except the
-    expert's."""
+    """As a plain model whose gradients are averaged by hand, except the expert's."""
     rank = dist.get_rank()
     alone = [dist.new_group([each]) for each in range(2)][rank]
     plain, model = make(Experts), make(Experts)
@@ -247,21 +231,20 @@ def test_experts_per_rank_in_a_shared_model(transport, strategy):
                         param.grad.div_(2)
             optimizer.step()
     with FSDP.summon_full_params(model, writeback=False):
-        assert differences(dict(model.named_parameters()), dict(plain.named_parameters())) == []
+        parameters = dict(model.named_parameters())
+        assert_same(parameters, dict(plain.named_parameters()), "the parameters")
     optimizers[1].zero_grad()
     loss_of(model(floats(rank))).backward()
-    messages = [
-        message_of(lambda: model.clip_grad_norm_(1.0), NotImplementedError),
-        message_of(
-            lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9), NotImplementedError
-        ),
-        message_of(lambda: copy.deepcopy(model), NotImplementedError),
-    ]
-    assert all("process group" in each for each in messages), messages
+    clip, group = torch.nn.utils.clip_grad_norm_, (NotImplementedError, "process group")
+    calls = {
+        "clip": lambda: model.clip_grad_norm_(1.0),
+        "torch's clip": lambda: clip(model.parameters(), 1e-9),
+        "copy": lambda: copy.deepcopy(model),
+    }
+    all_refused({name: (call, *group) for name, call in calls.items()})
     model.expert.clip_grad_norm_(1e-3)
-    shared = [param for name, param in model.named_parameters() if "expert" not in name]
-    torch.nn.utils.clip_grad_norm_(shared, 1e-3)
-    assert differences(model.state_dict(), plain.state_dict()) == []
+    clip([param for name, param in model.named_parameters() if "expert" not in name], 1e-3)
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
 @pytest.mark.sampled(1)
@@ -288,10 +271,9 @@ def test_experts_shared_by_pairs_of_ranks(transport):
                 dist.all_reduce(param.grad, group=group)
                 param.grad.div_(ranks)
             optimizer.step()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[name])
-    message = message_of(lambda: zshard.save("/nowhere", model), ValueError)
-    assert "different ranks" in message
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+    with pytest.raises(ValueError, match="different ranks"):
+        zshard.save("/nowhere", model)
 
 
 # --- mixed precision ------------------------------------------------------------------------------------
@@ -336,43 +318,40 @@ def test_inner_units_cast_arguments_only_on_request(by_hand, casts, expected):
 # --- the gradient scaler ----------------------------------------------------------------------------------
 
 
-def scaled(transport):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_sharded_grad_scaler(transport):
     """One rank has an infinite loss in the second step, which all ranks skip; the scale equals
     FSDP1's."""
-    rank, scales, models = dist.get_rank(), [], []
-    for kind in (zshard.ShardedGradScaler, zshard.GradScaler):
+    rank, runs = dist.get_rank(), []
+    scalers = [
+        zshard.ShardedGradScaler("cpu", 1024.0, 0.25, 4.0, 1),
+        zshard.GradScaler("cpu", 1024.0, 4.0, 0.25, 1),
+    ]
+    for scaler in scalers:
         model = FSDP(make(Stack), transport=transport)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        arguments = (
-            ("cpu", 1024.0, 0.25, 4.0, 1)
-            if kind is zshard.ShardedGradScaler
-            else ("cpu", 1024.0, 4.0, 0.25, 1)
-        )
-        scaler = kind(*arguments)
         for step in range(3):
             optimizer.zero_grad()
             loss = loss_of(model(floats(rank, step)))
             scaler.scale(loss * float("inf") if step == 1 and rank == 1 else loss).backward()
             scaler.step(optimizer)
             scaler.update()
-        scales.append(scaler.get_scale())
-        models.append(model.state_dict())
-    assert scales == [1024.0 * 4 * 0.25 * 4] * 2
+        assert scaler.get_scale() == 1024.0 * 4 * 0.25 * 4
+        runs.append(model.state_dict())
+    assert_same(*runs, "the state")
     torchs_own = ShardedGradScaler("cpu")
     torchs_own.scale(loss_of(model(floats(rank)))).backward()
-    assert "ShardedGradScaler from zshard" in message_of(
-        lambda: torchs_own.step(optimizer), zshard.ShardError
+    with pytest.raises(zshard.ShardError, match="ShardedGradScaler from zshard"):
+        torchs_own.step(optimizer)
+
+
+def test_sharded_grad_scaler_has_torchs_arguments():
+    ours, theirs = (
+        dict(inspect.signature(kind.__init__).parameters)
+        for kind in (zshard.ShardedGradScaler, ShardedGradScaler)
     )
-    return differences(*models)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sharded_grad_scaler(pool2, transport):
-    ours = inspect.signature(zshard.ShardedGradScaler.__init__).parameters
-    theirs = inspect.signature(ShardedGradScaler.__init__).parameters
     assert list(ours) == list(theirs)
-    assert all(
-        ours[name].default == theirs[name].default for name in ours if name != "process_group"
-    )
-    assert pool2.run(scaled, transport) == [[], []]
+    ours.pop("process_group")
+    assert {name: theirs[name].default for name in ours} == {n: p.default for n, p in ours.items()}

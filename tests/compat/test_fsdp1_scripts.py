@@ -40,30 +40,8 @@ def saved_by(script: Path, folder: Path) -> dict[str, object]:
     return saved
 
 
-def far_apart(ours: object, theirs: object, name: str = "") -> list[str]:
-    """Return the names of the numbers that differ by more than rounding, or that only one side
-    has."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        found = [f"{name}.{key}" for key in ours.keys() ^ theirs.keys()]
-        for key in ours.keys() & theirs.keys():
-            found += far_apart(ours[key], theirs[key], f"{name}.{key}")
-        return sorted(found)
-    a, b = torch.as_tensor(ours), torch.as_tensor(theirs)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return [f"{name}: {a.dtype} {tuple(a.shape)}, not {b.dtype} {tuple(b.shape)}"]
-    return [] if torch.allclose(a, b, rtol=1e-4, atol=1e-5) else [name]
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_fsdp1_script_gives_the_same_numbers(script: Path, tmp_path: Path) -> None:
     theirs = saved_by(script, tmp_path)
     ours = saved_by(with_other_imports(script, tmp_path), tmp_path)
-    assert far_apart(ours, theirs) == []
-
-
-def test_large_differences_are_detected() -> None:
-    one = {"state": {"w": torch.ones(3), "b": torch.zeros(2)}, "losses": [1.0, 2.0]}
-    other = {"state": {"w": torch.ones(3) * 1.001, "c": torch.zeros(2)}, "losses": [1.0]}
-    assert far_apart(one, one) == []
-    found = far_apart(one, other)
-    assert [name.split(":")[0] for name in found] == [".losses", ".state.b", ".state.c", ".state.w"]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

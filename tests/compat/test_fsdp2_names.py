@@ -7,15 +7,17 @@ in the middle of training, which must stay bit-identical to DDP.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
-from compare import differences
+from compare import assert_same
 from models import COMBINATIONS, TRANSPORTS, Mlp, ddp, make
 from nursery import fork_ranks
+from rows import all_refused, all_rows
 from scenarios import (
     Stack,
     floats,
@@ -49,66 +51,55 @@ def test_isinstance_finds_sharded_modules():
     assert not isinstance(model.blocks[0].module, FSDPModule)
     units = [each for each in model.modules() if isinstance(each, FSDPModule)]
     assert units == FSDP.fsdp_modules(model)
+    assert not any(isinstance(each, zshard.FlatParameter) for each in model.parameters())
 
 
 def test_method_signatures_match_torch():
     shared = [name for name in vars(torchs.FSDPModule) if hasattr(FSDP, name)]
     names = [name for name in shared if not name.startswith("__") and name != "_apply"]
-    checked = []
+    assert len(names) >= 10
     for name in names:
-        theirs = inspect.signature(getattr(torchs.FSDPModule, name)).parameters
-        ours = inspect.signature(getattr(FSDP, name)).parameters
-        assert [(p.name, p.kind) for p in ours.values()] == [
-            (p.name, p.kind) for p in theirs.values()
-        ], name
-        defaults = {p.name: p.default for p in theirs.values()}
-        assert {p.name: p.default for p in ours.values()} == defaults, name
-        checked.append(name)
-    assert len(checked) >= 10, checked
+        theirs, ours = (
+            [(p.name, p.kind, p.default) for p in inspect.signature(method).parameters.values()]
+            for method in (getattr(torchs.FSDPModule, name), getattr(FSDP, name))
+        )
+        assert ours == theirs, name
 
 
-@pytest.mark.parametrize(("name", "argument"), BOOLS.items())
-def test_switches_require_a_bool(name, argument):
+def test_switches_require_a_bool():
     model = stack()
-    for value in (True, False):
-        getattr(model, name)(value)
-        getattr(model, name)(**{argument: value})
-    assert f"{argument} must be a bool, got 1" in message_of(
-        lambda: getattr(model, name)(1), TypeError
-    )
-
-
-def test_no_parameter_is_a_flat_one():
-    assert not any(isinstance(each, zshard.FlatParameter) for each in stack().parameters())
+    with all_rows() as row:
+        for name, argument in BOOLS.items():
+            switch = getattr(model, name)
+            with row(name):
+                for value in (True, False):
+                    switch(value)
+                    switch(**{argument: value})
+                with pytest.raises(TypeError, match=f"{argument} must be a bool, got 1"):
+                    switch(1)
 
 
 # --- arguments and refusals of fully_shard() ----------------------------------------------------------
 
 
 def test_single_rank():
-    model = stack()
-    expected, ours = make(Stack), model
-    assert ours.unshard() is None and model.blocks[0].unshard(async_op=True).wait() is None
-    for net in (expected, ours):
+    plain, model = make(Stack), stack()
+    assert model.unshard() is None and model.blocks[0].unshard(async_op=True).wait() is None
+    for net in (plain, model):
         forward_backward(net, 0)
         torch.optim.SGD(net.parameters(), lr=0.1).step()  # held or not: it is unsharded anyway
-    ours.reshard()
-    assert differences(ours.state_dict(), expected.state_dict()) == []
-    ours.set_gradient_divide_factor(1.0)
+    model.reshard()
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
+    model.set_gradient_divide_factor(1.0)
     with pytest.raises(NotImplementedError, match="scale the loss"):
-        ours.set_gradient_divide_factor(2.0)
+        model.set_gradient_divide_factor(2.0)
 
 
-def ignoring():
+@on_ranks(2)
+def test_ignored_params_stay_unchanged():
     model = make(Mlp)
-    alone = model.first.weight
-    fully_shard(model, ignored_params={alone})
-    assert model.third.weight.shape != (3, 401)
-    return tuple(alone.shape)
-
-
-def test_ignored_params_stay_unchanged(pool2):
-    assert pool2.run(ignoring) == [(13, 7)] * 2
+    fully_shard(model, ignored_params={model.first.weight})
+    assert model.third.weight.shape != (3, 401) and model.first.weight.shape == (13, 7)
 
 
 def test_policies_without_effect_are_accepted():
@@ -128,45 +119,48 @@ class MeshOnDevice(Mesh3):
     ndim, device_type = 1, "xpu"
 
 
-MISTAKES = [
-    (lambda: fully_shard(3), TypeError, "nn.Module, got int"),
-    (lambda: fully_shard([make(Mlp), 3]), TypeError, "got int"),
-    (lambda: fully_shard(nn.ModuleList([make(Mlp)])), ValueError, "ModuleList has no forward"),
-    (lambda: fully_shard(fully_shard(make(Mlp))), ValueError, "already"),
-    (lambda: fully_shard(make(Mlp), reshard_after_forward="yes"), TypeError, "got 'yes'"),
-    (lambda: fully_shard(make(Mlp), mesh=3), TypeError, "DeviceMesh, got int"),
-    (lambda: fully_shard(make(Mlp), mesh=Mesh3()), ValueError, "3 dimensions"),
-    (lambda: fully_shard(make(Mlp), mesh=MeshOnDevice()), NotImplementedError, "'xpu'"),
-    (lambda: fully_shard(make(Mlp), mp_policy=3), TypeError, "mixed_precision"),
-    (lambda: fully_shard(make(Mlp), offload_policy=3), TypeError, "offload_policy"),
-    (lambda: fully_shard(make(Mlp), ignored_params=[3]), TypeError, "ignored_params.*int"),
-    (lambda: stack().set_reshard_after_forward(1), TypeError, "bool, got 1"),
-    (lambda: FSDP(make(Mlp), strategy="no_shard").set_reshard_after_forward(False), ValueError, "no_shard"),
-    (lambda: stack().set_gradient_divide_factor(0), ValueError, "positive"),
-    (lambda: stack().set_gradient_divide_factor(float("inf")), ValueError, "positive"),
-    (lambda: stack().set_gradient_divide_factor("2"), TypeError, "real number"),
-    (lambda: stack().set_is_last_backward(None), TypeError, "bool"),
-    (lambda: stack().set_modules_to_forward_prefetch([nn.Linear(1, 1)]), TypeError, "got a Linear"),
-    (lambda: stack().set_modules_to_backward_prefetch(stack()), TypeError, "must be a list of sharded modules"),
-    (lambda: fully_shard(make(Mlp), shard_placement_fn=len), NotImplementedError, "shard_placement_fn"),
-    (lambda: fully_shard(make(Mlp), dp_mesh_dims=zshard.DataParallelMeshDims("dp")), NotImplementedError, "mesh="),
-    (lambda: zshard.FlatParameter(torch.ones(2)), TypeError, "original parameters"),
-    (lambda: setattr(units_of(stack())[0], "strategy", "no_shard"), ValueError, "cannot change"),
-]  # fmt: skip
+def of(**options):
+    """Return a call of fully_shard() with these options."""
+    return lambda: fully_shard(make(Mlp), **options)
 
 
-@pytest.mark.parametrize(("action", "kind", "match"), MISTAKES, ids=[m for *_, m in MISTAKES])
-def test_mistakes_are_named(action, kind, match):
-    with pytest.raises(kind, match=match):
-        action()
+def test_mistakes_are_named():
+    model, dims = stack(), zshard.DataParallelMeshDims("dp")
+    replicated, missing = FSDP(make(Mlp), strategy="no_shard"), NotImplementedError
+    one, unit = nn.Linear(1, 1), units_of(model)[0]
+    rows = [
+        (lambda: fully_shard(3), TypeError, "nn.Module, got int"),
+        (lambda: fully_shard([make(Mlp), 3]), TypeError, "got int"),
+        (lambda: fully_shard(nn.ModuleList([make(Mlp)])), ValueError, "ModuleList has no forward"),
+        (lambda: fully_shard(model), ValueError, "already"),
+        (of(reshard_after_forward="yes"), TypeError, "got 'yes'"),
+        (of(mesh=3), TypeError, "DeviceMesh, got int"),
+        (of(mesh=Mesh3()), ValueError, "3 dimensions"),
+        (of(mesh=MeshOnDevice()), missing, "'xpu'"),
+        (of(mp_policy=3), TypeError, "mixed_precision"),
+        (of(offload_policy=3), TypeError, "offload_policy"),
+        (of(ignored_params=[3]), TypeError, "ignored_params"),
+        (of(shard_placement_fn=len), missing, "shard_placement_fn"),
+        (of(dp_mesh_dims=dims), missing, "mesh="),
+        (lambda: model.set_reshard_after_forward(1), TypeError, "bool, got 1"),
+        (lambda: replicated.set_reshard_after_forward(False), ValueError, "no_shard"),
+        (lambda: model.set_gradient_divide_factor(0), ValueError, "positive"),
+        (lambda: model.set_gradient_divide_factor(float("inf")), ValueError, "positive"),
+        (lambda: model.set_gradient_divide_factor("2"), TypeError, "real number"),
+        (lambda: model.set_modules_to_forward_prefetch([one]), TypeError, "got a Linear"),
+        (lambda: model.set_modules_to_backward_prefetch(model), TypeError, "must be a list of sha"),
+        (lambda: zshard.FlatParameter(torch.ones(2)), TypeError, "original parameters"),
+        (lambda: setattr(unit, "strategy", "no_shard"), ValueError, "cannot change"),
+    ]
+    all_refused({f"{number}: {row[2]}": row for number, row in enumerate(rows)})
 
 
 @on_ranks(2)
 def test_divide_factor_of_a_replicated_unit_is_refused():
     model = FSDP(make(Mlp), strategy="no_shard")
     model.set_gradient_divide_factor(2.0)
-    message = message_of(lambda: model.set_gradient_divide_factor(1.0), NotImplementedError)
-    assert "not sharded" in message
+    with pytest.raises(NotImplementedError, match="not sharded"):
+        model.set_gradient_divide_factor(1.0)
 
 
 # --- torch's own wrappers around zshard's model -------------------------------------------------------
@@ -175,40 +169,33 @@ def test_divide_factor_of_a_replicated_unit_is_refused():
 @pytest.mark.parametrize(("strategy", "transport"), COMBINATIONS)
 @on_ranks(2)
 def test_torchs_wrappers_refuse_a_wrapped_model(strategy, transport):
-    """Return the errors of torch's wrappers, and what they have changed."""
+    """They change nothing. Some fail at a shard: without shards, torch gets full parameters."""
     from torch.distributed._composable import replicate as ddps
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     model = FSDP(make(Stack), strategy=strategy, transport=transport)
     before, on_cpu = whole(model), {"device_id": torch.device("cpu")}
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    twice = [lambda: torchs.fully_shard(model, mesh=mesh)] * 2
-    blocks = list(model.blocks)
-    attempts = [*twice, lambda: replicate(model, mesh=mesh), lambda: ddps(model)]
-    attempts.append(lambda: torchs.fully_shard(blocks, mesh=mesh))
-    errors = [message_of(attempt, TypeError) for attempt in attempts]
-    forward_backward(model, dist.get_rank())
-    rest = []
-    if strategy != "no_shard":  # otherwise torch gets full parameters
-        part, outer = next(blocks[0].children()), nn.Sequential(model)
-        for attempt in (
-            lambda: torchs.fully_shard(part, mesh=mesh),
-            lambda: torchs.fully_shard(outer, mesh=mesh),
-            lambda: torchs.FullyShardedDataParallel(model, **on_cpu),
-            lambda: torchs.FullyShardedDataParallel(outer, use_orig_params=True, **on_cpu),
-        ):
-            rest.append(message_of(attempt, zshard.ShardError))
-    wrong = differences(whole(model), before)
-    assert wrong == []
-    for text in errors:
+    shards = functools.partial(
+        torchs.fully_shard, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    )
+    mesh, blocks = shards.keywords["mesh"], list(model.blocks)
+    wraps = [lambda: shards(model)] * 2 + [lambda: replicate(model, mesh=mesh), lambda: ddps(model)]
+    for wrap in (*wraps, lambda: shards(blocks)):
+        text = message_of(wrap, TypeError)
         assert "() cannot wrap a model that zshard has wrapped" in text and "remove it" in text
-    for text in rest:
+    forward_backward(model, dist.get_rank())
+    part, outer = next(blocks[0].children()), nn.Sequential(model)
+    fsdp1 = functools.partial(torchs.FullyShardedDataParallel, **on_cpu)
+    rest = [lambda: shards(part), lambda: shards(outer), lambda: fsdp1(model)]
+    rest.append(lambda: fsdp1(outer, use_orig_params=True))
+    for wrap in rest if strategy != "no_shard" else ():
+        text = message_of(wrap, zshard.ShardError)
         assert "remove that call" in text and "Muon" not in text
+    assert_same(whole(model), before, "the model")
 
 
 @on_ranks(2)
 def test_torchs_fully_shard_ignores_a_wrapped_model():
-    """Return what differs if torch wraps a module around a model of zshard, and ignores that."""
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     plain = nn.Sequential(nn.Linear(9, 9), make(Stack))
     outer = copy.deepcopy(plain)
@@ -217,7 +204,7 @@ def test_torchs_fully_shard_ignores_a_wrapped_model():
     for each in (outer, plain):
         loss_of(each(floats(0))).backward()
     expected = {name: param.grad for name, param in plain[1].named_parameters()}
-    assert differences(whole_grads(inner), expected) == []
+    assert_same(whole_grads(inner), expected, "the gradients")
 
 
 # --- training -----------------------------------------------------------------------------------------
@@ -227,8 +214,7 @@ def test_torchs_fully_shard_ignores_a_wrapped_model():
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
 def test_training_with_all_switches_is_bit_identical_to_ddp(transport):
-    """Return what differs from DDP if each step calls the methods as a script for accumulation
-    would."""
+    """Each step calls the methods as a script for accumulation would."""
     rank = dist.get_rank()
     plain = make(Stack)
     reference = ddp(plain)
@@ -258,7 +244,7 @@ def test_training_with_all_switches_is_bit_identical_to_ddp(transport):
     model.set_requires_gradient_sync(False)
     loss_of(model(floats(rank, 0))).backward()
     assert "outside of no_sync()" in message_of(model.finalize_backward, RuntimeError)
-    assert differences(model.state_dict(), plain.state_dict()) == []
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
 class Encoder(nn.Module):
@@ -278,17 +264,15 @@ class Encoder(nn.Module):
 @on_ranks(2)
 def test_register_fsdp_forward_method(transport):
     plain = make(Encoder)
-    zshard.register_fsdp_forward_method(
-        plain, "encode"
-    )  # not sharded: nothing happens, as in torch
+    zshard.register_fsdp_forward_method(plain, "encode")  # not sharded: nothing happens
     assert "encode" not in vars(plain)
     with over(transport):
         model = fully_shard(copy.deepcopy(plain))
     zshard.register_fsdp_forward_method(model, "encode")
     for net in (plain, model):
         loss_of(net.encode(floats(0))).backward()
-    ours = {"grad": zshard.full_tensor(model.layer.weight.grad)}
-    assert differences(ours, {"grad": plain.layer.weight.grad}) == []
+    ours = zshard.full_tensor(model.layer.weight.grad)
+    assert_same(ours, plain.layer.weight.grad, "the gradient")
 
 
 # --- names imported from torch ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 import torch
 import torch.distributed as dist
-from compare import differences
+from compare import assert_same
 from models import (
     CASES,
     COMBINATIONS,
@@ -29,7 +29,6 @@ from scenarios import (
     floats,
     forward_backward,
     loss_of,
-    message_of,
     over,
     stack,
     units_of,
@@ -60,8 +59,11 @@ def trained(parallel, model, case):
     return {**model.state_dict(), "losses": losses}
 
 
-def compare(name, transport, options):
-    """Return what differs from DDP, and what differs from FSDP(...)."""
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", INNER)
+@on_ranks(2)
+def test_training_is_bit_identical_to_ddp_and_fsdp(name, transport, options):
     case, (inner, policy) = CASES[name], INNER[name]
     plain = make(case.make)
     expected = trained(ddp(plain, find_unused_parameters=case.unused), plain, case)
@@ -74,65 +76,54 @@ def compare(name, transport, options):
         assert fully_shard(model, **options) is model
     assert {unit.strategy for unit in units_of(model)} == {strategy}
     assert f", {strategy}, {transport}" in repr(model)
-    ours = trained(model, model, case)
-    return differences(ours, expected), differences(ours, trained(other, other, case))
-
-
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("name", INNER)
-def test_training_is_bit_identical_to_ddp_and_fsdp(pool2, name, transport, options):
-    for found in pool2.run(compare, name, transport, options):
-        assert found == ([], []), found
+    assert_same(trained(model, model, case), expected, "the training, from DDP's,")
+    assert_same(trained(other, other, case), expected, "FSDP's training")
 
 
 @on_ranks(2)
 def test_list_of_modules():
-    """Return what differs if the blocks are passed as a list."""
     one, other = make(Stack), stack()
     blocks = list(one.blocks)
     assert fully_shard(blocks) is blocks
     fully_shard(one)
     assert [unit.name for unit in units_of(one)] == [unit.name for unit in units_of(other)]
     case = CASES["frozen"]
-    assert differences(trained(one, one, case), trained(other, other, case)) == []
+    assert_same(trained(one, one, case), trained(other, other, case), "the training")
 
 
 @on_ranks(2)
 def test_list_of_modules_with_ignored_parameters():
-    """Return whether each module of a list leaves the parameters that a generator yields alone."""
+    """Each module of the list leaves the parameters that a generator yields alone."""
     blocks = list(make(Stack).blocks)
     ignored = [list(block.parameters())[-1] for block in blocks]
     fully_shard(blocks, ignored_params=(param for param in ignored))
-    alone = [_core.shard_info(param) is None for param in ignored]
-    assert alone and all(alone)
+    assert all(_core.shard_info(param) is None for param in ignored)
 
 
-def on_a_mesh(shape, reshard, transport):
+def check_on_a_mesh(shape, transport, text, atol, **options):
     names = ("replicate", "shard")[-len(shape) :]
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
     plain = make(Stack)
     expected = trained(ddp(plain), plain, CASES["frozen"])
     with over(transport):
-        model = stack(mesh=mesh, reshard_after_forward=reshard)
+        model = stack(mesh=mesh, **options)
     ours = trained(model, model, CASES["frozen"])
-    gaps = [
-        (ours[key] - value).abs().max().item() for key, value in expected.items() if key != "losses"
-    ]
-    return max(gaps), model.summary().splitlines()[0]
+    torch.testing.assert_close(ours, expected, rtol=0, atol=atol)
+    assert text in model.summary().splitlines()[0]
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("reshard", [True, False, None])
-def test_two_dimensional_mesh_is_hybrid(pool4, reshard, transport):
-    for gap, head in pool4.run(on_a_mesh, (2, 2), reshard, transport):
-        assert gap < 1e-6 and "2 replicas of 2 rank(s) each" in head
+@on_ranks(4)
+def test_two_dimensional_mesh_is_hybrid(reshard, transport):
+    text = "2 replicas of 2 rank(s) each"
+    check_on_a_mesh((2, 2), transport, text, 1e-6, reshard_after_forward=reshard)
 
 
-def test_one_dimensional_mesh_is_sharded_over(pool2):
-    for gap, head in pool2.run(on_a_mesh, (2,), None, "shm"):
-        assert gap == 0.0 and "copies" not in head
+@on_ranks(2)
+def test_one_dimensional_mesh_is_sharded_over():
+    check_on_a_mesh((2,), "shm", "of 2, transport shm", 0)
 
 
 SCRIPT = """
@@ -214,62 +205,58 @@ def test_fsdp2_script_trains_as_with_torch(tmp_path, transport):
 # --- the switches ----------------------------------------------------------------------------------
 
 
-def kept_after_forward(transport):
-    """Return the names of the units that stay unsharded after a forward, for each setting of the
-    switch."""
+BLOCKS = {f"blocks.{i}" for i in range(3)}
+KEPT = {  # the units that stay unsharded after a forward: after each change of the switch
+    "shm": [set(), {"", *BLOCKS}, BLOCKS, set(), {"blocks.1"}],
+    "c10d": [{""}, {"", *BLOCKS}, {"", *BLOCKS}, {""}, {"", "blocks.1"}],  # the root, always
+}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_reshard_after_forward_can_be_switched(transport):
     with over(transport):
         model = stack()
-    found = []
-    for on, recurse in ((True, True), (False, True), (True, False), (True, True)):
-        model.set_reshard_after_forward(on, recurse=recurse)
-        out = model(floats(0))
-        found.append({unit.name for unit in units_of(model) if unit.is_full})
-        loss_of(out).backward()
-    model.blocks[1].set_reshard_after_forward(False)
-    out = model(floats(0))
-    found.append({unit.name for unit in units_of(model) if unit.is_full})
-    loss_of(out).backward()
-    return found
+    changes = [(model, on, rec) for on, rec in ((1, 1), (0, 1), (1, 0), (1, 1))]
+    for (module, on, recurse), kept in zip(
+        [*changes, (model.blocks[1], 0, 1)], KEPT[transport], strict=True
+    ):
+        module.set_reshard_after_forward(bool(on), recurse=bool(recurse))
+        loss = loss_of(model(floats(0)))
+        assert {unit.name for unit in units_of(model) if unit.is_full} == kept
+        loss.backward()
 
 
-def test_reshard_after_forward_can_be_switched(pool2):
-    blocks = {f"blocks.{i}" for i in range(3)}
-    for found in pool2.run(kept_after_forward, "shm"):
-        assert found == [set(), {"", *blocks}, blocks, set(), {"blocks.1"}]
-    for found in pool2.run(kept_after_forward, "c10d"):  # the outermost one is always kept there
-        assert found == [{""}, {"", *blocks}, {"", *blocks}, {""}, {"", "blocks.1"}]
-
-
-def divided(combination, factor, backwards):
-    """Return what differs, beyond rounding, from the mean of the ranks times W / factor."""
+def check_divided(combination, factor, backwards, exact=True):
+    """Fail unless gradients are the mean of the ranks times W / factor; exact: bit for bit."""
     strategy, transport = combination
     with over(transport):
         model = stack(reshard_after_forward=strategy == "full_shard")
     usual = FSDP(make(Stack), strategy=strategy, transport=transport)
-    world = dist.get_world_size()
     for module in FSDP.fsdp_modules(model):
         module.set_gradient_divide_factor(factor)
     for number in range(backwards):
         for net in (model, usual):
             loss_of(net(floats(dist.get_rank(), number))).backward()
-    ours, mean = all_grads(model), all_grads(usual)
-    expected = {name: grad * (world / factor) for name, grad in mean.items()}
+    times = dist.get_world_size() / factor
+    ours, expected = all_grads(model), {n: g * times for n, g in all_grads(usual).items()}
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
-    return differences(ours, expected)
+    if exact:
+        assert_same(ours, expected, "the gradients")
 
 
 @pytest.mark.parametrize("combination", SHARDED)
-def test_gradients_are_divided_by_the_factor(pool2, combination):
-    assert pool2.run(divided, combination, 1.0, 1) == [[], []]
-    assert pool2.run(divided, combination, 8, 1) == [[], []]
-    assert pool2.run(divided, combination, 2.0, 2) == [[], []]  # the default
-    assert pool2.run(divided, combination, 1.0, 3) == [[], []]  # accumulated
-    pool2.run(divided, combination, 3.0, 3)
+@on_ranks(2)
+def test_gradients_are_divided_by_the_factor(combination):
+    for factor, backwards in ((1.0, 1), (8, 1), (2.0, 2), (1.0, 3)):  # 2.0 is the default
+        check_divided(combination, factor, backwards)
+    check_divided(combination, 3.0, 3, exact=False)
 
 
-def test_factor_on_three_ranks(pool3):
-    for transport in TRANSPORTS:
-        pool3.run(divided, ("full_shard", transport), 2.0, 3)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(3)
+def test_factor_on_three_ranks(transport):
+    check_divided(("full_shard", transport), 2.0, 3, exact=False)
 
 
 @on_ranks(2)
@@ -280,22 +267,18 @@ def test_divide_factor_applies_to_one_unit():
         forward_backward(net, dist.get_rank())
     ours, mean = all_grads(model), all_grads(usual)
     ratios = {name: (2.0 if name.startswith("blocks.0.") else 1.0) for name in ours}
-    assert differences(ours, {name: grad * ratios[name] for name, grad in mean.items()}) == []
+    assert_same(ours, {name: grad * ratios[name] for name, grad in mean.items()}, "the gradients")
 
 
-def names():
-    """Return the names of units and parameters that were wrapped from the leaves up."""
+@on_ranks(2)
+def test_unit_names_start_at_the_root():
+    """Of units and parameters that were wrapped from the leaves up."""
     model = stack()
     block, held = model.blocks[2], []
     block.up.register_forward_hook(lambda *_: held.append(block.up.weight.view(-1)))
     model(floats(0))
     facts = zshard.shard_info(block.norm.weight)
-    message = message_of(lambda: held[0] + 1, RuntimeError)
-    return [unit.name for unit in units_of(model)], facts["name"], facts["unit"], message
-
-
-def test_unit_names_start_at_the_root(pool2):
-    for units, param, unit, message in pool2.run(names):
-        assert units == ["", "blocks.0", "blocks.1", "blocks.2"]
-        assert (param, unit) == ("blocks.2.norm.weight", "blocks.2")
-        assert "unit 'blocks.2' are sharded: " in message
+    assert [unit.name for unit in units_of(model)] == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert (facts["name"], facts["unit"]) == ("blocks.2.norm.weight", "blocks.2")
+    with pytest.raises(RuntimeError, match=r"unit 'blocks\.2' are sharded: "):
+        held[0] + 1

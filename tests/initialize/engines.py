@@ -169,13 +169,9 @@ def averaged(grad: Tensor) -> Tensor:
     """Return the mean over ranks of a gradient in a low dtype, summed in float32."""
     if not dist.is_initialized():
         return grad.float()
-    world = dist.get_world_size()
-    parts = [torch.empty_like(grad, dtype=torch.float32) for _ in range(world)]
+    parts = [torch.empty_like(grad, dtype=torch.float32) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, grad.float())
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total / world
+    return sum(parts[1:], parts[0]) / len(parts)
 
 
 def states_apart(engine: Any, theirs: Theirs) -> float:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engines import LR, Meaning, Theirs, config, engine_of, states_apart, train
-from spawn import RankPool, on_ranks, ranks
+from spawn import on_ranks
 
 FP16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
 SCALE = {"scale": 2.0**24, "window": 2, "hysteresis": 1}
@@ -39,53 +39,37 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def compare(kind: str, stage: int, transport: str) -> dict[str, Any]:
-    changes, numbers = KINDS[kind]
-    engine = engine_of(config(**changes, zero_optimization={"stage": stage}), transport)
-    theirs = Theirs(Meaning(stage=stage, **numbers))
-    ours, other = train(engine, 9), theirs.train(9)
-    return {
-        "losses": max(abs(a - b) for a, b in zip(ours, other, strict=True)),
-        "apart": states_apart(engine, theirs),
-        "skipped": (engine.skipped_steps, theirs.skipped),
-        "scale": (engine.cur_scale, theirs.scale.scale if theirs.scale else 1.0),
-    }
-
-
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sampled(6)
-@ranks(2)
-def test_training_matches_ddp(pool: RankPool, kind: str, stage: int, transport: str) -> None:
-    for found in pool.run(compare, kind, stage, transport):
-        # Rounding may differ: of the norm for clipping (docs/training.md); and of a sum of
-        # micro-batches, whose order DDP changes.
-        bound = 1e-6 if "clipped" in kind or (kind, stage) in ACCUMULATED else 0.0
-        assert found["apart"] <= bound and found["losses"] <= bound
-        assert len({*found["skipped"]}) == 1 and len({*found["scale"]}) == 1
-        assert found["skipped"][0] > 0 or kind != "fp16"
-
-
-ACCUMULATED = [("accumulated", 2), ("accumulated", 3)]
+@on_ranks(2)
+def test_training_matches_ddp(kind, stage, transport):
+    changes, numbers = KINDS[kind]
+    engine = engine_of(config(**changes, zero_optimization={"stage": stage}), transport)
+    theirs = Theirs(Meaning(stage=stage, **numbers))
+    losses = zip(train(engine, 9), theirs.train(9), strict=True)
+    # Rounding may differ: of the norm for clipping (docs/training.md); and of a sum of
+    # micro-batches, whose order DDP changes.
+    bound = 1e-6 if "clipped" in kind or (kind == "accumulated" and stage >= 2) else 0.0
+    assert max(abs(a - b) for a, b in losses) <= bound
+    assert states_apart(engine, theirs) <= bound
+    assert engine.skipped_steps == theirs.skipped >= (kind == "fp16")
+    assert engine.cur_scale == (theirs.scale.scale if theirs.scale else 1.0)
 
 
 @on_ranks(2)
 def test_each_stage_has_its_strategy():
-    engines = [engine_of(config(zero_optimization={"stage": stage})) for stage in range(4)]
-    found = [engine.module.sharding_strategy.value for engine in engines]
-    assert found == ["no_shard", "zero1", "shard_grad_op", "full_shard"]
+    for stage, strategy in enumerate(["no_shard", "zero1", "shard_grad_op", "full_shard"]):
+        engine = engine_of(config(zero_optimization={"stage": stage}))
+        assert engine.module.sharding_strategy.value == strategy
 
 
-def alone() -> float:
+@pytest.mark.usefixtures("group_ends")
+def test_single_process_needs_no_launcher() -> None:
     assert not dist.is_initialized()
     engine = engine_of()
     assert dist.get_world_size() == 1, "scripts ask for it"
     theirs = Theirs(Meaning())
     assert train(engine, 5) == theirs.train(5)
-    dist.destroy_process_group()
-    return states_apart(engine, theirs)
-
-
-def test_single_process_needs_no_launcher() -> None:
-    assert alone() == 0.0
+    assert states_apart(engine, theirs) == 0.0

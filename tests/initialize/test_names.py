@@ -7,13 +7,12 @@ own counting.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import re
 import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,14 +21,16 @@ from compare import assert_same
 from engines import LR, batch, config, engine_of, loss_of, model, train
 from models import TRANSPORTS, Mlp
 from own_names import refuse
+from rows import all_rows
 from scenarios import message_of
-from spawn import RankPool, on_ranks, ranks
-from test_misuse import raised
+from spawn import on_ranks
 from torch import nn
 
 import zshard
 from zshard import deepspeed
 from zshard._removed import ELSEWHERE
+
+UNKNOWN = ("xyzzy", "PipelineModule", "init_inference")
 
 
 def test_names_are_imported_lazily() -> None:
@@ -45,21 +46,30 @@ def test_names_are_imported_lazily() -> None:
         assert getattr(zshard, name) is getattr(deepspeed, name)
 
 
-@pytest.mark.parametrize("name", ["xyzzy", "PipelineModule", "init_inference"])
-def test_unknown_name_points_to_the_docs(name: str) -> None:
-    with pytest.raises(AttributeError, match=f"no attribute '{name}': docs/deepspeed.md lists"):
-        getattr(deepspeed, name)
+def test_unknown_names_point_to_the_docs_or_a_replacement() -> None:
+    unknown = {name: f"no attribute '{name}': docs/deepspeed.md lists" for name in UNKNOWN}
+    instead = {name: f"zshard has no '{name}': use {text}" for name, text in ELSEWHERE.items()}
+    with all_rows() as row:
+        for name, text in {**unknown, **instead}.items():
+            with row(name):
+                assert text in message_of(
+                    lambda name=name: getattr(deepspeed, name), AttributeError
+                )
+        for name, text in instead.items():
+            with row(name, "of zshard"):
+                assert message_of(lambda name=name: getattr(zshard, name), AttributeError) == text
 
 
-@pytest.mark.parametrize("module", [zshard, deepspeed])
-@pytest.mark.parametrize("name", sorted(ELSEWHERE))
-def test_a_submodule_of_deepspeed_names_its_replacement(module: Any, name: str) -> None:
-    instead = f"zshard has no '{name}': use {ELSEWHERE[name]}"
-    with pytest.raises(AttributeError, match=f"^{re.escape(instead)}$"):
-        getattr(module, name)
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """The file of a config."""
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(config(steps_per_print=2)))
+    return str(file)
 
 
-def as_a_script(path: str) -> Any:
+@on_ranks(2)
+def test_script_with_arguments_groups_and_a_scheduler_trains(path):
     """With args, as in DeepSpeed's tutorials."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
@@ -83,25 +93,11 @@ def as_a_script(path: str) -> Any:
     assert engine.module is module and engine.optimizer is optimizer and len(loader) == 3
     assert isinstance(engine, nn.Module) and engine.first is module.first, "the model's attributes"
     assert len({*map(id, engine.parameters())}) == 5
-    assert "docs/deepspeed.md" in raised(lambda: engine.xyzzy)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert args.local_rank == engine.local_rank == engine.global_rank == dist.get_rank()
-    assert (engine.zero_optimization_stage(), engine.device.type, engine.world_size) == (
-        3,
-        "cpu",
-        2,
-    )
-    assert engine.get_mom() == [(0.9, 0.999)] * 2 and engine.loss_scale() == 0.0
-    return scheduler.get_last_lr() == [LR / 8] * 2 == engine.get_lr(), engine.global_steps
-
-
-@ranks(2)
-def test_script_with_arguments_groups_and_a_scheduler_trains(
-    pool: RankPool, tmp_path: Path
-) -> None:
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(config(steps_per_print=2)))
-    assert pool.run(as_a_script, str(path)) == [(True, 3)] * 2
+    assert (engine.device.type, engine.world_size, engine.global_steps) == ("cpu", 2, 3)
+    assert engine.get_mom() == [(0.9, 0.999)] * 2
+    assert scheduler.get_last_lr() == engine.get_lr() == [LR / 8] * 2
 
 
 @on_ranks(2)
@@ -110,12 +106,11 @@ def test_three_ways_to_pass_an_optimizer():
     losses = []
     for kind in ("config", "instance", "function"):
         module = model()
-        given: Any = {
-            "config": None,
-            "instance": zshard.AdamW(module.parameters(), lr=LR, weight_decay=0.0),
-            "function": lambda params: zshard.AdamW(params, lr=LR, weight_decay=0.0),
-        }[kind]
-        losses.append(train(engine_of(model=module, optimizer=given), 4))
+        adamw = functools.partial(zshard.AdamW, lr=LR, weight_decay=0.0)
+        optimizer = {"config": None, "instance": adamw(module.parameters()), "function": adamw}[
+            kind
+        ]
+        losses.append(train(engine_of(model=module, optimizer=optimizer), 4))
     half = engine_of(config(fp16={"enabled": True, "initial_scale_power": 4}))
     train(half, 1)
     assert half.optimizer.cur_scale == half.cur_scale == 16.0 and not half.optimizer.overflow
@@ -126,39 +121,29 @@ def test_three_ways_to_pass_an_optimizer():
 def test_cast_model_gets_float32_copies():
     """A script casts the model itself, as DeepSpeed's do."""
     engine = engine_of(config(bf16={"enabled": True}), model=model().bfloat16())
-    losses = []
     for step in range(3):
         inputs, targets = batch(step)
-        loss = loss_of(engine(inputs.bfloat16()), targets)
-        losses.append(loss.item())
-        engine.backward(loss)
+        engine.backward(loss_of(engine(inputs.bfloat16()), targets))
         engine.step()
     assert {p.dtype for p in engine.parameters()} == {torch.float32}
-    assert losses[0] > 0
 
 
-def autocast() -> float:
+@on_ranks(2)
+def test_autocast_surrounds_the_forward():
     engine = engine_of(config(torch_autocast={"enabled": True}))
     inputs = batch(0)[0]
     assert engine(inputs).dtype is torch.bfloat16
     assert engine.module(inputs).dtype is torch.float32
-    return train(engine, 3)[-1]
-
-
-@ranks(2)
-def test_autocast_surrounds_the_forward(pool: RankPool) -> None:
-    assert all(loss > 0 for loss in pool.run(autocast))
+    assert train(engine, 3)[-1] > 0
 
 
 @on_ranks(2)
 def test_loop_may_set_the_boundary():
     """Loops that count by themselves: step() once per round."""
-    counted = engine_of(config(gradient_accumulation_steps=2, zero_optimization={"stage": 1}))
+    rounds = config(gradient_accumulation_steps=2, zero_optimization={"stage": 1})
+    counted, by_hand = engine_of(rounds), engine_of(rounds)
     train(counted, 4)
-    by_hand = engine_of(config(gradient_accumulation_steps=2, zero_optimization={"stage": 1}))
-    unmanaged = engine_of(
-        config(gradient_accumulation_steps=2, managed_gradient_accumulation=False)
-    )
+    unmanaged = engine_of({**rounds, "managed_gradient_accumulation": False})
     for engine in (by_hand, unmanaged):
         for step in range(4):
             if engine is by_hand:
@@ -167,11 +152,8 @@ def test_loop_may_set_the_boundary():
             engine.backward(loss_of(engine(inputs), targets))
             if step % 2:
                 engine.step()
-        ours, other = engine.module.state_dict(), counted.module.state_dict()
-        assert max(float((ours[name] - other[name]).abs().max()) for name in ours) < 1e-6
-    assert counted.global_steps == 2
-    assert by_hand.global_steps == 2
-    assert unmanaged.global_steps == 2
+        torch.testing.assert_close(engine.module.state_dict(), counted.module.state_dict())
+        assert engine.global_steps == counted.global_steps == 2
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -207,6 +189,9 @@ def test_init_distributed_checks_its_arguments() -> None:
         zshard.init_distributed(dist_init_required=False)
     with pytest.raises(NotImplementedError, match="build the module within"):
         zshard.zero.Init(module=model())
+    module = nn.Linear(2, 2)
+    zshard.zero.register_external_parameter(module, module.weight)  # need none
+    zshard.zero.unregister_external_parameter(module, module.weight)
     with (
         pytest.warns(UserWarning, match=r"call from_pretrained\(\) outside of it"),
         pytest.raises(RuntimeError, match=r"within zero.Init\(\): call it outside"),
@@ -216,21 +201,13 @@ def test_init_distributed_checks_its_arguments() -> None:
     assert torch.empty(1).device.type == "cpu"
 
 
-def test_external_parameters_need_no_registration() -> None:
-    module = nn.Linear(2, 2)
-    zshard.zero.register_external_parameter(module, module.weight)
-    zshard.zero.unregister_external_parameter(module, module.weight)
-
-
 # --- the engine ---------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
 def test_engine_queries():
-    given = config(
-        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, gradient_clipping=0.5
-    )
-    engine = engine_of(given)
+    warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}
+    engine = engine_of(config(scheduler=warmup, gradient_clipping=0.5))
     assert engine.train_batch_size() == 8 and engine.train_micro_batch_size_per_gpu() == 4
     assert engine.gradient_accumulation_steps() == 1 and engine.gradient_clipping() == 0.5
     assert engine.zero_optimization_stage() == 3 and engine.loss_scale() == 0.0
@@ -242,52 +219,35 @@ def test_engine_queries():
     assert half.bfloat16_enabled() and not half.fp16_enabled()
 
 
-@pytest.fixture
-def alone(group_ends: None) -> Any:
-    """An engine of one process, which needs no launcher."""
-    return engine_of()
-
-
-@pytest.mark.parametrize("name", ["scheduler_name", "destroy", "_private"])
-def test_unknown_engine_attribute_points_to_the_docs(alone: Any, name: str) -> None:
-    assert not hasattr(alone, name)
-    text = message_of(lambda: getattr(alone, name), AttributeError)
-    assert repr(name) in text and "docs/deepspeed.md" in text
-
-
 @pytest.mark.usefixtures("group_ends")
-def test_model_attribute_takes_precedence() -> None:
+def test_engine_has_the_models_attributes_and_names_the_docs_for_others() -> None:
     module = model()
     module.losses = [3]
-    assert engine_of(model=module).losses == [3]
+    engine = engine_of(model=module)
+    assert engine.losses == [3]
+    for name in ("scheduler_name", "destroy", "_private"):
+        assert not hasattr(engine, name)
+        text = message_of(lambda name=name: getattr(engine, name), AttributeError)
+        assert repr(name) in text and "docs/deepspeed.md" in text
 
 
 # --- compile ------------------------------------------------------------------------------------------
 
 
-def compiled(transport: str, stage: int, backend: str) -> Any:
-    steps = 2
-    given = config(gradient_accumulation_steps=steps, zero_optimization={"stage": stage})
-    plain, engine = engine_of(given, transport), engine_of(given, transport)
+@pytest.mark.parametrize(("stage", "backend"), [(3, "eager"), (2, "aot_eager"), (0, "eager")])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_compile_compiles_the_model(transport, stage, backend):
+    rounds = config(gradient_accumulation_steps=2, zero_optimization={"stage": stage})
+    plain, engine = engine_of(rounds, transport), engine_of(rounds, transport)
     engine.compile(backend=backend, dynamic=False)
     assert engine.module._compiled_call_impl is not None and engine._compiled_call_impl is None
-    found = [train(each, 5) for each in (plain, engine)]
+    assert train(engine, 5) == train(plain, 5)
     engine.eval()
     with torch.no_grad():
         engine(batch(0)[0])
-    assert (engine.global_steps, engine.micro_steps) == (5 // steps, 5)
+    assert (engine.global_steps, engine.micro_steps) == (2, 5)
     assert list(engine.module.state_dict()) == list(plain.module.state_dict())
-    torch.testing.assert_close(*found)
-    return found[0] == found[1]
-
-
-@ranks(2)
-@pytest.mark.parametrize(("stage", "backend"), [(3, "eager"), (2, "aot_eager"), (0, "eager")])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_compile_compiles_the_model(
-    pool: RankPool, transport: str, stage: int, backend: str
-) -> None:
-    assert pool.run(compiled, transport, stage, backend) == [True, True]
 
 
 class OwnNames(Mlp):
@@ -301,16 +261,14 @@ refuse(OwnNames)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
 def test_a_models_own_names_are_its_own(stage, transport):
-    given = config(
-        zero_optimization={"stage": stage}, gradient_accumulation_steps=2, gradient_clipping=0.1
-    )
-    found = []
+    rounds = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.1}
+    runs = []
     for kind in (Mlp, OwnNames):
         torch.manual_seed(5)
-        engine = engine_of(given, transport, model=kind())
+        settings = config(zero_optimization={"stage": stage}, **rounds)
+        engine = engine_of(settings, transport, model=kind())
         with engine.no_sync():
             engine(batch(9)[0]).sum().backward()
         engine.zero_grad()
-        found.append((train(engine, 4), engine.module.state_dict()))
-    assert found[0][0] == found[1][0]
-    assert_same(found[1][1], found[0][1], "the state")
+        runs.append({"losses": train(engine, 4), **engine.module.state_dict()})
+    assert_same(*runs, "the run")

@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from compare import differences
+from compare import assert_same
 from engines import config, engine_of, model
+from rows import all_rows
+from scenarios import message_of
 from spawn import on_ranks
 from torch import Tensor, nn
 
@@ -62,24 +64,20 @@ def of_deepspeed_chat(named: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("save", [of_llava, of_deepspeed_chat])
 @on_ranks(2)
 def test_published_functions_save_full_weights(save, stage, transport):
-    engine = engine_of(config(zero_optimization={"stage": stage}), transport=transport)
-    expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    found = []
+    module = engine_of(config(zero_optimization={"stage": stage}), transport=transport).module
+    expected = {name: value.clone() for name, value in module.state_dict().items()}
     for _ in range(2):
         file = io.BytesIO()
-        torch.save(save(engine.module.named_parameters()), file)
+        torch.save(save(module.named_parameters()), file)
         file.seek(0)
-        found += differences(torch.load(file), expected)
-    copied = copy.deepcopy(engine.module)  # such as an average of weights
-    found += differences(save(copied.named_parameters()), expected)
-    total = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-    shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in engine.module.parameters()]
-    plain = list(model().parameters())
-    assert total == sum(p.numel() for p in plain)
-    assert shapes == [tuple(p.shape) for p in plain]
-    ids = [p.ds_id for p in engine.module.parameters() if hasattr(p, "ds_id")]
+        assert_same(torch.load(file), expected, "the file")
+    copied = copy.deepcopy(module)  # such as an average of weights
+    assert_same(save(copied.named_parameters()), expected, "the copy")
+    params, plain = list(module.parameters()), list(model().parameters())
+    assert [getattr(p, "ds_numel", p.numel()) for p in params] == [p.numel() for p in plain]
+    assert [tuple(getattr(p, "ds_shape", p.shape)) for p in params] == [p.shape for p in plain]
+    ids = [p.ds_id for p in params if hasattr(p, "ds_id")]
     assert len(set(ids)) == len(ids) == (len(plain) if stage else 0)
-    assert found == []
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -90,9 +88,7 @@ def test_uncopied_gathered_values_are_an_error(transport):
     weight = engine.module.first.weight
     with zero.GatheredParameters([weight]):
         kept = weight.data.cpu()
-    with pytest.raises(RuntimeError) as error:
-        torch.save(kept, io.BytesIO())
-    text = str(error.value)
+    text = message_of(lambda: torch.save(kept, io.BytesIO()), RuntimeError)
     assert "unit 'first' are sharded" in text and "clone() what you keep" in text
 
 
@@ -123,25 +119,21 @@ SHARDS: dict[str, Callable[[nn.Parameter], Any]] = {
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1"])
 @on_ranks(2)
 def test_shards_are_not_written(strategy, transport):
-    """Return what was written, or refused with another message."""
-    made: Any = zshard.FSDP(model(), strategy=strategy, transport=transport)
-    made(torch.ones(2, 7)).sum().backward()
-    param, found = made.first.weight, []
-    for (how, write), (what, of) in itertools.product(WRITERS.items(), SHARDS.items()):
-        try:
-            write(of(param))
-        except zshard.ShardError as error:
-            if "shard of 'first.weight'" in str(error) and "model.state_dict()" in str(error):
-                continue
-        found.append(f"{what} by {how}")
-    optimizer = torch.optim.SGD(made.parameters(), 0.1, momentum=0.9)
+    sharded: Any = zshard.FSDP(model(), strategy=strategy, transport=transport)
+    sharded(torch.ones(2, 7)).sum().backward()
+    param = sharded.first.weight
+    with all_rows() as row:
+        for (how, write), (what, of) in itertools.product(WRITERS.items(), SHARDS.items()):
+            with row(what, "by", how):
+                text = message_of(lambda write=write, of=of: write(of(param)), zshard.ShardError)
+                assert "shard of 'first.weight'" in text and "model.state_dict()" in text
+    optimizer = torch.optim.SGD(sharded.parameters(), 0.1, momentum=0.9)
     optimizer.step()
     with pytest.raises(zshard.ShardError, match=r"shard of 'first.weight'"):
         torch.save(optimizer, io.BytesIO())
-    for each in (zshard.to_local(param), zshard.full_tensor(param), made.state_dict()):
+    for each in (zshard.to_local(param), zshard.full_tensor(param), sharded.state_dict()):
         pickle.dumps(each)
-    with zshard.FSDP.summon_full_params(made):
+    with zshard.FSDP.summon_full_params(sharded):
         assert pickle.loads(pickle.dumps(param)).shape == (13, 7)
-    copy.deepcopy((param, param.grad, made, optimizer))
+    copy.deepcopy((param, param.grad, sharded, optimizer))
     pickle.dumps(model())
-    assert found == []

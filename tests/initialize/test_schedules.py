@@ -63,30 +63,6 @@ def test_schedule_resumes_from_its_state() -> None:
     assert first.get_last_lr() == second.get_last_lr() and len(first.get_lr()) == 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "params", "message"),
-    [
-        ("Warmup", {}, "'scheduler.type' 'Warmup' .* WarmupLR"),
-        ("LRRangeTest", {}, "OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR: pass another"),
-        ("StepLR", {}, r"'StepLR' .* pass another one as lr_scheduler="),
-        ("WarmupLR", {"warmup_steps": 3}, "'scheduler.params' in the DeepSpeed config: "),
-        ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps' in .* be an integer, got 2.5"),
-        ("WarmupLR", {"warmup_num_steps": -1}, "'scheduler.params.warmup_num_steps' .* at least 0"),
-        ("WarmupLR", {"warmup_type": "cubic"}, "'warmup_type' must be 'log' or 'linear'"),
-        ("WarmupLR", {"warmup_max_lr": [1, 2]}, "'warmup_max_lr' has 2 values for 1 param groups"),
-        ("WarmupDecayLR", {}, "total_num_steps"),
-        (
-            "OneCycle",
-            {"cycle_min_lr": 0, "cycle_max_lr": 1, "first": 2},
-            "unexpected keyword argument 'first'",
-        ),
-    ],
-)
-def test_invalid_schedule_is_named(kind: str, params: Any, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        schedule_of({"type": kind, "params": params}, optimizer())
-
-
 def scales(overflows: str, **options: Any) -> list[float]:
     """Return the loss scale after each step; "x" is an overflow."""
     scale = LossScale(scale=16.0, window=2, **options)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from compare import differences
+from compare import assert_same
 from engines import config
 from scenarios import message_of
 from spawn import on_ranks
@@ -84,52 +85,43 @@ def test_init_weights_initializes_modules_and_contents(stage):
     model.pop("down.bias")  # random
     numbers = {"scales.0": 2.0, "scales.1": 4.0, "last": 0.0}
     wanted = {f"{name}.weight": torch.full((300,), each) for name, each in numbers.items()}
-    assert differences(model, {**wanted, "down.weight": torch.full((300, 300), 0.5)}) == []
+    assert_same(model, {**wanted, "down.weight": torch.full((300, 300), 0.5)}, "the weights")
 
 
-def loaded_late(build: type[Body]) -> Any:
-    engine, plain = initialized(build), Body()
-    x = torch.ones(2, 300)
-    said = message_of(lambda: engine(x), RuntimeError)
+@pytest.mark.parametrize("build", (Body, TakesNone))
+@on_ranks(2)
+def test_uninitialized_tensors_are_named_or_loaded(build):
+    engine, plain, x = initialized(build), Body(), torch.ones(2, 300)
+    text = message_of(lambda: engine(x), RuntimeError)  # one rank has no elements of it
+    assert "'scales.0.weight' was on the meta device" in text and "load a state dict" in text
     state = plain.state_dict()
     for value in state.values():
         dist.broadcast(value, 0)
     engine.module.load_state_dict(state)
     plain.load_state_dict(state)
     engine.backward(engine(x).mean())
-    return said, differences(engine(x), plain(x))
-
-
-@pytest.mark.parametrize("build", (Body, TakesNone))
-def test_uninitialized_tensors_are_named_or_loaded(pool2, build):
-    for said, wrong in pool2.run(loaded_late, build):  # one of them has no elements of it
-        assert "'scales.0.weight' was on the meta device" in said and "load a state dict" in said
-        assert wrong == []
+    assert_same(engine(x), plain(x), "the output")
 
 
 def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 97}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    made: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
-    return made
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
 
 
-def trains() -> Any:
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+@on_ranks(2)
+def test_llama_matches_transformers():
+    """With its rotary frequencies, which no state dict contains."""
     torch.manual_seed(0)
     engine, plain = initialized(llama), llama()
-    spread = {name: value.std().item() for name, value in engine.module.state_dict().items()}
+    state = engine.module.state_dict()
+    assert 0.015 < state["model.layers.0.mlp.up_proj.weight"].std() < 0.025
+    assert state["model.norm.weight"].std() == 0
     ids = torch.arange(20).view(2, 10)
-    plain.load_state_dict(engine.module.state_dict())
-    wrong = differences(engine(input_ids=ids).logits, plain(input_ids=ids).logits)
-    loss = engine(input_ids=ids, labels=ids).loss
-    engine.backward(loss)
+    plain.load_state_dict(state)
+    assert_same(engine(input_ids=ids).logits, plain(input_ids=ids).logits, "the output")
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()
-    return wrong, spread["model.layers.0.mlp.up_proj.weight"], spread["model.norm.weight"]
-
-
-def test_llama_matches_transformers(pool2):
-    """With its rotary frequencies, which no state dict contains."""
-    for wrong, matrix, norm in pool2.run(trains):
-        assert wrong == [] and norm == 0.0
-        assert 0.015 < matrix < 0.025

@@ -4,6 +4,7 @@ weights."""
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -130,6 +131,7 @@ def test_copy_keeps_the_dtype_after_a_forward(combination):
 
 def test_single_rank():
     model = FSDP(make(Stack))
+    model.trainer = {"model": weakref.proxy(model)}  # as a trainer refers to its model
     twin = copy.deepcopy(model)
     assert_same(twin(floats(0)), model(floats(0)), "the copy's output")
     assert_same(twin.state_dict(), model.state_dict(), "the copy")

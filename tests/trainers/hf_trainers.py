@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerated import forget_accelerate
+from compare import assert_same
+from transformers import PrinterCallback
+
+import zshard.transformers
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -58,6 +63,59 @@ def new_run() -> None:
     forget_accelerate()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
+
+
+def trainer_of(kind: Any, strategy: str | None, args: Any, **parts: Any) -> Any:
+    """Return a Trainer of class `kind`, unchanged if `strategy` is None. options: more arguments of
+    FSDP()."""
+    options = parts.pop("options", {})
+    if strategy is not None:
+        kind = zshard.transformers.shard(kind, strategy=strategy, **options)
+    trainer = kind(args=args, **parts)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def outcome(trainer: Any) -> dict[str, Any]:
+    """Return the losses and the full weights, by the plain model's names."""
+    return {"losses": losses_of(trainer), "weights": weights_of(trainer)}
+
+
+def same_as_ddp(make: Callable[[str | None], Any], strategy: str = "full_shard") -> Any:
+    """Train make(None) and make(strategy); fail unless all is the same, and return both."""
+    trainers, outcomes = [], []
+    for each in (None, strategy):
+        trainers.append(make(each))
+        trainers[-1].train()
+        outcomes.append(outcome(trainers[-1]))
+    assert_same(outcomes[1], outcomes[0], strategy)
+    return trainers
+
+
+def check_resuming(make: Callable[..., Any], folder: Path, weights: bool = True) -> Any:
+    """Fail unless a run that resumes in its middle ends as the whole one; return that."""
+    whole = make(save_strategy="steps", save_steps=2)
+    whole.train()
+    torch.distributed.barrier()
+    resumed = make()
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    assert losses_of(resumed) == losses_of(whole)
+    if weights:  # else they are no numbers
+        assert_same(weights_of(resumed), weights_of(whole), "the resumed run")
+    return whole
+
+
+def check_best(make: Callable[..., Any], **more: Any) -> None:
+    """Fail unless make(strategy, ...) loads its best model at the end, the one of DDP."""
+    steps = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+
+    def best(strategy: str | None) -> Any:
+        return make(strategy, **steps, load_best_model_at_end=True, **more)
+
+    theirs, ours = same_as_ddp(best)
+    assert ours.state.best_global_step == theirs.state.best_global_step
+    for each in (theirs, ours):
+        assert each.evaluate()["eval_loss"] == each.state.best_metric == ours.state.best_metric
 
 
 def losses_of(trainer: Any) -> list[float]:

@@ -6,6 +6,7 @@ compare it with the same run of Lightning's own DDP.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -33,9 +34,8 @@ class Block(nn.Module):
 class Net(LightningModule):
     """Blocks, and a head that training_step() uses itself; records its losses."""
 
-    def __init__(self, lr: float = 0.05, optimizer: str = "AdamW") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.save_hyperparameters()
         self.blocks = nn.Sequential(*[Block() for _ in range(3)])
         self.head = nn.Linear(DIM, 1)
         self.scale = nn.Parameter(torch.ones(3))
@@ -64,10 +64,8 @@ class Net(LightningModule):
         return self(batch[0]) * self.scale[1]
 
     def configure_optimizers(self) -> Any:
-        made = getattr(torch.optim, self.hparams["optimizer"])(
-            self.parameters(), lr=self.hparams["lr"]
-        )
-        return [made], [torch.optim.lr_scheduler.StepLR(made, 2, 0.5)]
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
 
 
 class Loose(Net):
@@ -86,29 +84,47 @@ class OwnNames(Net):
 refuse(OwnNames)
 
 
-class Late(Net):
-    """A Net whose layers configure_model() creates."""
+class OwnAdamW(Net):
+    """A Net with zshard's optimizer."""
 
-    def __init__(self, device: str = "meta") -> None:
+    def configure_optimizers(self) -> Any:
+        return zshard.AdamW(self.parameters(), lr=0.05)
+
+
+class EarlyOptimizer(Net):
+    """A Net whose optimizer has two groups, of parameters before sharding."""
+
+    def configure_optimizers(self) -> Any:
+        return self.early
+
+    def __init__(self) -> None:
         super().__init__()
-        self.late_on = device
+        groups = [[p for p in self.parameters() if (p.ndim > 1) is big] for big in (True, False)]
+        self.early = torch.optim.AdamW([{"params": group} for group in groups], lr=0.05)
+
+
+class Late(Net):
+    """A Net whose layers configure_model() creates, for zshard on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.blocks = None
 
     def configure_model(self) -> None:
-        if self.blocks is not None:
-            return
-        with torch.device(self.late_on):
-            self.blocks = nn.Sequential(*[Block() for _ in range(3)])
-            self.head = nn.Linear(DIM, 1)
+        if self.blocks is None:
+            with torch.device("meta" if is_ours(self.trainer.strategy) else "cpu"):
+                self.blocks = nn.Sequential(*[Block() for _ in range(3)])
+                self.head = nn.Linear(DIM, 1)
 
 
 class Gan(LightningModule):
     """Two networks, each with an optimizer, which training_step() calls and steps itself."""
 
-    def __init__(self, toggles: bool = True) -> None:
+    toggles = True
+
+    def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.toggles = toggles
         self.generator = nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, DIM))
         critic = nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, 1))
         self.parts = nn.ModuleDict({"critic": critic})
@@ -139,11 +155,16 @@ class Gan(LightningModule):
     def validation_step(self, batch: Any, index: int) -> None:
         self.log("val", self.parts["critic"](self(batch[0])).mean(), sync_dist=True)
 
+    test_step = validation_step
+
     def configure_optimizers(self) -> Any:
-        return [
-            torch.optim.Adam(self.generator.parameters(), 0.01),
-            torch.optim.Adam(self.parts.parameters(), 0.02),
-        ], []
+        nets, rates = (self.generator, self.parts), (0.01, 0.02)
+        pairs = zip(nets, rates, strict=True)
+        return [torch.optim.Adam(net.parameters(), rate) for net, rate in pairs], []
+
+
+class GanWithoutToggles(Gan):
+    toggles = False
 
 
 class FrozenAndUnused(Net):
@@ -161,17 +182,19 @@ class FrozenAndUnused(Net):
 
 
 class OwnUnit(Net):
-    """A module that calls zshard.FSDP itself."""
-
-    def __init__(self, where: str = "init") -> None:
-        super().__init__()
-        self.where = where
-        if where == "init":
-            zshard.FSDP(self.blocks)
+    """A module that calls zshard.FSDP itself, where it may."""
 
     def configure_model(self) -> None:
-        if self.where == "configure_model" and not isinstance(self.blocks, zshard.FSDP):
+        if is_ours(self.trainer.strategy) and not isinstance(self.blocks, zshard.FSDP):
             zshard.FSDP(self.blocks)
+
+
+class EarlyUnit(Net):
+    """A module that calls zshard.FSDP itself, before Lightning starts the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        zshard.FSDP(self.blocks)
 
 
 class FailsOnRank1(Net):
@@ -187,32 +210,32 @@ def data(rows: int = 64, batch: int = 4) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, x.sum(1).sin()), batch_size=batch)
 
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+QUIET = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+AS_TORCHRUN = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
+RANKS: dict[str, Any] = {"fresh": True, "env": AS_TORCHRUN, "timeout": 200}  # of on_ranks()
 
 
-def strategy_of(given: Any) -> Any:
-    """Return a strategy by name, or zshard's with a dict of arguments."""
-    return zshard.lightning.ZShardStrategy(**given) if isinstance(given, dict) else given
-
-
-def trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
+def trainer(strategy: Any, devices: int = 0, **options: Any) -> Trainer:
+    """Return a Trainer. strategy: a name, or arguments of zshard's. devices: 0 for all ranks."""
     seed_everything(3, verbose=False)
-    strategy = strategy_of(strategy)
-    return Trainer(strategy=strategy, devices=devices, **{**QUIET, "max_epochs": 1, **options})
+    if isinstance(strategy, dict):
+        strategy = zshard.lightning.ZShardStrategy(**strategy)
+    options = {"accelerator": "cpu", **QUIET, "max_epochs": 1, **options}
+    devices = devices or int(os.environ["WORLD_SIZE"])
+    return Trainer(strategy=strategy, devices=devices, **options)
+
+
+def is_ours(strategy: Any) -> bool:
+    return isinstance(strategy, zshard.lightning.ZShardStrategy)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def on_ranks(function: Any, world: int, *args: Any, **options: Any) -> list[Any]:
-    """Return [function(world, *args) of each rank], started as torchrun does."""
-    env = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
-    done = fork_ranks(function, world, world, *args, env=env, check=True, timeout=200, **options)
+def run_on_ranks(function: Any, *args: Any, world: int = 2) -> list[Any]:
+    """Return [function(*args) of each rank], started as torchrun does."""
+    done = fork_ranks(function, world, *args, env=AS_TORCHRUN, check=True, timeout=200)
     return [each.value for each in done]

@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,30 @@ import torch
 from compare import assert_same
 from nursery import fork_ranks
 from own_names import refuse
-from spawn import RankPool, on_ranks, ranks
+from rows import all_rows
+from scenarios import message_of
+from spawn import on_ranks
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("accelerate", reason="needs zshard[trainers]: make test-trainers")
 
 import accelerate
 import transformers.modeling_utils
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.test_utils.training import RegressionDataset
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+)
 from accelerated import Run, forget_accelerate, small_model
 from micro_batches import LOW, MICRO, STRATEGY, check_sums, full_grads
 
 import zshard
-import zshard.accelerate
 from zshard import FSDP
+from zshard.accelerate import shard
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -50,27 +57,21 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 # --- training -------------------------------------------------------------------------------------
 
 
-def compare(kind: str, strategy: str) -> tuple[bool, float]:
-    """Return whether losses are bit-identical to DDP's, and the final difference of parameters."""
-    arguments, options = KINDS[kind]
-    found = []
-    for each in (None, strategy):
-        run = Run(each, **arguments)
-        found.append((run.epoch(**options) + run.epoch(**options), run.state()))
-    (losses, theirs), (ours_losses, ours) = found
-    assert theirs.keys() == ours.keys()
-    apart = max(float((theirs[name] - ours[name]).abs().max()) for name in theirs)
-    return losses == ours_losses, apart
+def outcome(run: Run, **options: Any) -> dict[str, Any]:
+    """Return the losses of two epochs, and the state."""
+    return {"losses": run.epoch(**options) + run.epoch(**options), **run.state()}
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "zero2", "no_shard"])
 @pytest.mark.parametrize("kind", KINDS)
-@ranks(2)
-def test_training_matches_ddp(pool: RankPool, kind: str, strategy: str) -> None:
-    for same, apart in pool.run(compare, kind, strategy):
-        # DDP rounds the norm for clipping differently (docs/training.md).
-        assert same or kind == "clipped"
-        assert apart < 1e-6 if kind == "clipped" else apart == 0
+@on_ranks(2)
+def test_training_matches_ddp(kind, strategy):
+    arguments, options = KINDS[kind]
+    theirs, ours = (outcome(Run(each, **arguments), **options) for each in (None, strategy))
+    if kind == "clipped":  # DDP rounds the norm differently (docs/training.md)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    else:
+        assert_same(ours, theirs, "the run")
 
 
 class OwnNames(nn.Module):
@@ -90,200 +91,163 @@ refuse(OwnNames, "module")
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @on_ranks(2)
 def test_a_models_own_names_are_its_own(strategy):
-    found = []
+    outcomes = []
     for each in (None, strategy):
         run = Run(each, build=OwnNames, gradient_accumulation_steps=3)
-        losses = run.epoch()
-        losses += run.epoch()
-        found.append((losses, run.state()))
+        outcomes.append(outcome(run))
         unwrapped = run.accelerator.unwrap_model(run.model)
         assert isinstance(unwrapped, OwnNames) and type(unwrapped.module) is not nn.Linear
         assert transformers.modeling_utils.unwrap_model(run.model) is unwrapped
         assert (unwrapped is run.model) is (each is not None)
-    (losses, theirs), (ours_losses, ours) = found
-    assert losses == ours_losses
-    assert_same(ours, theirs, "the state")
+    assert_same(outcomes[1], outcomes[0], "the run")
 
 
 def accumulated() -> list[torch.Tensor]:
-    run = Run(
-        STRATEGY,
-        size=8 * MICRO,
-        shuffle=False,
-        options={"mixed_precision": LOW},
-        gradient_accumulation_steps=MICRO,
-    )
+    options = {"mixed_precision": LOW}
+    sizes = {"size": 8 * MICRO, "shuffle": False, "gradient_accumulation_steps": MICRO}
+    run = Run(STRATEGY, options=options, **sizes)
     for inputs, targets in run.loader:
         with run.accelerator.accumulate(run.model):
             run.accelerator.backward(F.mse_loss(run.model(inputs).float(), targets))
     return full_grads(run.model)
 
 
-@ranks(2)
-def test_micro_batches_are_summed_in_float32(pool: RankPool) -> None:
-    pool.run(check_sums, accumulated)
+@on_ranks(2)
+def test_micro_batches_are_summed_in_float32():
+    check_sums(accumulated)
 
 
 @on_ranks(2)
 def test_dynamo_backend_compiles_the_sharded_model():
-    losses = []
-    for strategy in (None, "full_shard"):
-        run = Run(strategy, size=16, dynamo_backend="eager")
-        losses.append(run.epoch())
+    runs = [Run(strategy, size=16, dynamo_backend="eager") for strategy in (None, "full_shard")]
+    for run in runs:
         assert run.accelerator.unwrap_model(run.model, keep_torch_compile=False) is not run.model
-    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) == 0.0
+    assert runs[0].epoch() == runs[1].epoch()
 
 
-def uneven() -> tuple[int, int]:
-    """Return how many batches this rank has within join_uneven_inputs(), and in join()."""
-    forget_accelerate()
-    accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
-    model = small_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = DataLoader(TensorDataset(torch.randn(12, 8), torch.randn(12, 3)), batch_size=4)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    assert isinstance(model, FSDP)
-
-    def learn(batches: Iterable[Any]) -> int:
-        count = 0
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            accelerator.backward(F.mse_loss(model(inputs), targets))
-            optimizer.step()
-            count += 1
-        return count
-
-    warned = pytest.warns(UserWarning, match=r"no effect .* FSDP\.join\(model, dataloader\)")
-    with warned, accelerator.join_uneven_inputs([model], even_batches=False):
-        first = learn(loader)
-    loader.batch_sampler.even_batches = False
-    return first, learn(model.join(loader))
-
-
-@ranks(2)
-def test_join_uneven_inputs_has_no_effect(pool: RankPool) -> None:
+@on_ranks(2)
+def test_join_uneven_inputs_has_no_effect():
     """As under Accelerate's own ways to shard: samples are repeated, so that ranks have as many."""
-    assert pool.run(uneven) == [(2, 1)] * 2
+    run = Run(size=12)
+    counts = []
+    warned = pytest.warns(UserWarning, match=r"no effect .* FSDP\.join\(model, dataloader\)")
+    with warned, run.accelerator.join_uneven_inputs([run.model], even_batches=False):
+        counts.append(len(run.epoch()))
+    run.loader.batch_sampler.even_batches = False
+    loader, run.loader = run.loader, []
+    for inputs, targets in run.model.join(loader):
+        counts.append(len(inputs))
+        run.accelerator.backward(F.mse_loss(run.model(inputs), targets))
+    assert counts == [4, 4]
+
+
+def with_local_sgd(strategy: str | None) -> dict[str, Any]:
+    run, losses = Run(strategy), []
+    with LocalSGD(run.accelerator, run.model, local_sgd_steps=3) as local:
+        for inputs, targets in run.loader:
+            loss = F.mse_loss(run.model(inputs), targets)
+            run.accelerator.backward(loss)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            local.step()
+            losses.append(loss.item())
+    return {"losses": losses, **run.state()}
+
+
+@on_ranks(2)
+def test_local_sgd_averages_replicas_as_under_ddp_and_no_shards():
+    assert_same(with_local_sgd("no_shard"), with_local_sgd(None), "the run")
+    with pytest.raises(
+        zshard.ShardError, match=r"all_reduce\(\) was called on a shard.*full_tensor"
+    ):
+        with_local_sgd("full_shard")
 
 
 # --- misuse ---------------------------------------------------------------------------------------
 
 
-def _no_shard_call() -> None:
-    accelerate.Accelerator(cpu=True).prepare(FSDP(small_model()))
-
-
-def _after_prepare() -> None:
-    accelerator = accelerate.Accelerator(cpu=True)
+def after_prepare() -> None:
+    accelerator = Accelerator(cpu=True)
     accelerator.prepare(small_model())
-    zshard.accelerate.shard(accelerator)
+    shard(accelerator)
 
 
-def _twice() -> None:
-    zshard.accelerate.shard(zshard.accelerate.shard(accelerate.Accelerator(cpu=True)))
-
-
-def _unknown_argument() -> None:
-    zshard.accelerate.shard(accelerate.Accelerator(cpu=True), stratgy="full_shard")
-
-
-def _not_an_accelerator() -> None:
-    zshard.accelerate.shard(small_model())
-
-
-def _own_fsdp() -> None:
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
+def its_own_fsdp() -> None:
     try:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
-        zshard.accelerate.shard(accelerate.Accelerator(cpu=True, fsdp_plugin=plugin))
+        shard(Accelerator(cpu=True, fsdp_plugin=plugin))
     finally:
         os.environ.pop("ACCELERATE_USE_FSDP", None)
 
 
-def _hook_of_ddp() -> None:
-    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-
+def hook_of_ddp() -> None:
     handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
-    zshard.accelerate.shard(accelerate.Accelerator(cpu=True, kwargs_handlers=[handler]))
+    shard(Accelerator(cpu=True, kwargs_handlers=[handler]))
 
 
-def _no_such_strategy() -> None:
-    accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True), strategy="zero9")
-    accelerator.prepare(small_model())
+def no_such_strategy() -> None:
+    shard(Accelerator(cpu=True), strategy="zero9").prepare(small_model())
 
 
-MISUSES = {
-    "no call of shard()": _no_shard_call,
-    "after prepare()": _after_prepare,
-    "twice": _twice,
-    "unknown argument": _unknown_argument,
-    "not an accelerator": _not_an_accelerator,
-    "its own FSDP": _own_fsdp,
-    "a hook of DDP": _hook_of_ddp,
-    "no such strategy": _no_such_strategy,
-}
-WORDS = {
-    "no call of shard()": "TypeError: DistributedDataParallel cannot wrap a model that zshard has",
-    "after prepare()": "RuntimeError: this Accelerator has already prepared a model: call",
-    "twice": "RuntimeError: this Accelerator already shards its models",
-    "unknown argument": "TypeError: zshard.accelerate.shard() takes the arguments of FSDP(), which has no",
-    "not an accelerator": "TypeError: shard() expects an accelerate.Accelerator, got Sequential",
-    "its own FSDP": "ValueError: this Accelerator is configured for torch's FSDP",
-    "a hook of DDP": "ValueError: this Accelerator is configured for DDP's communication hook bf16",
-    "no such strategy": "ValueError: ",
+WRONG: dict[str, Any] = {
+    "DistributedDataParallel cannot wrap a model that zshard has": (
+        lambda: Accelerator(cpu=True).prepare(FSDP(small_model()))
+    ),
+    "this Accelerator has a model or shards already: call": after_prepare,
+    "this Accelerator has a model or shards already": lambda: shard(shard(Accelerator(cpu=True))),
+    "takes the arguments of FSDP(), which has no": (
+        lambda: shard(Accelerator(cpu=True), stratgy="full_shard")
+    ),
+    "expects an accelerate.Accelerator, got Sequential": lambda: shard(small_model()),
+    "this Accelerator is configured for torch's FSDP": its_own_fsdp,
+    "is configured for DDP's communication hook bf16": hook_of_ddp,
+    "zero9": no_such_strategy,
 }
 
 
-@pytest.mark.parametrize("name", MISUSES)
 @on_ranks(2)
-def test_misuse_names_the_remedy(name):
-    forget_accelerate()
-    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
-        MISUSES[name]()
-    text = f"{caught.type.__name__}: {caught.value}"
-    assert text.startswith(WORDS[name])
+def test_misuse_names_the_remedy():
+    with all_rows() as row:
+        for text, misuse in WRONG.items():
+            forget_accelerate()
+            with row(text):
+                assert text in message_of(misuse, (TypeError, ValueError, RuntimeError))
 
 
 @on_ranks(2)
 def test_model_sharded_before_prepare_stays_unchanged():
     """The script calls FSDP() with its own strategy, before prepare()."""
     forget_accelerate()
-    accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
+    accelerator = shard(Accelerator(cpu=True))
     model = FSDP(small_model(), strategy="zero2")
     optimizer = torch.optim.AdamW(model.parameters())
     prepared, optimizer = accelerator.prepare(model, optimizer)
     assert prepared is model and accelerator.prepare(model) is model
     accelerator.backward(model(torch.ones(2, 8)).sum())
     optimizer.step()
-    assert str(zshard.shard_info(next(model.parameters())) is not None) == "True"
+    assert zshard.shard_info(next(model.parameters())) is not None
 
 
 @on_ranks(2)
 def test_frozen_layers_and_an_optimizer_prepared_first():
-    """Return losses with a frozen layer, and with an optimizer that is prepared before the
-    model."""
-    found = []
-    for strategy in (None, "full_shard"):
+    losses: dict[str | None, list[float]] = {None: [], "full_shard": []}
+    for strategy, own in losses.items():
         forget_accelerate()
-        accelerator = accelerate.Accelerator(cpu=True)
+        accelerator = Accelerator(cpu=True)
         if strategy:
-            zshard.accelerate.shard(accelerator, strategy=strategy)
+            shard(accelerator, strategy=strategy)
         model = small_model()
         model[0].requires_grad_(False)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
         optimizer, model = accelerator.prepare(optimizer, model)
-        losses = []
         for step in range(3):
             generator = torch.Generator().manual_seed(step + 10 * accelerator.process_index)
             loss = model(torch.randn(4, 8, generator=generator)).square().mean()
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-        found.append(losses)
-    theirs, ours = found
-    assert theirs == ours
+            own.append(loss.item())
+    assert losses[None] == losses["full_shard"]
 
 
 # --- Accelerate's own tests -----------------------------------------------------------------------
@@ -304,7 +268,7 @@ def own_script(name: str, strategy: str) -> None:
     def sharding(self: Any, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
         if type(self) is accelerate.Accelerator:
-            zshard.accelerate.shard(self, strategy=strategy)
+            shard(self, strategy=strategy)
 
     accelerate.Accelerator.__init__ = sharding
     if strategy != "no_shard":  # it compares parameters and gradients with a plain model's
@@ -367,13 +331,8 @@ def test_launches(tmp_path: Path, name: str) -> None:
     words, kind, processes = LAUNCHES[name]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"ACCELERATE_USE_CPU": "true", "HF_HOME": str(tmp_path)}  # not the user's own settings
-    done = subprocess.run(
-        [sys.executable, "-m", *words, str(tmp_path / "train.py"), "zero2"],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=env,
-    )
+    command = [sys.executable, "-m", *words, str(tmp_path / "train.py"), "zero2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count(f"trained under {kind}") == processes
 
@@ -381,6 +340,6 @@ def test_launches(tmp_path: Path, name: str) -> None:
 def test_leftover_environment_variable_is_named(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match=r"del os.environ.*TrainingArguments\(fsdp=...\)"):
-        zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
+        shard(Accelerator(cpu=True))
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
-    zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
+    shard(Accelerator(cpu=True))

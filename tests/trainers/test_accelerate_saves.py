@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compare import assert_same
 from nursery import fork_ranks
 from spawn import RankPool, on_ranks, ranks
 from torch import nn
@@ -17,6 +18,7 @@ pytest.importorskip("accelerate", reason="needs zshard[trainers]: make test-trai
 
 import accelerate
 from accelerated import Run, equal, forget_accelerate, names_in, small_model
+from hf_trainers import tiny_llama
 
 import zshard
 import zshard.accelerate
@@ -26,21 +28,18 @@ from zshard.extras.per_host.collect import collect
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @on_ranks(2)
 def test_resumed_run_has_the_same_losses(strategy, tmp_path):
-    folder = str(tmp_path)
-    first = Run(strategy, shuffle=False)  # DDP's runs do not resume the order of a shuffle either
+    first, second = (
+        Run(strategy, shuffle=False) for _ in range(2)
+    )  # nor do DDP's resume a shuffle
     first.epoch()
-    first.accelerator.save_state(folder)
+    first.accelerator.save_state(tmp_path)
     expected = first.epoch(), first.state()
-    second = Run(strategy, shuffle=False)
     second.epoch()
-    second.epoch()
-    second.accelerator.load_state(folder)
-    losses = second.epoch()
-    same = losses == expected[0] and equal(second.state(), expected[1])
-    files = names_in(folder)
-    assert same
-    own = {"model.safetensors", "optimizer.safetensors", "zshard.json"}
-    assert {f"zshard_model/{name}" for name in own} <= files
+    second.accelerator.load_state(tmp_path)
+    assert second.epoch() == expected[0] and equal(second.state(), expected[1])
+    files = names_in(tmp_path)
+    ours = {"model.safetensors", "optimizer.safetensors", "zshard.json"}
+    assert {f"zshard_model/{name}" for name in ours} <= files
     others = {name for name in files if not name.startswith("zshard_model/")}
     assert others == {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
 
@@ -110,48 +109,38 @@ def test_new_host_loads_what_it_has_collected(tmp_path: Path) -> None:
         assert "host1" in error and not loaded
 
 
-def save(folder: str, strategy: str | None) -> dict[str, torch.Tensor]:
+def save(folder: str, strategy: str | None, **options: Any) -> dict[str, torch.Tensor]:
     run = Run(strategy)
     run.epoch()
-    run.accelerator.save_state(folder)
+    run.accelerator.save_state(folder, **options)
     return run.state()
 
 
-def load(folder: str, strategy: str | None, weights: bool = True) -> Any:
-    run = Run(strategy)
+def load(folder: str) -> Any:
+    run = Run("full_shard")
     run.accelerator.load_state(folder)
     return run.state(), run.optimizer.optimizer.state_dict()
 
 
 @pytest.mark.parametrize("saved", ["full_shard", None], ids=["sharded", "ddp"])
-@pytest.mark.parametrize("world", [1, 3])
+@ranks(1, 3)
 def test_another_number_of_ranks_loads(
-    pools: dict[int, RankPool], pool2: RankPool, tmp_path: Path, saved: str | None, world: int
+    pool: RankPool, pool2: RankPool, tmp_path: Path, saved: str | None
 ) -> None:
     expected = pool2.run(save, str(tmp_path), saved)[0]
-    pool = pools.setdefault(world, RankPool(world))
-    for state, optimizer in pool.run(load, str(tmp_path), "full_shard"):
+    for state, optimizer in pool.run(load, str(tmp_path)):
         assert equal(state, expected)
         assert [int(each["step"]) for each in optimizer["state"].values()] == [6] * 8
 
 
-def save_pickled(folder: str) -> dict[str, torch.Tensor]:
-    run = Run(None)
-    run.epoch()
-    run.accelerator.save_state(folder, safe_serialization=False)
-    return run.state()
-
-
-@ranks(2)
-def test_pickled_checkpoint_of_ddp_loads(pool: RankPool, tmp_path: Path) -> None:
-    expected = pool.run(save_pickled, str(tmp_path))[0]
-    assert equal(pool.run(load, str(tmp_path), "full_shard")[0][0], expected)
+@on_ranks(2)
+def test_pickled_checkpoint_of_ddp_loads(tmp_path):
+    expected = save(str(tmp_path), None, safe_serialization=False)
+    assert equal(load(str(tmp_path))[0], expected)
 
 
 @on_ranks(2)
 def test_script_hooks_get_models_and_weights(tmp_path):
-    """Return the names that a script's hook got, and whether its checkpoint loads."""
-    folder = str(tmp_path)
     run = Run()
     run.epoch()
     seen: list[str] = []
@@ -161,17 +150,15 @@ def test_script_hooks_get_models_and_weights(tmp_path):
         seen.extend(weights[0])
 
     run.accelerator.register_save_state_pre_hook(look)
-    run.accelerator.save_state(folder)
+    run.accelerator.save_state(tmp_path)
     expected = run.state()
     run.epoch()
-    run.accelerator.load_state(folder)
-    loads = equal(run.state(), expected)
-    assert seen == list(small_model().state_dict()) and loads
+    run.accelerator.load_state(tmp_path)
+    assert seen == list(small_model().state_dict()) and equal(run.state(), expected)
 
 
 @on_ranks(2)
 def test_two_models_and_an_optimizer_of_both_are_saved(tmp_path):
-    folder = str(tmp_path)
     forget_accelerate()
     accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
     models = [small_model(seed) for seed in (1, 2)]
@@ -186,43 +173,35 @@ def test_two_models_and_an_optimizer_of_both_are_saved(tmp_path):
         for optimizer in optimizers:
             optimizer.step()
 
+    def state() -> list[Any]:
+        momentum = optimizers[2].state_dict()["state"][0]["momentum_buffer"].clone()
+        return [momentum, *(accelerator.get_state_dict(model) for model in models)]
+
     step()
-    accelerator.save_state(folder)
-    expected = [accelerator.get_state_dict(model) for model in models]
-    momentum = optimizers[2].state_dict()["state"][0]["momentum_buffer"].clone()
+    accelerator.save_state(tmp_path)
+    expected = state()
     step()
-    accelerator.load_state(folder)
-    restored = optimizers[2].state_dict()["state"][0]["momentum_buffer"]
-    found = [accelerator.get_state_dict(model) for model in models]
-    assert torch.equal(restored, momentum)
-    assert all(equal(a, b) for a, b in zip(found, expected, strict=True))
+    accelerator.load_state(tmp_path)
+    assert_same(state(), expected, "what is loaded")
 
 
-def pretrained(folder: str) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+@on_ranks(2)
+def test_model_is_saved_for_from_pretrained(tmp_path):
     forget_accelerate()
     accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
+    model = tiny_llama(tie_word_embeddings=True)
     plain = {name: value.clone() for name, value in model.state_dict().items()}
     model = accelerator.prepare(model)
-    unwrapped = accelerator.unwrap_model(model)
-    unwrapped.save_pretrained(
-        folder,
-        is_main_process=accelerator.is_main_process,
-        save_function=accelerator.save,
-        state_dict=accelerator.get_state_dict(model),
-    )
+    options = {
+        "is_main_process": accelerator.is_main_process,
+        "save_function": accelerator.save,
+        "state_dict": accelerator.get_state_dict(model),
+    }
+    accelerator.unwrap_model(model).save_pretrained(tmp_path, **options)
     accelerator.wait_for_everyone()
-    again = LlamaForCausalLM.from_pretrained(folder)
+    again = type(tiny_llama()).from_pretrained(tmp_path)
     assert again.config.architectures == ["LlamaForCausalLM"]
     assert equal(dict(again.state_dict()), plain)
-    accelerator.save_model(model, f"{folder}/saved")
-
-
-@ranks(2)
-def test_model_is_saved_for_from_pretrained(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(pretrained, str(tmp_path))
+    accelerator.save_model(model, f"{tmp_path}/saved")
+    accelerator.wait_for_everyone()
     assert "saved/model.safetensors" in names_in(tmp_path)

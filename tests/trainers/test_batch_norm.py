@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerated import fork_trainers
-from compare import differences
+from compare import assert_same
 from torch import nn
 from torch.nn import functional as F
 
@@ -41,7 +41,7 @@ def rows(step: int, rank: int, n: int = 6) -> Any:
 
 def loop(model: Any, optimizer: Any, backward: Any, accumulate: Any, alone: Any) -> list[float]:
     """Return metrics of this rank's evaluations, each after two batches."""
-    found, rank = [], dist.get_rank()
+    metrics, rank = [], dist.get_rank()
     for step in range(8):
         with accumulate(step):
             x, y = rows(step, rank)
@@ -51,32 +51,25 @@ def loop(model: Any, optimizer: Any, backward: Any, accumulate: Any, alone: Any)
             optimizer.zero_grad()
             model.eval()
             with torch.no_grad():
-                found.append(F.mse_loss(model(rows(9, rank)[0]), rows(9, rank)[1]).item())
+                metrics.append(F.mse_loss(model(rows(9, rank)[0]), rows(9, rank)[1]).item())
                 if rank == 0 and alone is not None:
                     alone(rows(9, 0)[0])
             model.train()
-    return found
+    return metrics
 
 
 def by_accelerate(strategy: str | None, within: bool) -> Any:
-    from accelerate import Accelerator
-    from accelerated import forget_accelerate
+    from accelerated import Run
 
-    import zshard.accelerate
-
-    forget_accelerate()
-    accelerator = Accelerator(cpu=True)
-    if strategy is not None:
-        zshard.accelerate.shard(accelerator, strategy=strategy)
-    plain = Normed()
-    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), 0.1))
+    run = Run(strategy, build=Normed)
+    model, accelerator = run.model, run.accelerator
 
     def accumulate(step: int) -> Any:
         inside = within and step % 2 == 0
         return accelerator.no_sync(model) if inside else contextlib.nullcontext()
 
-    found = loop(model, optimizer, accelerator.backward, accumulate, strategy and model)
-    return found, accelerator.get_state_dict(model)
+    metrics = loop(model, run.optimizer, accelerator.backward, accumulate, strategy and model)
+    return metrics, run.state()
 
 
 def by_fabric(strategy: str | None, within: bool) -> Any:
@@ -98,96 +91,64 @@ def by_fabric(strategy: str | None, within: bool) -> Any:
 
 
 def by_lightning(strategy: str | None, within: bool) -> Any:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning_runs import LightningModule, trainer
     from torch.utils.data import DataLoader, TensorDataset
-
-    import zshard.lightning
 
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = Normed()
-            self.found: list[float] = []
+            self.metrics: list[float] = []
 
         def training_step(self, batch: Any, index: int) -> Any:
             return F.mse_loss(self.net(batch[0]), batch[1])
 
         def validation_step(self, batch: Any, index: int) -> None:
             loss = F.mse_loss(self.net(batch[0]), batch[1])
-            self.found.append(loss.item())
+            self.metrics.append(loss.item())
             self.log("val", loss, sync_dist=True)
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    ours = zshard.lightning.ZShardStrategy(strategy=strategy or "full_shard")
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     loader = DataLoader(TensorDataset(*rows(0, 0, 48)), batch_size=4)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ours if strategy else "ddp",
-        max_epochs=2,
-        accumulate_grad_batches=2 if within else 1,
-        val_check_interval=3,
-        num_sanity_val_steps=0,
-        enable_model_summary=False,
-        **quiet,
-    )
+    options = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 0}
+    options["accumulate_grad_batches"] = 2 if within else 1
+    run = trainer({"strategy": strategy} if strategy else "ddp", **options)
     module = Module()
-    trainer.fit(module, loader, loader)
-    logged = float(trainer.callback_metrics["val"])
-    return [*module.found, logged], dict(module.state_dict())
+    run.fit(module, loader, loader)
+    return [*module.metrics, float(run.callback_metrics["val"])], dict(module.state_dict())
 
 
 def by_transformers(strategy: str | None, within: bool) -> Any:
-    import transformers
+    from hf_trainers import arguments, new_run, trainer_of
+    from transformers import Trainer
 
-    import zshard.transformers
-
-    class Rows(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return 48
-
-        def __getitem__(self, i: int) -> dict[str, Any]:
-            x, y = rows(i, 0, 1)
-            return {"x": x[0], "labels": y[0]}
-
-    arguments = transformers.TrainingArguments(
-        ".",
-        use_cpu=True,
-        report_to="none",
-        max_steps=8,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2 if within else 1,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="no",
-        disable_tqdm=True,
-        max_grad_norm=0.0,  # DDP rounds the norm for clipping differently
+    new_run()
+    pairs = [rows(i, 0, 1) for i in range(48)]
+    data = [{"x": x[0], "labels": y[0]} for x, y in pairs]
+    steps = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 2}
+    args = arguments(".", gradient_accumulation_steps=2 if within else 1, **steps)
+    trainer = trainer_of(
+        Trainer, strategy, args, model=Normed(), train_dataset=data, eval_dataset=data
     )
-    kind: Any = transformers.Trainer
-    if strategy is not None:
-        kind = zshard.transformers.shard(kind, strategy=strategy)
-    model = Normed()
-    trainer = kind(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())
     trainer.train()
-    found = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
-    return found, dict(model.state_dict())
+    metrics = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    return metrics, dict(trainer.model.state_dict())
 
 
-RUNS = {
-    "accelerate": by_accelerate,
-    "lightning": by_lightning,
-    "fabric": by_fabric,
-    "transformers": by_transformers,
+RUNS: dict[str, tuple[Any, str]] = {
+    "accelerate": (by_accelerate, "accelerate"),
+    "lightning": (by_lightning, "lightning"),
+    "fabric": (by_fabric, "lightning"),
+    "transformers": (by_transformers, "accelerate"),
 }
 
 
-def run(name: str, strategy: str | None, within: bool, folder: str) -> Any:
+def run(name: str, strategy: str | None, within: bool, folder: Path) -> Any:
     with contextlib.chdir(folder):
-        metrics, state = RUNS[name](strategy, within)
-    return metrics, {key: value.clone() for key, value in state.items()}
+        metrics, state = RUNS[name][0](strategy, within)
+    return {"metrics": metrics, **{key: value.clone() for key, value in state.items()}}
 
 
 @pytest.mark.sampled(4)
@@ -198,16 +159,13 @@ def run(name: str, strategy: str | None, within: bool, folder: str) -> Any:
 def test_metrics_and_weights_match_ddp(
     name: str, strategy: str, transport: str, within: bool, tmp_path: Path
 ) -> None:
-    package = {"fabric": "lightning", "transformers": "accelerate"}.get(name, name)
-    pytest.importorskip(package, reason="needs zshard[trainers]: make test-trainers")
+    pytest.importorskip(RUNS[name][1], reason="needs zshard[trainers]: make test-trainers")
     if transport == "c10d" and strategy == "full_shard" and name in ("accelerate", "fabric"):
         pytest.skip("rank 0 cannot evaluate alone there")
     env = {**ENVIRONMENT, "ZSHARD_TRANSPORT": transport, "ZSHARD_TIMEOUT": "60"}
-    found = [
-        fork_trainers(run, name, kind, within, str(tmp_path), env=env) for kind in (None, strategy)
-    ]
-    for (theirs, weights), (ours, own) in zip(*found, strict=True):
-        assert ours == theirs
-        assert (
-            differences(own, {name.removeprefix("module."): v for name, v in weights.items()}) == []
-        )
+    theirs, ours = (
+        fork_trainers(run, name, kind, within, tmp_path, env=env) for kind in (None, strategy)
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        named = {key.removeprefix("module."): value for key, value in other.items()}
+        assert_same(mine, named, "the run")

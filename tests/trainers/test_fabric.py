@@ -6,17 +6,20 @@ optimizer states are compared.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compare import assert_same
+from scenarios import message_of
+from spawn import on_ranks
 
 pytest.importorskip("lightning", reason="needs lightning: make test-trainers")
 
 from lightning.fabric import Fabric, seed_everything
-from lightning_runs import DIM, Block, data, on_ranks
-from test_lightning import equal
+from lightning_runs import DIM, RANKS, Block, data, run_on_ranks
 from torch import Tensor, nn
 
 import zshard
@@ -40,15 +43,20 @@ class Net(nn.Module):
         return self(x).squeeze(1) * self.scale[0]
 
 
-def train(world: int, strategy: Any, options: dict[str, Any]) -> Any:
+def fabric_of(strategy: Any, **options: Any) -> Fabric:
+    if isinstance(strategy, dict):
+        strategy = ZShardFabricStrategy(**strategy)
+    world = int(os.environ["WORLD_SIZE"])
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, **options)
+    fabric.launch()
+    return fabric
+
+
+def train(strategy: Any, options: dict[str, Any]) -> Any:
     """Return losses, weights and optimizer state of eight batches, in windows of three; options:
     precision, together (set up the optimizer with the module), clip, save, load, meta."""
     seed_everything(3, verbose=False)
-    if isinstance(strategy, dict):
-        strategy = ZShardFabricStrategy(**strategy)
-    precision = options.get("precision", "32-true")
-    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, precision=precision)
-    fabric.launch()
+    fabric = fabric_of(strategy, precision=options.get("precision", "32-true"))
     with fabric.init_module(empty_init=options.get("meta", False)):
         model: Any = Net()
     if options.get("together", True):
@@ -80,77 +88,62 @@ def train(world: int, strategy: Any, options: dict[str, Any]) -> Any:
     return losses, dict(model.state_dict()), optimizer.state_dict()["state"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"together": False},
-        {"precision": "bf16-mixed"},
-        {"precision": "bf16-true"},
-        {"clip": {"clip_val": 0.01}},
-    ],
-    ids=str,
-)
-def test_loop_is_bit_identical_to_ddp(options: dict[str, Any]) -> None:
-    assert equal(on_ranks(train, 2, "zshard", options), on_ranks(train, 2, "ddp", options))
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"together": False},
+    {"precision": "bf16-mixed"},
+    {"precision": "bf16-true"},
+    {"clip": {"clip_val": 0.01}},
+]
 
 
-def test_clipping_by_norm() -> None:
-    options = {"clip": {"max_norm": 0.1}}
-    ours, theirs = (on_ranks(train, 2, each, options) for each in ("zshard", "ddp"))
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine[:2], other[:2], rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(2, **RANKS)
+def test_loop_is_bit_identical_to_ddp(options):
+    assert_same(train("zshard", options), train("ddp", options), "the run")
+
+
+@on_ranks(2, **RANKS)
+def test_clipping_by_norm():
+    ours, theirs = (train(each, {"clip": {"max_norm": 0.1}})[:2] for each in ("zshard", "ddp"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of the same run: DDP's, and both kinds of zshard's."""
     folder = tmp_path_factory.mktemp("fabric")
-    kinds = (("ddp", "ddp"), ("full", "zshard"), ("sharded", SHARDED))
-    runs = [on_ranks(train, 2, each, {"save": str(folder / name)}) for name, each in kinds]
-    assert equal(runs[1], runs[0]) and equal(runs[2], runs[0])
+    kinds = {"ddp": "ddp", "full": "zshard", "sharded": SHARDED}
+    runs = [run_on_ranks(train, kind, {"save": str(folder / n)}) for n, kind in kinds.items()]
+    assert_same(runs[1], runs[0], "the run with full checkpoints")
+    assert_same(runs[2], runs[0], "the run with sharded checkpoints")
     return folder
 
 
 @pytest.mark.parametrize("kind", ["ddp", "full", "sharded"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_checkpoints_of_any_kind_load(saved: Path, kind: str, world: int) -> None:
-    theirs = on_ranks(train, world, "ddp", {"load": str(saved / "ddp")})
-    ours = on_ranks(train, world, "zshard", {"load": str(saved / kind)})
-    assert equal(ours, theirs)
+@on_ranks(1, 2, **RANKS)
+def test_checkpoints_of_any_kind_load(saved, kind):
+    theirs = train("ddp", {"load": saved / "ddp"})
+    assert_same(train("zshard", {"load": saved / kind}), theirs, "the resumed run")
 
 
-def test_module_from_the_meta_device_loads(saved: Path) -> None:
-    theirs = on_ranks(train, 2, "ddp", {"load": str(saved / "ddp")})
-    options = {"load": str(saved / "sharded"), "meta": True, "together": False}
-    assert equal(on_ranks(train, 2, META, options), theirs)
+@on_ranks(2, **RANKS)
+def test_module_on_the_meta_device_loads_and_ddp_loads_full_checkpoints(saved):
+    theirs = train("ddp", {"load": saved / "ddp"})
+    assert_same(train("ddp", {"load": saved / "full"}), theirs, "DDP's run")
+    options = {"load": saved / "sharded", "meta": True, "together": False}
+    assert_same(train(META, options), theirs, "the resumed run")
 
 
-def test_ddp_loads_zshards_checkpoints(saved: Path) -> None:
-    ours, theirs = (on_ranks(train, 2, "ddp", {"load": str(saved / k)}) for k in ("full", "ddp"))
-    assert equal(ours, theirs)
-
-
-def save_where_rank_0_fails(world: int, folder: str) -> list[str]:
-    """Return what each save raises: of what cannot be pickled, then of what can."""
-    fabric = Fabric(accelerator="cpu", devices=world, strategy=ZShardFabricStrategy(**SHARDED))
-    fabric.launch()
-    model: Any = fabric.setup_module(Net())
-    found = []
-    for more in (lambda: 0, 1) if fabric.global_rank == 0 else (0, 1):
-        try:
-            fabric.save(folder, {"model": model, "more": more})
-            found.append("")
-        except Exception as error:
-            found.append(str(error))
-    return found
-
-
-def test_a_save_that_fails_on_rank_0_fails_on_all(tmp_path: Path) -> None:
-    file = tmp_path / "x"
-    file.write_text("an earlier checkpoint")
-    for first, second in on_ranks(save_where_rank_0_fails, 2, str(file)):
-        assert "pickle" in first and second == ""
+@on_ranks(2, **RANKS)
+def test_a_save_that_fails_on_rank_0_fails_on_all(tmp_path):
+    fabric = fabric_of(SHARDED)
+    path, model = tmp_path / "x", fabric.setup_module(Net())
+    if fabric.global_rank == 0:
+        path.write_text("an earlier checkpoint")
+    unpickled = (lambda: 0) if fabric.global_rank == 0 else 0
+    assert "pickle" in message_of(lambda: fabric.save(path, {"model": model, "more": unpickled}))
+    fabric.save(path, {"model": model, "more": 1})
 
 
 def test_two_modules_need_full_checkpoints() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import math
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from spawn import RankPool
+from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -18,83 +21,67 @@ SECTION = PAGE.read_text().split("\n## Histograms")[1]
 CODE = [part.split("```")[0] for part in SECTION.split("```python\n")[1:]]
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    made = FSDP(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)))
-    made(torch.ones(2, 40)).sum().backward()
-    return made
+def needs(package: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"needs {package}: make test-trainers")
 
 
-def in_tensorboard(folder: str) -> list[str]:
-    """Return the histograms whose number of elements differs from the full parameters'."""
-    os.chdir(folder)
-    sharded = model()
-    names: dict[str, object] = {"model": sharded}
-    exec(CODE[0], names)
-    writer = names["writer"]
-    if writer is None:
-        return []
-    writer.close()  # type: ignore[attr-defined]
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator("runs", size_guidance={"histograms": 0})
-    events.Reload()
-    sizes = {
-        tag: events.Histograms(tag)[0].histogram_value.num for tag in events.Tags()["histograms"]
-    }
-    full = {name: zshard.shard_info(p) for name, p in sharded.named_parameters()}
-    assert sizes.keys() == full.keys()
-    return [n for n, info in full.items() if info and sizes[n] != torch.Size(info["shape"]).numel()]
+def sharded_model() -> nn.Module:
+    model = FSDP(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)))
+    model(torch.ones(2, 40)).sum().backward()
+    return model
 
 
-def test_tensorboard(pool2: RankPool, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="needs zshard[trainers]: make test-trainers")
-    assert pool2.run(in_tensorboard, str(tmp_path)) == [[], []]
+def sizes_of(model: nn.Module) -> dict[str, int]:
+    """Return the number of elements of each full parameter."""
+    infos = {name: zshard.shard_info(param) for name, param in model.named_parameters()}
+    return {name: math.prod(info["shape"]) for name, info in infos.items()}
 
 
-def in_wandb(folder: str) -> list[str]:
-    """Return the histograms whose number of elements differs from the full parameters'."""
+@needs("tensorboard")
+@on_ranks(2)
+def test_tensorboard(tmp_path):
+    model = sharded_model()
+    names = {"model": model}
+    with contextlib.chdir(tmp_path):
+        exec(CODE[0], names)
+        if names["writer"] is None:
+            return
+        names["writer"].close()
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator("runs", size_guidance={"histograms": 0})
+        events.Reload()
+    tags = events.Tags()["histograms"]
+    assert {tag: events.Histograms(tag)[0].histogram_value.num for tag in tags} == sizes_of(model)
+
+
+@needs("wandb")
+@on_ranks(2)
+def test_wandb(tmp_path):
     os.environ["WANDB_SILENT"] = "true"
     import wandb
 
-    sharded = model()
-    rank = torch.distributed.get_rank()
-    run = wandb.init(mode="offline", project="test", dir=folder) if rank == 0 else None
-    exec(CODE[1], {"model": sharded, "rank": rank, "wandb": wandb, "zshard": zshard})
-    if run is None:
-        return []
-    wandb.log({"step": 0})
-    logged = {
-        n: sum(run.summary[f"gradients/{n}"]["values"]) for n, _ in sharded.named_parameters()
-    }
-    infos = {name: zshard.shard_info(p) for name, p in sharded.named_parameters()}
-    run.finish()
-    return [n for n, i in infos.items() if i and logged[n] != torch.Size(i["shape"]).numel()]
-
-
-def test_wandb(pool2: RankPool, tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="needs wandb")
-    assert pool2.run(in_wandb, str(tmp_path)) == [[], []]
-
-
-def watched(folder: str) -> str:
-    """Return the error of wandb.watch() on the rank that logs, once gradients come."""
-    os.environ["WANDB_SILENT"] = "true"
-    import wandb
-
-    run = wandb.init(mode="offline", project="test", dir=folder)
-    sharded = FSDP(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)))
-    try:
-        wandb.watch(sharded, log="all", log_freq=1)
-        sharded(torch.ones(2, 40)).sum().backward()
-    except ShardError as error:
-        return str(error)
-    finally:
+    model, rank = sharded_model(), torch.distributed.get_rank()
+    run = wandb.init(mode="offline", project="test", dir=tmp_path) if rank == 0 else None
+    exec(CODE[1], {"model": model, "rank": rank, "wandb": wandb, "zshard": zshard})
+    if run is not None:
+        wandb.log({"step": 0})
+        sizes = sizes_of(model)
+        logged = {name: sum(run.summary[f"gradients/{name}"]["values"]) for name in sizes}
         run.finish()
-    return "no error"
+        assert logged == sizes
 
 
-def test_wandb_watch_error_names_the_remedy(pool2: RankPool, tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="needs wandb")
-    for message in pool2.run(watched, str(tmp_path)):
-        assert "zshard.full_tensor" in message
+@needs("wandb")
+@on_ranks(2)
+def test_wandb_watch_error_names_the_remedy(tmp_path):
+    os.environ["WANDB_SILENT"] = "true"
+    import wandb
+
+    run = wandb.init(mode="offline", project="test", dir=tmp_path)
+    model = FSDP(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)))
+    wandb.watch(model, log="all", log_freq=1)
+    with pytest.raises(ShardError, match=r"zshard\.full_tensor"):
+        model(torch.ones(2, 40)).sum().backward()
+    run.finish()

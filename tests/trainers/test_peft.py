@@ -6,19 +6,29 @@ packages on two ranks and compares with DDP, or with PEFT in one process.
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
 from typing import Any
 
 import pytest
 import torch
-from spawn import RankPool, on_ranks, ranks
+from compare import assert_same
+from spawn import on_ranks
 
 pytest.importorskip("peft", reason="needs zshard[trainers]: make test-trainers")
 pytest.importorskip("accelerate", reason="needs zshard[trainers]: make test-trainers")
 
 from accelerate import Accelerator
-from accelerated import equal, names_in
-from hf_trainers import arguments, losses_of, new_run, sentences, tiny_llama, weights_of
+from accelerated import names_in
+from hf_trainers import (
+    arguments,
+    check_best,
+    check_resuming,
+    new_run,
+    same_as_ddp,
+    sentences,
+    tiny_llama,
+    trainer_of,
+)
 from peft import (
     IA3Config,
     LoraConfig,
@@ -30,32 +40,35 @@ from peft import (
     get_peft_model_state_dict,
     inject_adapter_in_model,
 )
-from transformers import AutoModelForCausalLM, PrinterCallback, Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 import zshard.accelerate
 import zshard.transformers
 from zshard import FSDP
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
-CONFIGS: dict[str, Any] = {
-    "lora": lambda: LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=TARGETS),
-    "dora": lambda: LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=TARGETS, use_dora=True),
-    "ia3": lambda: IA3Config(
-        task_type="CAUSAL_LM", target_modules=TARGETS, feedforward_modules=["down_proj"]
-    ),
-    "prompt": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    "p-tuning": lambda: PromptEncoderConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16
-    ),
-    "prefix": lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    "saved modules": lambda: LoraConfig(
-        task_type="CAUSAL_LM", r=4, target_modules=TARGETS, modules_to_save=["lm_head"]
+CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "lora": (LoraConfig, {"r": 4, "target_modules": TARGETS}),
+    "dora": (LoraConfig, {"r": 4, "target_modules": TARGETS, "use_dora": True}),
+    "ia3": (IA3Config, {"target_modules": TARGETS, "feedforward_modules": ["down_proj"]}),
+    "prompt": (PromptTuningConfig, {"num_virtual_tokens": 4}),
+    "p-tuning": (PromptEncoderConfig, {"num_virtual_tokens": 4, "encoder_hidden_size": 16}),
+    "prefix": (PrefixTuningConfig, {"num_virtual_tokens": 4}),
+    "saved modules": (
+        LoraConfig,
+        {"r": 4, "target_modules": TARGETS, "modules_to_save": ["lm_head"]},
     ),
 }
+IDS = torch.tensor([[3, 5, 7, 9]])
+
+
+def config_of(kind: str) -> Any:
+    config, options = CONFIGS[kind]
+    return config(task_type="CAUSAL_LM", **options)
 
 
 def adapted(kind: str) -> Any:
-    model = get_peft_model(tiny_llama(), CONFIGS[kind]())
+    model = get_peft_model(tiny_llama(), config_of(kind))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():  # LoRA's B starts at zero, which is indistinguishable from no adapter
         for name, param in model.named_parameters():
@@ -66,160 +79,125 @@ def adapted(kind: str) -> Any:
 
 def make(folder: str, kind: str, strategy: str | None, transport: str = "shm", **more: Any) -> Any:
     new_run()
-    options = {"strategy": strategy, "transport": transport}
-    trainer = Trainer if strategy is None else zshard.transformers.shard(Trainer, **options)
-    made = trainer(
-        model=adapted(kind),
-        args=arguments(folder, **{"max_steps": 4, **more}),
-        train_dataset=sentences(20),
-        eval_dataset=sentences(4, seed=1),
-    )
-    made.remove_callback(PrinterCallback)
-    return made
+    args = arguments(folder, **{"max_steps": 4, **more})
+    data = {"train_dataset": sentences(20), "eval_dataset": sentences(4, seed=1)}
+    options = {"transport": transport}
+    return trainer_of(Trainer, strategy, args, model=adapted(kind), options=options, **data)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("kind", CONFIGS)
 @on_ranks(2)
 def test_training_matches_ddp(kind, strategy, tmp_path):
-    folder = str(tmp_path)
-    found = []
-    for each in (None, strategy):
-        trainer = make(folder, kind, each)
-        trainer.train()
-        model = trainer.model
-        counts = model.get_nb_trainable_parameters(), model.num_parameters(only_trainable=True)
-        found.append(((losses_of(trainer), trainer.evaluate()["eval_loss"], counts), trainer))
-    weights = [weights_of(trainer) for _, trainer in found]
-    assert found[0][0] == found[1][0]
-    assert equal(*weights)
-
-
-def resume(kind: str, transport: str, folder: str) -> bool:
-    """Adapters are saved in full, and resumed."""
-    first = make(folder, kind, "full_shard", transport, save_strategy="steps", save_steps=2)
-    first.train()
-    first.save_model(f"{folder}/saved")
-    torch.distributed.barrier()
-    second = make(folder, kind, "full_shard", transport)
-    second.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    adapter = get_peft_model_state_dict(first.model)
-    plain = PeftModel.from_pretrained(tiny_llama(), f"{folder}/saved")
-    assert equal(adapter, get_peft_model_state_dict(plain))
-    if kind == "p-tuning":  # PEFT saves the prompts of its encoder, but not the encoder
-        return True
-    assert losses_of(first) == losses_of(second)
-    return equal(weights_of(first), weights_of(second))
+    theirs, ours = same_as_ddp(functools.partial(make, tmp_path, kind), strategy)
+    assert ours.evaluate()["eval_loss"] == theirs.evaluate()["eval_loss"]
+    assert ours.model.get_nb_trainable_parameters() == theirs.model.get_nb_trainable_parameters()
+    counts = [each.model.num_parameters(only_trainable=True) for each in (ours, theirs)]
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("kind", CONFIGS)
-@ranks(2)
-def test_adapters_are_saved_in_full_and_resumed(
-    pool: RankPool, tmp_path: Path, kind: str, transport: str
-) -> None:
-    assert pool.run(resume, kind, transport, str(tmp_path)) == [True, True]
+@on_ranks(2)
+def test_adapters_are_saved_in_full_and_resumed(tmp_path, kind, transport):
+    build = functools.partial(make, tmp_path, kind, "full_shard", transport)
+    if kind == "p-tuning":  # PEFT saves the prompts of its encoder, but not the encoder
+        trainer = build(save_strategy="steps", save_steps=2)
+        trainer.train()
+    else:
+        trainer = check_resuming(build, tmp_path)
+    trainer.save_model(f"{tmp_path}/saved")
+    torch.distributed.barrier()
+    loaded = PeftModel.from_pretrained(tiny_llama(), f"{tmp_path}/saved")
+    adapter = get_peft_model_state_dict(trainer.model)
+    assert_same(get_peft_model_state_dict(loaded), adapter, "the adapter that is loaded")
     files = names_in(tmp_path / "checkpoint-2")
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
 
 
 @on_ranks(2)
 def test_best_adapter_is_loaded_at_the_end(tmp_path):
-    folder = str(tmp_path)
-    found = []
-    for strategy in (None, "full_shard"):
-        where = f"{folder}/{strategy}"
-        steps = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
-        steps |= {"save_steps": 1, "learning_rate": 0.5, "load_best_model_at_end": True}
-        trainer = make(where, "lora", strategy, **steps)
-        trainer.train()
-        score = trainer.state.best_metric
-        found.append((score, trainer.state.best_global_step, weights_of(trainer)))
-        assert trainer.evaluate()["eval_loss"] == score
-    assert found[0][:2] == found[1][:2] and equal(found[0][2], found[1][2])
+    def lora(strategy: str | None, **more: Any) -> Any:
+        return make(f"{tmp_path}/{strategy}", "lora", strategy, **more)
+
+    check_best(lora, learning_rate=0.5)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
 @on_ranks(2)
-def test_adapters_merge_into_a_plain_model(kind, tmp_path):
+def test_adapters_merge_into_a_plain_model(kind):
     plain = adapted(kind).merge_and_unload()
     model = FSDP(adapted(kind))
     whole = model.merge_and_unload()
     assert type(whole) is type(plain) and not isinstance(whole, FSDP)
-    ids = torch.tensor([[3, 5, 7, 9]])
-    assert torch.equal(whole(ids).logits, plain(ids).logits)
-    bare = model.unload()
-    assert equal(dict(bare.state_dict()), dict(adapted(kind).unload().state_dict()))
-    assert equal(dict(whole.state_dict()), dict(plain.state_dict()))
+    assert torch.equal(whole(IDS).logits, plain(IDS).logits)
+    bare, theirs = model.unload(), adapted(kind).unload()
+    assert_same(dict(bare.state_dict()), dict(theirs.state_dict()), "the model without the adapter")
+    assert_same(dict(whole.state_dict()), dict(plain.state_dict()), "the merged model")
 
 
-def states() -> int:
-    """Return the elements of Adam's state on this rank, for adapters of some pages."""
+@on_ranks(2)
+def test_ranks_share_the_state_of_an_adapter():
+    """In pages: each unit's shards start at page boundaries, so a smaller one is on one rank."""
     config = LoraConfig(task_type="CAUSAL_LM", r=64, target_modules=TARGETS)
     model = FSDP(get_peft_model(tiny_llama(), config))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    ids = torch.tensor([[3, 5, 7, 9]])
-    model(input_ids=ids, labels=ids).loss.backward()
+    model(input_ids=IDS, labels=IDS).loss.backward()
     optimizer.step()
-    return sum(zshard.to_local(each["exp_avg"]).numel() for each in optimizer.state.values())
+    states = [zshard.to_local(each["exp_avg"]).numel() for each in optimizer.state.values()]
+    total = torch.tensor(sum(states))
+    torch.distributed.all_reduce(total)
+    assert sum(states) < 0.6 * total
 
 
-@ranks(2)
-def test_ranks_share_the_state_of_an_adapter(pool: RankPool) -> None:
-    """In pages: each unit's shards start at page boundaries, so a smaller one is on one rank."""
-    first, second = pool.run(states)
-    assert max(first, second) < 0.6 * (first + second)
+def added_to_sharded() -> Any:
+    return get_peft_model(FSDP(tiny_llama()), config_of("lora"))
 
 
-@pytest.mark.parametrize("step", ["first", "second"])
+def second_added_to_sharded() -> Any:
+    model = FSDP(adapted("lora"))
+    model.add_adapter("second", config_of("lora"))
+    model.set_adapter("second")
+    return model
+
+
+@pytest.mark.parametrize("build", [added_to_sharded, second_added_to_sharded])
 @on_ranks(2)
-def test_adapter_must_be_added_before_sharding(step):
-    """An adapter that is added after FSDP(...)."""
+def test_adapter_must_be_added_before_sharding(build):
+    with pytest.raises(ValueError, match=r"after FSDP\(...\).*add it before FSDP\(...\)"):
+        build()(input_ids=IDS, labels=IDS).loss.backward()
+
+
+def unsaved(how: str) -> Any:
+    if how != "injected":
+        return adapted("lora")
     model = tiny_llama()
-    ids = torch.tensor([[3, 5, 7, 9]])
-    with pytest.raises(ValueError) as caught:
-        if step == "first":
-            model = get_peft_model(FSDP(model), CONFIGS["lora"]())
-        else:
-            model = FSDP(adapted("lora"))
-            model.add_adapter("second", CONFIGS["lora"]())
-            model.set_adapter("second")
-        model(input_ids=ids, labels=ids).loss.backward()
-    text = str(caught.value)
-    assert "after FSDP(...)" in text and "add it before FSDP(...)" in text
+    inject_adapter_in_model(config_of("lora"), model)
+    return model
 
 
-def saved_by_zshard(how: str, folder: str) -> bool:
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("how", ["save", "injected", "accelerate"])
+@on_ranks(2)
+def test_folder_of_adapters_has_no_config_json(tmp_path, how):
     """A full PEFT model in a zshard folder: from_pretrained() of it would draw all weights."""
-    model = adapted("lora") if how != "injected" else tiny_llama()
-    if how == "injected":
-        inject_adapter_in_model(CONFIGS["lora"](), model)
+    model, folder = unsaved(how), tmp_path / "x"
     if how == "accelerate":
         new_run()
-        accelerator = Accelerator(cpu=True)
-        zshard.accelerate.shard(accelerator)
+        accelerator = zshard.accelerate.shard(Accelerator(cpu=True))
         sharded = accelerator.prepare(model)
-        accelerator.save_state(folder)
-        path = f"{folder}/zshard_model"
+        accelerator.save_state(str(folder))
+        path = folder / "zshard_model"
     else:
         sharded, path = FSDP(model), folder
         zshard.save(folder, sharded)
     with pytest.raises((OSError, ValueError)):
         AutoModelForCausalLM.from_pretrained(path)
-    fresh = adapted("lora") if how != "injected" else tiny_llama()
-    if how == "injected":
-        inject_adapter_in_model(CONFIGS["lora"](), fresh)
+    fresh = unsaved(how)
     with torch.no_grad():
         for param in fresh.parameters():
             param.zero_()
     zshard.load(path, fresh)
-    return equal(dict(fresh.state_dict()), dict(sharded.state_dict()))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("how", ["save", "injected", "accelerate"])
-@ranks(2)
-def test_folder_of_adapters_has_no_config_json(pool: RankPool, tmp_path: Path, how: str) -> None:
-    assert pool.run(saved_by_zshard, how, str(tmp_path / "x")) == [True, True]
-    assert "config.json" not in {path.name for path in (tmp_path / "x").rglob("*")}
+    assert_same(dict(fresh.state_dict()), dict(sharded.state_dict()), "the model that is loaded")
+    assert "config.json" not in {each.name for each in folder.rglob("*")}

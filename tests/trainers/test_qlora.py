@@ -7,12 +7,17 @@ the same way. Runs are compared with DDP, on two ranks with the same base model.
 
 from __future__ import annotations
 
+import copy
+import functools
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from spawn import RankPool, on_ranks, ranks
+from rows import all_rows
+from scenarios import message_of
+from spawn import on_ranks
 from torch import nn
 
 pytest.importorskip("bitsandbytes", reason="needs zshard[trainers]: make test-trainers")
@@ -20,7 +25,15 @@ pytest.importorskip("peft", reason="needs zshard[trainers]: make test-trainers")
 
 import bitsandbytes as bnb
 from accelerated import equal
-from hf_trainers import arguments, losses_of, new_run, sentences, tiny_llama
+from hf_trainers import (
+    arguments,
+    check_resuming,
+    losses_of,
+    new_run,
+    sentences,
+    tiny_llama,
+    trainer_of,
+)
 from peft import (
     LoraConfig,
     PeftModel,
@@ -28,9 +41,9 @@ from peft import (
     get_peft_model_state_dict,
     prepare_model_for_kbit_training,
 )
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PrinterCallback, Trainer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
 
-import zshard.transformers
+import zshard
 from zshard import FSDP, DivergenceError, MixedPrecision
 
 BF16 = torch.bfloat16
@@ -148,17 +161,12 @@ def test_biases_of_4_bit_layers(half, dtype):
 @on_ranks(2)
 def test_copies_merges_and_generates(transport, tmp_path):
     folder = str(tmp_path)
-    import copy
-
     model = FSDP(qlora(folder), transport=transport)
     second = copy.deepcopy(model)
-    layers = [m for m in second.modules() if isinstance(m, bnb.nn.Linear4bit)]
-    firsts = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
-    assert all(
-        a.weight.quant_state is not b.weight.quant_state
-        for a, b in zip(layers, firsts, strict=True)
-    )
-    assert all(layer.weight.module in (None, layer) for layer in layers)
+    for one, other in zip(model.modules(), second.modules(), strict=True):
+        if isinstance(other, bnb.nn.Linear4bit):
+            assert other.weight.quant_state is not one.weight.quant_state
+            assert other.weight.module in (None, other)
     for name in ("merge_and_unload", "unload"):
         ours, theirs = (getattr(m, name)().eval() for m in (model, qlora(folder)))
         assert equal(bits(ours.state_dict()), bits(theirs.state_dict()))
@@ -171,25 +179,23 @@ def test_copies_merges_and_generates(transport, tmp_path):
     assert train(model.train()) == train(second.train())
 
 
-def trained(folder: str, options: dict[str, Any] | None, **more: Any) -> Any:
+def trainer(folder: str, transport: str | None, **more: Any) -> Any:
+    """Return a Trainer, unchanged without a transport."""
     new_run()
-    kind = Trainer if options is None else zshard.transformers.shard(Trainer, **options)
-    model = exact(qlora(folder)) if options is None else qlora(folder)
+    model = qlora(folder) if transport else exact(qlora(folder))
+    args = arguments(folder, **{"max_steps": 4, **more})
     data = {"train_dataset": sentences(20), "eval_dataset": sentences(4, seed=1)}
-    made = kind(model=model, args=arguments(folder, **{"max_steps": 4, **more}), **data)
-    made.remove_callback(PrinterCallback)
-    return made
+    strategy, options = transport and "full_shard", {"transport": transport}
+    return trainer_of(Trainer, strategy, args, model=model, options=options, **data)
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
 def test_trainer_trains_saves_and_resumes(tmp_path, transport):
     folder = str(tmp_path)
-    options = {"transport": transport}
-    ddp = trained(folder, None)
+    ddp = trainer(folder, None)
     ddp.train()
-    ours = trained(folder, options, save_strategy="steps", save_steps=2)
-    ours.train()
+    ours = check_resuming(functools.partial(trainer, folder, transport), tmp_path, weights=False)
     assert losses_of(ours) == losses_of(ddp)
     assert ours.evaluate()["eval_loss"] == ddp.evaluate()["eval_loss"]
     ours.save_model(f"{folder}/saved")
@@ -197,33 +203,23 @@ def test_trainer_trains_saves_and_resumes(tmp_path, transport):
     adapter = get_peft_model_state_dict(ours.model)
     loaded = PeftModel.from_pretrained(base(folder), f"{folder}/saved")
     assert equal(adapter, get_peft_model_state_dict(loaded))
-    resumed = trained(folder, options)
-    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    assert losses_of(resumed) == losses_of(ours)
 
 
-def loaded(folder: str) -> None:
+@on_ranks(2)
+def test_bits_are_not_loaded(tmp_path):
     """Bits without their scales are other numbers; bitsandbytes saves scales and does not load them."""
-    model = FSDP(qlora(folder))
+    model, path = FSDP(qlora(str(tmp_path))), tmp_path / "saved"
     state = model.state_dict()
-    zshard.save(f"{folder}/saved", model)
-    for load in (
-        lambda: model.load_state_dict(state),
-        lambda: zshard.load(f"{folder}/saved", model, strict=False),
-    ):
-        with pytest.raises(
-            RuntimeError, match=r"is quantized, and loading does not load its scales"
-        ):
-            load()
+    zshard.save(path, model)
+    quantized = r"is quantized, and loading does not load its scales"
+    with pytest.raises(RuntimeError, match=quantized):
+        model.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=quantized):
+        zshard.load(path, model, strict=False)
     before = bits(model.state_dict())
     adapters = {name: value for name, value in state.items() if "lora_" in name}
     model.load_state_dict(adapters, strict=False)
     assert equal(before, bits(model.state_dict()))
-
-
-@ranks(2)
-def test_bits_are_not_loaded(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(loaded, str(tmp_path))
 
 
 @on_ranks(2)
@@ -240,7 +236,6 @@ def test_scales_come_from_rank_0():
     kinds = "nf4" if torch.distributed.get_rank() else "fp4"
     with pytest.raises(DivergenceError, match=r"the quantization of '0\.weight'"):
         FSDP(nn.Sequential(bnb.nn.Linear4bit(64, 64, quant_type=kinds).to("cpu")))
-    assert True
 
 
 def layer(**more: Any) -> Any:
@@ -259,31 +254,34 @@ def trainable() -> Any:
     return made
 
 
+def eight_bits() -> Any:
+    return nn.Sequential(bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu"))
+
+
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "meta": (lambda: layer(device="meta"), ValueError, "load the quantized model on every rank"),
-    "unquantized": (layer, ValueError, "model.to('cpu')"),
-    "repacked": (repacked, ValueError, "before the first evaluation"),
+    "unquantized": (layer, ValueError, "is not quantized yet: move the model to its device"),
+    "repacked": (repacked, ValueError, "repacked by an evaluation: load the model again"),
     "trainable": (trainable, ValueError, "requires_grad_(False)"),
-    "bias": (lambda: layer(compute_dtype=BF16).to("cpu"), ValueError, "compute_dtype"),
-    "8 bits": (
-        lambda: nn.Sequential(bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu")),
-        TypeError,
-        "pass all such parameters in ignored_states=, so that each rank keeps them",
+    "bias": (
+        lambda: layer(compute_dtype=BF16).to("cpu"),
+        ValueError,
+        "its layer computes in torch.bfloat16",
     ),
+    "8 bits": (eight_bits, TypeError, "in ignored_states=, or load the model in 4 bits"),
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
 @on_ranks(2)
-def test_unsupported_parameters_are_named(kind):
-    make, error, _ = WRONG[kind]
-    for _ in range(2):  # the second time as the first
-        model = make()
-        with pytest.raises(error) as caught:
-            FSDP(model)
-        assert type(model) is nn.Sequential
-    text = str(caught.value)
-    assert WRONG[kind][2] in text and "parameter '" in text, text
+def test_unsupported_parameters_are_named():
+    with all_rows() as row:
+        for kind, (make, error, text) in WRONG.items():
+            for time in ("first", "second"):  # the second time as the first
+                with row(kind, time):
+                    model = make()
+                    message = message_of(lambda model=model: FSDP(model), error)
+                    assert type(model) is nn.Sequential
+                    assert text in message and "parameter '" in message, message
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -296,21 +294,15 @@ def test_ignored_8_bit_parameters_train(transport, tmp_path):
     assert len(kept) > 0 and train(FSDP(model, ignored_states=kept, transport=transport)) == losses
 
 
-def torchaos() -> str:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+@on_ranks(2)
+def test_torchao_is_named_or_kept():
+    from torchao import quantization
 
     model = tiny_llama()
-    quantize_(model, Int8WeightOnlyConfig())
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(TypeError, match=r"is of class Int8Tensor.*ignored_states"):
         FSDP(model)
     kept = [p for p in model.parameters() if type(p) is not nn.Parameter]
     train(FSDP(model, ignored_states=kept))
-    return str(caught.value)
-
-
-@ranks(2)
-def test_torchao_is_named_or_kept(pool: RankPool) -> None:
-    pytest.importorskip("torchao", reason="needs torchao")
-    for text in pool.run(torchaos):
-        assert "is of class Int8Tensor" in text and "ignored_states" in text

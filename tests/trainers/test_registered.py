@@ -53,12 +53,16 @@ assert loaded == [], loaded
 """
 
 
+def output_of(script: str) -> str:
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 @pytest.mark.parametrize("order", [BEFORE + AFTER, AFTER + BEFORE], ids=["first", "last"])
 def test_models_of_libraries_are_recognized(order: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", order + SCRIPT], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    output_of(order + SCRIPT)
 
 
 def test_a_script_without_them_loads_none() -> None:
@@ -67,8 +71,4 @@ def test_a_script_without_them_loads_none() -> None:
     script += "zshard.AdamW(model.parameters()).step()\nimport sys\n"
     script += "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
     script += "print([n for n in sys.modules if n.startswith(('zshard.integr', 'zshard.extras'))])"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+    assert output_of(script) == "[]"

@@ -6,7 +6,6 @@ skips sections whose package is missing.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from pathlib import Path
@@ -21,30 +20,24 @@ SECTIONS = {
 }
 SECTIONS["Lightning"] += "\n" + SECTIONS.pop("Fabric")  # Fabric's section uses Lightning's imports
 LLAMA = "from hf_trainers import *\nmodel, dataset = tiny_llama(), sentences(8)\n"
-GIVEN = {  # code before that of a section
-    "Accelerate": (
-        "import torch\nfrom accelerated import small_model\n"
-        "model = small_model()\noptimizer = torch.optim.AdamW(model.parameters())\n"
-        "data = torch.utils.data.TensorDataset(torch.ones(8, 8), torch.ones(8, 3))\n"
-        "loader = torch.utils.data.DataLoader(data, batch_size=2)\n"
-    ),
-    "transformers": LLAMA,
-    "TRL": f"{LLAMA}texts, tokenizer = texts(8), tokenizer()\n",
-    "PEFT": LLAMA,
-    "Lightning": "",
+ACCELERATE = """
+import torch
+from accelerated import small_model
+model = small_model()
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.utils.data.TensorDataset(torch.ones(8, 8), torch.ones(8, 3))
+loader = torch.utils.data.DataLoader(data, batch_size=2)
+"""
+BEFORE = {  # the package, and code before that of a section
+    "Accelerate": ("accelerate", ACCELERATE),
+    "transformers": ("accelerate", LLAMA),
+    "TRL": ("trl", f"{LLAMA}texts, tokenizer = texts(8), tokenizer()\n"),
+    "PEFT": ("peft", LLAMA),
+    "Lightning": ("lightning", ""),
 }
-PACKAGES = {
-    "Accelerate": "accelerate",
-    "transformers": "accelerate",
-    "TRL": "trl",
-    "PEFT": "peft",
-    "Lightning": "lightning",
-}
-ENVIRONMENT = {  # Accelerate on CPUs; Lightning under torchrun
-    "ACCELERATE_USE_CPU": "true",
-    "TORCHELASTIC_RUN_ID": "docs",
-    "GROUP_RANK": "0",
-}
+# Accelerate on CPUs; Lightning under torchrun.
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "docs", "GROUP_RANK": "0"}
+ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", **TORCHRUN}
 
 
 def run_in(folder: str, code: str) -> None:
@@ -53,9 +46,8 @@ def run_in(folder: str, code: str) -> None:
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("section", GIVEN)
+@pytest.mark.parametrize("section", BEFORE)
 def test_documented_code_runs_on_two_ranks(section: str, tmp_path: Path) -> None:
-    if importlib.util.find_spec(PACKAGES[section]) is None:
-        pytest.skip("needs zshard[trainers]: make test-trainers")
-    code = GIVEN[section] + SECTIONS[section]
-    fork_trainers(run_in, str(tmp_path), code, env=ENVIRONMENT)
+    package, before = BEFORE[section]
+    pytest.importorskip(package, reason="needs zshard[trainers]: make test-trainers")
+    fork_trainers(run_in, str(tmp_path), before + SECTIONS[section], env=ENVIRONMENT)

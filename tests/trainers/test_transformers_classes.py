@@ -4,7 +4,7 @@ states, and training has DDP's bits."""
 from __future__ import annotations
 
 import pytest
-from spawn import RankPool, ranks
+from spawn import on_ranks
 
 pytest.importorskip("transformers", reason="needs zshard[trainers]: make test-trainers")
 
@@ -22,11 +22,10 @@ CLASSES = {  # the class, what states its blocks, the class of the blocks
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CLASSES)
-@ranks(2)
-def test_class_has_ddps_bits(pool: RankPool, name: str) -> None:
+@on_ranks(2)
+def test_class_has_ddps_bits(name):
     source, block = CLASSES[name]
-    for facts in pool.run(trained_here, name):
-        assert facts["source"] == source
-        assert facts["units"][block] >= 4
-        assert facts["finite"]
-        assert facts["differs"] == []
+    facts = trained_here(name)
+    assert facts["source"] == source
+    assert facts["units"][block] >= 4
+    assert facts["finite"] and facts["differs"] == []

@@ -6,52 +6,48 @@ without calling it: the choice of units must allow for that.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from spawn import RankPool, on_ranks, ranks
+from compare import assert_same
+from spawn import on_ranks
 
 pytest.importorskip("trl", reason="needs zshard[trainers]: make test-trainers")
 
-from accelerated import equal, names_in
+from accelerated import names_in
 from hf_trainers import (
     arguments,
-    losses_of,
+    check_resuming,
     new_run,
     preferences,
+    same_as_ddp,
     texts,
     tiny_llama,
     tokenizer,
-    weights_of,
+    trainer_of,
 )
-from transformers import PrinterCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-import zshard.transformers
 from zshard import FSDP
 
+TRAINERS = pytest.mark.parametrize("trainer", ["sft", "dpo"])
 
-def make(kind: str, folder: str, strategy: str | None, model: Any = None, **more: Any) -> Any:
+
+def make(trainer: str, folder: Path, strategy: str | None, **more: Any) -> Any:
     """Return an SFTTrainer or DPOTrainer, unchanged if `strategy` is None."""
     new_run()
-    trainer, config = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}[kind]
-    if strategy is not None:
-        trainer = zshard.transformers.shard(trainer, strategy=strategy)
-    options: dict[str, Any] = {"max_length": 16, "bf16": False, "gradient_checkpointing": False}
-    if kind == "dpo":
+    kind, config = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}[trainer]
+    if trainer == "dpo":
         more = {"ref_model": tiny_llama(), **more}
-    given = {name: more.pop(name) for name in ("ref_model", "peft_config") if name in more}
-    made = trainer(
-        model=model or tiny_llama(),
-        args=arguments(folder, config, **{"max_steps": 4, **options, **more}),
-        train_dataset=texts(20) if kind == "sft" else preferences(20),
-        processing_class=tokenizer(),
-        **given,
-    )
-    made.remove_callback(PrinterCallback)
-    return made
+    parts = {name: more.pop(name) for name in ("ref_model", "peft_config") if name in more}
+    options = {"max_length": 16, "bf16": False, "gradient_checkpointing": False, "max_steps": 4}
+    args = arguments(folder, config, **{**options, **more})
+    data = texts(20) if trainer == "sft" else preferences(20)
+    parts |= {"model": tiny_llama(), "train_dataset": data, "processing_class": tokenizer()}
+    return trainer_of(kind, strategy, args, **parts)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -64,68 +60,42 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+@TRAINERS
 @on_ranks(2)
 def test_training_matches_ddp(trainer, kind, strategy, tmp_path):
-    folder = str(tmp_path)
-    found = []
-    for each in (None, strategy):
-        made = make(trainer, folder, each, **KINDS[kind])
-        made.train()
-        found.append((losses_of(made), weights_of(made)))
-    apart = [abs(a - b) for a, b in zip(found[0][0], found[1][0], strict=True)]
-    same = equal(found[0][1], found[1][1])
-    assert apart == [0.0] * 4 and same
+    same_as_ddp(functools.partial(make, trainer, tmp_path, **KINDS[kind]), strategy)
 
 
 @on_ranks(2)
 def test_reference_model_is_sharded_and_synchronized(tmp_path):
     """The reference model is sharded, and follows the model when it is synchronized."""
-    folder = str(tmp_path)
-    found = []
-    for strategy in (None, "full_shard"):
-        sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
-        made = make("dpo", folder, strategy, **sync)
-        made.train()
-        reference = made.accelerator.unwrap_model(made.ref_model)
-        found.append({name: value.clone() for name, value in reference.state_dict().items()})
-    assert isinstance(reference, FSDP)
-    assert equal(*found)
+    sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+    theirs, ours = (
+        trainer.accelerator.unwrap_model(trainer.ref_model)
+        for trainer in same_as_ddp(functools.partial(make, "dpo", tmp_path, **sync))
+    )
+    assert isinstance(ours, FSDP)
+    assert_same(ours.state_dict(), theirs.state_dict(), "the reference model")
 
 
-def resume(trainer: str, folder: str) -> bool:
-    save = {"save_strategy": "steps", "save_steps": 2}
-    first = make(trainer, folder, "full_shard", **save)
-    first.train()
-    torch.distributed.barrier()
-    second = make(trainer, folder, "full_shard")
-    second.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    return losses_of(first) == losses_of(second) and equal(weights_of(first), weights_of(second))
-
-
-@pytest.mark.parametrize("trainer", ["sft", "dpo"])
-@ranks(2)
-def test_resumed_run_has_the_same_losses(pool: RankPool, tmp_path: Path, trainer: str) -> None:
-    assert pool.run(resume, trainer, str(tmp_path)) == [True, True]
+@TRAINERS
+@on_ranks(2)
+def test_resumed_run_has_the_same_losses(tmp_path, trainer):
+    check_resuming(functools.partial(make, trainer, tmp_path, "full_shard"), tmp_path)
     assert "checkpoint-2/model.safetensors" in names_in(tmp_path)
 
 
-def adapted(trainer: str, folder: str) -> bool:
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+@TRAINERS
+@on_ranks(2)
+def test_adapter_trains_as_under_ddp(tmp_path, trainer):
     """With a LoRA config of PEFT; DPO's reference is then the model without the adapter."""
     from peft import LoraConfig
 
-    found = []
-    for strategy in (None, "full_shard"):
-        config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
+    def adapted(strategy: str | None) -> Any:
+        targets = ["q_proj", "v_proj"]
+        config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets)
         more = {"ref_model": None} if trainer == "dpo" else {}
-        made = make(trainer, folder, strategy, peft_config=config, **more)
-        made.train()
-        found.append((losses_of(made), weights_of(made)))
-    return found[0][0] == found[1][0] and equal(found[0][1], found[1][1])
+        return make(trainer, tmp_path, strategy, peft_config=config, **more)
 
-
-@pytest.mark.parametrize("trainer", ["sft", "dpo"])
-@ranks(2)
-def test_adapter_trains_as_under_ddp(pool: RankPool, tmp_path: Path, trainer: str) -> None:
-    pytest.importorskip("peft", reason="needs zshard[trainers]: make test-trainers")
-    assert pool.run(adapted, trainer, str(tmp_path)) == [True, True]
+    same_as_ddp(adapted)

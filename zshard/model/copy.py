@@ -54,8 +54,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
     Within the copy of another model, copies the module alone.
     """
-    if _within.get():
-        return _copy_module(model, memo)
+    if _within.get():  # a weak proxy, as trainers have, brings a model that has been copied
+        return memo[id(model)] if id(model) in memo else _copy_module(model, memo)
     states, root = [state for _, state in units_of(model)], state_of(model)
     apart = next((state.unit.name for state in states if state.is_apart(root.comms)), None)
     if apart is not None:
