@@ -204,7 +204,14 @@ def accumulate(model: Any, optimizer: Any) -> None:
             loss_of(model(batch(step))).backward()
 
 
-BEFORE = {each.__name__: each for each in (raise_first, evaluate_first, forward_only, accumulate)}
+def in_backward(model: Any, optimizer: Any) -> None:
+    model.optimizer_in_backward(optimizer)
+
+
+BEFORE = {
+    each.__name__: each
+    for each in (raise_first, evaluate_first, forward_only, accumulate, in_backward)
+}
 
 
 @pytest.mark.parametrize("name", BEFORE)
@@ -220,19 +227,6 @@ def test_nothing_is_decided_before_a_step(name):
         results.append(go(model, optimizer))
     (_, losses), (gathers, ours) = results
     assert gathers[1:] == [BOTH, FORWARD, FORWARD] and ours == losses
-
-
-@on_ranks(2)
-@several_hosts()
-def test_optimizer_in_backward():
-    results = []
-    for keep in (False, "auto"):
-        model = stack(keep_gathered=keep)
-        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-        model.optimizer_in_backward(optimizer)
-        results.append(go(model, optimizer))
-    (_, losses), (gathers, ours) = results
-    assert gathers[2:] == [FORWARD, FORWARD] and ours == losses
 
 
 # --- host memory ----------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ shows), open descriptors, mappings. Resident memory is noisy and only checks tha
 are freed. Each test runs on fresh ranks and warms up first, for caches of Python and torch.
 """
 
+import contextlib
 import functools
 import gc
 import os
 import sys
 import weakref
 from collections import Counter
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from torch import nn
 import zshard
 from zshard import FSDP
 
-WORLDS = [pytest.param(1, "auto", id="alone"), (2, "shm"), (2, "c10d")]
 STEPS = 500
 WINDOWS = 5  # of a run
 # Bytes: half of malloc's smallest allocation; over gloo, whose threads have caches of their own,
@@ -49,47 +48,30 @@ def descriptors():
     """Open files by kind: sockets, memory files of zshard, pidfds, ..."""
     kinds = Counter()
     for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # the listing's own
-            continue
-        kinds[target.split(":[")[0].removesuffix(" (deleted)")] += 1
-    return dict(kinds)
-
-
-@dataclass
-class Counts:
-    objects: int
-    descriptors: dict[str, int]
-    mappings: int
-    heap: int
-    resident: int
-    references: dict[str, int]
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            kinds[
+                os.readlink(f"/proc/self/fd/{name}").split(":[")[0].removesuffix(" (deleted)")
+            ] += 1
+    return kinds
 
 
 def count(**watched):
-    """All counters now; `watched` are objects whose references are counted."""
+    """Return all counters; `watched` are objects whose references are counted."""
     gc.collect()
-    return Counts(
-        references={name: sys.getrefcount(thing) for name, thing in watched.items()},
-        objects=len(gc.get_objects()),
-        descriptors=descriptors(),
-        mappings=len(Path("/proc/self/maps").read_text().splitlines()),
-        heap=heap_bytes(),
-        resident=resident_bytes(),
-    )
+    return {
+        **{f"references to {name}": sys.getrefcount(thing) for name, thing in watched.items()},
+        "objects": len(gc.get_objects()),
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+        "heap": heap_bytes(),
+        "resident": resident_bytes(),
+        **descriptors(),
+    }
 
 
 def growth(before, after):
-    """Return {counter: growth} of what has grown; descriptors and references by name."""
-    grown = {}
-    for name, old in asdict(before).items():
-        new = getattr(after, name)
-        pairs = {name: (old, new)}
-        if isinstance(new, dict):
-            pairs = {f"{name}.{key}": (old.get(key, 0), value) for key, value in new.items()}
-        grown.update({key: b - a for key, (a, b) in pairs.items() if b > a})
-    return grown
+    """Return {counter: growth} of what has grown."""
+    more = {name: value - before.get(name, 0) for name, value in after.items()}
+    return {name: number for name, number in more.items() if number > 0}
 
 
 def settle():
@@ -98,21 +80,12 @@ def settle():
     gc.freeze()  # a collection need not scan all of torch, a hundred times
 
 
-def steady_growth(counts):
-    """Return what has grown in each window, and by how much at least; of objects, how many more
-    there are in the end.
+def grown_over(act, times, at_ends=lambda: None, **watched):
+    """Return what has grown in each of the windows of so many calls of `act`, and by how much at least; of
+    objects, how many more there are in the end. `at_ends` is called at the end of each window.
 
     A leak grows in every window. Caches of Python and torch fill once, at any step.
     """
-    windows = [growth(one, two) for one, two in pairwise(counts)]
-    least = {name: min(window.get(name, 0) for window in windows) for name in windows[0]}
-    least["objects"] = counts[-1].objects - counts[0].objects
-    return {name: grown for name, grown in least.items() if grown > 0}
-
-
-def grown_over(act, times, at_ends=lambda: None, **watched):
-    """Return what has grown while `act` was called so many times, in windows; `at_ends` is called at the
-    end of each."""
     at_ends()
     counts = [count(**watched)]
     for _ in range(WINDOWS):
@@ -120,7 +93,10 @@ def grown_over(act, times, at_ends=lambda: None, **watched):
             act()
         at_ends()
         counts.append(count(**watched))
-    return steady_growth(counts)
+    windows = [growth(*pair) for pair in pairwise(counts)]
+    least = {name: min(window.get(name, 0) for window in windows) for name in windows[0]}
+    least["objects"] = counts[-1]["objects"] - counts[0]["objects"]
+    return {name: number for name, number in least.items() if number > 0}
 
 
 def check(grown, **limits):
@@ -211,94 +187,54 @@ def test_steps_leak_nothing(world, transport, strategy):
 # --- created and freed models ---------------------------------------------------------------------
 
 WIDE = 512  # two units of a megabyte each
-MODELS = 25
+MODELS = 30
 
 
-def train_and_drop(transport, keep=None):
-    """Train a model for a step; return a weak reference to it. `keep` collects what should outlive
-    it."""
+def train_and_drop(transport, loss_outlives):
+    """Train a model for a step, and drop it; a loss and a parameter of it may be left, and are used."""
     model = wrap(make_model(WIDE), transport)
     optimizer = zshard.AdamW(model.parameters(), lr=1e-3)
     model(torch.ones(2, WIDE)).sum().backward()
     optimizer.step()
-    if keep is not None:
-        keep.append(model(torch.ones(2, WIDE)).sum())
-    return weakref.ref(model)
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, WIDE)).sum() if loss_outlives else None
+    bias = model[1][1].bias
+    name = (zshard.shard_info(bias) or {"name": "1.1.bias"})["name"]
+    dropped = [weakref.ref(model), weakref.ref(bias)]
+    del model, optimizer
+    gc.collect()
+    assert dropped[0]() is None and name == "1.1.bias"
+    if loss is not None:
+        loss.backward()
+        assert (zshard.to_local(bias.grad) == 2.0).all()
+    del loss, bias
+    gc.collect()
+    assert dropped[1]() is None
 
 
 def make_and_drop_models(transport):
-    """Return how many of the models survive the garbage collector, and what has grown."""
+    """Return what has grown over many models."""
     settle()
-    references = []
 
-    def one_more():
-        references.append(train_and_drop(transport))
-        gc.collect()
+    def two():
+        for loss_outlives in (False, True):
+            train_and_drop(transport, loss_outlives)
 
-    for _ in range(5):
-        train_and_drop(transport)
-    grown = grown_over(one_more, MODELS)
-    return sum(reference() is not None for reference in references), grown
+    for _ in range(3):
+        two()
+    return grown_over(two, MODELS // 2)
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("world", "transport"), WORLDS)
+@pytest.mark.parametrize(("world", "transport"), [(1, "auto"), (2, "shm"), (2, "c10d")])
 def test_dropped_models_are_freed(world, transport):
     limits = {
         "resident": MODELS * MB // WINDOWS,  # a leak: twice that
-        "heap": MODELS * 1024 // WINDOWS + COUNTS,
-        "objects": MODELS + 10 + (HELD if transport == "shm" else 0),  # references to the models
-    }
-    for result in fork_ranks(make_and_drop_models, world, transport, timeout=120):
-        alive, grown = result.value
-        assert alive == 0
-        check(grown, **limits)
-
-
-def outlive_the_model(transport):
-    """Only a loss is left of a model; it is used, then freed. Return facts about that."""
-    keep = []
-    model = train_and_drop(transport, keep)
-    gc.collect()
-    loss = keep.pop()
-    leaf = loss.grad_fn
-    while leaf.next_functions:  # down to the gradient of the last bias
-        leaf = next(node for node, _ in leaf.next_functions if node is not None)
-    param = leaf.variable
-    loss.backward()
-    facts = {"model died": model() is None, "gradients": zshard.to_local(param.grad).tolist()}
-    facts["name"] = zshard.shard_info(param)["name"] if transport != "auto" else "1.1.bias"
-    parameter = weakref.ref(param)
-    del loss, leaf, param
-    gc.collect()
-    facts["parameter died"] = parameter() is None
-    return facts
-
-
-def outlive_models(transport):
-    """Return the facts of the last model, and what has grown over all models."""
-    settle()
-    for _ in range(3):
-        facts = outlive_the_model(transport)
-    return facts, grown_over(lambda: outlive_the_model(transport), 40)
-
-
-@pytest.mark.thorough
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("world", "transport"), WORLDS)
-def test_loss_outlives_its_model_and_then_frees_it(world, transport):
-    limits = {
-        "resident": 16 * MB // WINDOWS,  # a leak: at least 40 times one
-        "heap": 50 * 1024 // WINDOWS + COUNTS,
+        "heap": MODELS * 1536 // WINDOWS + COUNTS,
         "objects": 20 + (HELD if transport == "shm" else 0),
     }
-    gradients = []
-    for result in fork_ranks(outlive_models, world, transport):
-        facts, grown = result.value
-        gradients += facts.pop("gradients")
-        assert facts == {"model died": True, "parameter died": True, "name": "1.1.bias"}
-        check(grown, **limits)
-    assert gradients == [4.0] * WIDE
+    for result in fork_ranks(make_and_drop_models, world, transport, timeout=120):
+        check(result.value, **limits)
 
 
 # --- created and destroyed process groups ---------------------------------------------------------

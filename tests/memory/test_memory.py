@@ -1,7 +1,7 @@
 """What a rank holds: 1/W of parameters, gradients and optimizer state, and a bounded rest.
 
 The bytes that units, tensors and the kernel report must agree. test_predict.py compares them with
-predictions.
+predictions. Gradients take memory from backward until a script drops them, in whatever way.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import itertools
 import re
-import statistics
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from models import CASES, COMBINATIONS, Nested, Net, loss_of, make, train, wrapped
 from scenario import Scenario
 from scenarios import units_of
@@ -144,6 +143,89 @@ def test_models_share_transport_buffers(transport):
         assert held[0] >= 2 * max(unit.bytes["bucket"] for unit in units_of(first.model))
 
 
+# --- when gradients take memory ---------------------------------------------------------------------------
+
+
+def four_layers():
+    return nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+
+
+def one_by_one(model):
+    for param in reversed(list(model.parameters())):
+        param.grad = None
+
+
+def deleted(model):
+    for param in model.parameters():
+        del param.grad
+
+
+ZEROING = {
+    "model": lambda model: model.zero_grad(),
+    "optimizer": lambda model: torch.optim.SGD(model.parameters()).zero_grad(),
+    "one by one": one_by_one,
+    "deleted": deleted,
+}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("how", ZEROING)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_gradients_take_memory_from_backward_to_zero_grad(combination, how):
+    model = wrapped(four_layers, combination, auto_wrap_policy={nn.Linear})
+    size = model.memory("predicted")["grads"]
+    held = size if combination[0] != "no_shard" else 0  # full gradients belong to the script
+    x = torch.randn(8, 256)
+    assert model.memory()["grads"] == 0
+    loss_of(model(x)).backward()
+    assert model.memory()["grads"] == held
+    expected = [p.grad.clone() for p in model.parameters()]
+    ZEROING[how](model)
+    assert model.memory()["grads"] == 0
+    loss = loss_of(model(x))
+    assert model.memory()["grads"] == 0
+    loss.backward()
+    assert model.memory()["grads"] == held
+    assert model.memory("peak")["grads"] == model.memory("predicted")["grads"] == size
+    assert_same([p.grad for p in model.parameters()], expected, "the gradients")
+
+
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("shard_grad_op", "c10d")])
+@on_ranks(2)
+def test_gradients_that_a_script_keeps_go_with_its_last_reference(combination):
+    model = wrapped(four_layers, combination, auto_wrap_policy={nn.Linear})
+    size = model.memory("predicted")["grads"]
+    loss_of(model(torch.randn(8, 256))).backward()
+    kept = [p.grad for p in model.parameters()]
+    expected = [zshard.to_local(grad).clone() for grad in kept]
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model(torch.randn(8, 256))).backward()
+        assert model.memory()["grads"] == 2 * size
+    assert_same(kept, expected, "the kept gradients")
+    del kept
+    model.zero_grad()
+    assert model.memory()["grads"] == 0
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_gradients_zeroed_in_place_keep_their_memory(combination):
+    model, twin = (
+        wrapped(four_layers, combination, auto_wrap_policy={nn.Linear}) for _ in range(2)
+    )
+    inputs = torch.randn(2, 8, 256)
+    addresses = []
+    for x in inputs:
+        model.zero_grad(set_to_none=False)
+        loss_of(model(x)).backward()
+        addresses.append([zshard.to_local(p.grad).data_ptr() for p in model.parameters()])
+    assert addresses[0] == addresses[1]
+    loss_of(twin(inputs[1])).backward()
+    assert_same(*([p.grad for p in each.parameters()] for each in (model, twin)), "the gradients")
+
+
 # --- the kernel's view ---------------------------------------------------------------------------
 
 
@@ -233,41 +315,6 @@ def test_memory_matches_the_kernels_count(combination):
         # When a second bucket, or an existing area of c10d's, is first touched is a matter of
         # timing.
         assert held["more"] <= held["told more"] + held["layer"] + MIB, text
-
-
-def freed():
-    """Return the bytes that stay after a model was freed, for each of several, by transport."""
-    gc.freeze()
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)
-    return {transport: kept_of_models(transport) for transport in ("shm", "c10d")}
-
-
-def kept_of_models(transport):
-    x = torch.randn(8, WIDTH)
-    held = []
-    for _ in range(9):
-        model = FSDP(
-            nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))),
-            transport=transport,
-            auto_wrap_policy={nn.Linear},
-        )
-        loss_of(model(x)).backward()
-        del model
-        dist.barrier()
-        held.append(held_bytes())
-        dist.barrier()
-    # The kernel may merge pages into huge ones, and gloo may touch a buffer for the first time or
-    # hold one a little longer, after any of them: a few steps up or down. Leaks occur in most of
-    # them. With eight steps, four up and four down, the median is a mean of two: the lower is
-    # taken.
-    return statistics.median_low(after - before for before, after in itertools.pairwise(held))
-
-
-def test_memory_is_freed_with_the_model():
-    """In separate processes: earlier models' leftovers in gloo come and go."""
-    for result in run_ranks(freed, 2):
-        for transport, left in result.value.items():
-            assert left <= MIB, f"{transport}: {left / MIB:.1f} MiB"
 
 
 BIG = functools.partial(size_based_auto_wrap_policy, min_num_params=100)

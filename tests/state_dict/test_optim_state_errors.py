@@ -169,19 +169,6 @@ def test_key_that_is_a_parameters_name(tmp_path):
             READERS[reader](model, optimizer, path)
 
 
-@on_ranks(2)
-def test_load_while_a_unit_is_unsharded_is_refused():
-    """State cannot be sharded like parameters that unshard() has gathered."""
-    model, optimizer = trained("mlp", FULL, "zshard.AdamW")
-    state = optimizer.state_dict()
-    model.first.unshard()
-    with pytest.raises(RuntimeError, match=r"of unit 'first' unsharded: call reshard\(\)"):
-        optimizer.load_state_dict(state)
-    assert differ(optimizer.state_dict(), state) == []
-    model.first.reshard()
-    optimizer.load_state_dict(state)
-
-
 def test_optimizers_of_plain_models_use_torch():
     """Torch's behavior: nothing is copied, checked or named."""
     model = make(Mlp)

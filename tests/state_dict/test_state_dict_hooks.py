@@ -103,38 +103,27 @@ def test_hooks_on_all_modules_see_full_shapes(early):
     assert seen == {"save": shapes, "load": shapes, "self": shapes}
 
 
-class Positions(nn.Module):
-    """Accepts a different number of positions, as vision models do."""
-
-    def __init__(self, n=12):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(n, 2))
-        self.more = nn.Parameter(torch.randn(3))
-        self.register_load_state_dict_pre_hook(self.fit)
-
-    @staticmethod
-    def fit(module, state, prefix, *_):
-        given = state[prefix + "table"]
-        if given.shape != module.table.shape:
-            n = module.table.size(0)
-            state[prefix + "table"] = given[:n] if len(given) > n else given.repeat(2, 1)[:n]
-        if prefix + "more" not in state:  # an older file: it keeps its values
-            state[prefix + "more"] = module.more.data
-
-    def forward(self, x):
-        return x + self.table.sum() + self.more.sum()
-
-
+@EARLY
 @on_ranks(2)
-def test_load_hook_may_read_shapes():
-    for n in (9, 12, 17):
-        plain = make(Positions)
-        model = FSDP(nn.Sequential(make(Positions)), auto_wrap_policy=None)
-        state = make(lambda n=n: Positions(n), 2).state_dict()
-        del state["more"]
-        plain.load_state_dict(state)
-        model.load_state_dict({f"0.{name}": value for name, value in state.items()})
-        assert_same(model[0].state_dict(), plain.state_dict(), "the table")
+def test_load_hook_may_read_shapes(early):
+    """It fits a weight of another length, and keeps the bias, which an older file lacks."""
+
+    def fit(module, state, prefix, *_):
+        size = module.weight.size(0)
+        state[prefix + "weight"] = state[prefix + "weight"].repeat(2)[:size]
+        state.setdefault(prefix + "bias", module.bias.data)
+
+    def register(model):
+        model.norm.register_load_state_dict_pre_hook(fit)
+
+    for n in (7, 11, 17):
+        model, plain = with_hooks(register, early, None), make(Net)
+        register(plain)
+        state = {**make(Net, 2).state_dict(), "norm.weight": torch.randn(n)}
+        del state["norm.bias"]
+        for each in (model, plain):
+            each.load_state_dict(state)
+        assert_same(model.state_dict(), plain.state_dict(), "the model")
 
 
 @pytest.mark.parametrize("ask", ["clone", "copy_", "fill_", "cat", "data"])
