@@ -233,7 +233,7 @@ def test_dropped_models_are_freed(world, transport):
         "heap": MODELS * 1536 // WINDOWS + COUNTS,
         "objects": 20 + (HELD if transport == "shm" else 0),
     }
-    for result in fork_ranks(make_and_drop_models, world, transport, timeout=120):
+    for result in fork_ranks(make_and_drop_models, world, transport, timeout=120, check=True):
         check(result.value, **limits)
 
 
