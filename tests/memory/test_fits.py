@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from models import CASES, Block, Net, loss_of, make
+from rows import all_rows
 from scenarios import message_of
 from spawn import on_ranks
 from torch import nn
@@ -73,20 +74,19 @@ def test_refused_on_all_ranks(strategy, transport, on_rank):
 def test_limit_equals_the_prediction(transport):
     total = predicted(transport=transport, optimizer=None)["total"]
     assert "does not fit" in refused(stack(), transport=transport, memory_limit=total - 1)
-    limit = {"memory_limit": total, "auto_wrap_policy": {nn.Linear}}
-    FSDP(stack(), transport=transport, **limit)
+    FSDP(stack(), transport=transport, memory_limit=total, auto_wrap_policy={nn.Linear})
 
 
-def for_the_model_alone(transport):
-    """Return options with which a model fits, but not an optimizer's state."""
+def limit_of_the_model(transport):
+    """Return a limit within which a model fits, but not an optimizer's state."""
     parts = predicted(transport=transport)
-    limit = parts["total"] - parts["optimizer"] + MIB
-    return {"auto_wrap_policy": {nn.Linear}, "transport": transport, "memory_limit": limit}
+    return parts["total"] - parts["optimizer"] + MIB
 
 
 @on_ranks(2)
 def test_warning_if_the_optimizer_does_not_fit():
-    options = for_the_model_alone("shm")
+    limit = limit_of_the_model("shm")
+    options = {"auto_wrap_policy": {nn.Linear}, "transport": "shm", "memory_limit": limit}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = FSDP(stack(), **options)
@@ -157,55 +157,52 @@ def test_existing_parameters_are_not_counted_twice(device):
 # --- formats of limits ----------------------------------------------------------------------------
 
 
-def files(folder, contents):
-    for name, text in contents.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-def test_control_groups_of_version_2(tmp_path):
-    group = "sys/fs/cgroup/job/rank"
-    files(
-        tmp_path,
+V1 = "sys/fs/cgroup/memory/memory"
+GROUPS = {  # files, and the bytes that the control group leaves
+    "no files": ({}, None),
+    "version 2": (
         {
             "proc/self/cgroup": "0::/job/rank\n",
-            f"{group}/memory.max": "max\n",
-            f"{group}/memory.current": "500\n",
+            "sys/fs/cgroup/job/rank/memory.max": "max\n",
+            "sys/fs/cgroup/job/rank/memory.current": "500\n",
             "sys/fs/cgroup/job/memory.max": "1000\n",
             "sys/fs/cgroup/job/memory.current": "900\n",
             "sys/fs/cgroup/job/memory.stat": "anon 400\ninactive_file 300\nactive_file 150\n",
         },
-    )
-    assert room_of_cgroup(tmp_path)[0] == 1000 - (900 - 450)
-
-
-def test_control_groups_of_version_1_within_a_container(tmp_path):
-    """The process's path is the host's and does not exist inside; the mount's top is its group."""
-    files(
-        tmp_path,
+        1000 - (900 - 450),
+    ),
+    "version 1 in a container": (  # the path is the host's; the mount's top is the process's group
         {
             "proc/self/cgroup": "5:cpu:/x\n4:memory:/docker/abc\n0::/\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "2000\n",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": "1500\n",
-            "sys/fs/cgroup/memory/memory.stat": "inactive_file 7\ntotal_inactive_file 100\n",
+            f"{V1}.limit_in_bytes": "2000\n",
+            f"{V1}.usage_in_bytes": "1500\n",
+            f"{V1}.stat": "inactive_file 7\ntotal_inactive_file 100\n",
         },
-    )
-    assert room_of_cgroup(tmp_path)[0] == 600
-
-
-def test_hosts_and_no_limits(tmp_path):
-    assert room_of_cgroup(tmp_path) == (None, "") and room_of_host(tmp_path) is None
-    files(
-        tmp_path,
+        600,
+    ),
+    "no limit": (
         {
-            "proc/meminfo": "MemTotal:  100 kB\nMemAvailable:   10 kB\n",
             "proc/self/cgroup": "4:memory:/\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{(1 << 63) - 4096}\n",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": "1500\n",
+            f"{V1}.limit_in_bytes": f"{(1 << 63) - 4096}\n",
+            f"{V1}.usage_in_bytes": "1500\n",
         },
-    )
-    assert room_of_cgroup(tmp_path) == (None, "")
+        None,
+    ),
+}
+
+
+def test_room_of_control_groups_and_hosts(tmp_path):
+    assert room_of_host(tmp_path) is None
+    with all_rows() as row:
+        for name, (files, room) in GROUPS.items():
+            for file, text in files.items():
+                path = tmp_path / name / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            with row(name):
+                assert room_of_cgroup(tmp_path / name)[0] == room
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  100 kB\nMemAvailable:   10 kB\n")
     assert room_of_host(tmp_path) == 10 * 1024
 
 
@@ -244,26 +241,18 @@ def test_oversized_state_is_refused_before_allocation(optimizer, limit, monkeypa
 
 
 TORCHS = [
-    "Adam",
-    "Adadelta",
-    "Adagrad",
-    "Adamax",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
+    *("Adam", "Adadelta", "Adagrad", "Adamax", "ASGD"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 ]
 MADE = {
     **{name: getattr(torch.optim, name) for name in TORCHS},
     "amsgrad": lambda params: torch.optim.AdamW(params, amsgrad=True),
     "RMSprop of all kinds": lambda params: torch.optim.RMSprop(params, momentum=0.9, centered=True),
     "momentum": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
-    "zshard.AdamW": lambda params: zshard.AdamW(params),
+    "zshard.AdamW": zshard.AdamW,
     "zshard's amsgrad": lambda params: zshard.Adam(params, amsgrad=True),
     "zshard's momentum": lambda params: zshard.SGD(params, 0.1, momentum=0.9),
-    "AdamW8bit": lambda params: zshard.AdamW8bit(params),
+    "AdamW8bit": zshard.AdamW8bit,
     "AdamW8bit in 32 bits": lambda params: zshard.AdamW8bit([{"params": params, "bits": 32}]),
     "AdamW8bit for all": lambda params: zshard.AdamW8bit(params, min_8bit_size=0),
     "SGD8bit": lambda params: zshard.SGD8bit(params, 0.1),
@@ -292,17 +281,22 @@ def test_bytes_of_the_state_are_known(name, monkeypatch):
     model = FSDP(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 128)), memory_limit="1GiB")
     loss_of(model(torch.ones(2, 64))).backward()
     optimizer = MADE[name](model.parameters())
-    before, told, gather = bytes_in(optimizer.state), [], spare.gather
-
-    def noted(comm, need):
-        told.append(need[2])
-        return gather(comm, need)
-
-    monkeypatch.setattr(spare, "gather", noted)
+    before, needs, gather = bytes_in(optimizer.state), [], spare.gather
+    monkeypatch.setattr(
+        spare, "gather", lambda comm, need: (needs.append(need[2]), gather(comm, need))[1]
+    )
     optimizer.step()
-    needed = sum(told)
-    assert needed == bytes_in(optimizer.state) - before
-    assert (needed > 0) == (name not in ("SGD", "SGD8bit", "Adagrad"))
+    assert sum(needs) == bytes_in(optimizer.state) - before
+    assert (sum(needs) > 0) == (name not in ("SGD", "SGD8bit", "Adagrad"))
+
+
+def model_within(limit, **options):
+    """Return a model after a backward; that the optimizer will not fit is no warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FSDP(stack(), auto_wrap_policy={nn.Linear}, memory_limit=limit, **options)
+    loss_of(model(torch.ones(2, 512))).backward()
+    return model
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -311,13 +305,8 @@ def test_bytes_of_the_state_are_known(name, monkeypatch):
 @on_ranks(2)
 def test_state_beyond_memory_limit_is_refused_on_all_ranks(transport, on_rank, kind):
     """One rank's limit, or all ranks', leaves room for the model alone."""
-    options = for_the_model_alone(transport)
-    if on_rank not in (None, dist.get_rank()):
-        options["memory_limit"] = "100GiB"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = FSDP(stack(), **options)
-    loss_of(model(torch.ones(2, 512))).backward()
+    limit = limit_of_the_model(transport) if on_rank in (None, dist.get_rank()) else "100GiB"
+    model = model_within(limit, transport=transport)
     optimizer = kind(model.parameters(), lr=0.1)
     before = {name: param.clone() for name, param in model.state_dict().items()}
     text = message_of(optimizer.step, MemoryError)
@@ -333,19 +322,12 @@ def test_state_beyond_memory_limit_is_refused_on_all_ranks(transport, on_rank, k
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
 def test_first_step_fits_exactly(transport):
-    parts = predicted(transport=transport)
-    options = {"auto_wrap_policy": {nn.Linear}, "transport": transport}
-    for limit in (parts["total"] - 1, parts["total"]):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = FSDP(stack(), **options, memory_limit=limit)
-        loss_of(model(torch.ones(2, 512))).backward()
-        optimizer = zshard.AdamW(model.parameters())
-        if limit < parts["total"]:
-            message_of(optimizer.step, MemoryError)
-        else:
-            optimizer.step()
-    assert model.memory("peak")["total"] <= 1.01 * limit
+    total = predicted(transport=transport)["total"]
+    model = model_within(total - 1, transport=transport)
+    message_of(zshard.AdamW(model.parameters()).step, MemoryError)
+    model = model_within(total, transport=transport)
+    zshard.AdamW(model.parameters()).step()
+    assert model.memory("peak")["total"] <= 1.01 * total
 
 
 def test_limit_of_an_inner_call_is_not_the_outer_ones():

@@ -129,13 +129,11 @@ def test_auto_uses_the_least_of_all_ranks():
 @several_hosts()
 def test_replicas_keep_the_same_units():
     options = {"strategy": "hybrid_shard", "device_mesh": mesh_of(2, 2)}
-    expected = counted({"keep_gathered": False, **options})
+    base, losses, usual = counted({"keep_gathered": False, **options})
     extra = 2 if dist.get_rank() == 3 else 5  # the other replica must keep as few
-    spare_bytes = extra * UNIT * 10 // 9 + 10
-    ours = counted({"memory_limit": expected[2]["peak"]["total"] + spare_bytes, **options})
-    (base, losses) = expected[:2]
-    (gathers, same) = ours[:2]
-    assert base[1:] == [BOTH] * 3 and gathers[2:] == [BOTH - 2] * 2 and same == losses
+    limit = usual["peak"]["total"] + extra * UNIT * 10 // 9 + 10
+    gathers, ours, _ = counted({"memory_limit": limit, **options})
+    assert base[1:] == [BOTH] * 3 and gathers[2:] == [BOTH - 2] * 2 and ours == losses
 
 
 # --- predictions and refusals ---------------------------------------------------------------------
@@ -204,7 +202,14 @@ def accumulate(model: Any, optimizer: Any) -> None:
             loss_of(model(batch(step))).backward()
 
 
-BEFORE = {each.__name__: each for each in (raise_first, evaluate_first, forward_only, accumulate)}
+def in_backward(model: Any, optimizer: Any) -> None:
+    model.optimizer_in_backward(optimizer)
+
+
+BEFORE = {
+    each.__name__: each
+    for each in (raise_first, evaluate_first, forward_only, accumulate, in_backward)
+}
 
 
 @pytest.mark.parametrize("name", BEFORE)
@@ -220,19 +225,6 @@ def test_nothing_is_decided_before_a_step(name):
         results.append(go(model, optimizer))
     (_, losses), (gathers, ours) = results
     assert gathers[1:] == [BOTH, FORWARD, FORWARD] and ours == losses
-
-
-@on_ranks(2)
-@several_hosts()
-def test_optimizer_in_backward():
-    results = []
-    for keep in (False, "auto"):
-        model = stack(keep_gathered=keep)
-        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-        model.optimizer_in_backward(optimizer)
-        results.append(go(model, optimizer))
-    (_, losses), (gathers, ours) = results
-    assert gathers[2:] == [FORWARD, FORWARD] and ours == losses
 
 
 # --- host memory ----------------------------------------------------------------------------------
@@ -257,24 +249,19 @@ def host(room: list[int], used: list[int]) -> Iterator[None]:
 
 @on_ranks(2)
 @several_hosts()
-def test_auto_leaves_a_tenth_of_what_is_left():
-    for used, gathers in ((100, BOTH), (96, BOTH - 3), (10, FORWARD)):  # 96: of four that would fit
-        with host([100 * UNIT - 1000], [used * UNIT]):
+def test_auto_leaves_a_tenth_of_what_is_left_at_the_second_step():
+    for used, gathers in (
+        ([100], BOTH),
+        ([96], BOTH - 3),  # of four that would fit
+        ([95.5, 200], BOTH - 4),  # later steps have none, and change nothing
+        ([10], FORWARD),
+    ):
+        with host([100 * UNIT - 1000], [int(units * UNIT) for units in used]):
             model = stack()
-            seen = go(model, torch.optim.SGD(model.parameters(), 0.1), range(5))[0]
-        assert seen[2:] == [gathers] * 3
+            seen = go(model, torch.optim.SGD(model.parameters(), 0.1), range(6))[0]
+        assert seen[2:] == [gathers] * 4
     assert unit_of(model[0]).engine.gathered()[:2] == (5 * UNIT, 5 * UNIT)
     assert model.memory()["slots"] == model.memory("predicted")["slots"]
-
-
-@on_ranks(2)
-@several_hosts()
-def test_later_steps_do_not_change_what_stays():
-    """The second step has 4.5 units left, and later ones have none."""
-    with host([100 * UNIT - 1000], [int(95.5 * UNIT), 200 * UNIT]):
-        model = stack()
-        gathers = go(model, torch.optim.SGD(model.parameters(), 0.1), range(6))[0]
-    assert gathers[2:] == [BOTH - 4] * 4
 
 
 @on_ranks(2)

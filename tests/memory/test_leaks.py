@@ -6,12 +6,13 @@ shows), open descriptors, mappings. Resident memory is noisy and only checks tha
 are freed. Each test runs on fresh ranks and warms up first, for caches of Python and torch.
 """
 
+import contextlib
+import functools
 import gc
 import os
 import sys
 import weakref
 from collections import Counter
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from torch import nn
 import zshard
 from zshard import FSDP
 
-WORLDS = [pytest.param(1, "auto", id="alone"), (2, "shm"), (2, "c10d")]
 STEPS = 500
 WINDOWS = 5  # of a run
 # Bytes: half of malloc's smallest allocation; over gloo, whose threads have caches of their own,
@@ -48,55 +48,63 @@ def descriptors():
     """Open files by kind: sockets, memory files of zshard, pidfds, ..."""
     kinds = Counter()
     for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # the listing's own
-            continue
-        kinds[target.split(":[")[0].removesuffix(" (deleted)")] += 1
-    return dict(kinds)
-
-
-@dataclass
-class Counts:
-    objects: int
-    descriptors: dict[str, int]
-    mappings: int
-    heap: int
-    resident: int
-    references: dict[str, int]
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            kinds[
+                os.readlink(f"/proc/self/fd/{name}").split(":[")[0].removesuffix(" (deleted)")
+            ] += 1
+    return kinds
 
 
 def count(**watched):
-    """All counters now; `watched` are objects whose references are counted."""
+    """Return all counters; `watched` are objects whose references are counted."""
     gc.collect()
-    return Counts(
-        references={name: sys.getrefcount(thing) for name, thing in watched.items()},
-        objects=len(gc.get_objects()),
-        descriptors=descriptors(),
-        mappings=len(Path("/proc/self/maps").read_text().splitlines()),
-        heap=heap_bytes(),
-        resident=resident_bytes(),
-    )
+    return {
+        **{f"references to {name}": sys.getrefcount(thing) for name, thing in watched.items()},
+        "objects": len(gc.get_objects()),
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+        "heap": heap_bytes(),
+        "resident": resident_bytes(),
+        **descriptors(),
+    }
 
 
 def growth(before, after):
-    """Return {counter: growth} of what has grown; descriptors and references by name."""
-    grown = {}
-    for name, old in asdict(before).items():
-        new = getattr(after, name)
-        pairs = (
-            {f"{name}.{key}": (old.get(key, 0), value) for key, value in new.items()}
-            if isinstance(new, dict)
-            else {name: (old, new)}
-        )
-        grown.update({key: b - a for key, (a, b) in pairs.items() if b > a})
-    return grown
+    """Return {counter: growth} of what has grown."""
+    more = {name: value - before.get(name, 0) for name, value in after.items()}
+    return {name: number for name, number in more.items() if number > 0}
 
 
 def settle():
     """Call this first on each rank: it removes what would hide leaks, or take long."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # otherwise torch keeps the last 2,000 collectives
     gc.freeze()  # a collection need not scan all of torch, a hundred times
+
+
+def grown_over(act, times, at_ends=lambda: None, **watched):
+    """Return what has grown in each of the windows of so many calls of `act`, and by how much at least; of
+    objects, how many more there are in the end. `at_ends` is called at the end of each window.
+
+    A leak grows in every window. Caches of Python and torch fill once, at any step.
+    """
+    at_ends()
+    counts = [count(**watched)]
+    for _ in range(WINDOWS):
+        for _ in range(times // WINDOWS):
+            act()
+        at_ends()
+        counts.append(count(**watched))
+    windows = [growth(*pair) for pair in pairwise(counts)]
+    least = {name: min(window.get(name, 0) for window in windows) for name in windows[0]}
+    least["objects"] = counts[-1]["objects"] - counts[0]["objects"]
+    return {name: number for name, number in least.items() if number > 0}
+
+
+def check(grown, **limits):
+    """Fail if more has grown than `limits`, for noise that does not depend on the number of steps, and
+    the counters themselves."""
+    limits = {"mappings": 10 // WINDOWS, **limits}  # malloc's
+    beyond = {name: more for name, more in grown.items() if more >= limits.get(name, 0)}
+    assert not beyond, grown
 
 
 def make_model(width=8):
@@ -132,216 +140,132 @@ def all_paths(model, optimizer, x):
     with torch.no_grad():
         model(x)
     model[2].on = True
-    try:
+    with pytest.raises(ValueError, match="stumbled"):
         model(x)
-    except ValueError:
-        pass
-    else:
-        raise AssertionError("the forward did not fail")
     model[2].on = False
 
 
-def run_steps(transport, strategy, steps):
-    """Return what has grown over `steps` steps, in windows."""
+def run_steps(transport, strategy):
+    """Return what has grown over hundreds of steps."""
     settle()
     model = make_model()
     model.append(Stumble())
     model = wrap(model, transport, strategy)
     optimizer = zshard.AdamW(model.parameters(), lr=1e-3)
-    x = torch.ones(2, 8)
-    unit = model[0]._zshard_state.unit
+    step = functools.partial(all_paths, model, optimizer, torch.ones(2, 8))
     hooks = [*model[0]._forward_pre_hooks.values(), *model[0]._forward_hooks.values()]
     watched = {
         "model": model,
         "submodule": model[0],
         "parameter": model[0].weight,
-        "unit": unit,
+        "unit": model[0]._zshard_state.unit,
         "optimizer": optimizer,
         **{f"hook {i}": hook for i, hook in enumerate(hooks)},
     }
     for _ in range(30):
-        all_paths(model, optimizer, x)
-    model.state_dict()
-    before = [count(**watched)]
-    for _ in range(WINDOWS):
-        for _ in range(steps // WINDOWS):
-            all_paths(model, optimizer, x)
-        model.state_dict()
-        before.append(count(**watched))
-    return steady_growth(before)
+        step()
+    return grown_over(step, STEPS, model.state_dict, **watched)
 
 
-def steady_growth(counts):
-    """Return what has grown in each window, and by how much at least; of objects, how many more
-    there are in the end.
-
-    A leak grows in every window. Caches of Python and torch fill once, at any step.
-    """
-    windows = [growth(one, two) for one, two in pairwise(counts)]
-    least = {name: min(window.get(name, 0) for window in windows) for name in windows[0]}
-    least["objects"] = counts[-1].objects - counts[0].objects
-    always = {"heap": 0, "resident": 0}  # the callers' checks have limits for these
-    return always | {name: grown for name, grown in least.items() if grown > 0}
+OTHERS = [
+    pytest.param(2, "shm", kind, marks=pytest.mark.thorough)
+    for kind in ("shard_grad_op", "no_shard")
+]
 
 
-def test_a_leak_grows_in_every_window():
-    def counts(sockets, heap):
-        return Counts(100, {"socket": sockets}, 9, heap, 0, {"model": 3})
-
-    once = [counts(4 if window < 3 else 6, 500 * (window == 2)) for window in range(WINDOWS + 1)]
-    assert steady_growth(once) == {"heap": 0, "resident": 0}
-    leak = [counts(4 + window, 64 * window) for window in range(WINDOWS + 1)]
-    assert steady_growth(leak) == {"heap": 64, "resident": 0, "descriptors.socket": 1}
-
-
-def check_steps(grown, steps, transport):
-    """Check that nothing grows except noise that does not depend on the number of steps."""
-    heap = grown.pop("heap")
-    assert heap < PER_STEP[transport] * steps // WINDOWS + COUNTS, (heap, grown)
-    assert grown.pop("resident") < 2 * MB // WINDOWS, grown
-    # The counters themselves, and what torch caches once.
-    assert grown.pop("objects", 0) < 30, grown
-    assert grown.pop("mappings", 0) < 10 // WINDOWS, grown  # malloc's
-    assert not grown, grown
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("world", "transport"), WORLDS)
-def test_steps_leak_nothing(world, transport):
-    for result in fork_ranks(run_steps, world, transport, "full_shard", STEPS, timeout=120):
-        check_steps(result.value, STEPS, transport)
-
-
-@pytest.mark.thorough
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
-def test_other_strategies_leak_nothing(strategy):
-    for result in fork_ranks(run_steps, 2, "shm", strategy, STEPS, timeout=120):
-        check_steps(result.value, STEPS, "shm")
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("world", "transport", "strategy"),
+    [(1, "auto", "full_shard"), (2, "shm", "full_shard"), (2, "c10d", "full_shard"), *OTHERS],
+)
+def test_steps_leak_nothing(world, transport, strategy):
+    heap = PER_STEP[transport] * STEPS // WINDOWS + COUNTS
+    for result in fork_ranks(run_steps, world, transport, strategy, timeout=120):
+        check(result.value, heap=heap, resident=2 * MB // WINDOWS, objects=30)
 
 
 # --- created and freed models ---------------------------------------------------------------------
 
 WIDE = 512  # two units of a megabyte each
-MODELS = 25
+MODELS = 30
 
 
-def train_and_drop(transport, keep=None):
-    """Train a model for a step; return a weak reference to it. `keep` collects what should outlive
-    it."""
+def train_and_drop(transport, loss_outlives):
+    """Train a model for a step, and drop it; a loss and a parameter of it may be left, and are used."""
     model = wrap(make_model(WIDE), transport)
     optimizer = zshard.AdamW(model.parameters(), lr=1e-3)
     model(torch.ones(2, WIDE)).sum().backward()
     optimizer.step()
-    if keep is not None:
-        keep.append(model(torch.ones(2, WIDE)).sum())
-    return weakref.ref(model)
-
-
-def make_and_drop_models(transport, models):
-    """Return how many of the models survive the garbage collector, and what has grown."""
-    settle()
-    for _ in range(5):
-        train_and_drop(transport)
-    counts, references = [count()], []
-    for _ in range(WINDOWS):
-        for _ in range(models // WINDOWS):
-            references.append(train_and_drop(transport))
-            gc.collect()
-        counts.append(count())
-    alive = sum(reference() is not None for reference in references)
-    return alive, steady_growth(counts)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("world", "transport"), WORLDS)
-def test_dropped_models_are_freed(world, transport):
-    for result in fork_ranks(make_and_drop_models, world, transport, MODELS, timeout=120):
-        alive, grown = result.value
-        assert alive == 0
-        assert grown.pop("resident") < MODELS * MB // WINDOWS  # a leak: twice that
-        assert grown.pop("heap") < MODELS * 1024 // WINDOWS + COUNTS, grown
-        held = HELD if transport == "shm" else 0
-        assert grown.pop("objects", 0) < MODELS + 10 + held, grown  # the references to the models
-        assert grown.pop("mappings", 0) < 10 // WINDOWS
-        assert not grown, grown
-
-
-def outlive_the_model(transport):
-    """Only a loss is left of a model; it is used, then freed. Return facts about that."""
-    keep = []
-    model = train_and_drop(transport, keep)
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, WIDE)).sum() if loss_outlives else None
+    bias = model[1][1].bias
+    name = (zshard.shard_info(bias) or {"name": "1.1.bias"})["name"]
+    dropped = [weakref.ref(model), weakref.ref(bias)]
+    del model, optimizer
     gc.collect()
-    loss = keep.pop()
-    leaf = loss.grad_fn
-    while leaf.next_functions:  # down to the gradient of the last bias
-        leaf = next(node for node, _ in leaf.next_functions if node is not None)
-    param = leaf.variable
-    loss.backward()
-    facts = {"model died": model() is None, "gradients": zshard.to_local(param.grad).tolist()}
-    facts["name"] = zshard.shard_info(param)["name"] if transport != "auto" else "1.1.bias"
-    parameter = weakref.ref(param)
-    del loss, leaf, param
+    assert dropped[0]() is None and name == "1.1.bias"
+    if loss is not None:
+        loss.backward()
+        assert (zshard.to_local(bias.grad) == 2.0).all()
+    del loss, bias
     gc.collect()
-    facts["parameter died"] = parameter() is None
-    return facts
+    assert dropped[1]() is None
 
 
-def outlive_models(transport, models):
-    """Return the facts of the last model, and what has grown over all models."""
+def make_and_drop_models(transport):
+    """Return what has grown over many models."""
     settle()
+
+    def two():
+        for loss_outlives in (False, True):
+            train_and_drop(transport, loss_outlives)
+
     for _ in range(3):
-        outlive_the_model(transport)
-    counts = [count()]
-    for _ in range(WINDOWS):
-        for _ in range(models // WINDOWS):
-            facts = outlive_the_model(transport)
-        counts.append(count())
-    return facts, steady_growth(counts)
+        two()
+    return grown_over(two, MODELS // 2)
 
 
-@pytest.mark.thorough
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("world", "transport"), WORLDS)
-def test_loss_outlives_its_model_and_then_frees_it(world, transport):
-    gradients = []
-    for result in fork_ranks(outlive_models, world, transport, 40):
-        facts, grown = result.value
-        gradients += facts.pop("gradients")
-        assert facts == {"model died": True, "parameter died": True, "name": "1.1.bias"}
-        assert grown.pop("resident") < 16 * MB // WINDOWS, grown  # at least 40 times one
-        assert grown.pop("heap") < 50 * 1024 // WINDOWS + COUNTS, grown
-        assert grown.pop("objects", 0) < 20 + (HELD if transport == "shm" else 0), grown
-        assert grown.pop("mappings", 0) < 10 // WINDOWS, grown
-        assert not grown, grown
-    assert gradients == [4.0] * WIDE
+@pytest.mark.parametrize(("world", "transport"), [(1, "auto"), (2, "shm"), (2, "c10d")])
+def test_dropped_models_are_freed(world, transport):
+    limits = {
+        "resident": MODELS * MB // WINDOWS,  # a leak: twice that
+        "heap": MODELS * 1536 // WINDOWS + COUNTS,
+        "objects": 20 + (HELD if transport == "shm" else 0),
+    }
+    for result in fork_ranks(make_and_drop_models, world, transport, timeout=120, check=True):
+        check(result.value, **limits)
 
 
 # --- created and destroyed process groups ---------------------------------------------------------
 
 
-def make_and_drop_groups(transport, groups):
+def make_and_drop_groups(groups):
     """Return what has grown after models on process groups of their own, which were destroyed."""
     settle()
     dist.init_process_group("gloo")
+    counts = []
     for number in range(groups + 2):
-        if number == 2:
-            before = count()
         group = dist.new_group([0, 1])
-        model = FSDP(make_model(), group, transport=transport)
+        model = FSDP(make_model(), group, transport="shm")
         model(torch.ones(2, 8)).sum().backward()
         del model
         gc.collect()
         dist.destroy_process_group(group)
         del group
-    FSDP(make_model(), transport=transport)  # the next transport cleans up dead ones
-    return growth(before, count())
+        if number in (1, groups + 1):
+            FSDP(make_model(), transport="shm")  # the next transport cleans up dead ones
+            dist.barrier()
+            counts.append(count())
+            dist.barrier()
+    return growth(*counts)
 
 
-@pytest.mark.parametrize("transport", ["shm"])
-def test_dropped_groups_free_descriptors_and_mappings(transport):
-    for result in fork_ranks(make_and_drop_groups, 2, transport, 5):
+def test_dropped_groups_free_descriptors_and_mappings():
+    """A leak grows with each of five groups. A rank has the last model's memory until it sees that its
+    peers have dropped theirs."""
+    for result in fork_ranks(make_and_drop_groups, 2, 5):
         grown = result.value
-        ours = [name for name in grown if "memfd:zshard-" in name or "pidfd" in name]
-        assert not ours, grown
+        ours = {name for name in grown if "memfd:zshard-" in name or "pidfd" in name}
+        assert all(grown[name] < 5 for name in ours), grown
         assert grown.get("mappings", 0) < 20, grown

@@ -1,7 +1,7 @@
 """What a rank holds: 1/W of parameters, gradients and optimizer state, and a bounded rest.
 
-This file repeats the layout's arithmetic, and the bytes that units, tensors and the kernel report
-must agree with it.
+The bytes that units, tensors and the kernel report must agree. test_predict.py compares them with
+predictions. Gradients take memory from backward until a script drops them, in whatever way.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import itertools
 import re
-import statistics
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from models import CASES, COMBINATIONS, Nested, Net, loss_of, make, train, wrapped
 from scenario import Scenario
 from scenarios import units_of
@@ -29,63 +28,8 @@ from zshard import FSDP
 from zshard.wrap import always_wrap_policy, size_based_auto_wrap_policy
 
 MIB = 1 << 20
-PARAM_ALIGN = 64  # bytes from one parameter's start to the next are a multiple of it
-GROUP = 32  # and so are elements of this
-SHARD_ALIGN = {"shm": 4096, "c10d": 64, "self": 64}  # and so are the bytes of a shard
-
-
-def round_up(number, step):
-    return -(-number // step) * step
-
-
-def predicted(unit, params, world, transport):
-    """Return {"shard", "full", "bucket", "grad"}: bytes of a unit whose parameters were `params`, a
-    list of (shape, dtype, trainable)."""
-    replicated = unit.strategy == "no_shard" or world == 1
-    shard_align = PARAM_ALIGN if replicated else SHARD_ALIGN[transport]
-    flats = {}
-    for shape, dtype, trainable in params:
-        align = max(PARAM_ALIGN, GROUP * dtype.itemsize)
-        size = round_up(shape.numel() * dtype.itemsize, align)
-        flats[dtype, trainable] = flats.get((dtype, trainable), 0) + size
-    shard = {
-        kind: round_up(-(-size // world), max(shard_align, GROUP * kind[0].itemsize))
-        for kind, size in flats.items()
-    }
-    full = {kind: size * world for kind, size in shard.items()}
-    trained = [kind for kind in shard if kind[1] and world > 1]
-    own = full if replicated else shard
-    return {
-        "shard": sum(own.values()),
-        "full": sum(full.values()),
-        "bucket": sum(full[kind] for kind in trained),
-        "grad": sum(own[kind] for kind in trained),
-    }
-
-
-def facts_of(model, policy):
-    """Return [(shape, dtype, trainable) of each parameter] for each unit, read before wrapping."""
-    specs = {spec.name: spec for spec in zshard.wrap.plan_units(model, policy)}
-    return {
-        name: [(ref.param.shape, ref.param.dtype, ref.param.requires_grad) for ref in spec.params]
-        for name, spec in specs.items()
-    }
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize("name", ["net", "tied", "odds", "dtypes", "frozen", "one unit"])
-@on_ranks(2, 3)
-def test_units_hold_what_the_layout_predicts(name, combination):
-    case, world = CASES[name], dist.get_world_size()
-    facts = facts_of(make(case.make), case.policy)
-    model = Scenario(name, combination, "torch.SGD").sharded(2).model
-    units = {unit.name: unit for unit in units_of(model)}
-    expected = {n: predicted(u, facts[n], world, combination[1]) for n, u in units.items()}
-    assert {name: unit.bytes for name, unit in units.items()} == expected
-    held = model.memory("predicted")
-    for part, key in (("shards", "shard"), ("grads", "grad")):
-        assert held[part] == sum(sizes[key] for sizes in expected.values())
+PARAM_ALIGN = 128  # bytes from one parameter's start to the next are a multiple of it
+SHARD_ALIGN = {"shm": 4096, "c10d": 128}  # and so are the bytes of a shard
 
 
 def storages(tensors):
@@ -142,10 +86,8 @@ def check_buffers(combination, width):
     strategy, transport = combination
     model = wrapped(lambda: Net(width, 5), combination, auto_wrap_policy={Nested, nn.Embedding})
     train(model, CASES["net"], torch.optim.SGD(model.parameters(), 0.1), dist.get_rank())
-    root, *others = (
-        {kind: round_up(size, SHARD_ALIGN[transport]) for kind, size in unit.bytes.items()}
-        for unit in units_of(model)
-    )
+    page = SHARD_ALIGN[transport]
+    root, *others = [{kind: size + page for kind, size in u.bytes.items()} for u in units_of(model)]
     largest = {kind: max(unit[kind] for unit in others) for kind in root}
     held = model.memory()
     if strategy != "shard_grad_op":  # it keeps all units unsharded from forward to backward
@@ -199,6 +141,89 @@ def test_models_share_transport_buffers(transport):
     assert held[0] == held[1] > 0
     if transport == "c10d":  # sent and received
         assert held[0] >= 2 * max(unit.bytes["bucket"] for unit in units_of(first.model))
+
+
+# --- when gradients take memory ---------------------------------------------------------------------------
+
+
+def four_layers():
+    return nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+
+
+def one_by_one(model):
+    for param in reversed(list(model.parameters())):
+        param.grad = None
+
+
+def deleted(model):
+    for param in model.parameters():
+        del param.grad
+
+
+ZEROING = {
+    "model": lambda model: model.zero_grad(),
+    "optimizer": lambda model: torch.optim.SGD(model.parameters()).zero_grad(),
+    "one by one": one_by_one,
+    "deleted": deleted,
+}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("how", ZEROING)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_gradients_take_memory_from_backward_to_zero_grad(combination, how):
+    model = wrapped(four_layers, combination, auto_wrap_policy={nn.Linear})
+    size = model.memory("predicted")["grads"]
+    held = size if combination[0] != "no_shard" else 0  # full gradients belong to the script
+    x = torch.randn(8, 256)
+    assert model.memory()["grads"] == 0
+    loss_of(model(x)).backward()
+    assert model.memory()["grads"] == held
+    expected = [p.grad.clone() for p in model.parameters()]
+    ZEROING[how](model)
+    assert model.memory()["grads"] == 0
+    loss = loss_of(model(x))
+    assert model.memory()["grads"] == 0
+    loss.backward()
+    assert model.memory()["grads"] == held
+    assert model.memory("peak")["grads"] == model.memory("predicted")["grads"] == size
+    assert_same([p.grad for p in model.parameters()], expected, "the gradients")
+
+
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("shard_grad_op", "c10d")])
+@on_ranks(2)
+def test_gradients_that_a_script_keeps_go_with_its_last_reference(combination):
+    model = wrapped(four_layers, combination, auto_wrap_policy={nn.Linear})
+    size = model.memory("predicted")["grads"]
+    loss_of(model(torch.randn(8, 256))).backward()
+    kept = [p.grad for p in model.parameters()]
+    expected = [zshard.to_local(grad).clone() for grad in kept]
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model(torch.randn(8, 256))).backward()
+        assert model.memory()["grads"] == 2 * size
+    assert_same(kept, expected, "the kept gradients")
+    del kept
+    model.zero_grad()
+    assert model.memory()["grads"] == 0
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_gradients_zeroed_in_place_keep_their_memory(combination):
+    model, twin = (
+        wrapped(four_layers, combination, auto_wrap_policy={nn.Linear}) for _ in range(2)
+    )
+    inputs = torch.randn(2, 8, 256)
+    addresses = []
+    for x in inputs:
+        model.zero_grad(set_to_none=False)
+        loss_of(model(x)).backward()
+        addresses.append([zshard.to_local(p.grad).data_ptr() for p in model.parameters()])
+    assert addresses[0] == addresses[1]
+    loss_of(twin(inputs[1])).backward()
+    assert_same(*([p.grad for p in each.parameters()] for each in (model, twin)), "the gradients")
 
 
 # --- the kernel's view ---------------------------------------------------------------------------
@@ -290,41 +315,6 @@ def test_memory_matches_the_kernels_count(combination):
         # When a second bucket, or an existing area of c10d's, is first touched is a matter of
         # timing.
         assert held["more"] <= held["told more"] + held["layer"] + MIB, text
-
-
-def freed():
-    """Return the bytes that stay after a model was freed, for each of several, by transport."""
-    gc.freeze()
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)
-    return {transport: kept_of_models(transport) for transport in ("shm", "c10d")}
-
-
-def kept_of_models(transport):
-    x = torch.randn(8, WIDTH)
-    held = []
-    for _ in range(9):
-        model = FSDP(
-            nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))),
-            transport=transport,
-            auto_wrap_policy={nn.Linear},
-        )
-        loss_of(model(x)).backward()
-        del model
-        dist.barrier()
-        held.append(held_bytes())
-        dist.barrier()
-    # The kernel may merge pages into huge ones, and gloo may touch a buffer for the first time or
-    # hold one a little longer, after any of them: a few steps up or down. Leaks occur in most of
-    # them. With eight steps, four up and four down, the median is a mean of two: the lower is
-    # taken.
-    return statistics.median_low(after - before for before, after in itertools.pairwise(held))
-
-
-def test_memory_is_freed_with_the_model():
-    """In separate processes: earlier models' leftovers in gloo come and go."""
-    for result in run_ranks(freed, 2):
-        for transport, left in result.value.items():
-            assert left <= MIB, f"{transport}: {left / MIB:.1f} MiB"
 
 
 BIG = functools.partial(size_based_auto_wrap_policy, min_num_params=100)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from groups import mesh_of
 from models import CASES, COMBINATIONS, Block, Net, loss_of, make, train, wrapped
+from rows import all_refused
 from scenario import Scenario
 from spawn import on_ranks
 
@@ -35,13 +36,14 @@ def predicted_of(name, combination, options, **more):
     return predict_memory(model, world, strategy=strategy, transport=transport, **options, **more)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize("name", ["mlp", "net", "tied", "conv", "frozen"])
+@pytest.mark.parametrize("name", ["mlp", "net", "tied", "conv", "frozen", "odds", "one unit"])
 @on_ranks(2, 3)
 def test_predictions_equal_actual_memory(name, combination, precision):
-    """Of the model on the meta device, of the wrapped one, and what it holds after two steps."""
+    """Of the model on the meta device, of the wrapped one, and what it holds after two steps; then of
+    micro-batches within no_sync()."""
     case = CASES[name]
     options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
     model = wrapped(case.make, combination, **options)
@@ -52,18 +54,8 @@ def test_predictions_equal_actual_memory(name, combination, precision):
     held = model.memory("peak")
     for part in PARTS - {"transport", "optimizer", "total"}:
         assert held[part] == predicted[part], part
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize("name", ["mlp", "net", "tied", "conv", "frozen"])
-@on_ranks(2, 3)
-def test_micro_batches_within_no_sync_are_predicted(name, combination, precision):
-    case = CASES[name]
-    options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
-    model = wrapped(case.make, combination, **options)
-    batch, size = case.batch(0, dist.get_rank()), model.memory("predicted")["grads"]
+    model.zero_grad()
+    batch, size = case.batch(0, dist.get_rank()), predicted["grads"]
     with model.no_sync():
         loss_of(model(batch)).backward()
         within = model.memory()["grads"]
@@ -141,28 +133,27 @@ def test_peaks(transport):
         assert peak[part] >= now[part], part
 
 
-@pytest.mark.parametrize("name", ["zshard.AdamW", "torch.AdamW", "torch.Adagrad"])
+@pytest.mark.parametrize(
+    ("name", "in_backward"),
+    [
+        ("zshard.AdamW", False),
+        ("zshard.AdamW", True),
+        ("torch.AdamW", False),
+        ("torch.Adagrad", False),
+    ],
+)
 @on_ranks(2)
-def test_optimizer_memory(name):
+def test_optimizer_memory(name, in_backward):
     training = Scenario("net", optimizer=name).sharded()
     model = training.model
     size = sum(p.numel() * p.itemsize for p in model.parameters())
     assert [model.memory(what)["optimizer"] for what in ("now", "predicted")] == [0, 2 * size]
+    if in_backward:
+        model.optimizer_in_backward(training.optimizer)
     training.go(1)
     held = {model.memory(what)["optimizer"] for what in ("now", "predicted", "peak")}
     least = size if name.endswith("Adagrad") else 2 * size
     assert len(held) == 1 and least <= held.pop() <= least + 4 * len(list(model.parameters()))
-
-
-@on_ranks(2)
-def test_optimizer_in_backward_memory():
-    case = CASES["net"]
-    model = wrapped(case.make, ("full_shard", "shm"), auto_wrap_policy=case.policy)
-    model.optimizer_in_backward(zshard.AdamW(model.parameters()))
-    loss_of(model(case.batch(0, dist.get_rank()))).backward()
-    held = model.memory()["optimizer"]
-    size = sum(p.numel() * p.itemsize for p in model.parameters())
-    assert held >= 2 * size
 
 
 def test_summary_shows_memory():
@@ -178,25 +169,26 @@ def test_summary_shows_memory():
 
 
 def test_arguments():
-    model = FSDP(make(Net))
-    assert set(model.memory()) == set(model.memory("peak")) == set(model.memory("predicted"))
-    assert set(model.memory()) == PARTS
-    with pytest.raises(ValueError, match="'now', 'peak', 'predicted'"):
-        model.memory("later")
-    plain = make(Net)
-    for options, message in (
-        ({"optimizer": "lamb"}, "number of state tensors"),
-        ({"transport": "tcp"}, "transport must be one of 'auto', 'shm', 'hosts', 'c10d', got"),
-        ({"strategy": "zero4"}, "unknown strategy"),
-        ({"transport": "shm", "local_world_size": 1}, "on one host"),
-        ({"local_world_size": 3}, "not a multiple"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            predict_memory(plain, 4, **options)
-    with pytest.raises(ValueError, match="must be a positive integer"):
-        predict_memory(plain, 0)
-    with pytest.raises(ValueError, match="already wrapped"):
-        predict_memory(model, 2)
+    model, plain = FSDP(make(Net)), make(Net)
+    assert (
+        set(model.memory()) == set(model.memory("peak")) == set(model.memory("predicted")) == PARTS
+    )
+
+    def refused(words, *args, **options):
+        return lambda: predict_memory(*(args or (plain, 4)), **options), ValueError, words
+
+    all_refused(
+        {
+            "moment": (lambda: model.memory("later"), ValueError, "'now', 'peak', 'predicted'"),
+            "optimizer": refused("number of state tensors", optimizer="lamb"),
+            "transport": refused("must be one of 'auto', 'shm', 'hosts', 'c10d'", transport="tcp"),
+            "strategy": refused("unknown strategy", strategy="zero4"),
+            "hosts": refused("on one host", transport="shm", local_world_size=1),
+            "odd hosts": refused("not a multiple", local_world_size=3),
+            "no ranks": refused("must be a positive integer", plain, 0),
+            "a sharded model": refused("already wrapped", model, 2),
+        }
+    )
 
 
 @pytest.mark.parametrize(("name", "moments"), [("adamw8bit", 2), ("SGD8bit", 1)])

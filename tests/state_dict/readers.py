@@ -1,5 +1,5 @@
-"""Readers and writers of a model's values: functions of a Case, whose results are compared with those
-of a plain model. Each is what a script writes for the sharded model, and for the plain one.
+"""Readers and writers of a model's values, by name: functions of a Case, whose results are compared
+with those of a plain model. Each is what a script writes for the sharded model, and for the plain one.
 """
 
 from __future__ import annotations
@@ -55,6 +55,17 @@ class Case:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def unless_plain(self, context):
+        return contextlib.nullcontext() if self.is_plain else context
+
+    def parameters(self):
+        return self.model.parameters()
+
+    def named(self, value_of):
+        """Return a value of each parameter, where it has one, by name."""
+        values = {name: value_of(param) for name, param in self.model.named_parameters()}
+        return {name: value for name, value in values.items() if value is not None}
+
     def set(self, values):
         with torch.no_grad():
             for param, value in zip(self.model.parameters(), values, strict=True):
@@ -94,30 +105,21 @@ def after_more_steps(combination, folder):
     }
 
 
-# --- readers and writers: functions of a case, whose result is compared -------------------------------
+# --- readers and writers -------------------------------------------------------------------------------
+
+
+def either(plain, sharded):
+    """Return a function of a case that does the one or the other."""
+    return lambda case: (plain if case.is_plain else sharded)(case)
 
 
 def state_dict(case):
     return case.model.state_dict()
 
 
-def unit_state_dict(case):
-    return case.model.blocks[0].state_dict()
-
-
-def part_state_dict(case):
-    return {**case.model.blocks.state_dict(), **case.model.blocks[1].up.state_dict()}
-
-
 def typed_state_dict(case):
-    if case.is_plain:
+    with case.unless_plain(FSDP.state_dict_type(case.model, "FULL_STATE_DICT")):
         return case.model.state_dict()
-    with FSDP.state_dict_type(case.model, "FULL_STATE_DICT"):
-        return case.model.state_dict()
-
-
-def dcp_state_dict(case):
-    return get_model_state_dict(case.model)
 
 
 def torch_save(case):
@@ -127,36 +129,42 @@ def torch_save(case):
 
 
 def export(case):
-    if case.is_plain:
-        return case.model.state_dict()
     return {name: t for bucket in zshard.export(case.model) for name, t in bucket.items()}
 
 
+def export_to_folder(case):
+    path = case.new_path()
+    zshard.export(case.model).save(path)
+    return load_file(f"{path}/model.safetensors") if dist.get_rank() == 0 else None
+
+
+@torch.no_grad()
 def full_tensor(case):
-    with torch.no_grad():
-        return {n: zshard.full_tensor(p) for n, p in case.model.named_parameters()}
+    return case.named(zshard.full_tensor)
+
+
+@torch.no_grad()
+def named_values(case):
+    return dict(zshard.whole_named_parameters(case.model))
+
+
+def named_gradients(case):
+    named = zshard.whole_named_parameters(case.model, grads=True)
+    return {n: grad for n, grad in named if grad is not None}
 
 
 def summon(case):
-    with contextlib.nullcontext() if case.is_plain else FSDP.summon_full_params(case.model):
-        return {n: p.detach().clone() for n, p in case.model.named_parameters()}
+    with case.unless_plain(FSDP.summon_full_params(case.model)):
+        return case.named(lambda param: param.detach().clone())
 
 
-def deepcopy(case):
-    return copy.deepcopy(case.model).state_dict()
-
-
-def deepcopy_unit(case):
-    return copy.deepcopy(case.model.blocks[1]).state_dict()
-
-
-def deepcopy_part(case):
-    return copy.deepcopy(case.model.head).state_dict()
+def summon_with_gradients(case):
+    full = FSDP.summon_full_params(case.model, writeback=False, with_grads=True)
+    with case.unless_plain(full):
+        return case.named(lambda param: None if param.grad is None else param.grad.clone())
 
 
 def save(case):
-    if case.is_plain:
-        return case.model.state_dict()
     path = case.new_path()
     zshard.save(path, case.model)
     return load_file(f"{path}/model.safetensors")
@@ -172,140 +180,45 @@ def save_all(case):
     return {**plain.model.state_dict(), **optimizer_state(plain), "0": averages["head.bias"]}
 
 
-def export_to_folder(case):
-    if case.is_plain:
-        return case.model.state_dict()
-    path = case.new_path()
-    zshard.export(case.model).save(path)
-    return load_file(f"{path}/model.safetensors") if dist.get_rank() == 0 else None
+def norms(case, **options):
+    norms = zshard.named_norms(case.model, **options)
+    return {n: torch.tensor(norm, dtype=torch.float64) for n, norm in norms.items()}
 
 
-def norms(case):
-    found = zshard.named_norms(case.model)
-    return {n: torch.tensor(norm, dtype=torch.float64) for n, norm in found.items()}
-
-
-def norms_of_gradients(case):
-    found = zshard.named_norms(case.model, grads=True)
-    return {n: torch.tensor(norm, dtype=torch.float64) for n, norm in found.items()}
-
-
-def named_values(case):
-    with torch.no_grad():
-        return dict(zshard.whole_named_parameters(case.model))
-
-
-def named_gradients(case):
-    found = zshard.whole_named_parameters(case.model, grads=True)
-    return {n: grad for n, grad in found if grad is not None}
-
-
-def summon_with_gradients(case):
-    full = FSDP.summon_full_params(case.model, writeback=False, with_grads=True)
-    with contextlib.nullcontext() if case.is_plain else full:
-        return {n: p.grad.clone() for n, p in case.model.named_parameters() if p.grad is not None}
-
-
-def data(case):
-    return {n: zshard.full_tensor(p.data) for n, p in case.model.named_parameters()}
-
-
-def detached(case):
-    return {n: zshard.full_tensor(p.detach()) for n, p in case.model.named_parameters()}
-
-
-def memory(case):
-    if not case.is_plain:
-        assert case.model.memory()["total"] > 0
-    return {}
-
-
-def averages(case):
-    if case.is_plain:
-        return case.averages
-    return case.ema.state_dict()
-
-
-def update_averages(case):
-    if not case.is_plain:
-        case.ema.update()
-    return {}
-
-
+@torch.no_grad()
 def forward(case):
-    with torch.no_grad():
-        return {"out": case.model(floats(1))}
+    return {"out": case.model(floats(1))}
 
 
 def gradients(case):
-    grads = {n: p.grad for n, p in case.model.named_parameters() if p.grad is not None}
-    return grads if case.is_plain else {n: zshard.full_tensor(g) for n, g in grads.items()}
+    return case.named(lambda p: None if p.grad is None else zshard.full_tensor(p.grad))
 
 
-def optimizer_state(case):
-    state = case.optimizer.state_dict()["state"]
-    return {f"{n}.{key}": t for n, entries in state.items() for key, t in entries.items()}
-
-
-def optimizer_state_by_name(case):
-    if case.is_plain:
-        return optimizer_state(case)
-    state = zshard.optim_state_dict(case.model, case.optimizer)["state"]
+def flat(state):
+    """Return the tensors of an optimizer's state, by the number of the parameter and key."""
     return {f"{n}.{k}": t for n, own in enumerate(state.values()) for k, t in own.items()}
 
 
-def optimizer_state_by_torch(case):
-    state = get_optimizer_state_dict(case.model, case.optimizer)["state"]
-    return {f"{n}.{key}": t for n, entries in state.items() for key, t in entries.items()}
+def optimizer_state(case):
+    return flat(case.optimizer.state_dict()["state"])
 
 
 def load(case):
     case.model.load_state_dict(case.later["model"])
-    return {}
 
 
 def load_part(case):
     head = {n[5:]: t for n, t in case.later["model"].items() if n.startswith("head.")}
     case.model.head.load_state_dict(head)
-    return {}
 
 
 def load_from_rank_0(case):
-    if case.is_plain:
-        return load(case)
-    zshard.load_state_dict(
-        case.model, case.later["model"] if dist.get_rank() == 0 else None, from_rank0=True
-    )
-    return {}
-
-
-def dcp_load(case):
-    set_model_state_dict(case.model, case.later["model"])
-    return {}
+    own = case.later["model"] if dist.get_rank() == 0 else None
+    zshard.load_state_dict(case.model, own, from_rank0=True)
 
 
 def load_optimizer(case):
     case.optimizer.load_state_dict(case.later["optimizer"])
-    return {}
-
-
-def load_optimizer_by_name(case):
-    if case.is_plain:
-        return load_optimizer(case)
-    zshard.load_optim_state_dict(case.model, case.optimizer, case.later["named"])
-    return {}
-
-
-def load_optimizer_by_torch(case):
-    set_optimizer_state_dict(case.model, case.optimizer, case.later["named"])
-    return {}
-
-
-def load_checkpoint(case):
-    if case.is_plain:
-        return load(case)
-    zshard.load(f"{case.folder}/later", case.model)
-    return {}
 
 
 def load_all(case):
@@ -317,37 +230,13 @@ def load_all(case):
     return case.ema.state_dict()
 
 
-def apply(case):
-    def double(module):
-        with torch.no_grad():
-            for param in module._parameters.values():
-                param.mul_(2)
-
-    case.model.apply(double)
-    return {}
-
-
-def write_in_place(case):
-    with torch.no_grad():
-        for param in case.model.parameters():
-            param.mul_(2)
-    return {}
-
-
-def write_data(case):
-    for param in case.model.parameters():
-        param.data.mul_(2)
-    return {}
-
-
-def write_detached(case):
-    for param in case.model.parameters():
-        param.detach().mul_(2)
-    return {}
+def double(tensors):
+    for tensor in tensors:
+        tensor.mul_(2)
 
 
 def clip(case):
-    clip_grad_norm_(case.model.parameters(), 0.1)
+    clip_grad_norm_(case.parameters(), 0.1)
     return gradients(case)
 
 
@@ -358,20 +247,68 @@ def unscale(case):
     return gradients(case)
 
 
-def step(case):
-    case.optimizer.step()
-    return {}
+in_place = torch.no_grad()(double)
 
-
-READERS = [
-    *(state_dict, unit_state_dict, part_state_dict, typed_state_dict, dcp_state_dict, torch_save),
-    *(export, export_to_folder, full_tensor, summon, summon_with_gradients, deepcopy),
-    *(deepcopy_unit, deepcopy_part, save, save_all, averages, update_averages, forward, gradients),
-    *(norms, norms_of_gradients, named_values, named_gradients, data, detached, memory),
-    *(optimizer_state, optimizer_state_by_name, optimizer_state_by_torch),
-]
-WRITERS = [
-    *(load, load_part, load_from_rank_0, dcp_load, load_optimizer, load_optimizer_by_name),
-    *(load_optimizer_by_torch, load_checkpoint, load_all, apply, write_in_place, write_data),
-    *(write_detached, clip, unscale, step),
-]
+READERS = {
+    "state_dict": state_dict,
+    "unit_state_dict": lambda case: case.model.blocks[0].state_dict(),
+    "part_state_dict": lambda case: {
+        **case.model.blocks.state_dict(),
+        **case.model.blocks[1].up.state_dict(),
+    },
+    "typed_state_dict": typed_state_dict,
+    "dcp_state_dict": lambda case: get_model_state_dict(case.model),
+    "torch_save": torch_save,
+    "export": either(state_dict, export),
+    "export_to_folder": either(state_dict, export_to_folder),
+    "full_tensor": full_tensor,
+    "summon": summon,
+    "summon_with_gradients": summon_with_gradients,
+    "deepcopy": lambda case: copy.deepcopy(case.model).state_dict(),
+    "deepcopy_unit": lambda case: copy.deepcopy(case.model.blocks[1]).state_dict(),
+    "deepcopy_part": lambda case: copy.deepcopy(case.model.head).state_dict(),
+    "save": either(state_dict, save),
+    "save_all": save_all,
+    "averages": either(lambda case: case.averages, lambda case: case.ema.state_dict()),
+    "update_averages": either(lambda case: None, lambda case: case.ema.update()),
+    "forward": forward,
+    "gradients": gradients,
+    "norms": norms,
+    "norms_of_gradients": lambda case: norms(case, grads=True),
+    "named_values": named_values,
+    "named_gradients": named_gradients,
+    "data": lambda case: case.named(lambda param: zshard.full_tensor(param.data)),
+    "detached": lambda case: case.named(lambda param: zshard.full_tensor(param.detach())),
+    "memory": either(lambda case: None, lambda case: case.model.memory()["total"]),
+    "optimizer_state": optimizer_state,
+    "optimizer_state_by_name": either(
+        optimizer_state,
+        lambda case: flat(zshard.optim_state_dict(case.model, case.optimizer)["state"]),
+    ),
+    "optimizer_state_by_torch": lambda case: flat(
+        get_optimizer_state_dict(case.model, case.optimizer)["state"]
+    ),
+}
+WRITERS = {
+    "load": load,
+    "load_part": load_part,
+    "load_from_rank_0": either(load, load_from_rank_0),
+    "dcp_load": lambda case: set_model_state_dict(case.model, case.later["model"]),
+    "load_optimizer": load_optimizer,
+    "load_optimizer_by_name": either(
+        load_optimizer,
+        lambda case: zshard.load_optim_state_dict(case.model, case.optimizer, case.later["named"]),
+    ),
+    "load_optimizer_by_torch": lambda case: set_optimizer_state_dict(
+        case.model, case.optimizer, case.later["named"]
+    ),
+    "load_checkpoint": either(load, lambda case: zshard.load(f"{case.folder}/later", case.model)),
+    "load_all": load_all,
+    "apply": lambda case: case.model.apply(lambda part: in_place(part._parameters.values())),
+    "write_in_place": lambda case: in_place(case.parameters()),
+    "write_data": lambda case: double(param.data for param in case.parameters()),
+    "write_detached": lambda case: double(param.detach() for param in case.parameters()),
+    "clip": clip,
+    "unscale": unscale,
+    "step": lambda case: case.optimizer.step(),
+}

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as files
 import torch.distributed.checkpoint.state_dict as dcp
-from models import CASES, ddp, differences, make, make_optimizer, train
+from models import CASES, ddp, make, make_optimizer, train
 from optim_states import FULL, differ, go_on, rank, reference, trained, wrap
 from spawn import on_ranks
 from torch import nn
@@ -35,24 +35,16 @@ SAVING = {
 @pytest.mark.parametrize("name", ["tied", "frozen", "conv"])
 @on_ranks(2)
 def test_state_equals_the_plain_models(name):
-    """Return {options: what differs between the results for a sharded model and for a DDP
-    model}."""
     kind = "zshard.AdamW"
     plain, theirs = reference(name, kind)
     model, optimizer = trained(name, FULL, kind)
-    found = {}
-    for what, options in SAVING.items():
-        ours = dcp.get_state_dict(model, optimizer, options=StateDictOptions(**options))
-        expected = dcp.get_state_dict(plain, theirs, options=StateDictOptions(**options))
-        empty = what == "rank 0" and rank() == 1
-        found[what] = differ(list(ours), list(expected)) + (
-            ["not empty"] if empty and any(ours) else []
-        )
-        alone = dcp.get_model_state_dict(model, options=StateDictOptions(**options))
-        found[what] += differ(alone, ours[0])
-        alone = dcp.get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options))
-        found[what] += differ(alone, ours[1])
-    assert not any(found.values()), found
+    for what, chosen in SAVING.items():
+        options = StateDictOptions(**chosen)
+        ours = dcp.get_state_dict(model, optimizer, options=options)
+        assert differ(ours, dcp.get_state_dict(plain, theirs, options=options)) == [], what
+        assert any(ours) == (what != "rank 0" or rank() == 0)
+        alone = dcp.get_optimizer_state_dict(model, optimizer, options=options)
+        assert differ((dcp.get_model_state_dict(model, options=options), alone), ours) == [], what
 
 
 LOADING = {
@@ -63,31 +55,26 @@ LOADING = {
 }
 
 
-def resumed(name, kind, combination, options):
-    """Return what differs between continuing and continuing after a load into another model."""
-    model, optimizer = trained(name, FULL, kind)
-    state = copy.deepcopy(dcp.get_state_dict(model, optimizer))
-    expected = go_on(name, model, optimizer)
-    if options.get("broadcast_from_rank0") and rank() == 1:
-        state = {}, {}
-    other = wrap(name, combination, seed=3)
-    theirs = make_optimizer(kind, other)
-    chosen = StateDictOptions(**options)
-    # Not set_state_dict(), which mistakes a rank without a dict for one that loads no model.
-    result = dcp.set_model_state_dict(other, state[0], options=chosen)
-    dcp.set_optimizer_state_dict(other, theirs, state[1], options=chosen)
-    found = [str(each) for each in result if each]
-    return found + differ(go_on(name, other, theirs), expected)
-
-
 WAYS = [(name, what) for name in ("tied", "frozen", "odds") for what in LOADING]
 WAYS += [("conv", "as it is"), ("conv", "full")]  # from rank 0, buffers would be rank 0's
 
 
+@pytest.mark.parametrize(("kind", "combination"), [("zshard.AdamW", C10D), ("torch.SGD", FULL)])
 @pytest.mark.parametrize(("name", "what"), WAYS)
-def test_resumed_run_is_bit_identical(pool2, name, what):
-    for kind, combination in (("zshard.AdamW", C10D), ("torch.SGD", FULL)):
-        assert pool2.run(resumed, name, kind, combination, LOADING[what]) == [[], []]
+@on_ranks(2)
+def test_resumed_run_is_bit_identical(name, what, kind, combination):
+    model, optimizer = trained(name, FULL, kind)
+    state = copy.deepcopy(dcp.get_state_dict(model, optimizer))
+    expected = go_on(name, model, optimizer)
+    if what == "from rank 0" and rank() == 1:
+        state = {}, {}
+    other = wrap(name, combination, seed=3)
+    theirs = make_optimizer(kind, other)
+    options = StateDictOptions(**LOADING[what])
+    # Not set_state_dict(), which mistakes a rank without a dict for one that loads no model.
+    assert not any(dcp.set_model_state_dict(other, state[0], options=options))
+    dcp.set_optimizer_state_dict(other, theirs, state[1], options=options)
+    assert differ(go_on(name, other, theirs), expected) == []
 
 
 @on_ranks(2)
@@ -103,58 +90,42 @@ def test_both_at_once_and_flat():
     assert differ(go_on("mlp", other, theirs), go_on("mlp", model, optimizer)) == []
 
 
-def without_frozen(options):
-    """Frozen parameters are not in the dict, and stay unchanged when it is loaded."""
-    model, _ = trained("frozen", FULL, "zshard.AdamW")
-    state = dcp.get_model_state_dict(model, options=StateDictOptions(**options))
-    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
-    other = wrap("frozen", C10D, seed=3)
-    before = other.state_dict()
-    expected = {**before, **state}
-    left_out = set(frozen).isdisjoint(state)  # checked now: torch may add to the dict that it loads
-    dcp.set_model_state_dict(other, state, options=StateDictOptions(**options))
-    return left_out, differences(other.state_dict(), expected)
-
-
 @pytest.mark.parametrize("full", [True, False])
-def test_frozen_parameters_may_be_omitted(pool2, full):
-    options = {"ignore_frozen_params": True, "full_state_dict": full, "strict": full}
-    assert pool2.run(without_frozen, options) == [(True, [])] * 2
+@on_ranks(2)
+def test_frozen_parameters_may_be_omitted(full):
+    """They are not in the dict, and stay unchanged when it is loaded."""
+    model, other = trained("frozen", FULL, "zshard.AdamW")[0], wrap("frozen", C10D, seed=3)
+    options = StateDictOptions(ignore_frozen_params=True, full_state_dict=full, strict=full)
+    state = dcp.get_model_state_dict(model, options=options)
+    assert not any(name in state for name, p in model.named_parameters() if not p.requires_grad)
+    expected = {**other.state_dict(), **state}
+    dcp.set_model_state_dict(other, state, options=options)
+    assert differ(other.state_dict(), expected) == []
 
 
-def misuse(what, options):
-    """Return the errors of a load of state dicts with missing or misshapen entries."""
+@pytest.mark.parametrize(
+    ("what", "full"), [("missing", False), ("of another shape", False), ("of another shape", True)]
+)
+@on_ranks(2)
+def test_mismatches_are_errors(what, full):
     model, optimizer = trained("mlp", FULL, "zshard.AdamW")
     model_state, optim_state = dcp.get_state_dict(model, optimizer)
     before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     if what == "missing":
         del model_state["first.weight"], optim_state["state"]["first.weight"]
+        of_model = 'Missing key.* in state_dict: "first.weight"'
+        of_optimizer = "Missing optimizer state for parameter 'first.weight'"
     else:
         model_state["first.weight"] = torch.zeros(7, 13)
         optim_state["state"]["first.weight"]["exp_avg"] = torch.zeros(7, 13)
-    texts = []
-    options = StateDictOptions(**options)
-    try:
+        of_model = "size mismatch for first.weight"
+        of_optimizer = "'exp_avg' of parameter 'first.weight'"
+    options = StateDictOptions(full_state_dict=full)
+    with pytest.raises(RuntimeError, match=of_model):
         dcp.set_model_state_dict(model, model_state, options=options)
-    except RuntimeError as error:
-        texts.append(str(error))
-    try:
+    with pytest.raises((RuntimeError, ValueError), match=of_optimizer):
         dcp.set_optimizer_state_dict(model, optimizer, optim_state, options=options)
-    except (RuntimeError, ValueError) as error:
-        texts.append(str(error))
-    return texts, differ([model.state_dict(), optimizer.state_dict()], before)
-
-
-def test_mismatches_are_errors(pool2):
-    for (of_model, of_optimizer), changed in pool2.run(misuse, "missing", {}):
-        assert 'Missing key(s) in state_dict: "first.weight"' in of_model
-        assert "Missing optimizer state for parameter 'first.weight'" in of_optimizer
-        assert changed == []
-    for options in ({}, {"full_state_dict": True}):
-        for (of_model, of_optimizer), changed in pool2.run(misuse, "shape", options):
-            assert "size mismatch for first.weight" in of_model
-            assert "'exp_avg' of parameter 'first.weight'" in of_optimizer
-            assert changed == []
+    assert differ([model.state_dict(), optimizer.state_dict()], before) == []
 
 
 def test_single_rank():
@@ -193,8 +164,7 @@ def saved_by_fsdp2(path):
 @pytest.mark.parametrize("how", ["by name", "by number"])
 @on_ranks(2)
 def test_fsdp2_checkpoint_is_resumed(tmp_path, how, transport):
-    """Return what differs after the same script, with zshard's import, has loaded that
-    checkpoint."""
+    """By the same script with zshard's import."""
     expected = saved_by_fsdp2(tmp_path)
     model = wrap("mlp", ("full_shard", transport), seed=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
@@ -206,27 +176,29 @@ def test_fsdp2_checkpoint_is_resumed(tmp_path, how, transport):
     else:
         train(model, CASES["mlp"], optimizer, rank(), 1)  # dcp.load() reads into existing state
         files.load({"model": model, "optim": optimizer}, checkpoint_id=tmp_path / how)
-    found = differ(dcp.get_state_dict(model, optimizer), expected)
-    assert found == []
+    assert differ(dcp.get_state_dict(model, optimizer), expected) == []
+
+
+LOADERS = [
+    lambda model, state: model.load_state_dict(state),
+    lambda model, state: zshard.load_state_dict(
+        model, state if rank() == 0 else None, from_rank0=True
+    ),
+    dcp.set_model_state_dict,
+]
 
 
 @on_ranks(2)
 def test_names_with_module_prefix_are_loaded():
-    """DDP's state dict has `module.` before each name; return what differs after loading it."""
+    """DDP's state dict has `module.` before each name."""
     theirs = ddp(make(CASES["conv"].make))
     train(theirs, CASES["conv"], torch.optim.SGD(theirs.parameters(), lr=0.1), rank(), 2)
-    found = []
-    for load in (
-        lambda model, state: model.load_state_dict(state),
-        lambda model, state: zshard.load_state_dict(model, state if rank() == 0 else None, from_rank0=True),
-        lambda model, state: dcp.set_model_state_dict(model, state),
-    ):  # fmt: skip
+    for load in LOADERS:
         model = zshard.DistributedDataParallel(make(CASES["conv"].make, 3))
         load(model, theirs.state_dict())
-        found += differences(dict(model.named_parameters()), dict(theirs.module.named_parameters()))
+        assert differ(*(dict(each.named_parameters()) for each in (model, theirs.module))) == []
     own = zshard.DistributedDataParallel(nn.ModuleDict({"module": nn.Linear(2, 2)}))
     own.load_state_dict(own.state_dict())  # of a model that has such a child
     mixed = {**theirs.state_dict(), "else": torch.ones(1)}
     with pytest.raises(RuntimeError, match="Unexpected key"):
         model.load_state_dict(mixed)
-    assert found == []

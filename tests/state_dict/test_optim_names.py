@@ -45,8 +45,23 @@ def test_dict_equals_torchs_for_the_plain_model(name, kind, combination):
     assert not any(id(value) in live for value in tree_leaves(state)), "the optimizer's own tensors"
 
 
-def through_rank_0(name, source, target, kind="zshard.AdamW"):
+ZERO2, ZERO1 = ("shard_grad_op", "c10d"), ("zero1", "c10d")
+WAYS = [
+    (name, "zshard.AdamW", *way)
+    for name in ("mlp", "tied", "odds", "dtypes", "frozen", "unused")
+    for way in ((FULL, ZERO2), (ZERO1, FULL))
+]
+WAYS += [
+    ("odds", "tests.Counting", FULL, ZERO2),
+    ("odds", "tests.Counting", ("no_shard", "c10d"), FULL),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "source", "target"), WAYS)
+@on_ranks(2, 3, 4)
+def test_through_rank_0(name, kind, source, target):
     """Save on rank 0 alone, load from it into another model, and continue training both."""
+    target = ("hybrid_full", 2, 2) if dist.get_world_size() == 4 else target
     model, optimizer = trained(name, source, kind)
     expected = optim_state_dict(model, optimizer)
     state = optim_state_dict(model, optimizer, rank0_only=True)
@@ -59,29 +74,6 @@ def through_rank_0(name, source, target, kind="zshard.AdamW"):
     load_optim_state_dict(other, theirs, state if rank() == 0 else None, from_rank0=True)
     assert differ(optim_state_dict(other, theirs), expected) == []
     assert differ(go_on(name, other, theirs), go_on(name, model, optimizer)) == []
-
-
-@pytest.mark.parametrize("name", ["mlp", "tied", "odds", "dtypes", "frozen", "unused"])
-@pytest.mark.parametrize(
-    ("source", "target"), [(FULL, ("shard_grad_op", "c10d")), (("zero1", "c10d"), FULL)]
-)
-@on_ranks(2)
-def test_through_rank_0(name, source, target):
-    through_rank_0(name, source, target)
-
-
-@pytest.mark.parametrize(
-    ("source", "target"), [(FULL, ("shard_grad_op", "c10d")), (("no_shard", "c10d"), FULL)]
-)
-@on_ranks(2)
-def test_state_under_other_keys_through_rank_0(source, target):
-    through_rank_0("odds", source, target, "tests.Counting")
-
-
-@on_ranks(3, 4)
-def test_more_ranks():
-    target = ("hybrid_full", 2, 2) if dist.get_world_size() == 4 else ("no_shard", "c10d")
-    through_rank_0("odds", FULL, target)
 
 
 def peak_of(function):
@@ -194,7 +186,9 @@ def test_unsendable_state_is_an_error_on_all_ranks():
     good = optim_state_dict(model, optimizer)
     odd = copy.deepcopy(good)
     odd["param_groups"][0]["schedule"] = lambda step: step
-    for state, words in ((None, "lacks 'state' or 'param_groups'"), (odd, "lambda")):
+    malformed = {**copy.deepcopy(good), "state": []}
+    rows = ((None, "lacks 'state'"), (odd, "lambda"), (malformed, "no attribute 'items'"))
+    for state, words in rows:
         own = state if rank() == 0 else None
         with pytest.raises(Exception, match=words) as caught:
             load_optim_state_dict(model, optimizer, own, from_rank0=True)
@@ -230,24 +224,22 @@ def test_optimizer_of_another_model_is_refused():
 def test_fsdp1_functions():
     model, optimizer = trained("mlp", FULL, "torch.AdamW")
     expected = optim_state_dict(model, optimizer)
-    found = differ(FSDP.optim_state_dict(model, optimizer), expected)
-    found += differ(FSDP.optim_state_dict(model, optimizer, optimizer.state_dict()), expected)
+    for more in ((), (optimizer.state_dict(),)):
+        assert differ(FSDP.optim_state_dict(model, optimizer, *more), expected) == []
     other = wrap("mlp", ("full_shard", "c10d"), seed=2)
-    theirs = torch.optim.AdamW(other.parameters())
+    theirs, again, direct = (torch.optim.AdamW(other.parameters()) for _ in range(3))
     theirs.load_state_dict(FSDP.optim_state_dict_to_load(other, theirs, expected))
-    found += differ(optim_state_dict(other, theirs), expected)
+    assert differ(optim_state_dict(other, theirs), expected) == []
     full = StateDictType.FULL_STATE_DICT
     with FSDP.state_dict_type(other, full, None, FullOptimStateDictConfig(rank0_only=True)):
-        again = torch.optim.AdamW(other.parameters())
         state = FSDP.optim_state_dict(other, theirs)
-        found += differ(state, expected if rank() == 0 else {})
+        assert differ(state, expected if rank() == 0 else {}) == []
         again.load_state_dict(FSDP.optim_state_dict_to_load(other, again, state))
-        found += differ(again.state_dict(), theirs.state_dict())
-        again = torch.optim.AdamW(other.parameters())
-        FSDP.optim_state_dict_to_load(other, again, state, load_directly=True)
+        FSDP.optim_state_dict_to_load(other, direct, state, load_directly=True)
+    for each in (again, direct):
+        assert differ(each.state_dict(), theirs.state_dict()) == []
     with pytest.raises(NotImplementedError, match="is_named_optimizer=True"):
         FSDP.optim_state_dict_to_load(other, again, expected, is_named_optimizer=True)
-    assert found + differ(again.state_dict(), theirs.state_dict()) == []
 
 
 def test_single_rank():
@@ -262,12 +254,3 @@ def test_single_rank():
     expected = state["state"]["embed.weight"]
     loaded = {key: theirs.state[plain.embed.weight][key] for key in expected}
     assert_same(loaded, expected, "the loaded state")
-
-
-@on_ranks(2)
-def test_a_malformed_state_of_rank_0_is_an_error_on_all_ranks():
-    model = FSDP(nn.Linear(8, 8))
-    optimizer = torch.optim.Adam(model.parameters())
-    state = {"state": [], "param_groups": [{"params": ["weight", "bias"]}]}
-    with pytest.raises((AttributeError, RuntimeError), match="no attribute 'items'"):
-        load_optim_state_dict(model, optimizer, state if rank() == 0 else None, from_rank0=True)

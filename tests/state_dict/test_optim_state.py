@@ -108,20 +108,20 @@ def test_hybrid_strategies(name, combination):
     resume(name, "zshard.SGD", FULL, combination)
 
 
-def save(name, combination, kind):
-    model, optimizer = trained(name, combination, kind)
-    return model.state_dict(), optimizer.state_dict()
-
-
-def load(name, combination, kind, saved):
-    """Return an optimizer's state after a load, and whether it steps."""
+def loaded(name, combination, kind, saved):
+    """Return an optimizer's state after a load, with which it steps."""
     model = wrap(name, combination, seed=5)
     optimizer = make_optimizer(kind, model)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     state = copy.deepcopy(optimizer.state_dict())
+    assert differ(state, saved[1]) == []
     go_on(name, model, optimizer, steps=1)
-    return state
+    return saved[0], state
+
+
+def both_states(*args):
+    return tuple(each.state_dict() for each in trained(*args))
 
 
 @pytest.mark.parametrize(
@@ -129,12 +129,10 @@ def load(name, combination, kind, saved):
     [("odds", "zshard.AdamW"), ("tied", "torch.SGD"), ("odds", "tests.Counting")],
 )
 def test_from_three_ranks_to_two_to_one_and_back(pool3, pool2, name, kind):
-    saved = pool3.run(save, name, FULL, kind)[0]
-    for state in pool2.run(load, name, ("full_shard", "c10d"), kind, saved):
-        assert differ(state, saved[1]) == []
-    assert differ(load(name, FULL, kind, (saved[0], state)), saved[1]) == []
-    for again in pool3.run(load, name, ("shard_grad_op", "shm"), kind, (saved[0], state)):
-        assert differ(again, saved[1]) == []
+    saved = pool3.run(both_states, name, FULL, kind)[0]
+    saved = pool2.run(loaded, name, ("full_shard", "c10d"), kind, saved)[1]
+    saved = loaded(name, FULL, kind, saved)
+    pool3.run(loaded, name, ("shard_grad_op", "shm"), kind, saved)
 
 
 def distances(model, optimizer):
@@ -278,14 +276,13 @@ def test_custom_optimizer():
 
 @on_ranks(2)
 def test_user_hooks_see_full_tensors():
-    """Return the shapes that user hooks see: full ones, in saving and loading."""
     _, optimizer = trained("mlp", FULL, "zshard.AdamW")
     seen = []
 
-    def shape_of(state):
-        return tuple(state["state"][0]["exp_avg"].shape)
+    def note(_, state):
+        seen.append(tuple(state["state"][0]["exp_avg"].shape))
 
-    optimizer.register_state_dict_post_hook(lambda _, state: seen.append(shape_of(state)))
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(shape_of(state)))
+    optimizer.register_state_dict_post_hook(note)
+    optimizer.register_load_state_dict_pre_hook(note)
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen == [(13, 7), (13, 7)]

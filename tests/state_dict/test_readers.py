@@ -14,30 +14,7 @@ import torch
 import torch.distributed as dist
 from compare import differences
 from models import COMBINATIONS
-from readers import (
-    READERS,
-    WRITERS,
-    Case,
-    after_more_steps,
-    export,
-    forward,
-    full_tensor,
-    gradients,
-    named_gradients,
-    named_values,
-    norms_of_gradients,
-    optimizer_state,
-    optimizer_state_by_name,
-    part_state_dict,
-    state_dict,
-    step,
-    summon,
-    summon_with_gradients,
-    torch_save,
-    typed_state_dict,
-    unit_state_dict,
-    update_averages,
-)
+from readers import READERS, WRITERS, Case, after_more_steps, gradients
 from scenarios import floats
 from spawn import on_ranks
 
@@ -104,9 +81,8 @@ def write(model):
 
 
 def summoned(case, act, writeback=True):
-    before = [p.detach().clone() for p in case.model.parameters()]
-    full = FSDP.summon_full_params(case.model, writeback=writeback)
-    with contextlib.nullcontext() if case.is_plain else full:
+    before = [p.detach().clone() for p in case.parameters()]
+    with case.unless_plain(FSDP.summon_full_params(case.model, writeback=writeback)):
         write(case.model)
         act()
     if case.is_plain and not writeback:
@@ -119,7 +95,7 @@ def summoned_for_now(case, act):
 
 def summoned_on_rank_0(case, act):
     full = FSDP.summon_full_params(case.model, writeback=False, rank0_only=True)
-    with contextlib.nullcontext() if case.is_plain else full:
+    with case.unless_plain(full):
         act()
 
 
@@ -132,7 +108,7 @@ def unsharded_by_hand(case, act):
 
 
 def swapped(case, act, calls=False):
-    before = [p.detach().clone() for p in case.model.parameters()]
+    before = [p.detach().clone() for p in case.parameters()]
     if case.is_plain:
         case.set(case.averages.values())
     with contextlib.nullcontext() if case.is_plain else case.ema.swapped():
@@ -185,7 +161,7 @@ WITHIN_A_PASS = (before_forward, in_forward, in_backward, after_accumulation)
 """Where a plain model may not be written to or called."""
 WITHIN_A_STEP = (before_step, after_step)
 
-GRADIENTS = (gradients, norms_of_gradients, named_gradients, summon_with_gradients)
+GRADIENTS = {"gradients", "norms_of_gradients", "named_gradients", "summon_with_gradients"}
 
 LOADS = {"load", "load_part", "load_from_rank_0", "dcp_load", "load_checkpoint", "load_all"}
 LOADS_OF_OPTIMIZERS = {"load_optimizer", "load_optimizer_by_name", "load_optimizer_by_torch"}
@@ -195,7 +171,8 @@ AVERAGES = {"averages", "update_averages"}
 WRITES = {"write_in_place", "write_data", "write_detached"}
 BETWEEN_STEPS = {*SAVES, *COPIES, *AVERAGES, *LOADS_OF_OPTIMIZERS, "step", "summon_with_gradients"}
 IN_A_PASS = {*SAVES, *COPIES, "deepcopy_part", *AVERAGES, "summon"}
-ALL = {reader.__name__ for reader in (*READERS, *WRITERS)}
+CALLS = {**READERS, **WRITERS}
+ALL = set(CALLS)
 
 TABLE = {
     "before_forward": {*IN_A_PASS, "summon_with_gradients"},
@@ -225,17 +202,17 @@ SAY_WHEN = re.compile(r"cannot .*|.*(before|outside|after|leave).*")
 
 def is_possible(state, reader):
     """Return whether a script may do so with a plain model."""
-    if state in WITHIN_A_STEP and reader is step:
+    if state in WITHIN_A_STEP and reader == "step":
         return False
     if state is summoned_on_rank_0 and reader in WRITERS:
         return False  # which ranks would do unlike things
     if state is after_accumulation and reader in GRADIENTS:
         return False  # these hooks run at the end of backward, when all gradients are there
-    return not (state in WITHIN_A_PASS and (reader in WRITERS or reader is forward))
+    return not (state in WITHIN_A_PASS and (reader in WRITERS or reader == "forward"))
 
 
 def changes(reader, state):
-    return reader in (*WRITERS, update_averages, summon) or state in WITHIN_A_STEP
+    return reader in (*WRITERS, "update_averages", "summon") or state in WITHIN_A_STEP
 
 
 def any_rank(found):
@@ -246,13 +223,15 @@ def any_rank(found):
 
 
 def outcome(case, reader, state):
-    """Return what the reader gives in the state, what the model has after it, and errors."""
+    """Return the tensors that the reader gives in the state, if any, what the model has after it, and
+    errors. Without a reader, there is the state alone."""
     case.reader, found, said = reader, [None, None], []
 
     def act():
         try:
-            got = case.reader(case)
-            found[0] = None if got is None else {n: t.clone() for n, t in got.items()}
+            got = CALLS[reader](case) if reader else None
+            if isinstance(got, dict):
+                found[0] = {name: tensor.clone() for name, tensor in got.items()}
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
 
@@ -275,34 +254,30 @@ def after(case):
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
 @on_ranks(2)
 def test_each_reader_is_right_or_says_when_to_call(state, combination, tmp_path):
-    """Return the readers that are refused, and those that are wrong.
-
-    A reader that has changed nothing leaves its models to the next one.
-    """
-    folder = str(tmp_path)
+    """A reader that has changed nothing leaves its models to the next one."""
     refused, wrong, both = set(), {}, None
-    later = after_more_steps(combination, folder)
-    for reader in [*READERS, *WRITERS]:
+    later = after_more_steps(combination, tmp_path)
+    for reader in CALLS:
         if not is_possible(state, reader):
             continue
         if both is None:
-            case = Case(combination, folder, later)
-            both = case, Case(None, folder, later, case.averages)
+            case = Case(combination, tmp_path, later)
+            both = case, Case(None, tmp_path, later, case.averages)
         case, plain = both
         got, left, said = outcome(case, reader, state)
         want, expected, failed = outcome(plain, reader, state)
         assert not failed, failed
         if said:
-            refused.add(reader.__name__)
+            refused.add(reader)
             if len(said) > 1 or not SAY_WHEN.search(said[0]):
-                wrong[reader.__name__] = said
+                wrong[reader] = said
         if any_rank(said):
             both = None
             continue
         bad = differences(left, expected)
-        bad += [] if got is None else differences(got, want)
+        bad += [] if got is None or want is None else differences(got, want)
         if bad:
-            wrong[reader.__name__] = bad
+            wrong[reader] = bad
         if changes(reader, state) or any_rank(bad):
             case.learn()  # the ranks are in step
             both = None
@@ -317,14 +292,17 @@ def test_each_reader_is_right_or_says_when_to_call(state, combination, tmp_path)
 # --- one rank alone -----------------------------------------------------------------------------------
 
 ALONE = [
-    *(state_dict, unit_state_dict, part_state_dict, typed_state_dict, torch_save, export),
-    *(full_tensor, named_values, forward, optimizer_state, optimizer_state_by_name),
+    *(
+        "state_dict",
+        "unit_state_dict",
+        "part_state_dict",
+        "typed_state_dict",
+        "torch_save",
+        "export",
+    ),
+    *("full_tensor", "named_values", "forward", "optimizer_state", "optimizer_state_by_name"),
 ]
 MOMENTS = [at_rest, kept_for_backward, within_no_sync, after_a_failure, swapped]
-
-
-def nothing(case):
-    return None
 
 
 @pytest.mark.sampled(2)
@@ -333,19 +311,16 @@ def nothing(case):
 @pytest.mark.parametrize("state", MOMENTS, ids=lambda state: state.__name__)
 @on_ranks(2)
 def test_one_rank_alone_reads_what_a_plain_model_has(state, combination, rank, tmp_path):
-    """Return the readers that are wrong: one rank alone calls each of them."""
-    folder = str(tmp_path)
-    wrong, later = {}, after_more_steps(combination, folder)
-    case = Case(combination, folder, later)
-    plain = Case(None, folder, later, case.averages)
+    wrong, later = {}, after_more_steps(combination, tmp_path)
+    case = Case(combination, tmp_path, later)
+    plain = Case(None, tmp_path, later, case.averages)
     for reader in ALONE:
-        own = reader if dist.get_rank() == rank else nothing
-        got, left, said = outcome(case, own, state)
+        got, left, said = outcome(case, reader if dist.get_rank() == rank else None, state)
         want, expected, _ = outcome(plain, reader, state)
         bad = said or differences(left, expected)
         bad += [] if got is None else differences(got, want)
         if bad:
-            wrong[reader.__name__] = bad
+            wrong[reader] = bad
         for each in (case, plain):
             each.optimizer.zero_grad()
             each.learn()

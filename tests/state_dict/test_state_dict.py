@@ -1,6 +1,7 @@
 """state_dict() and load_state_dict() of entire models: plain tensors under plain names, both ways.
 
-For submodules see test_state_dict_parts.py, for user hooks and methods test_state_dict_hooks.py.
+For submodules see test_state_dict_parts.py, for user hooks and methods test_state_dict_hooks.py, for
+unusual moments test_readers.py.
 """
 
 from __future__ import annotations
@@ -32,26 +33,15 @@ from zshard import FSDP
 FULL = ("full_shard", "shm")
 
 
-def check_state_dict(name, combination):
-    """Fail unless a sharded model's state dict is the plain model's."""
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2, 3)
+def test_names_and_values_equal_the_plain_model(name, combination):
     plain, state = make(CASES[name].make).state_dict(), sharded(name, combination).state_dict()
     assert_same(state, plain, "the state dict")
     assert list(state) == list(plain) and state._metadata == plain._metadata
     assert {(type(v), v.requires_grad) for v in state.values()} == {(torch.Tensor, False)}
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize("name", CASES)
-@on_ranks(2)
-def test_names_and_values_equal_the_plain_model(name, combination):
-    check_state_dict(name, combination)
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@on_ranks(3, 4)
-def test_more_ranks(combination):
-    check_state_dict("odds", combination)
 
 
 ROUND_TRIPS = [
@@ -87,43 +77,36 @@ def test_state_dicts_load_across_strategies_and_plain_models(name, source, targe
     assert_same(model.state_dict(), state, "the first model")
 
 
-def loads(state, strict=True, model=None):
+MISFITS = {  # names that a state lacks, and further ones
+    "missing": (["blocks.1.inner.0.up.weight", "norm.bias"], []),
+    "extra": ([], ["blocks.1.more", "another"]),
+    "both": (["head.bias"], ["head.bais"]),
+    "a part": ([name for name in Net().state_dict() if not name.startswith("blocks.1")], []),
+}
+
+
+def result_of(model, state, strict):
     """Return what load_state_dict returns or raises, in a comparable form."""
     try:
-        result = (model or make(Net)).load_state_dict(state, strict=strict)
-        return sorted(result.missing_keys), sorted(result.unexpected_keys)
+        keys = model.load_state_dict(state, strict=strict)
+        return sorted(keys.missing_keys), sorted(keys.unexpected_keys)
     except RuntimeError as error:
         return str(error)
 
 
-def damaged_states():
-    """State dicts that do not match, by their problem."""
-    whole = make(Net, seed=2).state_dict()
-    missing, extra, both = dict(whole), dict(whole), dict(whole)
-    del missing["blocks.1.inner.0.up.weight"], missing["norm.bias"]
-    extra["blocks.1.more"] = torch.zeros(3)
-    extra["another"] = torch.zeros(3)
-    del both["head.bias"]
-    both["head.bais"] = torch.zeros(31)
-    return {"missing": missing, "extra": extra, "both": both}
-
-
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
-def test_missing_and_unexpected_names_are_reported_as_by_torch(combination):
-    for what, state in damaged_states().items():
+def test_missing_and_unexpected_names_are_as_in_torch(combination):
+    """With strict=False, other entries are loaded, and parameters without one are unchanged."""
+    for what, (missing, more) in MISFITS.items():
+        state = {**make(Net, seed=2).state_dict(), **{name: torch.zeros(3) for name in more}}
+        for name in missing:
+            del state[name]
         for strict in (True, False):
-            reported = loads(state, strict, wrapped(Net, combination))
-            assert reported == loads(state, strict), what
-
-
-@on_ranks(2)
-def test_partial_state_can_be_loaded():
-    """After a load with strict=False, given entries are loaded and the others are unchanged."""
-    model, state = wrapped(Net, FULL), make(Net, seed=2).state_dict()
-    part = {key: value for key, value in state.items() if key.startswith("blocks.1")}
-    model.load_state_dict(part, strict=False)
-    assert_same(model.state_dict(), {**make(Net).state_dict(), **part}, "the model")
+            model, plain = wrapped(Net, combination), make(Net)
+            assert result_of(model, state, strict) == result_of(plain, state, strict), what
+            if not strict:
+                assert_same(model.state_dict(), plain.state_dict(), what)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -134,8 +117,8 @@ def test_shape_errors_match_torch(combination):
     state["norm.bias"] = torch.zeros(12)
     del state["head.bias"]
     model = wrapped(Net, combination)
-    text = loads(state, True, model)
-    for line in loads(state).splitlines()[1:]:
+    text = result_of(model, state, True)
+    for line in result_of(make(Net), state, True).splitlines()[1:]:
         name = line.split(":")[0]  # "size mismatch for NAME", "Missing key(s) in state_dict"
         assert name.strip() in text
     for words in ("22, 12", "22, 11", "12", "11", "head.bias", "Error(s) in loading state_dict"):
@@ -214,34 +197,6 @@ def test_assigning_is_refused(combination):
     with pytest.raises(ValueError, match="assign=True"):
         model.load_state_dict(make(Net, seed=2).state_dict(), assign=True)
     assert_same(model.state_dict(), make(Net).state_dict(), "the model")
-
-
-# --- unusual moments ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@on_ranks(2)
-def test_loading_between_a_forward_and_a_backward(combination):
-    """A load after a forward that has kept its units for a backward that never comes."""
-    model, state = wrapped(Net, combination), make(Net, seed=2).state_dict()
-    model(CASES["net"].batch(0, dist.get_rank()))
-    model.load_state_dict(state)
-    assert_same(model.state_dict(), state, "the model")
-    loss_of(model(CASES["net"].batch(0, dist.get_rank()))).backward()
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@on_ranks(2)
-def test_saving_within_a_forward(combination):
-    """A hook calls state_dict() in a forward; the forward continues with its weights."""
-    model, plain = wrapped(Net, combination), make(Net)
-    states = []
-    model.blocks[1].register_forward_pre_hook(lambda *_: states.append(model.state_dict()))
-    batch = CASES["net"].batch(0, 0)
-    loss = loss_of(model(batch))
-    loss.backward()
-    assert_same(loss, loss_of(plain(batch)), "the loss")
-    assert_same(states[0], plain.state_dict(), "the state dict")
 
 
 @on_ranks(2)

@@ -1,18 +1,23 @@
-"""User code in saving and loading: hooks and methods see full tensors, or raise.
+"""User code in saving and loading: hooks and methods see full tensors, or raise; extra state.
 
 A hook works on a sharded model as on its plain twin, whether it was registered before or after
-wrapping.
+wrapping. set_extra_state() may do anything with a tensor, so it gets one with its values, after
+everything that is loaded has been checked.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import manifest_in, tensors_in
 from compare import assert_same
 from models import Nested, Net, make, wrapped
+from safetensors.torch import save_file
 from spawn import on_ranks
 from torch import nn
 
+import zshard
 from zshard import FSDP
 
 FULL = ("full_shard", "shm")
@@ -98,38 +103,27 @@ def test_hooks_on_all_modules_see_full_shapes(early):
     assert seen == {"save": shapes, "load": shapes, "self": shapes}
 
 
-class Positions(nn.Module):
-    """Accepts a different number of positions, as vision models do."""
-
-    def __init__(self, n=12):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(n, 2))
-        self.more = nn.Parameter(torch.randn(3))
-        self.register_load_state_dict_pre_hook(self.fit)
-
-    @staticmethod
-    def fit(module, state, prefix, *_):
-        given = state[prefix + "table"]
-        if given.shape != module.table.shape:
-            n = module.table.size(0)
-            state[prefix + "table"] = given[:n] if len(given) > n else given.repeat(2, 1)[:n]
-        if prefix + "more" not in state:  # an older file: it keeps its values
-            state[prefix + "more"] = module.more.data
-
-    def forward(self, x):
-        return x + self.table.sum() + self.more.sum()
-
-
+@EARLY
 @on_ranks(2)
-def test_load_hook_may_read_shapes():
-    for n in (9, 12, 17):
-        plain = make(Positions)
-        model = FSDP(nn.Sequential(make(Positions)), auto_wrap_policy=None)
-        state = make(lambda n=n: Positions(n), 2).state_dict()
-        del state["more"]
-        plain.load_state_dict(state)
-        model.load_state_dict({f"0.{name}": value for name, value in state.items()})
-        assert_same(model[0].state_dict(), plain.state_dict(), "the table")
+def test_load_hook_may_read_shapes(early):
+    """It fits a weight of another length, and keeps the bias, which an older file lacks."""
+
+    def fit(module, state, prefix, *_):
+        size = module.weight.size(0)
+        state[prefix + "weight"] = state[prefix + "weight"].repeat(2)[:size]
+        state.setdefault(prefix + "bias", module.bias.data)
+
+    def register(model):
+        model.norm.register_load_state_dict_pre_hook(fit)
+
+    for n in (7, 11, 17):
+        model, plain = with_hooks(register, early, None), make(Net)
+        register(plain)
+        state = {**make(Net, 2).state_dict(), "norm.weight": torch.randn(n)}
+        del state["norm.bias"]
+        for each in (model, plain):
+            each.load_state_dict(state)
+        assert_same(model.state_dict(), plain.state_dict(), "the model")
 
 
 @pytest.mark.parametrize("ask", ["clone", "copy_", "fill_", "cat", "data"])
@@ -189,3 +183,47 @@ def test_custom_load_state_dict():
     model, plain = wrapped(lambda: OwnLoad(5, 3), FULL), make(lambda: OwnLoad(5, 3), seed=2)
     model.load_state_dict({f"own.{name}": value for name, value in plain.state_dict().items()})
     assert_same(model.state_dict(), plain.state_dict(), "the model")
+
+
+# --- extra state ----------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    """Its extra state is a tensor of bytes, from which it computes something on loading."""
+
+    def __init__(self, value):
+        super().__init__(3, 3)
+        self.peaks = torch.full((2,), float(value))
+
+    def get_extra_state(self):
+        return self.peaks.view(torch.uint8)
+
+    def set_extra_state(self, state):
+        self.peaks = state.cpu().clone().view(torch.float32) * 1
+
+
+def scaled(value):
+    return nn.Sequential(Scaled(value), nn.Linear(3, 2))
+
+
+@pytest.fixture(params=["zshard", "safetensors", "torch"])
+def folder_with_extra_state(request, tmp_path):
+    folder, state = tmp_path / "x", dict(scaled(5).state_dict())
+    if request.param == "zshard":
+        zshard.save(folder, FSDP(scaled(5)))
+        assert "0._extra_state" not in tensors_in(folder)
+        assert list(manifest_in(folder).model["extra_state"]) == ["0._extra_state"]
+    elif request.param == "safetensors":
+        folder.mkdir()
+        save_file(state, folder / "model.safetensors")
+    else:
+        dcp.save({"model": state}, checkpoint_id=folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+@on_ranks(2)
+def test_a_tensor_of_extra_state_is_loaded(folder_with_extra_state):
+    for model in (FSDP(scaled(7)), scaled(7)):
+        zshard.load(folder_with_extra_state, model)
+        assert model[0].peaks.tolist() == [5, 5]

@@ -1,117 +1,188 @@
-"""state_dict() and load_state_dict() of submodules equal those of the plain model's submodules."""
+"""state_dict() and load_state_dict() of submodules equal those of the plain model's submodules; and
+FSDP1's state_dict_type, by which rank 0 alone gets the full state dict.
+"""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 
 import pytest
-from models import CASES, Nested, Net, differences, make, sharded, wrapped
-from spawn import on_ranks, ranks
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from compare import assert_same
+from models import CASES, COMBINATIONS, Mlp, Nested, Net, make, sharded, wrapped
+from spawn import on_ranks
+from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 
 import zshard
 from zshard import FSDP
 from zshard.state import stand_ins
+from zshard.units.units import units_of
 
 FULL = ("full_shard", "shm")
 
 
-def every_part(name, combination):
-    """Return what differs between the state of each module and that of its plain twin; and after
-    each was loaded with other values, what differs between the models."""
-    model, (plain, other) = sharded(name, combination), [make(CASES[name].make, s) for s in (1, 2)]
-    found = []
-    for (where, part), twin in zip(model.named_modules(), plain.modules(), strict=True):
-        for options in ({}, {"keep_vars": True, "prefix": "a.b."}):
-            ours, theirs = part.state_dict(**options), twin.state_dict(**options)
-            found += [f"{where}: {text}" for text in differences(ours, theirs)]
-            found += [where] if list(ours) != list(theirs) else []
-            for key, value in theirs.items():
-                same_kind = type(ours[key]) is type(value)
-                same_grad = ours[key].requires_grad == value.requires_grad
-                found += [] if same_kind and same_grad else [f"{where}: {key} is of another kind"]
-    for part, twin, source in reversed(
-        list(zip(model.modules(), plain.modules(), other.modules(), strict=True))
-    ):
-        part.load_state_dict(source.state_dict())
-        twin.load_state_dict(source.state_dict())
-        found += differences(model.state_dict(), plain.state_dict())
-    return found
+def kinds_of(state):
+    return [(name, type(value), value.requires_grad) for name, value in state.items()]
 
 
 PARTS = ["one unit", "tied", "odds", "dtypes", "frozen", "attention", "recurrent", "conv"]
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("combination", [FULL, ("shard_grad_op", "c10d")])
 @pytest.mark.parametrize("name", PARTS)
-def test_every_submodule_saves_and_loads_as_in_a_plain_model(pool2, name):
-    for combination in [FULL, ("shard_grad_op", "c10d")]:
-        assert pool2.run(every_part, name, combination) == [[], []]
+@on_ranks(2, 3)
+def test_every_submodule_saves_and_loads_as_in_a_plain_model(name, combination):
+    model, (plain, other) = sharded(name, combination), [make(CASES[name].make, s) for s in (1, 2)]
+    for (where, part), twin in zip(model.named_modules(), plain.modules(), strict=True):
+        for options in ({}, {"keep_vars": True, "prefix": "a.b."}):
+            ours, theirs = part.state_dict(**options), twin.state_dict(**options)
+            assert_same(ours, theirs, where)
+            assert kinds_of(ours) == kinds_of(theirs), where
+    models = zip(model.modules(), plain.modules(), other.modules(), strict=True)
+    for part, twin, source in reversed(list(models)):
+        part.load_state_dict(source.state_dict())
+        twin.load_state_dict(source.state_dict())
+        assert_same(model.state_dict(), plain.state_dict(), "the model")
 
 
-@ranks(3, 4)
-def test_submodules_on_more_ranks(pool):
-    assert pool.run(every_part, "odds", FULL) == [[]] * pool.world
+@pytest.mark.parametrize("policy", [{Nested}, None], ids=["blocks", "one unit"])
+@on_ranks(2)
+def test_unit_is_gathered_once_per_call(policy):
+    """For the state of the model, of a list in it, and of one layer."""
+    model, each, read_full = (
+        FSDP(make(Net), auto_wrap_policy=policy),
+        len(list(Nested(11).parameters())),
+        stand_ins.read_full,
+    )
+    reads = []
 
+    def read(entries, targets):
+        read_full(entries, targets)
+        reads.append((entries[0].unit.name, len(entries)))
 
-def gathers(name, policy):
-    """Return how often a unit is gathered for the state of the model, of a list in it, and of one
-    layer."""
-    model, counts = FSDP(make(CASES[name].make), auto_wrap_policy=policy), []
-    method = stand_ins.read_full
-
-    def counted(entries, targets):
-        method(entries, targets)
-        counts[-1].append((entries[0].unit.name, len(entries)))
-
-    stand_ins.read_full = counted
-    try:
-        for part in (model, model.blocks, model.norm):
-            counts.append([])
+    blocks = [(f"blocks.{i}", each) for i in range(3)] if policy else [("", 3 * each)]
+    whole = [("", 5), *blocks] if policy else [("", 5 + 3 * each)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stand_ins, "read_full", read)
+        for part, expected in ((model, whole), (model.blocks, blocks), (model.norm, [("", 2)])):
             part.state_dict()
-    finally:
-        stand_ins.read_full = method
-    return counts
-
-
-def test_unit_is_gathered_once_per_call(pool2):
-    each = len(list(Nested(11).parameters()))
-    for counts in pool2.run(gathers, "net", {Nested}):
-        blocks = [(f"blocks.{i}", each) for i in range(3)]
-        assert counts == [[("", 5), *blocks], blocks, [("", 2)]]
-    for counts in pool2.run(gathers, "net", None):
-        assert counts == [[("", 5 + 3 * each)], [("", 3 * each)], [("", 2)]]
+            assert reads == expected
+            reads.clear()
 
 
 @on_ranks(2)
 def test_copied_submodules_are_plain():
     """A copied submodule is plain, with its attributes; its shards are not pickled."""
     model = wrapped(Net, FULL, auto_wrap_policy=None)
-    found = []
     for part in (model.norm, model.blocks[0], model.blocks):
         with pytest.raises(zshard.ShardError, match="shard of"):
             pickle.dumps(part)
-        made = copy.deepcopy(part)
+        twin = copy.deepcopy(part)
         own = {name: param.detach() for name, param in part.named_parameters()}
-        found += differences(made.state_dict(), own)
-        made.load_state_dict({name: value + 1 for name, value in own.items()})
-        found += differences(made.state_dict(), {n: v + 1 for n, v in own.items()})
-    assert found + differences(model.state_dict(), make(Net).state_dict()) == []
+        assert_same(twin.state_dict(), own, "the copy")
+        own = {name: value + 1 for name, value in own.items()}
+        twin.load_state_dict(own)
+        assert_same(twin.state_dict(), own, "the copy after a load")
+    assert_same(model.state_dict(), make(Net).state_dict(), "the model")
 
 
-def tied_too_late(how):
-    """Return the error of state_dict() after a parameter got another place."""
+@on_ranks(2)
+def test_a_shard_that_got_another_place_is_an_error():
     model = wrapped(Net, FULL, auto_wrap_policy={Nested})
-    if how == "tied":
-        model.head.weight = model.embed.weight
-    else:
-        model.other = model.blocks[0].gain
-    with pytest.raises(RuntimeError, match="only this rank's shard") as caught:
+    model.head.weight = model.embed.weight
+    words = "only this rank's shard of 'head.weight'.*before FSDP"
+    with pytest.raises(RuntimeError, match=words):
         model.state_dict()
-    return str(caught.value)
+    model = wrapped(Net, FULL, auto_wrap_policy={Nested})
+    model.other = model.blocks[0].gain
+    with pytest.raises(RuntimeError, match=words.replace("head.weight", "other")):
+        model.state_dict()
 
 
-@pytest.mark.parametrize("how", ["tied", "given away"])
-def test_shard_in_a_state_dict_is_an_error(pool2, how):
-    name = {"tied": "head.weight", "given away": "other"}[how]
-    for message in pool2.run(tied_too_late, how):
-        assert f"'{name}'" in message and "before FSDP" in message
+# --- state_dict_type ------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_rank_0_only():
+    """Within a unit, and in another context's; a plain module above a unit has its entire dict."""
+    model = make(Mlp)
+    FSDP(model.first)
+
+    def lengths():
+        return [len(each.state_dict()) for each in (model.first, model)]
+
+    config = FullStateDictConfig(rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        assert lengths() == [2 if dist.get_rank() == 0 else 0, 5]
+        with FSDP.state_dict_type(model, "FULL_STATE_DICT"):
+            assert lengths() == [2, 5]
+    assert lengths() == [2, 5]
+
+
+@on_ranks(2)
+def test_types_for_shards_have_full_tensors(tmp_path):
+    """As FSDP1's scripts save: within the type, by dcp, on all ranks."""
+    model, other = FSDP(make(Mlp)), FSDP(make(Mlp, seed=3))
+    for kind in ("SHARDED_STATE_DICT", StateDictType.LOCAL_STATE_DICT):
+        path = f"{tmp_path}/{getattr(kind, 'name', kind)}"
+        with pytest.warns(
+            UserWarning, match="_STATE_DICT has full tensors here: .* use zshard.save"
+        ):
+            FSDP.set_state_dict_type(model, kind)
+        state = model.state_dict()
+        assert_same(state, make(Mlp).state_dict(), "the state dict")
+        dcp.save({"model": state}, checkpoint_id=path)
+        loaded = {"model": other.state_dict()}
+        dcp.load(loaded, checkpoint_id=path)
+        other.load_state_dict(loaded["model"])
+        assert_same(other.state_dict(), state, "the loaded model")
+
+
+def test_other_types_are_refused():
+    model = FSDP(make(Mlp))
+    match = "state_dict_type must be one of 'FULL_STATE_DICT', 'SHARDED_STATE_DICT'"
+    with pytest.raises(ValueError, match=match), FSDP.state_dict_type(model, "WHOLE"):
+        pass
+
+
+def deep():
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+
+
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
+@on_ranks(2)
+def test_other_ranks_hold_no_full_copy(combination):
+    """In copies, and in slots beyond those that steps have reserved."""
+    model = wrapped(deep, combination, auto_wrap_policy={nn.Linear})
+    reserved = model.memory()["slots"]
+    full = sum(p.numel() * p.element_size() for p in deep().parameters())
+    new_full, read_full = stand_ins.new_full, stand_ins.read_full
+    copies, held = weakref.WeakSet(), []
+
+    def new(entry):
+        copy = new_full(entry)
+        copies.add(copy.untyped_storage())
+        return copy
+
+    def read(entries, targets):
+        read_full(entries, targets)
+        held.append(sum(each.nbytes() for each in copies) + model.memory()["slots"] - reserved)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stand_ins, "new_full", new)
+        patch.setattr(stand_ins, "read_full", read)
+        config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+            state = model.state_dict()
+    if dist.get_rank() == 0:
+        assert_same(state, make(deep).state_dict(), "the state dict")
+        assert max(held) >= full
+    else:
+        assert not state
+        unit = max(state.unit.bytes["full"] for _, state in units_of(model))
+        assert max(held) <= unit + 4096 < full / 3

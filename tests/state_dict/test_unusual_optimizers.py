@@ -64,12 +64,25 @@ class TwoLooks(WithoutOptions):
         return loss
 
 
-def built(combination):
+def stack(combination):
+    """Return a sharded model, or without a combination a plain one."""
     return make(Stack) if combination is None else wrapped(Stack, combination)
 
 
-def train(model, optimizer, n):
-    for i in range(n):
+def adam(params):
+    return torch.optim.Adam(params, 0.01)
+
+
+def stepped(combination, kind=adam):
+    """Return a model and its optimizer after a step."""
+    model = stack(combination)
+    optimizer = kind(model.parameters())
+    train(model, optimizer, 1)
+    return model, optimizer
+
+
+def train(model, optimizer, n, first=0):
+    for i in range(first, first + n):
         optimizer.zero_grad()
         model(floats(i)).sum().backward()
         optimizer.step()
@@ -83,14 +96,12 @@ def same_as_plain(run, combination, *args):
 
 
 def resumed(combination, kind, folder, how):
-    """Return the model after steps, a load of earlier state, and another step."""
-    model = built(combination)
-    optimizer = kind(model.parameters())
-    train(model, optimizer, 2)
+    """Return the model after a step, a load of earlier state, and two more steps."""
+    model, optimizer = stepped(combination, kind)
     if how == "file" and combination is not None:
-        zshard.save(f"{folder}/saved", model, optimizer)
+        zshard.save(folder, model, optimizer)
         train(model, optimizer, 1)
-        zshard.load(f"{folder}/saved", model, optimizer)
+        zshard.load(folder, model, optimizer)
     else:
         earlier = whole(model), optimizer.state_dict()
         optimizer.load_state_dict(earlier[1])
@@ -106,12 +117,12 @@ def resumed(combination, kind, folder, how):
 )
 @on_ranks(2)
 def test_their_state_loads(kind, combination, how, tmp_path):
-    same_as_plain(resumed, combination, kind, str(tmp_path), how)
+    same_as_plain(resumed, combination, kind, tmp_path / "saved", how)
 
 
 def looks(combination):
     """Train with a closure that evaluates before it trains."""
-    model = built(combination)
+    model = stack(combination)
     optimizer = TwoLooks(model.parameters())
 
     def closure():
@@ -166,14 +177,12 @@ class Wraps(WithoutOptions):
 def steps_of_two(combination, kind):
     """A tenth of the steps fails; state is read right after each."""
     torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
-    model = built(combination)
+    model = stack(combination)
     optimizer = kind(model.parameters(), lr=1e-3, momentum=0.9)
     for i in range(30):
-        optimizer.zero_grad()
-        model(floats(i)).sum().backward()
         optimizer.fails = i % 10 == 5
         with contextlib.suppress(OverflowError):
-            optimizer.step()
+            train(model, optimizer, 1, first=i)
         model.state_dict(), optimizer.state_dict()
     return model
 
@@ -205,7 +214,7 @@ def ignoring(has_base):
 
 
 def steps_without_its_closure(combination, has_base):
-    model = built(combination)
+    model = stack(combination)
     optimizer = ignoring(has_base)(model.parameters())
     (model(floats(1)).sum() * 100).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -234,7 +243,7 @@ class StepsWithItsOwn(WithoutOptions):
 
 
 def steps_with_its_own(combination):
-    model = built(combination)
+    model = stack(combination)
     optimizer = StepsWithItsOwn(model.parameters())
 
     def own():
@@ -267,9 +276,7 @@ def test_a_closure_of_its_own_is_checked_or_refused(combination):
 @on_ranks(2)
 def test_state_dict_hooks_may_change_the_format(combination):
     for change in (dict.popitem, dict.clear, lambda packed: packed.update(state=None)):
-        model = wrapped(Stack, combination)
-        optimizer = torch.optim.AdamW(model.parameters())
-        train(model, optimizer, 1)
+        _, optimizer = stepped(combination)
         optimizer.register_state_dict_post_hook(
             lambda _, packed, change=change: change(packed) and 0
         )
@@ -280,15 +287,12 @@ def test_state_dict_hooks_may_change_the_format(combination):
 @pytest.mark.parametrize("combination", [SHM, C10D])
 @on_ranks(2)
 def test_a_load_hook_may_load_another_optimizer(combination, fails, tmp_path):
-    folder = str(tmp_path)
-    model, other = wrapped(Stack, combination), wrapped(Stack, combination)
-    mine, theirs = (torch.optim.Adam(each.parameters(), 0.01) for each in (model, other))
-    train(model, mine, 2)
-    zshard.save(f"{folder}/saved", model, mine)
-    saved = mine.state_dict()
-    train(other, theirs, 1)
-    before = theirs.state_dict()
+    (model, mine), (_other, theirs) = (stepped(combination) for _ in range(2))
     train(model, mine, 1)
+    zshard.save(tmp_path / "saved", model, mine)
+    saved, before = mine.state_dict(), theirs.state_dict()
+    train(model, mine, 1)
+    now = mine.state_dict()
 
     def hook(_, packed):
         theirs.load_state_dict(saved)
@@ -296,17 +300,11 @@ def test_a_load_hook_may_load_another_optimizer(combination, fails, tmp_path):
             raise ValueError("a hook")
 
     mine.register_load_state_dict_pre_hook(hook)
-    if fails:
-        now = mine.state_dict()
-        with pytest.raises(ValueError, match="a hook"):
-            zshard.load(f"{folder}/saved", model, mine)
-        saved = now
-    else:
-        zshard.load(f"{folder}/saved", model, mine)
-        before = saved
+    with pytest.raises(ValueError, match="a hook") if fails else contextlib.nullcontext():
+        zshard.load(tmp_path / "saved", model, mine)
     dist.barrier()
-    assert_same(mine.state_dict(), saved, "the optimizer")
-    assert_same(theirs.state_dict(), before, "the other one")
+    assert_same(mine.state_dict(), now if fails else saved, "the optimizer")
+    assert_same(theirs.state_dict(), before if fails else saved, "the other one")
 
 
 # --- state that a script replaces -----------------------------------------------------------------
@@ -316,9 +314,7 @@ def test_a_load_hook_may_load_another_optimizer(combination, fails, tmp_path):
 @on_ranks(2)
 def test_a_lone_read_of_replaced_state_is_right_or_an_error(meets):
     """Rank 0 reads alone what all ranks have replaced."""
-    model = wrapped(Stack, SHM)
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    train(model, optimizer, 1)
+    model, optimizer = stepped(SHM)
     dist.barrier()
     for state in optimizer.state.values():
         state["exp_avg"] = torch.zeros_like(state["exp_avg"])
@@ -335,10 +331,8 @@ def test_a_lone_read_of_replaced_state_is_right_or_an_error(meets):
 
 @on_ranks(2)
 def test_a_lone_read_after_a_group_was_added():
-    model = wrapped(Stack, SHM)
+    model, optimizer = stepped(SHM, lambda params: adam(list(params)[:-2]))
     params = list(model.parameters())
-    optimizer = torch.optim.Adam(params[:-2], 0.01)
-    train(model, optimizer, 1)
     optimizer.add_param_group({"params": params[-2:]})
     dist.barrier()
     if dist.get_rank() == 0:
@@ -349,13 +343,11 @@ def test_a_lone_read_after_a_group_was_added():
 
 def compiled_steps(combination):
     """Train; compiled if the model is sharded."""
-    model = built(combination)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    step = torch.compile(optimizer.step, backend="eager") if combination else optimizer.step
-    for i in range(3):
-        optimizer.zero_grad()
-        model(floats(i)).sum().backward()
-        step()
+    model = stack(combination)
+    optimizer = adam(model.parameters())
+    if combination is not None:
+        optimizer.step = torch.compile(optimizer.step, backend="eager")
+    train(model, optimizer, 3)
     return model
 
 
