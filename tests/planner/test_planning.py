@@ -194,11 +194,11 @@ TWO = ("--gpus", "2", "--gpu", "h100", "--batch", "2")
 
 
 WORDS = {  # status, what it prints
-    (*DECODER, *TWO): (0, "FSDP(model"),
-    (*DECODER, *TWO, "--offload", "params,grads,optimizer"): (0, "offload=Offload(grads=True)"),
-    (*DECODER, *TWO, "--offload", "none"): (0, "FSDP(model"),
-    (*DECODER, "--gpus", "16", "--gpu", "h100", "--wire", "bf16"): (0, "FSDP(model"),
-    (*DECODER, *TWO, "--lora", "4"): (0, "0.2 M parameters"),
+    (*DECODER, *TWO, "--offload", "params,grads,optimizer", "--wire", "bf16"): (
+        0,
+        "offload=Offload(grads=True)",
+    ),
+    (*DECODER, *TWO, "--lora", "4", "--offload", "none"): (0, "0.2 M parameters"),
     (*DECODER, *TWO, "--offload", "disk"): (
         *(2, "--offload takes some of params,grads,optimizer, or none"),
     ),
@@ -210,6 +210,7 @@ WORDS = {  # status, what it prints
 
 
 def test_the_command(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # numbers do not need it
     with all_rows() as row:
         for words, (expected, text) in WORDS.items():
             with row(*words):
@@ -230,5 +231,3 @@ def test_numbers_need_no_transformers(monkeypatch):
     assert "FSDP(model" in str(zshard.plan(DIMS, 1, "h100", batch=1))
     with pytest.raises(TypeError, match=r"config \(pip install transformers\)"):
         zshard.plan("config", 2, "h100")
-    monkeypatch.setattr("sys.argv", ["zshard", "plan", *DECODER, *TWO])
-    assert main() == 0
