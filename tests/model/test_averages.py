@@ -33,13 +33,17 @@ def torchs(model, decay):
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
 
-def trained(model, case, ema, then=lambda: None):
-    """Train, and average after each step."""
+def trained(model, case, ema, then):
+    """Train, and average after each step; in between, a forward may leave units unsharded."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_of(model(case.batch(step, dist.get_rank()))).backward()
+        batch = case.batch(step, dist.get_rank())
+        loss_of(model(batch)).backward()
         optimizer.step()
+        with torch.no_grad():
+            model.eval()(batch)
+        model.train()
         ema.update()
         then()
 
@@ -83,17 +87,13 @@ def test_averages_of_each_dtype(combination):
     """Averages of bfloat16 are float32, of float64 float64, each pulled towards the rounded
     parameter."""
     model = wrapped(Dtypes, combination)
-    ema = EMA(model, (0.9, 0.5))
-    expected = {}
+    ema, expected = EMA(model, (0.9, 0.5)), {}
 
     def follow():
         for name, value in zshard.whole_named_parameters(model):
             value = value.to(torch.promote_types(value.dtype, torch.float32))
             for decay in ema.decays:
-                if (name, decay) in expected:
-                    expected[name, decay].lerp_(value, 1 - decay)
-                else:
-                    expected[name, decay] = value.clone()
+                expected.setdefault((name, decay), value.clone()).lerp_(value, 1 - decay)
 
     trained(model, CASES["dtypes"], ema, follow)
     ours = {
@@ -109,19 +109,8 @@ def test_averages_of_each_dtype(combination):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_mixed_precision(combination):
-    """Also after a forward that has left units unsharded."""
     policy = MixedPrecision(param_dtype=torch.bfloat16)
-    model, plain = wrapped(Stack, combination, mixed_precision=policy), make(Stack)
-    ema, theirs = EMA(model, 0.9), torchs(plain, 0.9)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(STEPS):
-        learn(model, optimizer, step)
-        evaluate(model)
-        ema.update()
-        plain.load_state_dict(model.state_dict())
-        theirs.update_parameters(plain)
-    assert {value.dtype for value in ema.averages[0]} == {torch.float32}
-    assert_same(ema.state_dict(), theirs.module.state_dict(), "the average")
+    check_average_of("mlp", wrapped(CASES["mlp"].make, combination, mixed_precision=policy))
 
 
 def special_values():
@@ -188,12 +177,17 @@ def test_warmup_and_every():
 @on_ranks(2)
 def test_an_average_takes_one_shard(combination):
     model = wrapped(Stack, combination)
-    ema = EMA(model, (0.9, 0.99, 0.999))
-    own = [value.numel() for value in model.parameters()]
-    assert [[value.numel() for value in averages] == own for averages in ema.averages] == [True] * 3
+    shards = [value.numel() for value in model.parameters()]
+    for averages in EMA(model, (0.9, 0.99, 0.999)).averages:
+        assert [value.numel() for value in averages] == shards
 
 
 # --- evaluation -----------------------------------------------------------------------------------
+
+
+def built(build, combination):
+    model = wrapped(build, combination)
+    return model, torch.optim.SGD(model.parameters(), 0.1), EMA(model, 0.9)
 
 
 def evaluate(model):
@@ -260,8 +254,7 @@ def test_evaluations_between_forward_and_backward(way):
 @on_ranks(2)
 def test_what_an_evaluation_leaves_unsharded_is_resharded(combination):
     """A forward with gradients keeps parameters for a backward that never comes."""
-    model = wrapped(Wide, combination)
-    ema, optimizer = EMA(model, 0.9), torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, ema = built(Wide, combination)
     learn(model, optimizer, 0)
     ema.update()
     before = whole(model)
@@ -275,8 +268,8 @@ def test_what_an_evaluation_leaves_unsharded_is_resharded(combination):
 @on_ranks(2)
 def test_rank_0_evaluates_alone(combination):
     """Rank 0 evaluates several times; the others leave the context at once and train on."""
-    model, plain = wrapped(Wide, combination), make(Wide)
-    optimizer, ema = torch.optim.SGD(model.parameters(), 0.1), EMA(model, 0.9)
+    model, optimizer, ema = built(Wide, combination)
+    plain = make(Wide)
     for step in range(STEPS):
         learn(model, optimizer, step)
         ema.update()
@@ -287,23 +280,22 @@ def test_rank_0_evaluates_alone(combination):
     assert ema.updates == STEPS
 
 
-class Normed(nn.Module):
+class Normed(nn.Sequential):
     def __init__(self):
-        super().__init__()
-        self.first, self.norm = nn.Linear(9, 9), nn.BatchNorm1d(9)
+        super().__init__(nn.Linear(9, 9), nn.BatchNorm1d(9))
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
         self.calls = self.calls + 1
-        return self.norm(self.first(x))
+        return super().forward(x)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_buffers_are_the_models(combination):
     """update_bn() in the context gives the average its own statistics, and the model keeps its."""
-    model, plain = wrapped(Normed, combination), make(Normed)
-    optimizer, ema = torch.optim.SGD(model.parameters(), 0.1), EMA(model, 0.9)
+    model, optimizer, ema = built(Normed, combination)
+    plain = make(Normed)
     for step in range(STEPS):
         learn(model, optimizer, step)
         ema.update()
@@ -314,7 +306,7 @@ def test_buffers_are_the_models(combination):
     with ema.swapped():
         update_bn(batches, model)
         torch.testing.assert_close(whole(model), plain.state_dict())
-        assert not torch.equal(model.norm.running_mean, before["norm.running_mean"])
+        assert not torch.equal(model[1].running_mean, before["1.running_mean"])
     assert_same(dict(model.named_buffers()), before, "the model's buffers")
 
 
@@ -323,8 +315,7 @@ def test_buffers_are_the_models(combination):
 @on_ranks(2)
 def test_an_exception_restores_the_parameters(combination, who):
     """Some ranks raise within the context; all continue with their own weights."""
-    model = wrapped(Stack, combination)
-    optimizer, ema = torch.optim.SGD(model.parameters(), 0.1), EMA(model, 0.9)
+    model, optimizer, ema = built(Stack, combination)
     learn(model, optimizer, 0)
     ema.update()
     learn(model, optimizer, 1)

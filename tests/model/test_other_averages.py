@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from models import CASES, COMBINATIONS, loss_of, make, sharded, wrapped
+from rows import all_refused
 from scenarios import Stack, floats, learn, whole
 from spawn import on_ranks
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -88,20 +89,19 @@ def test_torchs_averages_of_buffers(combination, use_buffers):
         assert int(ours.n_averaged) == int(theirs.n_averaged) == STEPS
 
 
-@pytest.mark.parametrize("how", ["torch", "clones", "deepcopy"])
 @on_ranks(2)
-def test_averages_from_before_sharding(how):
+def test_averages_from_before_sharding():
     """A copy from before FSDP(...) has full tensors; the error says when to make it."""
     plain = make(Stack)
     early = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     clones, twin = ListOfClones(plain.parameters(), 0.9), copy.deepcopy(plain)
     model = FSDP(plain)
-    with torch.no_grad(), pytest.raises(ShardError, match=r"after FSDP\(...\), so that they are"):
-        if how == "torch":
-            early.update_parameters(model)
-            early.update_parameters(model)
-        elif how == "clones":
-            clones.update(model.parameters())
-        else:
-            for mean, param in zip(twin.parameters(), model.parameters(), strict=True):
-                mean.lerp_(param, 0.1)
+    pairs = zip(twin.parameters(), model.parameters(), strict=True)
+    calls = {
+        "torch": lambda: early.update_parameters(model),
+        "clones": lambda: clones.update(model.parameters()),
+        "deepcopy": lambda: [mean.lerp_(param, 0.1) for mean, param in pairs],
+    }
+    says = "after FSDP(...), so that they are"
+    with torch.no_grad():
+        all_refused({name: (call, ShardError, says) for name, call in calls.items()})

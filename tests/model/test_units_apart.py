@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from groups import passing_groups
 from models import TRANSPORTS, make
-from scenarios import floats, loss_of, message_of
-from spawn import RankPool, on_ranks
+from scenarios import floats, loss_of, message_of, units_of
+from spawn import on_ranks
 from torch import Tensor, nn
 
 import zshard
@@ -63,8 +63,13 @@ def parted(model: Any) -> tuple[list[Tensor], list[Tensor]]:
     return [p for n, p in named if "experts" not in n], [p for n, p in named if "experts" in n]
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2, 4)
 @passing_groups()
-def norms(transport: str, strategy: str, size: int) -> Any:
+def test_norm_across_experts_and_shared_parameters_is_refused(transport, strategy):
+    size = dist.get_world_size() // 2
     model = sharded(transport, strategy, size)
     loss_of(model(floats(dist.get_rank(), 3))).backward()
     shared, own = parted(model)
@@ -74,36 +79,26 @@ def norms(transport: str, strategy: str, size: int) -> Any:
         assert "process group" in said and "once for the parameters of each" in said, said
     if strategy == "no_shard":  # unsharded, but not the same on each rank
         message_of(lambda: total_norm(model.parameters()), NotImplementedError)
-    found = [float(total_norm([p.grad for p in each])) for each in (shared, own)]
+    norms = [float(total_norm([p.grad for p in each])) for each in (shared, own)]
     squares = [n * n for n in zshard.named_norms(model, grads=True).values()]
-    assert sum(n * n for n in found) == pytest.approx(sum(squares))
-    return found
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_norm_across_experts_and_shared_parameters_is_refused(
-    pool2: RankPool, transport: str, strategy: str
-) -> None:
-    (shared, own), (other_shared, other) = pool2.run(norms, transport, strategy, 1)
-    assert shared == other_shared and own != other
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_norm_across_experts_of_pairs_is_refused(pool4: RankPool, transport: str) -> None:
-    found = pool4.run(norms, transport, "full_shard", 2)
-    assert len({shared for shared, _ in found}) == 1
-    assert found[0] == found[1] and found[2] == found[3] != found[1]
+    assert sum(n * n for n in norms) == pytest.approx(sum(squares))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, norms)
+    assert len({shared for shared, _ in everyone}) == 1
+    for rank, (_, theirs) in enumerate(everyone):
+        assert (theirs == everyone[0][1]) == (rank < size)
 
 
 # --- memory and the summary -------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2, 4)
 @passing_groups()
-def bytes_held(transport: str, strategy: str, size: int) -> Any:
-    """Return memory() of the model and of its submodules, after a step and before it."""
+def test_memory_and_summary_count_experts(transport, strategy):
+    size = dist.get_world_size() // 2
     model = sharded(transport, strategy, size)
     predicted = model.memory("predicted")
     optimizer = torch.optim.Adam(model.parameters())
@@ -112,39 +107,23 @@ def bytes_held(transport: str, strategy: str, size: int) -> Any:
         loss_of(model(floats(dist.get_rank(), step))).backward()
         optimizer.step()
     now, alone = model.memory(), [each.memory() for each in model.experts]
-    shared, own = parted(model)
-    assert sum(p.numel() * 8 for p in [*shared, *own]) <= now["optimizer"]
-    units = [each._zshard_state.unit for each in FSDP.fsdp_modules(model)]
+    assert sum(p.numel() * 8 for p in model.parameters()) <= now["optimizer"]
+    units = units_of(model)
     assert now["shards"] == sum(unit.bytes["shard"] for unit in units), "experts' are there"
     full = strategy == "no_shard"  # then they are the script's
     assert now["grads"] == (0 if full else sum(unit.bytes["grad"] for unit in units))
     assert alone[0]["transport"] == alone[1]["transport"] <= now["transport"]
-    for found in (now, predicted, model.memory("peak")):
-        assert list(found) == list(now)
-        parts = [v for name, v in found.items() if name not in ("total", "offloaded")]
-        assert found["total"] == sum(parts)
+    for memory in (now, predicted, model.memory("peak")):
+        assert list(memory) == list(now)
+        parts = [v for name, v in memory.items() if name not in ("total", "offloaded")]
+        assert memory["total"] == sum(parts)
     same = now.keys() - {"transport", "total", "optimizer"} - ({"grads"} if full else set())
     assert {part: predicted[part] for part in same} == {part: now[part] for part in same}
-    lines = model.summary().splitlines()
-    return now["shards"], lines[3:6], lines[7]
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_memory_and_summary_count_experts(pool2: RankPool, transport: str, strategy: str) -> None:
-    for shards, (root, *experts), total in pool2.run(bytes_held, transport, strategy, 1):
-        assert root.split()[-1] == strategy
-        assert [line.endswith(f"{strategy} over 1 rank(s)") for line in experts] == [True] * 2
-        assert total.split()[:3] == ["3", "units", "360"]
-        assert total.endswith(f"{shards / 1024:.1f} KiB")
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_memory_counts_experts_of_pairs(pool4: RankPool, transport: str) -> None:
-    for _, (_, *experts), _ in pool4.run(bytes_held, transport, "full_shard", 2):
-        assert all(line.endswith("full_shard over 2 rank(s)") for line in experts)
+    root, *experts, _, total = model.summary().splitlines()[3:8]
+    assert root.split()[-1] == strategy
+    assert [line.endswith(f"{strategy} over {size} rank(s)") for line in experts] == [True] * 2
+    assert total.split()[:3] == ["3", "units", "360"]
+    assert total.endswith((f"{now['shards'] / 1024:.1f} KiB", f"{now['shards']} B"))
 
 
 @on_ranks(2)

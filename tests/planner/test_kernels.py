@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
@@ -73,27 +74,24 @@ def test_activations_are_those_that_autograd_saves(name):
     assert found.kept == counted
 
 
-def test_a_trace_leaves_the_model_as_it_was():
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_trace_leaves_the_model_as_it_was(raises):
     model = mlp()
     before = {name: (value, value.clone()) for name, value in model.state_dict().items()}
-    trace(model, [model[0]], lambda model: model(torch.ones(2, 8)).sum(), torch.bfloat16)
+
+    def loss(model):
+        output = model(torch.ones(2, 8))
+        if raises:
+            raise KeyError("stop")
+        return output.sum()
+
+    with pytest.raises(KeyError) if raises else contextlib.nullcontext():
+        trace(model, [model[0]], loss, torch.bfloat16)
     assert not model._forward_pre_hooks and not model[0]._forward_hooks
     for name, value in model.state_dict().items():
         same, values = before[name]
         assert value.data_ptr() == same.data_ptr() and torch.equal(value, values)
     assert all(param.grad is None for param in model.parameters())
-
-
-def test_a_loss_that_raises_leaves_the_model_as_it_was():
-    model = mlp()
-
-    def loss(model):
-        model(torch.ones(2, 8))
-        raise KeyError("stop")
-
-    with pytest.raises(KeyError):
-        trace(model, [model[0]], loss)
-    assert not model._forward_pre_hooks and not model[0]._forward_hooks
     model(torch.ones(2, 8)).sum().backward()
 
 

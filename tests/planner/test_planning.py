@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 
 import pytest
 import torch
+from rows import all_refused, all_rows
 from torch import nn
 
 import zshard
@@ -38,12 +40,6 @@ def test_the_recommended_way_is_the_fastest_that_fits():
     assert plan.best.tokens_per_s >= 0.99 * max(each.tokens_per_s for each in fitting)
     assert all(GAP * each.memory["total"] <= plan.limit for each in fitting)
     assert "recommended" in str(plan) and "does not fit" in str(plan)
-
-
-def test_parts_of_memory_add_up():
-    for each in zshard.plan(DIMS, 4, "h100", batch=8).predictions:
-        parts = dict(each.memory)
-        assert parts.pop("total") == sum(parts.values()) - parts["offloaded"]
 
 
 def test_a_decoder_is_predicted_as_if_all_its_blocks_were_traced(monkeypatch):
@@ -99,14 +95,6 @@ def test_the_line_is_python():
     ]
 
 
-def test_nothing_fits():
-    plan = zshard.plan(LARGE, 2, "rtx-4090", batch=2, strategies=["full_shard"], offload=False)
-    assert plan.best is None
-    assert "Nothing fits into 22 GiB: the least is" in str(plan)
-    with pytest.raises(ValueError, match="nothing fits"):
-        plan.line()
-
-
 def test_any_module_with_a_step():
     model = nn.Sequential(
         nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 900, 10)
@@ -143,70 +131,6 @@ def test_optimizers_with_small_states_take_less():
         assert small < 0.3 * usual
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"gpu": "h1000"}, "unknown GPU 'h1000': known are v100-16gb"),
-        ({"gpus": 0}, "gpus must be a positive integer, got 0"),
-        ({"gpus": True}, "gpus must be a positive integer, got True"),
-        ({"gpus": None}, "needs gpus= and gpu="),
-        ({"gpu": None}, "needs gpus= and gpu="),
-        ({"gpu": 80}, "unknown GPU 80: known are"),
-        ({"precision": "int8"}, "got 'int8'"),
-        ({"batch": 9}, "batch=9 is not a multiple of gpus=4"),
-        ({"per_host": 3}, "gpus=4 is not a multiple of per_host=3"),
-        ({"strategies": ["zero9"]}, "zero9"),
-        ({"optimizer": "lion"}, "unknown optimizer 'lion'"),
-        ({"model": nn.Linear(2, 2)}, "needs step= for a module"),
-        ({"model": DIMS._replace(layers=0)}, "layers must be a positive integer, got 0"),
-        ({"model": DIMS._replace(heads=3)}, "width must be a multiple of 2 heads"),
-        ({"model": DIMS._replace(kv_heads=3)}, "heads of kv_heads"),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_arguments_that_are_refused(arguments, words):
-    given = {"model": DIMS, "gpus": 4, "gpu": "h100", **arguments}
-    model, gpus, gpu = (given.pop(name) for name in ("model", "gpus", "gpu"))
-    with pytest.raises(ValueError, match=words):
-        zshard.plan(model, gpus, gpu, **given)
-
-
-def command(monkeypatch, capsys, *words):
-    monkeypatch.setattr("sys.argv", ["zshard", "plan", *words])
-    status = main()
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-DECODER = ("--layers", "4", "--width", "64", "--heads", "2", "--vocab", "100", "--seq", "32")
-TWO = ("--gpus", "2", "--gpu", "h100", "--batch", "2")
-
-
-def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
-    words = (*DECODER, *TWO)
-    status, out, _ = command(monkeypatch, capsys, *words)
-    assert status == 0 and "FSDP(model" in out
-    status, out, _ = command(monkeypatch, capsys, *words, "--json")
-    found = json.loads(out)
-    assert status == 0
-    assert found["ways"][found["best"]]["fits"]
-    assert {"memory", "seconds", "tokens_per_s_per_gpu"} <= set(found["ways"][0])
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (DECODER, "plan() needs gpus= and gpu="),
-        ((*DECODER[:4], "--gpus", "2", "--gpu", "h100"), "give either MODEL or all of"),
-        ((*DECODER, "--gpus", "0", "--gpu", "h100"), "gpus must be a positive integer, got 0"),
-    ],
-    ids=["no GPUs", "half a decoder", "zero GPUs"],
-)
-def test_the_command_refuses(monkeypatch, capsys, words, says):
-    status, out, err = command(monkeypatch, capsys, *words)
-    assert status == 2 and out == "" and says in err
-
-
 class Reads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -217,37 +141,93 @@ class Reads(nn.Module):
         return y.sum() if y.sum().item() > 0 else y[y > 0].sum()
 
 
-@pytest.mark.parametrize(
-    ("model", "step", "words"),
-    [
-        (Reads(), lambda model, n: model(torch.ones(n, 4)), "reads values of tensors"),
-        (
-            nn.Linear(4, 4),
-            lambda model, n: model(torch.ones(n, 4)),
-            r"got shape \(1, 4\)",
-        ),
-        (nn.Linear(4, 4), lambda model, n: None, "got None"),
-        (nn.Linear(4, 4), lambda model, n: torch.ones(()), r"got shape \(\)"),
+REFUSED = [
+    (ValueError, {"gpu": "h1000"}, "unknown GPU 'h1000': known are v100-16gb"),
+    (ValueError, {"gpus": 0}, "gpus must be a positive integer, got 0"),
+    (ValueError, {"gpus": True}, "gpus must be a positive integer, got True"),
+    (ValueError, {"gpus": None}, "needs gpus= and gpu="),
+    (ValueError, {"gpu": None}, "needs gpus= and gpu="),
+    (ValueError, {"gpu": 80}, "unknown GPU 80: known are"),
+    (ValueError, {"precision": "int8"}, "got 'int8'"),
+    (ValueError, {"batch": 9}, "batch=9 is not a multiple of gpus=4"),
+    (ValueError, {"batch": 6, "offload": True}, "batch=6 is not a multiple of gpus=4"),
+    (ValueError, {"per_host": 3}, "gpus=4 is not a multiple of per_host=3"),
+    (ValueError, {"strategies": ["zero9"]}, "zero9"),
+    (ValueError, {"optimizer": "lion"}, "unknown optimizer 'lion'"),
+    (ValueError, {"optimizer": "muon"}, 'pass optimizer="adamw" here'),
+    (ValueError, {"wire": "fp4"}, "wire must be one of 'bf16', None"),
+    (NotImplementedError, {"offload": "/tmp"}, "omit directory"),
+    (TypeError, {"offload": 3}, "offload must be"),
+    (ValueError, {"model": nn.Linear(2, 2)}, "needs step= for a module"),
+    (ValueError, {"model": DIMS._replace(layers=0)}, "layers must be a positive integer, got 0"),
+    (ValueError, {"model": DIMS._replace(heads=3)}, "width must be a multiple of 2 heads"),
+    (ValueError, {"model": DIMS._replace(kv_heads=3)}, "heads of kv_heads"),
+    (ValueError, {"model": DIMS._replace(lora=-1)}, "lora must be a rank, or 0"),
+    (TypeError, {"model": 3}, "takes a module, zshard.Dims or a config, got 3"),
+    (FileNotFoundError, {"model": "nowhere.json"}, "no such config"),
+    *[
+        (ValueError, {"model": nn.Sequential(model), "step": step, "batch": 4}, text)
+        for model, step, text in [
+            (Reads(), lambda model, n: model(torch.ones(n, 4)), "reads values of tensors"),
+            (nn.Linear(4, 4), lambda model, n: model(torch.ones(n, 4)), "got shape (1, 4)"),
+            (nn.Linear(4, 4), lambda model, n: None, "got None"),
+            (nn.Linear(4, 4), lambda model, n: torch.ones(()), "got shape ()"),
+            (
+                nn.Linear(4, 4).requires_grad_(False),
+                lambda model, n: model(torch.ones(n, 4)).sum(),
+                "a scalar loss with a graph",
+            ),
+        ]
     ],
-    ids=["reads values", "no scalar", "nothing", "no gradient"],
-)
-def test_steps_that_are_refused(model, step, words):
-    with pytest.raises(ValueError, match=words):
-        zshard.plan(model, 1, "h100", step=step, batch=1)
+]
 
 
-def test_numbers_need_no_transformers(monkeypatch, capsys):
+def test_arguments_that_are_refused():
+    pytest.importorskip("transformers")  # which reads configs
+    plan = functools.partial(functools.partial, zshard.plan)
+    usual = {"model": DIMS, "gpus": 4, "gpu": "h100"}
+    all_refused({str(row): (plan(**{**usual, **row[1]}), row[0], row[2]) for row in REFUSED})
+
+
+DECODER = ("--layers", "4", "--width", "64", "--heads", "2", "--vocab", "100", "--seq", "32")
+TWO = ("--gpus", "2", "--gpu", "h100", "--batch", "2")
+
+
+WORDS = {  # status, what it prints
+    (*DECODER, *TWO, "--offload", "params,grads,optimizer", "--wire", "bf16"): (
+        0,
+        "offload=Offload(grads=True)",
+    ),
+    (*DECODER, *TWO, "--lora", "4", "--offload", "none"): (0, "0.2 M parameters"),
+    (*DECODER, *TWO, "--offload", "disk"): (
+        *(2, "--offload takes some of params,grads,optimizer, or none"),
+    ),
+    (*DECODER, *TWO, "--wire", "fp4"): (2, "wire must be one of 'bf16', None"),
+    DECODER: (2, "plan() needs gpus= and gpu="),
+    (*DECODER[:4], *TWO): (2, "give either MODEL or all of"),
+    (*DECODER, "--gpus", "0", "--gpu", "h100"): (2, "gpus must be a positive integer, got 0"),
+}
+
+
+def test_the_command(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # numbers do not need it
+    with all_rows() as row:
+        for words, (expected, text) in WORDS.items():
+            with row(*words):
+                monkeypatch.setattr("sys.argv", ["zshard", "plan", *words])
+                status = main()
+                out, err = capsys.readouterr()
+                assert status == expected and text in (err if status else out)
+                assert ("FSDP(model" in out) == (not status) and (not status or out == "")
+    monkeypatch.setattr("sys.argv", ["zshard", "plan", *DECODER, *TWO, "--json"])
+    assert main() == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["ways"][plan["best"]]["fits"]
+    assert {"memory", "seconds", "tokens_per_s_per_gpu"} <= set(plan["ways"][0])
+
+
+def test_numbers_need_no_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
     assert "FSDP(model" in str(zshard.plan(DIMS, 1, "h100", batch=1))
     with pytest.raises(TypeError, match=r"config \(pip install transformers\)"):
         zshard.plan("config", 2, "h100")
-    status, out, _ = command(monkeypatch, capsys, *DECODER, *TWO)
-    assert status == 0 and "FSDP(model" in out
-
-
-def test_anything_else_is_a_type_error():
-    pytest.importorskip("transformers")
-    with pytest.raises(TypeError, match=r"takes a module, zshard\.Dims or a config, got 3"):
-        zshard.plan(3, 1, "h100")
-    with pytest.raises(FileNotFoundError, match="no such config"):
-        zshard.plan("nowhere.json", 1, "h100")

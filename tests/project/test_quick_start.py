@@ -1,6 +1,6 @@
 """The box "What bites" of docs/quick_start.md: calls of rank 0 alone.
 
-Its other statements: model/test_num_parameters.py, guard/test_situations.py, model/test_other_averages.py,
+Its other statements: guard/test_situations.py, model/test_other_averages.py,
 wrap/test_api.py (pickling), training/test_buffers.py, optim/test_clip.py, ranks/test_launchers.py.
 """
 

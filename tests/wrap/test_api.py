@@ -3,21 +3,37 @@ and what it reports."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from compare import assert_same
-from models import Block, Conv, Mlp, Nested, Net, Tied, differences, loss_of, make, wrapped
+from models import (
+    COMBINATIONS,
+    Block,
+    Conv,
+    Mlp,
+    Nested,
+    Net,
+    Tied,
+    differences,
+    loss_of,
+    make,
+    wrapped,
+)
+from rows import all_rows
 from spawn import on_ranks
 from torch import nn
 
 import zshard
 from zshard import FSDP, ShardingStrategy
+from zshard.units.extensions import EXTENSIONS, Extension
 
 FULL = ("full_shard", "shm")
 
@@ -48,70 +64,39 @@ def test_arguments_match_fsdp1():
     assert others == dict.fromkeys(others, inspect.Parameter.KEYWORD_ONLY)
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        *((s.value, s.in_group.value) for s in ShardingStrategy),
-        *((s, s.in_group.value) for s in ShardingStrategy),
-        *((s.name, s.in_group.value) for s in ShardingStrategy),
-        (torch_fsdp.ShardingStrategy.FULL_SHARD, "full_shard"),
-        (torch_fsdp.ShardingStrategy.SHARD_GRAD_OP, "shard_grad_op"),
-        (torch_fsdp.ShardingStrategy.NO_SHARD, "no_shard"),
-        (torch_fsdp.ShardingStrategy.HYBRID_SHARD, "full_shard"),
-        (torch_fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2, "shard_grad_op"),
-        *(
-            (name, "full_shard")
-            for name in ("zero3", "ZeRO-3", "ZeRO-1", "fsdp", "Full-Shard", None)
-        ),
-        *((name, "shard_grad_op") for name in ("ZeRO2", "zero_2")),
-        *((name, "no_shard") for name in ("ZeRO-0", "ddp")),
-        *((name, "full_shard") for name in ("hsdp", "HFSDP")),
-    ],
-)
-@pytest.mark.parametrize("argument", ["sharding_strategy", "strategy"])
-def test_names_of_a_strategy(argument, value, expected):
-    assert units(FSDP(Mlp(), auto_wrap_policy=None, **{argument: value})) == {"": expected}
+TORCHS = torch_fsdp.ShardingStrategy
+NAMES_OF_STRATEGIES = {
+    **{
+        name: strategy.in_group.value
+        for strategy in ShardingStrategy
+        for name in (strategy, strategy.value, strategy.name)
+    },
+    **dict.fromkeys((None, "zero3", "ZeRO-3", "ZeRO-1", "fsdp", "Full-Shard"), "full_shard"),
+    **dict.fromkeys(("hsdp", "HFSDP", TORCHS.FULL_SHARD, TORCHS.HYBRID_SHARD), "full_shard"),
+    **dict.fromkeys(("ZeRO2", "zero_2", TORCHS.SHARD_GRAD_OP), "shard_grad_op"),
+    TORCHS._HYBRID_SHARD_ZERO2: "shard_grad_op",
+    **dict.fromkeys(("ZeRO-0", "ddp", TORCHS.NO_SHARD), "no_shard"),
+}
+
+
+def test_names_of_a_strategy():
+    with all_rows() as row:
+        for name, expected in NAMES_OF_STRATEGIES.items():
+            for argument in ("sharding_strategy", "strategy"):
+                with row(argument, name):
+                    model = FSDP(Mlp(), auto_wrap_policy=None, **{argument: name})
+                    assert units(model) == {"": expected}
 
 
 def test_torch_argument_objects_are_accepted():
-    FSDP(
-        Mlp(),
-        None,
-        torch_fsdp.ShardingStrategy.FULL_SHARD,
-        torch_fsdp.CPUOffload(offload_params=False),
-        backward_prefetch=torch_fsdp.BackwardPrefetch.BACKWARD_POST,
-        device_id=torch.device("cpu"),
-        forward_prefetch=False,
-        limit_all_gathers=True,
-        use_orig_params=True,
-    )
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("device_id", [0, "cuda", torch.device("cuda", 1)])
-def test_missing_device(device_id):
-    model = Mlp()
-    with pytest.raises(
-        RuntimeError, match=r"device_id=.*sees no GPU: run `python -m zshard doctor`"
-    ):
-        FSDP(model, device_id=device_id)
-    assert type(model) is Mlp
-
-
-@pytest.mark.parametrize(
-    ("device_id", "error", "text"),
-    [
-        ("gpu", ValueError, "is not a valid device"),
-        ("xpu", ValueError, "CUDA"),
-        (True, TypeError, "index"),
-    ],
-)
-def test_invalid_devices(device_id, error, text):
-    with pytest.raises(error, match=text):
-        FSDP(Mlp(), device_id=device_id)
-
-
-def test_cpu_by_name():
+    options = {
+        "backward_prefetch": torch_fsdp.BackwardPrefetch.BACKWARD_POST,
+        "device_id": torch.device("cpu"),
+        "forward_prefetch": False,
+        "limit_all_gathers": True,
+        "use_orig_params": True,
+    }
+    FSDP(Mlp(), None, TORCHS.FULL_SHARD, torch_fsdp.CPUOffload(offload_params=False), **options)
     assert FSDP(Mlp(), device_id="cpu").state_dict().keys() == Mlp().state_dict().keys()
 
 
@@ -155,10 +140,7 @@ class WithExtras(Net):
     """A class with attributes and methods of its own."""
 
     kind = "extra"
-
-    def __init__(self, width=11):
-        super().__init__(width)
-        self.calls = 0
+    calls = 0
 
     def forward(self, ids, *, twice=False):
         self.calls += 1
@@ -170,18 +152,16 @@ class WithExtras(Net):
 
 def test_model_keeps_its_identity():
     plain = make(WithExtras)
-    before = [*map(id, plain.parameters()), *map(id, plain.modules())]
+    before = [*map(id, plain.modules()), *map(id, plain.parameters())]
     names = [name for name, _ in plain.named_parameters()]
     model = FSDP(plain)
-    assert model is plain
-    assert (
-        isinstance(model, FSDP) and isinstance(model, WithExtras) and isinstance(model, nn.Module)
-    )
-    assert [*map(id, model.parameters()), *map(id, model.modules())] == before
+    assert model is plain and isinstance(model, FSDP) and isinstance(model, WithExtras)
+    assert [*map(id, model.modules()), *map(id, model.parameters())] == before
     assert [name for name, _ in model.named_parameters()] == names
-    assert type(model).__name__ == "WithExtras" and type(model).__module__ == WithExtras.__module__
-    assert type(model).__qualname__ == "FSDPWithExtras", "error messages of Python tell them apart"
-    assert type(model) is type(FSDP(make(WithExtras))), "one class for each class"
+    kind = type(model)
+    assert kind.__name__ == "WithExtras" and kind.__module__ == WithExtras.__module__
+    assert kind.__qualname__ == "FSDPWithExtras", "error messages of Python tell them apart"
+    assert kind is type(FSDP(make(WithExtras))), "one class for each class"
     assert model.kind == "extra" and model.describe() == "WithExtras of 3"
     ids = torch.arange(4)[None]
     assert_same(model(ids, twice=True), 2 * model(ids), "the output")
@@ -264,6 +244,25 @@ def test_each_module_is_wrapped_once():
     assert list(FSDP.fsdp_modules(outer))[1] is model
 
 
+def test_wrap_takes_the_arguments_of_the_context_around_it():
+    wrap = zshard.wrap.wrap
+    layer, seen = nn.Linear(2, 2), []
+    enabled = functools.partial(zshard.wrap.enable_wrap, wrapper_cls=lambda _, **given: given)
+    with pytest.raises(KeyError), enabled(strategy="full_shard", timeout=3):
+        with enabled(strategy="zero1"):
+            seen.append(wrap(layer))
+        seen += [wrap(layer), wrap(layer, strategy="no_shard")]
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(wrap, layer).result() is layer, "the context is this thread's"
+        raise KeyError
+    assert wrap(layer, strategy="no_shard") is layer
+    assert seen == [
+        {"strategy": "zero1"},
+        {"strategy": "full_shard", "timeout": 3},
+        {"strategy": "no_shard", "timeout": 3},
+    ]
+
+
 # --- reports ---------------------------------------------------------------------------------------
 
 
@@ -294,15 +293,12 @@ def test_shard_info(combination):
         first, second = (infos[name] for infos in both)
         assert first["numel"] + second["numel"] == torch.Size(shape).numel()
         assert not second["numel"] or second["begin"] == first["numel"], "elements in ranks' order"
-
-
-@on_ranks(2)
-def test_shard_info_of_other_tensors():
-    model = wrapped(Net, ("no_shard", "shm"), auto_wrap_policy={Nested})
-    assert {zshard.shard_info(p) for p in model.parameters()} == {None}
-    assert (
-        zshard.shard_info(torch.ones(3)) is zshard.shard_info(nn.Parameter(torch.ones(3))) is None
-    )
+    others = [
+        torch.ones(3),
+        nn.Parameter(torch.ones(3)),
+        *FSDP(Mlp(), strategy="no_shard").parameters(),
+    ]
+    assert {zshard.shard_info(each) for each in others} == {None}
 
 
 def units_table(model):
@@ -327,34 +323,12 @@ def test_summary_and_printing_show_the_units():
     assert text.count("unit=") == 4
     assert "(1): Nested(\n      unit='blocks.1', full_shard, shm" in text
     assert "(norm): LayerNorm((11,), eps=1e-05, elementwise_affine=True" in text
-
-
-@on_ranks(2)
-def test_summary_shows_full_and_per_rank_sizes():
-    """4 x (1 MiB of weight and 2 KiB of bias, rounded up to whole pages for each of two ranks)."""
+    text = "Linear(in_features=3, out_features=5, bias=True, unit='(root)', full_shard, shm)"
+    assert repr(FSDP(nn.Linear(3, 5))) == text
+    # 4 x (1 MiB of weight and 2 KiB of bias, rounded up to whole pages for each of two ranks)
     layers = lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))  # noqa: E731
     line = units_table(wrapped(layers, FULL, auto_wrap_policy={nn.Linear}))[-1]
     assert re.split(r"\s{2,}", line.strip()) == ["5 units", "1,050,624", "4.0 MiB", "2.0 MiB"]
-
-
-def test_printing_keeps_the_modules_extra_repr():
-    text = repr(FSDP(nn.Linear(3, 5)))
-    assert (
-        text == "Linear(in_features=3, out_features=5, bias=True, unit='(root)', full_shard, self)"
-    )
-
-
-def test_tied_weights_count_once():
-    model = FSDP(make(Tied), auto_wrap_policy=None)
-    count = sum(p.numel() for p in model.parameters())
-    assert f" {count:,} " in units_table(model)[-1]
-
-
-def test_memory_keys():
-    held = FSDP(make(Mlp)).memory()
-    parts = {"shards", "kept", "grads", "slots", "buckets", "transport", "optimizer"}
-    assert set(held) == {*parts, "offloaded", "total"}
-    assert held["total"] == sum(held[part] for part in parts)
 
 
 @on_ranks(2)
@@ -365,3 +339,99 @@ def test_model_without_parameters():
     assert_same(x.grad, torch.ones(2, 3), "the gradient")
     assert dict(model.state_dict()) == {}
     assert model.memory()["shards"] == 0 and units_table(model)[-1].startswith("1 unit")
+
+
+class TiedAndFrozen(Tied):
+    def __init__(self):
+        super().__init__()
+        self.twins[1].requires_grad_(False)
+        self.empty = nn.Parameter(torch.empty(0))
+
+
+def counts(model):
+    parts = (model, model.twins, model.twins[1], nn.ModuleDict({"of both": model}))
+    return [zshard.num_parameters(part, trainable_only=t) for part in parts for t in (False, True)]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@on_ranks(2)
+def test_count_equals_the_plain_model(combination):
+    expected = counts(TiedAndFrozen())
+    total = sum(p.numel() for p in TiedAndFrozen().parameters())
+    assert expected[:2] == [total, total - 99]
+    model = wrapped(TiedAndFrozen, combination, auto_wrap_policy={nn.Linear})
+    assert counts(model) == expected and f" {total:,} " in units_table(model)[-1]
+    model(torch.arange(4)).sum().backward()
+    assert counts(model) == expected
+    with FSDP.summon_full_params(model):
+        assert counts(model) == expected
+    with torch.no_grad():
+        model(torch.arange(4))
+    assert counts(model) == expected
+
+
+class Counting(nn.Sequential):
+    """Counts as transformers' models do."""
+
+    def num_parameters(self):
+        return sum(p.numel() for _, p in self.named_parameters())
+
+
+@on_ranks(2)
+def test_non_unit_submodules_count_full_parameters():
+    import zshard.integrations.transformers  # noqa: F401 - as FSDP() does if transformers is imported
+
+    model = FSDP(nn.Sequential(Counting(nn.Linear(7, 7))), auto_wrap_policy=None)
+    assert model[0].num_parameters() == 56
+
+
+# --- extensions ------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    """A library's layer: its weight has a scale that is not a parameter."""
+
+    def __init__(self, scale=2.0):
+        super().__init__(4, 4, bias=False)
+        self.weight.scale = torch.tensor([scale])
+
+    def forward(self, x):
+        self.seen = self.weight.dtype
+        return super().forward(x.to(self.weight.dtype)) * self.weight.scale
+
+
+class OfScales(Extension):
+    """The extension that such a library needs."""
+
+    def methods(self, original):
+        return {"describe": lambda model: "sharded"} if issubclass(original, Scaled) else {}
+
+    def check(self, name, ref):
+        if self.tensors(ref.param) and not ref.param.scale:
+            raise ValueError(f"parameter '{name}' has no scale")
+
+    def keeps_dtype(self, ref):
+        return bool(self.tensors(ref.param))
+
+    def tensors(self, param):
+        return [param.scale] if hasattr(param, "scale") else []
+
+    def finish(self, model):
+        model.finished = True
+
+
+@on_ranks(2)
+def test_an_integration_adds_to_sharding():
+    EXTENSIONS.append(OfScales())
+    try:
+        low = zshard.MixedPrecision(torch.bfloat16)
+        model = FSDP(Scaled(1.0 + dist.get_rank()), mixed_precision=low)
+        with pytest.raises(ValueError, match="parameter 'weight' has no scale"):
+            FSDP(Scaled(0.0))
+    finally:
+        EXTENSIONS.pop()
+    assert model.describe() == "sharded" and model.finished
+    assert float(model.weight.scale) == 1.0, "attached tensors come from rank 0"
+    model(torch.ones(1, 4))
+    assert model.seen == torch.float32

@@ -1,4 +1,7 @@
-"""auto_wrap_policy="auto": the units that it finds, and the modules that it must not choose."""
+"""auto_wrap_policy="auto": the units that it finds, and the modules that it must not choose.
+
+test_wrap_models.py has models of transformers: towers of blocks, stages, mixtures of experts.
+"""
 
 from __future__ import annotations
 
@@ -90,44 +93,6 @@ def gpt(blocks: int = 6, vocabulary: int = 256, width: int = 16) -> nn.Module:
     )
 
 
-def resnet(layers: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Module:
-    """Like torchvision's ResNet-50, 16 times narrower: stages are named attributes."""
-
-    def conv(inputs: int, outputs: int, size: int = 1) -> nn.Module:
-        return nn.Conv2d(inputs, outputs, size, padding=size // 2, bias=False)
-
-    class Bottleneck(nn.Module):
-        def __init__(self, inputs: int, width: int) -> None:
-            super().__init__()
-            self.conv1, self.bn1 = conv(inputs, width), nn.BatchNorm2d(width)
-            self.conv2, self.bn2 = conv(width, width, 3), nn.BatchNorm2d(width)
-            self.conv3, self.bn3 = conv(width, 4 * width), nn.BatchNorm2d(4 * width)
-            self.downsample = None if inputs == 4 * width else conv(inputs, 4 * width)
-
-        def forward(self, x: Tensor) -> Tensor:
-            identity = x if self.downsample is None else self.downsample(x)
-            x = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu())).relu()
-            return (identity + self.bn3(self.conv3(x))).relu()
-
-    stages, inputs = {}, 4
-    for number, (count, width) in enumerate(zip(layers, (4, 8, 16, 32), strict=True), 1):
-        blocks = [Bottleneck(inputs if k == 0 else 4 * width, width) for k in range(count)]
-        stages[f"layer{number}"], inputs = nn.Sequential(*blocks), 4 * width
-    stem = {"conv1": conv(3, 4, 7), "bn1": nn.BatchNorm2d(4)}
-    head = {"pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten(), "fc": nn.Linear(128, 64)}
-    return Parts(**stem, **stages, **head)
-
-
-def swin() -> nn.Module:
-    """Stages of blocks, each stage twice as wide as the one before."""
-    stages, width = [], 4
-    for count in (2, 2, 6, 2):
-        blocks = Stack(*(Block(width, 4 * width) for _ in range(count)))
-        stages.append(Parts(blocks=blocks, downsample=nn.Linear(width, 2 * width)))
-        width *= 2
-    return Parts(embed=nn.Linear(4, 4), layers=Stack(*stages))
-
-
 class Mixture(nn.Module):
     def __init__(self, experts: int = 8, width: int = 16) -> None:
         super().__init__()
@@ -174,32 +139,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str]]] = {
         lambda: gpt(2, 16),
         IDS,
         ["embed", "blocks.layers.0", "blocks.layers.1", "head", ""],
-    ),
-    "resnet": (
-        resnet,
-        torch.randn(2, 3, 8, 8),
-        ["layer1", "layer2", *numbered("layer3.#", 6), *numbered("layer4.#", 3), "fc", ""],
-    ),
-    "swin": (
-        swin,
-        torch.randn(2, 3, 4),
-        [
-            *("layers.layers.0", "layers.layers.1"),
-            *numbered("layers.layers.2.blocks.layers.#", 6),
-            "layers.layers.2.downsample",
-            *numbered("layers.layers.3.blocks.layers.#", 2),
-            *("layers.layers.3.downsample", ""),
-        ],
-    ),
-    "encoder and decoder": (
-        lambda: Parts(encoder=Stack(*(Block() for _ in range(4))), decoder=Stack(Block(), Block())),
-        torch.randn(2, 3, 16),
-        [*numbered("encoder.layers.#", 4), *numbered("decoder.layers.#", 2), ""],
-    ),
-    "mixture of experts": (
-        lambda: Stack(*(Mixture() for _ in range(6))),
-        torch.randn(2, 16),
-        [*numbered("layers.#", 6), ""],
     ),
     "mixture of experts in two layers": (
         lambda: Stack(Mixture(), Mixture()),
@@ -269,17 +208,6 @@ def test_large_layer_of_a_huge_model_is_a_unit() -> None:
     with torch.device("meta"):
         model = Stack(layer(1000), layer(100), *(layer(16384) for _ in range(5)))
     assert names(plan_units(model)) == ["layers.0", *numbered("layers.#", 7)[2:], ""]
-
-
-def test_nn_transformer() -> None:
-    model = nn.Transformer(16, 2, 3, 3, 32, batch_first=True)
-    units = plan_units(model)
-    layers = [*numbered("encoder.layers.#", 3), *numbered("decoder.layers.#", 3)]
-    assert names(units) == [*layers, ""]
-    x = torch.randn(2, 3, 16)
-    for training in (True, False):  # evaluation takes the encoder layer's fast path
-        assert uses_while_sharded(units, x, x) == []
-        model.train(training)
 
 
 def test_tied_embedding_stays_with_the_root() -> None:

@@ -1,6 +1,7 @@
 """Invalid input of FSDP(): each mistake raises an exception of the right type that names the argument
 and the remedy. Where ranks differ, all get the same error: a rank that went on alone would hang."""
 
+import functools
 import os
 
 import pytest
@@ -100,6 +101,21 @@ REFUSED = [
             lambda value=value: zshard.fully_shard(two_linears(), mp_policy=value),
         )
     ],
+    (ValueError, linears(device_id="gpu"), "is not a valid device"),
+    (ValueError, linears(device_id="xpu"), "CUDA"),
+    (TypeError, linears(device_id=True), "index"),
+    *[
+        (ValueError, linears(**{name: value}), name)  # what only an extra takes
+        for name, value in [
+            *(("deterministic", ""), ("micro_batches", 0), ("nonfinite", ""), ("nonfinite", False)),
+            *(("check_replicas", False), ("check_replicas", None)),
+        ]
+    ],
+    *[
+        (RuntimeError, linears(device_id=device), "device_id=", "run `python -m zshard doctor`")
+        for device in (0, "cuda", torch.device("cuda", 1))
+        if not torch.cuda.is_available()
+    ],
     (TypeError, lambda: FSDP(), "missing 1 required positional argument: 'module'"),
     (TypeError, lambda: FSDP(*range(99)), "positional arguments but"),
 ]
@@ -112,22 +128,22 @@ def test_each_mistake_is_named():
                 refused(kind, call, *words)
 
 
-@pytest.mark.parametrize(
-    ("function", "written", "meant"),
-    [
-        (FSDP, "transprot", "transport"),
-        (FSDP, "stratgy", "strategy"),
-        (zshard.FullyShardedDataParallel, "auto_wrap_polcy", "auto_wrap_policy"),
-        (zshard.fully_shard, "mp_polcy", "mp_policy"),
-        (zshard.DistributedDataParallel, "brodcast_buffers", "broadcast_buffers"),
-        (zshard.DistributedDataParallel, "offlod", "offload"),  # one of FSDP()'s
-    ],
-)
-def test_unknown_argument(function, written, meant):
+UNKNOWN = [
+    (FSDP, "transprot", "transport"),
+    (FSDP, "stratgy", "strategy"),
+    (zshard.FullyShardedDataParallel, "auto_wrap_polcy", "auto_wrap_policy"),
+    (zshard.fully_shard, "mp_polcy", "mp_policy"),
+    (zshard.DistributedDataParallel, "brodcast_buffers", "broadcast_buffers"),
+    (zshard.DistributedDataParallel, "offlod", "offload"),  # one of FSDP()'s
+]
+
+
+def test_unknown_argument():
     model = two_linears()
-    text = f"unexpected argument '{written}': did you mean '{meant}'?"
-    refused(TypeError, lambda: function(model, **{written: "shm"}), text)
-    refused(TypeError, lambda: function(model, qqq=1), "unexpected argument 'qqq'")
+    for function, written, meant in UNKNOWN:
+        text = f"unexpected argument '{written}': did you mean '{meant}'?"
+        refused(TypeError, functools.partial(function, model, **{written: "shm"}), text)
+        refused(TypeError, functools.partial(function, model, qqq=1), "unexpected argument 'qqq'")
     assert type(model) is nn.Sequential
 
 
@@ -195,13 +211,10 @@ SETTINGS = [
 ]
 
 
-def wrapping_is_refused(words):
-    refused(ValueError, linears(), *words)
-
-
 @pytest.mark.parametrize(("variables", "words"), SETTINGS)
 def test_bad_settings_are_errors_on_every_rank(variables, words):
-    fork_ranks(wrapping_is_refused, 2, words, env=variables, check=True)
+    wrap = functools.partial(FSDP, two_linears())
+    fork_ranks(refused, 2, ValueError, wrap, *words, env=variables, check=True)
 
 
 # --- ranks that differ ----------------------------------------------------------------------------
@@ -243,39 +256,36 @@ DIFFERENCES = {
     "value": (adds_a_value, "the values of '1.weight'"),
     "strategy": ({"strategy": "no_shard"}, "strategy", "full_shard", "no_shard"),
     "policy": ({"auto_wrap_policy": None}, "unit '0'"),
+    "extra": ({"nonfinite": "skip"}, "nonfinite is None on rank 0, but 'skip' on rank 1"),
 }
-
-
-def wrap_different(what, transport):
-    """Wrap a model that differs on the last rank; then an equal one, which must work."""
-    torch.manual_seed(0)
-    model, options = two_linears(), {"auto_wrap_policy": {nn.Linear}, "transport": transport}
-    change, *words = DIFFERENCES[what]
-    last = dist.get_world_size() - 1
-    if dist.get_rank() == last:
-        if callable(change):
-            change(model)
-        else:
-            options |= change
-    words += ["differ between ranks", f"rank {last}"]
-    wrap = lambda: FSDP(model, sync_module_states=what != "value", **options)  # noqa: E731
-    texts = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, refused(DivergenceError, wrap, *words))
-    assert len(set(texts)) == 1, "the ranks name different things"
-    assert type(model) is nn.Sequential
-    FSDP(two_linears(), transport=transport)(torch.ones(1, 2)).sum().backward()
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("what", DIFFERENCES)
 @on_ranks(2)
 def test_models_that_differ_are_an_error_on_every_rank(what, transport):
-    wrap_different(what, transport)
+    """A model differs on the last rank; then an equal one works."""
+    torch.manual_seed(0)
+    model, options = two_linears(), {"auto_wrap_policy": {nn.Linear}, "transport": transport}
+    change, *words = DIFFERENCES[what]
+    if dist.get_rank() == 1:
+        if callable(change):
+            change(model)
+        else:
+            options |= change
+    wrap = lambda: FSDP(model, sync_module_states=what != "value", **options)  # noqa: E731
+    text = refused(DivergenceError, wrap, *words, "differ between ranks", "rank 1")
+    texts = [None, None]
+    dist.all_gather_object(texts, text)
+    assert texts[0] == texts[1], "the ranks name different things"
+    assert type(model) is nn.Sequential
+    FSDP(two_linears(), transport=transport)(torch.ones(1, 2)).sum().backward()
 
 
 @on_ranks(3)
 def test_differing_rank_is_named():
-    wrap_different("shape", "shm")
+    model = nn.Sequential(nn.Linear(2, 5 if dist.get_rank() == 2 else 3))
+    refused(DivergenceError, lambda: FSDP(model), "differ between ranks", "rank 2")
 
 
 class Block(nn.Sequential):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,36 +21,22 @@ from zshard.wrap import build as _values
 from zshard.wrap.meta import MemoryCache
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.attend = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-        self.batch = nn.BatchNorm1d(16)
-
-    def forward(self, x):
-        y = self.norm(x)
-        x = x + self.attend(y, y, y, need_weights=False)[0]
-        return x + self.batch(self.mlp(x).transpose(1, 2)).transpose(1, 2)
-
-
 class Model(nn.Module):
     """Embedding, blocks, a head that is tied to the embedding and precedes the last layer."""
 
     def __init__(self):
         super().__init__()
+        block = functools.partial(nn.TransformerEncoderLayer, 16, 2, 64, 0.0, batch_first=True)
         self.embed = nn.Embedding(10, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.Sequential(*(block() for _ in range(3)))
         self.head = nn.Linear(16, 10, bias=False)
+        self.norm = nn.BatchNorm1d(10)
         self.scale = nn.Linear(10, 10)
         self.head.weight = self.embed.weight
 
     def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.scale(self.head(x))
+        x = self.head(self.blocks(self.embed(ids)))
+        return self.scale(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
 
 def on_meta(build):
@@ -63,7 +51,7 @@ def plain_state(build, seed=5):
 
 @pytest.mark.parametrize("seed_of_rank", [0, 1])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_values_equal_the_plain_model(combination, seed_of_rank):
     strategy, transport = combination
     expected = plain_state(Model)
@@ -79,25 +67,14 @@ def test_values_equal_the_plain_model(combination, seed_of_rank):
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
 
-def test_single_rank():
-    expected = plain_state(Model)
-    model = on_meta(Model)
-    torch.manual_seed(5)
-    assert_same(FSDP(model).state_dict(), expected, "the state")
-
-
 @on_ranks(2)
 def test_units_by_hand():
-    expected = plain_state(Model)
+    """Each call initializes what it wraps: numbers differ from the plain model's, but none is missing."""
     model = on_meta(Model)
-    torch.manual_seed(5)
     for block in model.blocks:
         fully_shard(block)
-    fully_shard(model)
-    # Each call initializes what it wraps: other numbers than the plain model's, but none is
-    # missing.
-    state = model.state_dict()
-    assert state.keys() == expected.keys()
+    state = fully_shard(model).state_dict()
+    assert state.keys() == Model().state_dict().keys()
     assert [name for name, value in state.items() if not value.isfinite().all()] == []
 
 
@@ -137,17 +114,8 @@ def init_odd(module):
         module.reset_parameters()
 
 
-def test_param_init_fn():
-    expected = plain_state(Odd)
-    model = on_meta(Odd)
-    torch.manual_seed(5)
-    model = FSDP(model, param_init_fn=init_odd)
-    assert_same(model.state_dict(), expected, "the state")
-    assert model.table.tolist() == list(range(16))
-
-
 class Flagged(nn.Module):
-    """A parameter that is tied, a bool, and a parameter without elements."""
+    """A parameter that is tied, a bool, zeros of unsigned integers, and a parameter without elements."""
 
     def __init__(self):
         super().__init__()
@@ -155,9 +123,11 @@ class Flagged(nn.Module):
         self.two.weight = self.one.weight
         self.empty = nn.Parameter(torch.ones(0, 4))
         self.register_buffer("mask", torch.ones(16, dtype=torch.bool))
+        self.register_buffer("zeros", torch.zeros(4, dtype=torch.uint8))
 
     def reset_parameters(self):
         self.mask.fill_(True)
+        self.zeros.zero_()
 
     def forward(self, x):
         return self.two(self.one(x)) * self.mask
@@ -171,19 +141,21 @@ def init_if_on_meta(module):
         init_odd(module)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("init", [init_odd, init_if_on_meta])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("build", [Odd, Stack, Flagged])
 @on_ranks(2)
-def test_param_init_fn_that_checks_for_the_meta_device(build, transport):
+def test_param_init_fn(build, transport, init):
     expected = plain_state(build)
     model = on_meta(build)
     params = {name: id(param) for name, param in model.named_parameters()}
     torch.manual_seed(5)
-    model = FSDP(model, param_init_fn=init_if_on_meta, transport=transport)
+    model = FSDP(model, transport=transport, param_init_fn=init)
     assert {name: id(param) for name, param in model.named_parameters()} == params
     assert all(type(each) is not torch.Tensor for each in model.parameters())
     assert_same(model.state_dict(), expected, "the state")
+    assert build is not Odd or model.table.tolist() == list(range(16))
 
 
 class Forgetful(nn.Linear):
@@ -297,18 +269,3 @@ def test_to_empty_keeps_what_is_initialized():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert model.to_empty(device="cpu") is model
     assert_same(model.state_dict(), before, "the state")
-
-
-class Masked(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 4)
-        self.register_buffer("mask", torch.ones(4, dtype=torch.uint8))
-
-    def reset_parameters(self):
-        super().reset_parameters()
-        if "mask" in self._buffers:
-            self.mask.zero_()
-
-
-def test_zeros_of_unsigned_integers_are_values():
-    assert not FSDP(on_meta(Masked)).mask.any()

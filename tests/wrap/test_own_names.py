@@ -10,7 +10,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +18,8 @@ import torch.distributed as dist
 from compare import assert_same
 from models import COMBINATIONS, ddp, make
 from own_names import NAMES, refuse
+from rows import all_refused
+from scenarios import WIDTH, floats
 from spawn import on_ranks
 from torch import nn
 
@@ -25,8 +27,6 @@ import zshard
 from zshard import FSDP
 from zshard.model.own_names import PROTOCOL
 from zshard.units.units import bare, class_of
-
-WIDTH = 5
 
 
 class Model(nn.Module):
@@ -167,15 +167,14 @@ def quietly(model, combination, **options):
         return FSDP(model, strategy=strategy, transport=transport, **options)
 
 
-def train(model, no_sync, clip):
+def train(model, no_sync, clip=lambda model, most: 0):
     """Two steps of two micro-batches each; return the losses and norms."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, norms = [], []
     for step in range(2):
         for micro in range(2):
-            numbers = torch.Generator().manual_seed(10 * step + 2 * dist.get_rank() + micro)
             with contextlib.nullcontext() if micro else no_sync(model):
-                loss = model(torch.randn(3, WIDTH, generator=numbers)).square().mean()
+                loss = model(floats(dist.get_rank(), 2 * step + micro)).square().mean()
                 loss.backward()
             losses.append(loss.detach())
         norms.append(clip(model, 1e9))
@@ -199,9 +198,8 @@ WHERE = [
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_a_models_own_attribute_wins(kind, inside, combination, first):
-    names = NAMES[first::12]
-    for name in names:
-        cls = kinds_of(name)[kind]
+    for name in NAMES[first::12]:
+        cls, what = kinds_of(name)[kind], f"with {name} as a {kind}"
         build = (lambda cls=cls: Around(cls)) if inside else cls
         plain, model = make(build), make(build)
         theirs = ddp(plain)
@@ -209,18 +207,13 @@ def test_a_models_own_attribute_wins(kind, inside, combination, first):
         for each in (plain, model):
             for part in each.parts if inside else [each]:
                 part.end()
-        expected = train(
-            theirs,
-            nn.parallel.DistributedDataParallel.no_sync,
-            lambda m, most: nn.utils.clip_grad_norm_(m.parameters(), most),
-        )
-        found = train(model, FSDP.no_sync, FSDP.clip_grad_norm_)
-        what = f"{name} as a {kind}"
-        assert_same(found[0], expected[0], f"the losses with {what}")
-        torch.testing.assert_close(found[1], expected[1])
-        assert_same(model.state_dict(), plain.state_dict(), f"the state with {what}")
-        other = copy.deepcopy(model)
-        assert_same(other.state_dict(), plain.state_dict(), f"a copy with {what}")
+        clip = lambda m, most: nn.utils.clip_grad_norm_(m.parameters(), most)  # noqa: E731
+        losses, norms = train(theirs, type(theirs).no_sync, clip)
+        our_losses, our_norms = train(model, FSDP.no_sync, FSDP.clip_grad_norm_)
+        assert_same(our_losses, losses, f"the losses {what}")
+        torch.testing.assert_close(our_norms, norms)
+        assert_same(model.state_dict(), plain.state_dict(), f"the state {what}")
+        assert_same(copy.deepcopy(model).state_dict(), plain.state_dict(), f"a copy {what}")
         assert FSDP.memory(model)["total"] > 0 and combination[1] in FSDP.summary(model)
 
 
@@ -242,17 +235,12 @@ FLAGS = {
 @pytest.mark.parametrize("how", FLAGS)
 @on_ranks(2)
 def test_a_flag_of_the_model_does_not_stop_reductions(how):
-    kind = type(
-        "Model",
-        (Model,),
-        {"name": "require_backward_grad_sync", "forward": flips, **FLAGS[how]},
-    )
+    name = "require_backward_grad_sync"
+    kind = type("Model", (Model,), {"name": name, "forward": flips, **FLAGS[how]})
     plain, model = make(kind), FSDP(make(kind))
     theirs = ddp(plain)
-    expected = train(
-        theirs, nn.parallel.DistributedDataParallel.no_sync, lambda m, most: torch.ones(())
-    )
-    assert_same(train(model, FSDP.no_sync, lambda m, most: torch.ones(())), expected, "the losses")
+    expected = train(theirs, type(theirs).no_sync)
+    assert_same(train(model, FSDP.no_sync), expected, "the losses")
     assert_same(model.state_dict(), plain.state_dict(), "the state")
     assert FSDP.require_backward_grad_sync(model) is True
     assert model.require_backward_grad_sync == plain.require_backward_grad_sync
@@ -275,53 +263,37 @@ def test_a_bool_sets_ddps_flag_of_a_model_without_its_own():
 WRAPPERS = ["module", "_fsdp_wrapped_module", "_fpw_module", "_forward_module"]
 
 
-class Holder(nn.Module):
+class Holder(Model):
     def __init__(self, name):
-        super().__init__()
         self.name = name
-        self.last = nn.Linear(WIDTH, WIDTH)
-        setattr(self, name, nn.Linear(WIDTH, WIDTH))
+        super().__init__()
 
-    def forward(self, x):
-        return self.last(torch.tanh(getattr(self, self.name)(x)))
+    def begin(self):
+        setattr(self, self.name, linear())
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
 @pytest.mark.parametrize("name", WRAPPERS)
 @on_ranks(2)
 def test_a_child_may_have_the_name_that_wrappers_give(name, combination, tmp_path):
-    folder = str(tmp_path / "saved")
     plain, model = (make(lambda: Holder(name)) for _ in range(2))
     theirs = ddp(plain)
     quietly(model, combination, auto_wrap_policy={nn.Linear})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for each, stepped in (
-        (theirs, torch.optim.SGD(plain.parameters(), lr=0.1)),
-        (model, optimizer),
-    ):
-        each(torch.ones(2, WIDTH) + dist.get_rank()).square().mean().backward()
-        stepped.step()
+    train(theirs, type(theirs).no_sync)
+    train(model, FSDP.no_sync)
     assert_same(model.state_dict(), plain.state_dict(), "the state")
-    zshard.save(folder, model, optimizer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    model(floats(0)).sum().backward()
+    optimizer.step()
+    assert len(zshard.optim_state_dict(model, optimizer)["state"]) == len([*plain.parameters()])
+    zshard.save(f"{tmp_path}/saved", model, optimizer)
     other = make(lambda: Holder(name), seed=2)
-    zshard.load(folder, other)
+    zshard.load(f"{tmp_path}/saved", other)
     assert_same(other.state_dict(), plain.state_dict(), "a loaded plain model")
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    model.load_state_dict(theirs.state_dict())
-    assert_same(model.state_dict(), plain.state_dict(), "the state from DDP's state dict")
-    model.load_state_dict(model.state_dict())
-    assert_same(model.state_dict(), plain.state_dict(), "the state from its own state dict")
-    whole = zshard.optim_state_dict(model, optimizer)["state"]
-    assert len(whole) == len(list(plain.parameters()))
-
-
-@pytest.mark.parametrize("name", ["_orig_mod", "_checkpoint_wrapped_module"])
-def test_a_child_whose_name_checkpoints_omit_is_refused(name):
-    expected = f"a Holder has an attribute '{name}', a name of torch's wrappers: rename it"
-    with pytest.raises(ValueError, match=expected):
-        FSDP(nn.Sequential(Holder(name)))
+    zero = {key: torch.zeros_like(value) for key, value in plain.state_dict().items()}
+    for source in (zero, theirs.state_dict(), model.state_dict()):
+        model.load_state_dict(source)
+        assert_same([*model.state_dict().values()], [*source.values()], "the loaded state")
 
 
 def test_a_child_called_orig_mod_is_not_compiled():
@@ -329,39 +301,29 @@ def test_a_child_called_orig_mod_is_not_compiled():
     assert bare(model) is model
 
 
-@pytest.mark.parametrize("name", ["_zshard_state", "_zshard_other"])
-@pytest.mark.parametrize(
-    "value", [nn.Identity(), nn.Parameter(torch.ones(2))], ids=["child", "parameter"]
-)
-def test_private_names_are_refused(name, value):
-    model = Model()
-    setattr(model.first, name, value)
-    with pytest.raises(ValueError, match=f"a Linear has an attribute '{name}'.*rename it"):
-        FSDP(model)
-    assert type(model) is Model
+def test_private_names_are_refused():
+    def wrap(name, value, on=lambda layer: layer):
+        model = nn.Sequential(type("Mine", (nn.Linear,), {})(2, 2))
+        setattr(on(model[0]), name, value)
+        return lambda: FSDP(model)
 
-
-@pytest.mark.parametrize("of_class", [False, True], ids=["instance", "class"])
-def test_a_value_with_the_name_of_our_state_is_refused(of_class):
-    kind = type("Mine", (nn.Linear,), {})
-    model = nn.Sequential(kind(2, 2))
-    (kind if of_class else model[0])._zshard_state = 3
-    with pytest.raises(ValueError, match="a Mine has an attribute '_zshard_state'"):
-        FSDP(model)
+    child, param = nn.Identity(), nn.Parameter(torch.ones(2))
+    refused = {"_zshard_state": (child, param, 3), "_zshard_other": (child, param)}
+    refused |= {"_orig_mod": (child,), "_checkpoint_wrapped_module": (child,)}
+    rows = {f"{n} = {v}": (n, wrap(n, v)) for n, values in refused.items() for v in values}
+    rows["of the class"] = "_zshard_state", wrap("_zshard_state", 3, type)
+    says = "a Mine has an attribute '{}'"
+    all_refused({row: (call, ValueError, says.format(n)) for row, (n, call) in rows.items()})
 
 
 # --- the protocol ---------------------------------------------------------------------------------
 
 
-class Protocol(nn.Module):
+class Protocol(Model):
     """Overrides what FSDP overrides, too."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.calls = nn.Linear(WIDTH, WIDTH), []
-
-    def forward(self, x):
-        return self.first(x)
+    own = 1.0
+    calls: ClassVar[list[str]] = []
 
 
 def counting(name):
@@ -380,7 +342,13 @@ for each in OVERRIDDEN:
 
 @on_ranks(2)
 def test_methods_of_the_protocol_call_the_models():
+    fsdps = {
+        name for cls in FSDP.__mro__[:-2] for name, each in vars(cls).items() if callable(each)
+    }
+    shared = {name for name in fsdps & PROTOCOL if not name.startswith("_")}
+    assert shared | {"__call__"} == set(OVERRIDDEN)
     model = FSDP(Protocol())
+    model.calls.clear()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model(torch.ones(1, WIDTH))
     model.load_state_dict(model.state_dict())
@@ -393,12 +361,6 @@ def test_methods_of_the_protocol_call_the_models():
     assert set(OVERRIDDEN) == set(model.calls)
     assert_same(model.state_dict(), before, "the state after to_empty()")
     assert type(model.join) is nn.Identity and model.memory is None
-
-
-def test_the_protocol_is_what_fsdp_overrides():
-    own = {name for cls in FSDP.__mro__[:-2] for name, each in vars(cls).items() if callable(each)}
-    shared = {name for name in own & PROTOCOL if not name.startswith("_")}
-    assert shared | {"__call__"} == set(OVERRIDDEN)
 
 
 # --- one warning ----------------------------------------------------------------------------------
@@ -439,15 +401,10 @@ def test_a_function_of_fsdp_says_which_models_it_takes():
 # --- zshard calls FSDP's names as functions -------------------------------------------------------
 
 
-class Hostile(nn.Module):
+class Hostile(Model):
     """Raises where another than FSDP itself reads one of FSDP's names."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.second(torch.relu(self.first(x)))
+    own = 1.0
 
 
 refuse(Hostile)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp.wrap as torch_wrap
+from models import Block
 from rows import all_refused, all_rows
 from torch import nn
 from torch.nn.utils import parametrize
@@ -27,22 +28,11 @@ from zshard.wrap import (
 )
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
 class Net(nn.Module):
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(8) for _ in range(blocks))
         self.head = nn.Linear(8, 11)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +94,7 @@ def positional(m: nn.Module, r: bool, unwrapped: int) -> bool:
         ModuleWrapPolicy([Block, nn.Conv2d]),
         functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
         functools.partial(lambda_auto_wrap_policy, lambda_fn=is_block),
-        functools.partial(size_based_auto_wrap_policy, min_num_params=500),
+        functools.partial(size_based_auto_wrap_policy, min_num_params=250),
         functools.partial(
             zwrap._or_policy,
             policies=[
@@ -119,7 +109,7 @@ def positional(m: nn.Module, r: bool, unwrapped: int) -> bool:
         torch_wrap.ModuleWrapPolicy({Block}),
         torch_wrap.CustomPolicy(is_block),
         functools.partial(torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-        functools.partial(torch_wrap.size_based_auto_wrap_policy, min_num_params=500),
+        functools.partial(torch_wrap.size_based_auto_wrap_policy, min_num_params=250),
         functools.partial(torch_wrap.lambda_auto_wrap_policy, lambda_fn=is_block),
     ],
     ids=kind_of,
@@ -184,7 +174,7 @@ def test_classes_that_find_nothing_are_reported() -> None:
         assert names(plan_units(Net(), {nn.ModuleList})) == [""]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert names(plan_units(Block(), {Block})) == [""]  # the root itself is one
+        assert names(plan_units(Block(8), {Block})) == [""]  # the root itself is one
 
 
 # What no policy may split

@@ -164,3 +164,17 @@ def test_failed_initialization_on_one_rank(transport):
     assert text == ("LookupError: planted" if dist.get_rank() else "RuntimeError: rank 1: planted")
     assert "build the model again, on all ranks" in attempt(model, **how)
     assert attempt(another, **how) is None and trains(another)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+@passing_groups()
+def test_timeout_names_a_unit_wrapped_before_its_parent(transport):
+    """Rank 0's backward waits for rank 1, which does not come."""
+    how = {"process_group": own_group(), "timeout": 1.0, "transport": transport}
+    model = nn.Sequential(*(FSDP(nn.Linear(4, 4), **how) for _ in range(2)))
+    loss = FSDP(model, auto_wrap_policy=None, **how)(torch.ones(1, 4)).sum()
+    if dist.get_rank() == 0:
+        with pytest.raises(zshard.PeerTimeoutError, match="unit '1'"):
+            loss.backward()
+    dist.barrier()
