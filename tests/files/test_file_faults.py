@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from file_faults import file_faults, file_log
+from file_faults import file_faults, file_log, forked
 from nursery import fork_ranks
 from power_cut import Disk, logged, read_log, tree_of
 from rows import all_rows
@@ -168,23 +168,11 @@ def test_short_counts_are_resumed() -> None:
 # --- killed ----------------------------------------------------------------------------------------
 
 
-def killed(act: Callable[[], object], nth: int, what: str) -> int:
-    """Return the signal that killed a child that does `act` with this fault; 0: none."""
-    child = os.fork()
-    if child == 0:
-        try:
-            file_faults(nth, what)
-            act()
-        finally:
-            os._exit(0)
-    return os.WTERMSIG(os.waitpid(child, 0)[1])
-
-
 def check_killed(root: Path, nth: int, what: str) -> None:
     """The process dies there; the results of earlier calls remain, and the lock is free."""
     disk, log = Disk(root), root.parent / "log"
     with logged(log):
-        assert killed(lambda: story(root), nth, what) == signal.SIGKILL
+        assert forked(nth, what, lambda: story(root)) is None
     calls = read_log(log)
     assert [call.name for call in calls] == CALLS[: nth - (what == "kill")]
     assert disk.replayed(log) == tree_of(root)
