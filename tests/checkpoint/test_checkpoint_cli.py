@@ -125,7 +125,7 @@ def test_export(saved, command, dtype, tmp_path):
     assert inside(tmp_path / "out") == ["config.json", "model.safetensors"]
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata()["format"] == "pt"
-    assert command("export", path, tmp_path / "many", "--max-shard-size", "900", *options)[0] == 0
+    assert command("export", path, tmp_path / "many", "--max-shard-size", "400", *options)[0] == 0
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == state.keys() and len({*index["weight_map"].values()}) > 1
     for folder in (tmp_path / "out", tmp_path / "many"):
@@ -261,6 +261,8 @@ def test_wrapped_models_load_each_others_checkpoints(tmp_path):
         for stem in ("model", "optimizer"):
             pair = (tensors_in(f"{tmp_path}/{name}", stem) for name in ("plain", way))
             assert_same(*pair, f"the {stem}, {way}")
+        if way == "ddp":
+            continue
         state, (other, theirs) = zshard.optim_state_dict(model, optimizer), made("as it is", 2, 1.0)
         zshard.load_optim_state_dict(other, theirs, state)
         back = zshard.optim_state_dict(other, theirs)

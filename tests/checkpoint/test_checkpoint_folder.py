@@ -153,15 +153,20 @@ def test_last_finite_checkpoint_is_kept(tmp_path):
         comm_of_all().exchange(b"")
 
 
+def failing(number):
+    """Return a call of the file system that fails with this errno."""
+
+    def call(path, *_):
+        raise OSError(number, os.strerror(number), path)
+
+    return call
+
+
 def test_failed_deletion_warns(tmp_path, monkeypatch):
     zshard.save(tmp_path, small(), step=1)
     before = bit_by_bit(tmp_path / "step-00000001")
-
-    def refuse(old, new):
-        raise PermissionError(1, "Operation not permitted", old)
-
-    real = _core.rename
-    monkeypatch.setattr(_core, "rename", lambda a, b: real(a, b) if ".tmp" in a else refuse(a, b))
+    real, fail = _core.rename, failing(errno.EPERM)
+    monkeypatch.setattr(_core, "rename", lambda a, b: real(a, b) if ".tmp" in a else fail(a))
     words = r"could not delete the checkpoint '.*step-00000001': .* not permitted"
     with pytest.warns(UserWarning, match=words):
         zshard.save(tmp_path, small(), step=2, keep_last=1)
@@ -194,11 +199,7 @@ def test_overwrite(tmp_path):
 def test_file_system_without_atomic_exchange(tmp_path, monkeypatch):
     zshard.save(tmp_path / "x", small(1.0))
     before = bit_by_bit(tmp_path / "x")
-
-    def swap(a, b):
-        raise OSError(folders._NO_SWAPS[0], "Invalid argument", a)
-
-    monkeypatch.setattr(_core, "swap", swap)
+    monkeypatch.setattr(_core, "swap", failing(folders._NO_SWAPS[0]))
     with pytest.raises(OSError, match=r"cannot swap folders: save to another path, .*/x'"):
         zshard.save(tmp_path / "x", small(2.0), overwrite=True)
     assert inside(tmp_path) == ["x"] and bit_by_bit(tmp_path / "x") == before
@@ -254,22 +255,15 @@ def test_lock_file_deleted_by_the_previous_holder(tmp_path, monkeypatch):
 
 def test_full_disk_does_not_keep_the_lock(tmp_path, monkeypatch):
     """Its file says who holds it, which takes space."""
-
-    def pwrite(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", pwrite)
+        patched.setattr(os, "pwrite", failing(errno.ENOSPC))
         with pytest.raises(OSError, match="No space left"):
             zshard.save(tmp_path / "x", small())
     zshard.save(tmp_path / "x", small())
 
 
 def test_file_system_without_locks(tmp_path, monkeypatch):
-    def lock_file(path):
-        raise OSError(folders._NO_LOCKS[0], "No locks available", path)
-
-    monkeypatch.setattr(_core, "lock_file", lock_file)
+    monkeypatch.setattr(_core, "lock_file", failing(folders._NO_LOCKS[0]))
     leave_behind(tmp_path / f".x.{ID}.tmp")
     zshard.save(tmp_path / "x", small())
     assert inside(tmp_path) == [f".x.{ID}.tmp", "x"]  # another process may be writing it

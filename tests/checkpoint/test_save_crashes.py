@@ -60,8 +60,9 @@ def save(model, optimizer, folder, step, is_numbered=True, **options):
             param.fill_(step)
             optimizer.state[param]["exp_avg"].fill_(-step)
     kind = {"step": step, "keep_last": 2} if is_numbered else {"overwrite": True}
+    options = {"max_shard_size": 20_000, **kind, **options}
     path = folder if is_numbered else f"{folder}/x"
-    return zshard.save(path, model, optimizer, max_shard_size=20_000, **kind, **options)
+    return zshard.save(path, model, optimizer, **options)
 
 
 def step_in(path):
@@ -201,12 +202,12 @@ def test_each_sync_of_a_save_is_needed(folder, tmp_path):
     save(*both, disk_root, 1)
     disk = Disk(disk_root)
     with logged(log):
-        save(*both, disk_root, 2)
+        save(*both, disk_root, 2, max_shard_size="1 MB")
     assert disk.replayed(log) == tree_of(disk_root), "the log does not explain the folder"
     calls = read_log(log)
     assert not any(is_faulty(each, calls) for each in disk.states(calls, cut, 0))
     syncs = [nth for nth, call in enumerate(calls) if call.name == "sync"]
-    assert len(syncs) == 11  # of nine files, the hidden folder and the one around it
+    assert len(syncs) == 5  # of three files, the hidden folder and the one around it
     for nth in syncs:
         others = calls[:nth] + calls[nth + 1 :]
         assert any(is_faulty(each, others) for each in disk.states(others, cut, 0)), nth

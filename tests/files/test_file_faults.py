@@ -11,10 +11,8 @@ import contextlib
 import errno
 import itertools
 import os
-import signal
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -282,17 +280,6 @@ def test_rename_without_renameat2(tmp_path: Path, unsupported: str) -> None:
     assert (tmp_path / "new").read_bytes() == b"mine"
 
 
-def test_swap(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    write(tmp_path / "a" / "file", b"mine")
-    write(tmp_path / "b", b"other")
-    _core.swap(tmp_path / "a", tmp_path / "b")
-    assert (tmp_path / "a").read_bytes() == b"other"
-    assert (tmp_path / "b" / "file").read_bytes() == b"mine"
-    with pytest.raises(FileNotFoundError):
-        _core.swap(tmp_path / "a", tmp_path / "none")
-
-
 def test_lock(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     lock = _core.lock_file(path)
@@ -302,24 +289,6 @@ def test_lock(tmp_path: Path) -> None:
     _core.unlock(lock)
     _core.unlock(_core.lock_file(path))
     assert os.listdir(tmp_path) == [".lock"]
-
-
-def test_lock_ends_with_its_process(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    holder = os.fork()
-    if holder == 0:
-        try:
-            _core.lock_file(tmp_path / "lock")
-            os.write(writing, b"+")
-            time.sleep(600)
-        finally:
-            os._exit(1)
-    assert os.read(reading, 1) == b"+"
-    with pytest.raises(BlockingIOError):
-        _core.lock_file(tmp_path / "lock")
-    os.kill(holder, signal.SIGKILL)
-    os.waitpid(holder, 0)
-    _core.unlock(_core.lock_file(tmp_path / "lock"))
 
 
 def test_lock_does_not_follow_links(tmp_path: Path) -> None:
