@@ -207,7 +207,7 @@ def test_each_sync_of_a_save_is_needed(folder, tmp_path):
     calls = read_log(log)
     assert not any(is_faulty(each, calls) for each in disk.states(calls, cut, 0))
     syncs = [nth for nth, call in enumerate(calls) if call.name == "sync"]
-    assert len(syncs) == 5  # of three files, the hidden folder and the one around it
+    assert len(syncs) == 7  # of five files, the hidden folder and the one around it
     for nth in syncs:
         others = calls[:nth] + calls[nth + 1 :]
         assert any(is_faulty(each, others) for each in disk.states(others, cut, 0)), nth
