@@ -1,6 +1,6 @@
 """A small model whose weights, gradients and optimizer state are numbers of a formula, to the bit.
 
-Checkpoints of it (fixtures/, written by write_fixtures.py) are compared with the formulas, so a test
+Checkpoints of it (fixtures/) are compared with the formulas, so a test
 needs neither the code that wrote them nor a file of expected values. The output is linear in the
 parameters, so gradients do not depend on what the optimizer did; all numbers are short binary
 fractions, so sums and products of them are exact.
@@ -172,12 +172,6 @@ def script_state(rank: int) -> dict[str, Any]:
         "names": {"a"},
         "scheduler": {"last_epoch": STEPS, "base_lrs": [LR]},
     }
-
-
-def seed_all(rank: int) -> None:
-    """Put the random number generators into a state of a rank's own."""
-    random.seed(SEED + rank)
-    torch.manual_seed(SEED + rank)
 
 
 def is_seeded(rank: int) -> bool:

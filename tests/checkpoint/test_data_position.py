@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compare import assert_same
 from nursery import fork_ranks
 from rows import all_refused
 from spawn import RankFailure, RankPool, on_ranks
@@ -141,46 +140,6 @@ def test_a_state_may_be_loaded_twice() -> None:
 
 
 # --- with a checkpoint ----------------------------------------------------------------------------
-
-
-def train(folder: str, stop: int | None) -> tuple[list[float], list[int]]:
-    """(losses, samples) of this rank, with a step of two batches; continues what is in the folder."""
-    torch.manual_seed(1)
-    data = torch.randn(N, 7)
-    model = zshard.FSDP(torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.Linear(9, 1)))
-    optimizer = zshard.AdamW(model.parameters())
-    position = DataPosition(N, seed=2, accumulate=2)
-    if zshard.latest_checkpoint(folder):
-        position.load_state_dict(zshard.load(folder, model, optimizer)["data"])
-    loader = DataLoader(numbers(), batch_size=5, sampler=position.sampler, num_workers=1)
-    losses, samples = [], []
-    while position.epoch < 2:
-        for count, batch in enumerate(position.batches(loader), 1):
-            last = count == len(loader)
-            loss = model(data[batch]).square().mean()
-            if count % 2 and not last:
-                with model.no_sync():
-                    loss.backward()
-            else:
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.item())
-            samples += batch.tolist()
-            if len(losses) == stop:
-                extra = {"data": position.state_dict()}
-                zshard.save(folder, model, optimizer, step=stop, extra=extra)
-                return losses, samples
-    return losses, samples
-
-
-@on_ranks(2)
-def test_training_is_bit_identical_after_a_resume(tmp_path: Any) -> None:
-    unbroken, _ = train(str(tmp_path / "none"), None)
-    begun, _ = train(str(tmp_path / "run"), 4)
-    ended, _ = train(str(tmp_path / "run"), None)
-    assert len(unbroken) == 22
-    assert_same(begun + ended, unbroken, "losses")
 
 
 def run_page(folder: str, epochs: str) -> None:

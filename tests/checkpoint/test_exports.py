@@ -1,8 +1,5 @@
 """Where exports go: a Hugging Face folder, a process group; what of a model has changed since the last
-one; and checkpoints of Hugging Face models, read by Hugging Face's tools without zshard.
-
-A process that cannot import zshard loads the folder with `from_pretrained` and with safetensors, and
-finds the values at the end of training.
+one; and checkpoints of Hugging Face models, read by `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -16,10 +13,10 @@ import torch
 import torch.distributed as dist
 from architectures import ARCHITECTURES
 from checkpoints import inside, manifest_in, tensors_in
-from compare import assert_same, differences
-from models import Net, loss_of, make
-from nursery import forked_python
+from compare import assert_same
+from models import Net, make
 from optim_states import rank
+from rows import all_rows
 from safetensors.torch import load_file
 from spawn import on_ranks
 from torch import nn
@@ -272,44 +269,6 @@ def plain(name, is_tied):
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def save(name, is_tied, folder, options):
-    """Save a trained model; its state dict goes to `folder`/state.pt."""
-    model = FSDP(plain(name, is_tied), transport="c10d")
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    ids = torch.arange(20).reshape(2, 10) + rank()
-    loss_of(model(ids).logits).backward()
-    optimizer.step()
-    zshard.save(folder / "x", model, optimizer, **options)
-    state = full(model)
-    if rank() == 0:
-        torch.save(state, folder / "state.pt")
-
-
-READER = """
-import json, sys
-sys.modules["zshard"] = None  # importing it is an error
-import torch, transformers
-from safetensors.torch import load_file
-
-def read(folder, dtype):
-    dtype = getattr(torch, dtype)
-    expected = torch.load(f"{folder}/state.pt", weights_only=True)
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
-        f"{folder}/x", output_loading_info=True, local_files_only=True
-    )
-    wrong = [n for n, v in model.state_dict().items() if not torch.equal(v, expected[n].to(dtype))]
-    index = json.load(open(f"{folder}/x/model.safetensors.index.json"))["weight_map"]
-    for file in set(index.values()):
-        for name, value in load_file(f"{folder}/x/{file}").items():
-            wrong += [] if torch.equal(value, expected[name].to(dtype)) else [f"{name} in {file}"]
-            index.pop(name)
-    told = {key: list(value) for key, value in told.items() if value}
-    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    return wrong, sorted(index), told, is_tied, type(model).__name__, len(expected)
-
-print(json.dumps([read(*each) for each in json.loads(sys.argv[1])]))
-"""
-
 CASES = [
     ("gpt2", True, {}),
     ("gpt2", False, {"max_shard_size": 5000}),
@@ -318,56 +277,59 @@ CASES = [
 ]
 
 
-@needs_transformers
-@pytest.mark.thorough
-def test_from_pretrained(pool2, tmp_path):
-    rows = []
-    for number, (name, is_tied, options) in enumerate(CASES):
-        (folder := tmp_path / str(number)).mkdir()
-        pool2.run(save, name, is_tied, folder, options)
-        dtype = str(options.get("dtype", torch.float32)).removeprefix("torch.")
-        rows.append((str(folder), dtype))
-    done = forked_python("-c", READER, json.dumps(rows))
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.splitlines()[-1])
-    for case, (folder, dtype), result in zip(CASES, rows, results, strict=True):
-        wrong, unread, info, is_tied, kind, count = result
-        assert wrong == unread == [] and info == {} and count > 10, case
-        assert is_tied is case[1] and kind == type(plain(*case[:2])).__name__, case
-        assert manifest_in(f"{folder}/x").tied.keys() == ({"lm_head.weight"} if is_tied else set())
-        with open(f"{folder}/x/config.json") as file:
-            config = json.load(file)
-        assert config["architectures"] == [kind] and config["dtype"] == dtype, case
-        assert {"config.json", "generation_config.json"} < set(inside(f"{folder}/x"))
-
-
-def of_architectures(names, folder):
-    """Return {name: what differs after from_pretrained} for what two ranks have saved."""
+def read_by_transformers(folder, model, **options):
+    """Save a sharded model, and compare what from_pretrained() then returns, on rank 0."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    found, options = {}, {"output_loading_info": True, "local_files_only": True}
-    for name in names:
-        torch.manual_seed(1)
-        model = ARCHITECTURES[name].build()
-        kind = type(model)
-        model = FSDP(model, transport="c10d")
-        zshard.save(folder / "x", model, overwrite=True)
-        expected = model.state_dict()
-        if rank() == 0:
-            again, facts = kind.from_pretrained(folder / "x", **options)
-            found[name] = differences(again.state_dict(), expected)
-            found[name] += [f"{key}: {value}" for key, value in facts.items() if value]
-    return found
+    kind, model = type(model), FSDP(model, transport="c10d")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.25)
+    zshard.save(folder, model, overwrite=True, **options)
+    expected = model.state_dict()
+    if rank() == 0:
+        loading = {"output_loading_info": True, "local_files_only": True}
+        again, facts = kind.from_pretrained(folder, **loading)
+        dtype = options.get("dtype", torch.float32)
+        if dtype != torch.float32:
+            expected = {name: value.to(dtype) for name, value in expected.items()}
+        assert_same(again.state_dict(), expected, kind.__name__)
+        assert not any(facts.values()), facts
+        with open(f"{folder}/config.json") as file:
+            config = json.load(file)
+        assert config["architectures"] == [kind.__name__]
+        assert config["dtype"] == str(dtype).removeprefix("torch.")
+        return again
+    return None
+
+
+@needs_transformers
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "is_tied", "options"), CASES)
+@on_ranks(2)
+def test_from_pretrained(name, is_tied, options, tmp_path):
+    again = read_by_transformers(tmp_path / "x", plain(name, is_tied), **options)
+    if again is not None:
+        tied = again.get_output_embeddings().weight is again.get_input_embeddings().weight
+        assert tied is is_tied
+        names = {"lm_head.weight"} if is_tied else set()
+        assert manifest_in(tmp_path / "x").tied.keys() == names
+        assert "generation_config.json" in inside(tmp_path / "x")
 
 
 @needs_transformers
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_architectures(pool2, tmp_path):
-    found = pool2.run(of_architectures, list(ARCHITECTURES), tmp_path)[0]
-    assert len(found) > 30 and not any(found.values()), found
+@on_ranks(2)
+def test_architectures(tmp_path):
+    assert len(ARCHITECTURES) > 30
+    with all_rows() as row:
+        for name, architecture in ARCHITECTURES.items():
+            with row(name):
+                torch.manual_seed(1)
+                read_by_transformers(tmp_path / "x", architecture.build())
 
 
 def test_model_with_a_different_kind_of_config(tmp_path):

@@ -179,21 +179,6 @@ def test_any_failing_call_is_an_error_on_all_ranks(good, is_foreign):
 
 
 @on_ranks(2)
-def test_short_reads_are_resumed(good):
-    """Interrupted and short calls are resumed."""
-    model, optimizer = model_and_optimizer()
-    file_faults(1, "short", 500)
-    try:
-        zshard.load(good, model, optimizer)
-    finally:
-        calls = file_faults(0)
-    other, state = model_and_optimizer()
-    zshard.load(good, other, state)
-    assert calls > 30
-    assert differ(state_of(model, optimizer), state_of(other, state)) == []
-
-
-@on_ranks(2)
 def test_file_truncated_during_load(path):
     """A file is truncated after all checks."""
     file = first_of(path, "optimizer-00001")

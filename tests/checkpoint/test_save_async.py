@@ -20,7 +20,7 @@ from file_faults import file_faults
 from models import CASES, train
 from nursery import fork_ranks
 from optim_states import FULL, HYBRID, rank, trained
-from rows import all_refused
+from rows import all_refused, all_rows
 from spawn import on_ranks
 from torch import nn
 
@@ -304,38 +304,37 @@ def test_warnings_of_a_save(tmp_path):
             dist.barrier()
 
 
-def check_found(tmp_path, model, spoil):
-    """Fail unless a save warns of NaN in the weight once it is spoiled, and only then."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        zshard.save(tmp_path / "good", model)
-    with torch.no_grad():
-        spoil(model.weight)
-    with pytest.warns(UserWarning, match="NaN or infinite values in 'weight'"):
-        zshard.save(tmp_path / "bad", model)
-    assert manifest_in(tmp_path / "good").finite and not manifest_in(tmp_path / "bad").finite
-
-
 OTHERS = [
     dtype
     for code, dtype in DTYPES.items()
     if code not in FORMATS and (dtype.is_complex or dtype.is_floating_point)
 ]
+SPOILED = {  # tensors, and where they get NaN
+    f"{dtype}, each {step}.": (torch.ones(8).to(dtype)[::step], 6 // step)
+    for dtype in OTHERS
+    for step in (1, 2)
+}
+SPOILED |= {
+    f"{width} channels last, {place}": (torch.ones(width, width, 3, 3), (place,) * 4)
+    for width in (4, 64)
+    for place in (0, -1)
+}
 
 
-@pytest.mark.parametrize("dtype", OTHERS, ids=str)
-@pytest.mark.parametrize("step", [1, 2])
-def test_nonfinite_values_of_dtypes_that_the_core_does_not_check(tmp_path, dtype, step):
-    model, values = nn.Module(), torch.ones(8).to(dtype)
-    model.weight = nn.Parameter(values[::step], requires_grad=False)
-    check_found(tmp_path, model, lambda _: values.__setitem__(6, float("nan")))
-
-
-@pytest.mark.parametrize("width", [4, 64])
-@pytest.mark.parametrize("place", [0, -1])
-def test_small_and_strided_tensors(tmp_path, width, place):
-    """Small tensors, and tensors with another memory layout."""
-    model = nn.Conv2d(width, width, 3).to(memory_format=torch.channels_last)
-    assert not model.weight.is_contiguous()
-    at = (place,) * 4
-    check_found(tmp_path, model, lambda weight: weight.__setitem__(at, float("nan")))
+def test_nonfinite_values_that_the_core_does_not_check(tmp_path):
+    """Dtypes without a check of their own, small tensors, and tensors with another memory layout."""
+    model = nn.Module()
+    with all_rows() as row, torch.no_grad():
+        for name, (values, at) in SPOILED.items():
+            if values.dim() == 4:
+                values = values.to(memory_format=torch.channels_last)
+            model.weight = nn.Parameter(values, requires_grad=False)
+            model.weight[at] = 1.0
+            with row(name), warnings.catch_warnings():
+                warnings.simplefilter("error")
+                zshard.save(tmp_path / "x", model, overwrite=True)
+                assert manifest_in(tmp_path / "x").finite
+                model.weight[at] = float("nan")
+                with pytest.warns(UserWarning, match="NaN or infinite values in 'weight'"):
+                    zshard.save(tmp_path / "x", model, overwrite=True)
+                assert not manifest_in(tmp_path / "x").finite

@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections import OrderedDict
 
-import numpy
 import pytest
 import torch
 from checkpoints import decode, manifest_in, saved, small_chunks, tensors_in, whole
@@ -324,26 +322,17 @@ def test_duplicate_tensor_name(tmp_path):
 
 @on_ranks(3)
 def test_extra(tmp_path):
+    """One copy, where that of all ranks is the same."""
     model = wrapped(Mlp, FULL)
-    own = {"rank": rank(), "drawn": torch.arange(rank()), "order": numpy.arange(3)}
-    for name, extra in {
-        "same": {"step": 3, "lr": (0.5, None)},
-        "none": None,
-        "ordered": OrderedDict(a=1),
-        "own": own | {"random": zshard.rng_state()},
-    }.items():
-        zshard.save(tmp_path / name, model, extra=extra)
-    manifests = {n: manifest_in(tmp_path / n) for n in ("same", "none", "ordered", "own")}
-    assert len(manifests["same"].extra) == 1
-    assert decode(manifests["same"].extra_of(2)) == {"step": 3, "lr": (0.5, None)}
-    assert decode(manifests["none"].extra_of(0)) == {}
-    assert decode(manifests["ordered"].extra_of(0)) == {"a": 1}
+    zshard.save(tmp_path / "same", model, extra={"step": 3, "lr": (0.5, None)})
+    zshard.save(tmp_path / "own", model, extra={"rank": rank(), "drawn": torch.arange(rank())})
+    same, own = (manifest_in(tmp_path / name) for name in ("same", "own"))
+    assert len(same.extra) == 1 and decode(same.extra_of(2)) == {"step": 3, "lr": (0.5, None)}
     for i in range(3):
-        found = decode(manifests["own"].extra_of(i))
+        found = decode(own.extra_of(i))
         assert found["rank"] == i and found["drawn"].tolist() == list(range(i))
-        assert found["order"].tolist() == [0, 1, 2] and "torch" in found["random"]
     software = {"torch": torch.__version__, "zshard": zshard.__version__}
-    assert manifests["own"].world == 3 and manifests["own"].software.items() >= software.items()
+    assert own.world == 3 and own.software.items() >= software.items()
 
 
 def test_result_of_save(tmp_path):

@@ -223,7 +223,7 @@ def each_call(folder, sufferer, what, overwrite):
                 before = before if not overwrite else bit_by_bit(path)
             elif set(inside(folder)) != {"old"} or bit_by_bit(folder / "old") != before:
                 wrong.append((nth, inside(folder)))
-            elif not issubclass(found[0], OSError):
+            elif not issubclass(found[0], OSError) or f"'{folder}" not in found[1]:
                 wrong.append((nth, found))
             if len(hidden) > 1 or (hidden and found is not None):
                 wrong.append((nth, hidden))

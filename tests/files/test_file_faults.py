@@ -11,16 +11,14 @@ import contextlib
 import errno
 import itertools
 import os
-import signal
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from file_faults import file_faults, file_log
+from file_faults import file_faults, file_log, forked
 from nursery import fork_ranks
 from power_cut import Disk, logged, read_log, tree_of
 from rows import all_rows
@@ -168,23 +166,11 @@ def test_short_counts_are_resumed() -> None:
 # --- killed ----------------------------------------------------------------------------------------
 
 
-def killed(act: Callable[[], object], nth: int, what: str) -> int:
-    """Return the signal that killed a child that does `act` with this fault; 0: none."""
-    child = os.fork()
-    if child == 0:
-        try:
-            file_faults(nth, what)
-            act()
-        finally:
-            os._exit(0)
-    return os.WTERMSIG(os.waitpid(child, 0)[1])
-
-
 def check_killed(root: Path, nth: int, what: str) -> None:
     """The process dies there; the results of earlier calls remain, and the lock is free."""
     disk, log = Disk(root), root.parent / "log"
     with logged(log):
-        assert killed(lambda: story(root), nth, what) == signal.SIGKILL
+        assert forked(nth, what, lambda: story(root)) is None
     calls = read_log(log)
     assert [call.name for call in calls] == CALLS[: nth - (what == "kill")]
     assert disk.replayed(log) == tree_of(root)
@@ -294,17 +280,6 @@ def test_rename_without_renameat2(tmp_path: Path, unsupported: str) -> None:
     assert (tmp_path / "new").read_bytes() == b"mine"
 
 
-def test_swap(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    write(tmp_path / "a" / "file", b"mine")
-    write(tmp_path / "b", b"other")
-    _core.swap(tmp_path / "a", tmp_path / "b")
-    assert (tmp_path / "a").read_bytes() == b"other"
-    assert (tmp_path / "b" / "file").read_bytes() == b"mine"
-    with pytest.raises(FileNotFoundError):
-        _core.swap(tmp_path / "a", tmp_path / "none")
-
-
 def test_lock(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     lock = _core.lock_file(path)
@@ -314,24 +289,6 @@ def test_lock(tmp_path: Path) -> None:
     _core.unlock(lock)
     _core.unlock(_core.lock_file(path))
     assert os.listdir(tmp_path) == [".lock"]
-
-
-def test_lock_ends_with_its_process(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    holder = os.fork()
-    if holder == 0:
-        try:
-            _core.lock_file(tmp_path / "lock")
-            os.write(writing, b"+")
-            time.sleep(600)
-        finally:
-            os._exit(1)
-    assert os.read(reading, 1) == b"+"
-    with pytest.raises(BlockingIOError):
-        _core.lock_file(tmp_path / "lock")
-    os.kill(holder, signal.SIGKILL)
-    os.waitpid(holder, 0)
-    _core.unlock(_core.lock_file(tmp_path / "lock"))
 
 
 def test_lock_does_not_follow_links(tmp_path: Path) -> None:

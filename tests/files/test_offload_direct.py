@@ -7,18 +7,15 @@ in memory, and compares bit for bit; bytes written by system calls show whether 
 
 from __future__ import annotations
 
-import copy
 import os
 
 import pytest
 import stand_ins
 import torch
-import torch.distributed as dist
 from compare import assert_same
 from models import loss_of, make
 from nursery import fork_ranks
 from offloaded import CACHE, io_count, steps, to, wide
-from safetensors.torch import save_file
 from scenarios import message_of
 from spawn import on_ranks
 from torch import nn
@@ -119,34 +116,6 @@ def test_prefetched_data_may_have_changed(tmp_path):
             optimizer.step()
         found.append(state_of(model, optimizer))
     assert_same(*found, "the state")
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-@on_ranks(2)
-def test_checkpoints_in_the_middle(tmp_path, in_backward):
-    """Two steps, a checkpoint, two more; then repeat those two from the checkpoint, in the same
-    model and in another; compare with the same in memory."""
-    file = str(tmp_path / "model.safetensors")
-    plain, plain_optimizer = wide(None, in_backward)
-    for _ in range(2):
-        steps(plain, plain_optimizer, n=2, clip=False)
-    model, optimizer = wide(to(tmp_path), in_backward)
-    steps(model, optimizer, n=2, clip=False)
-    state, optimizer_state = model.state_dict(), copy.deepcopy(optimizer.state_dict())
-    if dist.get_rank() == 0:
-        save_file({name: value.clone() for name, value in state.items()}, file)
-    dist.barrier()
-    steps(model, optimizer, n=2, clip=False)
-    assert_same(model.state_dict(), plain.state_dict(), "undisturbed")
-    other, its_optimizer = wide(to(tmp_path), in_backward)
-    steps(other, its_optimizer, n=1, clip=False)
-    model.load_state_dict(state)
-    zshard.load(file, other)
-    for each, stepper in ((model, optimizer), (other, its_optimizer)):
-        stepper.load_state_dict(optimizer_state)
-        assert_same(each.state_dict(), state, "as loaded")
-        steps(each, stepper, n=2, clip=False)
-        assert_same(each.state_dict(), plain.state_dict(), "continued")
 
 
 # --- sizes -----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
     file_faults(3, "ENOSPC")  # the third call from now on fails
     ...
     calls = file_faults(0)  # there were so many since; none fails any more
+    calls = forked(3, "kill", act)  # in a child that acts with this fault; None: it was killed
 
 zshard has one hook for watching its file calls. The watcher is a module of its own (c/fs_faults.c),
 compiled here, so zshard ships none.
@@ -16,8 +17,10 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import signal
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +58,24 @@ def _load() -> Any:
 
 _module = _load()
 file_faults, file_log = _module.file_faults, _module.file_log
+
+
+def forked(nth: int, what: str, act: Callable[[], object]) -> int | None:
+    """Return how many calls a child made that does `act` with this fault, or None if it was killed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            file_faults(nth, what)
+            act()
+            os.write(writing, str(file_faults(0)).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return None
+    return int(text)

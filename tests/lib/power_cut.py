@@ -9,10 +9,10 @@ or dropped in many ways. A test then checks each of these folders as after a res
     disk = Disk(folder)                     # what is there now is on the disk
     with logged(log):                       # or, in each of several ranks, file_log(log)
         save(folder)
-    returned = len(read_log(log))           # calls; each state says before which it was cut
-    for state in disk.states(log, tmp_path / "cut"):
+    calls = read_log(log)                   # each state says before which it was cut
+    for state in disk.states(calls, tmp_path / "cut"):
         found = newest(state.folder)
-        assert found.is_whole() and (state.calls < returned or found.is_new())
+        assert found.is_whole() and (state.calls < len(calls) or found.is_new())
 """
 
 from __future__ import annotations
@@ -217,15 +217,15 @@ class Disk:
             model.apply(call)
         return _tree(model.top, {})
 
-    def states(self, log: Path, into: Path, samples: int = 20) -> Iterator[State]:
-        """Turn the folder `into` into each state that a power cut may leave.
+    def states(self, calls: list[Call], into: Path, samples: int = 20) -> Iterator[State]:
+        """Turn the folder `into` into each state that a power cut within these calls may leave.
 
         A cut just before an fsync has all states of earlier ones since the last, so those and the
         end are all cuts. At each: every outcome of one file or folder, while the others have all or
         none of their changes, and `samples` states with random outcomes. Each distinct state comes
         once, with the latest cut.
         """
-        for tree, calls in self._trees(log, samples).items():
+        for tree, cut in self._trees(calls, samples).items():
             shutil.rmtree(into, ignore_errors=True)
             into.mkdir()
             for path, content in tree:
@@ -233,11 +233,12 @@ class Disk:
                     (into / path).mkdir()
                 else:
                     (into / path).write_bytes(content)
-            yield State(into, calls)
+            yield State(into, cut)
 
-    def _trees(self, log: Path, samples: int) -> dict[tuple[tuple[str, bytes | None], ...], int]:
+    def _trees(
+        self, calls: list[Call], samples: int
+    ) -> dict[tuple[tuple[str, bytes | None], ...], int]:
         model, found = _Model(self.root, self._start), {}
-        calls = read_log(log)
         for k, call in enumerate(calls):
             if call.name == "sync":
                 for fate in model.fates(random.Random(k), samples):
