@@ -1,4 +1,4 @@
-"""Short forms of kills.py: two kills, the cost of --keep, and six rounds of a soak: two end the processes."""
+"""Short forms of kills.py: two kills, and six rounds of a soak: two end the processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nursery import python
 
 
 def results_of(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> list[dict[str, Any]]:
-    monkeypatch.setattr(sys, "argv", ["kills", *words, "--quick", f"--out={out}"])
+    monkeypatch.setattr(sys, "argv", ["kills", "--case", *words, "--quick", f"--out={out}"])
     forks = python()
     monkeypatch.setenv("PYTHON_EXEC", forks)  # of ranks
     monkeypatch.setattr(sys, "executable", forks)  # of their launcher
@@ -34,13 +34,6 @@ def test_faults_change_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_run_recovers_from_each_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (result,) = results_of(monkeypatch, tmp_path / "recovery.json", "recovery")
     assert [kill["all"] > kill["recovered"] > 0 for kill in result["kills"]] == [True, True]
-
-
-@pytest.mark.thorough
-def test_cost_of_keeping_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (result,) = results_of(monkeypatch, tmp_path / "cost.json", "cost")
-    assert result["kept"]["step_ms"]["min"] > result["kept"]["optimizer_ms"]["min"] > 0
-    assert result["plain"]["step_ms"]["min"] > 0
 
 
 @pytest.mark.parametrize("name", kills.LIMITS)
