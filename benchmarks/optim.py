@@ -2,7 +2,6 @@
 
     python -m benchmarks.optim [--cases adam ema] [--sizes rounds=15 elements=50000000]
     python -m benchmarks.optim --cases muon --hosts 2x2     # over 10 Gbit/s; as root, see hosts.py
-    python -m benchmarks.optim --cases curves
 
 Each row of CASES is a function that takes its sizes and returns a record of plain values: a title,
 and for each side its numbers. Ratios are of the same round; "per element" are bytes of state.
@@ -18,12 +17,11 @@ import math
 import os
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,24 +97,17 @@ def stack(layers: int, width: int) -> Any:
 # --- one process: steps, moments in 8 bits -------------------------------------------------------
 
 
-class Way(NamedTuple):
-    """An optimizer, the dtype of the parameters it steps, and of those that a forward reads."""
-
-    make: Callable[..., torch.optim.Optimizer]
-    stepped: torch.dtype = F32
-    read: torch.dtype = F32
-
-
-BASE, COPY = "AdamW, float32", "AdamW, bfloat16 with a float32 copy"
+BASE = "AdamW, float32"
 FUSED, MOVED = "torch AdamW, fused", "a copy"
-WAYS = {
-    BASE: Way(AdamW),
-    "AdamW8bit, float32": Way(AdamW8bit),
-    "AdamW8bit, bfloat16, master": Way(partial(AdamW8bit, master="int8"), BF16, BF16),
-    "AdamW8bit, bfloat16": Way(AdamW8bit, BF16, BF16),
-    "AdamW, bfloat16 stochastic": Way(partial(AdamW, stochastic_rounding=True), BF16, BF16),
-    "AdamW, bfloat16 to nearest": Way(AdamW, BF16, BF16),
+WAYS: dict[str, tuple[Callable[..., torch.optim.Optimizer], torch.dtype]] = {
+    BASE: (AdamW, F32),
+    "AdamW8bit, float32": (AdamW8bit, F32),
+    "AdamW8bit, bfloat16, master": (partial(AdamW8bit, master="int8"), BF16),
+    "AdamW8bit, bfloat16": (AdamW8bit, BF16),
+    "AdamW, bfloat16 stochastic": (partial(AdamW, stochastic_rounding=True), BF16),
+    "AdamW, bfloat16 to nearest": (AdamW, BF16),
 }
+"""Optimizers and the dtypes of the parameters that they step."""
 TORCH = {
     FUSED: partial(torch.optim.AdamW, fused=True),
     "torch AdamW, foreach": partial(torch.optim.AdamW, foreach=True),
@@ -128,7 +119,7 @@ def adam(threads: int = 1, elements: int = 50_000_000, rounds: int = 15) -> Reco
     """A step, beside torch's, those in 8 bits of libraries that are installed, and a copy that
     reads and writes 28 bytes an element, as AdamW does in float32. Sides share parameters."""
     params = {dtype: param_of(elements, dtype) for dtype in (F32, BF16)}
-    made = {name: way.make([params[way.stepped]]) for name, way in WAYS.items()}
+    made = {name: make([params[dtype]]) for name, (make, dtype) in WAYS.items()}
     made |= {name: make([params[F32]]) for name, make in TORCH.items()}
     for name in ("bitsandbytes", "torchao"):
         with contextlib.suppress(ImportError):
@@ -141,49 +132,6 @@ def adam(threads: int = 1, elements: int = 50_000_000, rounds: int = 15) -> Reco
     for name, optimizer in made.items():
         sides[name]["per element"] = state_bytes(optimizer.state) / elements
     return {"title": f"A step of {elements:,} elements, {threads} threads", "sides": sides}
-
-
-def curves(steps: int = 300, seeds: int = 3) -> Record:
-    """Held-out losses, in nats per byte, of a GPT on the sources of Python's standard library.
-
-    Only seeds differ: sides have the same first weights and batches, and compute in float32, also
-    from bfloat16 parameters. Sharding does not change the bits, so one process stands for all.
-    """
-    sys.path.insert(0, str(harness.ROOT / "examples"))
-    ways = {**WAYS, COPY: Way(AdamW, F32, BF16)}
-    found = {name: [losses_of(way, s, steps) for s in range(seeds)] for name, way in ways.items()}
-    sides: Sides = {name: {"loss": str([c[-1][1] for c in each])} for name, each in found.items()}
-    return {"title": "Held-out loss, by seed", "sides": sides, "curves": found}
-
-
-def losses_of(way: Way, seed: int, steps: int) -> list[tuple[int, float]]:
-    """Return the held-out loss of every 20th step and of the last."""
-    from corpus import held_out_batches, load, train_batches
-    from gpt import GPT, Config
-
-    def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
-        read = {name: param.to(way.read).to(F32) for name, param in model.named_parameters()}
-        loss: Tensor = torch.func.functional_call(model, read, batch)
-        return loss
-
-    torch.manual_seed(seed)
-    context, (text, unseen) = 128, load()
-    model = GPT(Config(layers=4, width=128, heads=4, context=context)).to(way.stepped)
-    optimizer = way.make(model.parameters())
-    batches = train_batches(text, 8, context, seed=seed, rank=0)
-    curve = []
-    for step in range(1, steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, step / 20, 0.05 + (steps - step + 1) / steps)
-        optimizer.zero_grad()
-        loss_of(next(batches)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        if step % 20 == 0 or step == steps:
-            with torch.no_grad():
-                held_out = held_out_batches(unseen, 8, context, 64, rank=0, world=1)
-                losses = [loss_of(batch).item() for batch in held_out]
-            curve.append((step, sum(losses) / len(losses)))
-    return curve
 
 
 # --- ranks: averages, clipping, torch's steps on shards ------------------------------------------
@@ -384,7 +332,6 @@ CASES: dict[str, tuple[Callable[..., Record], int, dict[str, Any]]] = {
     "norms": (norms, 0, {"width": 64, "steps": 3}),
     "muon": (muon, 0, {"layers": 2, "width": 64, "rounds": 2}),
     "products": (products, 1, {"height": 128, "width": 256}),
-    "curves": (curves, 1, {"steps": 2, "seeds": 1}),
 }
 """What measures, on how many ranks (0: --ranks), and the sizes of --quick; other sizes are the
 function's defaults."""

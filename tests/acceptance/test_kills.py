@@ -9,7 +9,6 @@ from typing import Any
 
 import kills
 import pytest
-from kills_rounds import Round
 from nursery import python
 
 
@@ -44,10 +43,3 @@ def test_growth_is_found(name: str) -> None:
     assert kills.grown(steady) == {} and [*kills.grown(growing)] == [name]
     within = [{**look, name: look[name] + (50 if i % 5 else 0)} for i, look in enumerate(steady)]
     assert kills.grown(within) == {}  # what a round has is freed at its end
-
-
-def test_a_seed_gives_the_same_rounds() -> None:
-    rounds = [str(Round(5, number, 4)) for number in range(20)]
-    assert rounds == [str(Round(5, number, 4)) for number in range(20)]
-    assert rounds != [str(Round(6, number, 4)) for number in range(20)]
-    assert sum("kill" in each or "uncaught" in each for each in rounds) == 5

@@ -26,6 +26,7 @@ import random
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -169,17 +170,10 @@ def compiles(file: str, number: int, new: str) -> bool:
         return True
     if file.endswith(".cpp"):  # torch's headers: a minute each; the build says
         return True
-    include = ["-iquote", "csrc", *(f"-isystem{path}" for path in python_headers())]
+    include = ["-iquote", "csrc", f"-isystem{sysconfig.get_path('include')}"]
     command = ["cc", "-std=c11", "-fsyntax-only", *include, f"-I{Path(file).parent}", "-xc", "-"]
     text = "".join(lines)
     return subprocess.run(command, cwd=ROOT, input=text, text=True, stderr=-3).returncode == 0
-
-
-def python_headers() -> list[str]:
-    """Return where Python.h is."""
-    import sysconfig
-
-    return [sysconfig.get_path("include")]
 
 
 # --- planting -------------------------------------------------------------------------------------

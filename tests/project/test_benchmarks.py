@@ -15,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is not installed
 
-from benchmarks import harness, run, sides
+from benchmarks import harness, sides
 from benchmarks.harness import Sample
 from benchmarks.hosts_net import Hosts, HostsUnavailable
 
@@ -108,7 +108,7 @@ def hosts_of_this_machine() -> Hosts:
 
 def quick(name: str, out: Path, *flags: str) -> list[dict[str, Any]]:
     """Run a benchmark as its user does, and return its results after checking their frame."""
-    module = f"benchmarks.{run.source(name).stem}"
+    module = f"benchmarks.{name.replace('-', '_')}"
     command = [sys.executable, "-m", module, "--quick", f"--out={out}", *flags]
     with subprocess.Popen(command, cwd=harness.ROOT, stderr=subprocess.PIPE, text=True) as child:
         try:
