@@ -4,7 +4,7 @@
     python tests/acceptance/kills.py --case soak --minutes 60 --seed 7
 
 recovery: from kill -9 of a random rank of `zshard run --keep`, at a random time, to the end of the next
-completed step, on the slowest rank; `recovered` leaves out torch's import and the construction of the
+completed step, on the slowest rank; the last row leaves out torch's import and the construction of the
 model.
 soak: rounds of training with random faults (kills_rounds.py). Fails if a round's losses or weights
 differ from those without faults, if the run ends or stands still, or if memory, descriptors or
@@ -39,17 +39,8 @@ from benchmarks import harness  # noqa: E402
 STILL = 120.0
 """Seconds without a new step or round after which a run counts as hung."""
 
-STAGES = {
-    "start": "the agent notices, ends the ranks and starts new ones",
-    "python": "Python starts",
-    "torch": "import torch",
-    "imports": "other imports",
-    "group": "init_process_group()",
-    "model": "the model is built",
-    "wrapped": "FSDP()",
-    "recovered": "recover()",
-    "end": "the first step",
-}
+STAGES = ("start", "python", "torch", "imports", "group", "model", "wrapped", "recovered", "end")
+"""What kills_rank.py says when it has done it: from the agent's new process to the first step."""
 SCRIPTS_OWN = ("torch", "model")
 
 LIMITS = {"private": 8.0, "shared": 4.0, "descriptors": 4, "threads": 2}
@@ -175,10 +166,8 @@ def recovery(args: argparse.Namespace) -> dict[str, Any]:
         run.wait_for_a_step(args.kills)
         each = [run.processes(rank) for rank in range(args.ranks)]
     recoveries = [stages(at, [one[i + 1] for one in each]) for i, at in enumerate(kills)]
-    names = {**STAGES, "all": "all", "recovered": "without the script's own"}
-    spreads = {name: harness.spread([each[s] for each in recoveries]) for s, name in names.items()}
-    title = f"{args.model}, {args.ranks} ranks, {len(kills)} kills"
-    harness.show(title, {name: {"seconds": values} for name, values in spreads.items()})
+    spreads = {s: {"seconds": harness.spread([r[s] for r in recoveries])} for s in recoveries[0]}
+    harness.show(f"{args.model}, {args.ranks} ranks, {len(kills)} kills", spreads)
     return {"model": args.model, "ranks": args.ranks, "kills": recoveries}
 
 
@@ -187,8 +176,8 @@ def stages(at: float, processes: Sequence[dict[str, Any]]) -> dict[str, float]:
     ends = [max(process[stage] for process in processes) for stage in STAGES]
     parts = {s: b - a for s, a, b in zip(STAGES, [at, *ends], ends, strict=False)}
     everything = ends[-1] - at
-    recovered = everything - sum(parts[stage] for stage in SCRIPTS_OWN)
-    return {**parts, "all": everything, "recovered": recovered}
+    own = sum(parts[stage] for stage in SCRIPTS_OWN)
+    return {**parts, "all": everything, "without the script's own": everything - own}
 
 
 # --- soak -----------------------------------------------------------------------------------------
