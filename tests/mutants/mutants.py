@@ -41,43 +41,36 @@ KINDS = {  # by the folders of their files
     "python": re.compile(r"zshard/.*\.py$"),
 }
 
+
 # What a fault replaces, and by what. Each place of a line where one matches is a fault of its own.
+def swaps(*pairs: tuple[str, str]) -> list[tuple[str, str]]:
+    """Each text for the other."""
+    return [(re.escape(a), b) for pair in pairs for a, b in (pair, pair[::-1])]
+
+
 BOTH = [
     (r"(?<=[^=!<>])==(?!=)", "!="),
     (r"!=", "=="),
-    (r" < ", " <= "),
-    (r" <= ", " < "),
-    (r" > ", " >= "),
-    (r" >= ", " > "),
-    (r" \+ ", " - "),
-    (r" - ", " + "),
+    *swaps((" < ", " <= "), (" > ", " >= "), (" + ", " - ")),
     (r"(?<![\w.])0(?![\w.])", "1"),
     (r"(?<![\w.])1(?![\w.])", "2"),
 ]
 OPERATORS = {
     ".c": [
         *BOTH,
-        (r"&&", "||"),
-        (r"\|\|", "&&"),
+        *swaps(("&&", "||"), ("true", "false")),
         (r"\bif \((.*)\)(?= \{$)", r"if (!(\1))"),
         (r"^(\s+)[\w>.-]+\(.*\);$", r"\1;"),  # a call without its value
         (r"^(\s+)\S[^=]* [-+|]?= .*;$", r"\1;"),  # an assignment to what is declared elsewhere
-        (r"\btrue\b", "false"),
-        (r"\bfalse\b", "true"),
     ],
     ".py": [
         *BOTH,
-        (r" and ", " or "),
-        (r" or ", " and "),
+        *swaps((" and ", " or "), (" is None", " is not None"), ("True", "False")),
         (r"\bif (?!not )(.*):$", r"if not (\1):"),
         (r"\bnot ", ""),
-        (r" is None", " is not None"),
-        (r" is not None", " is None"),
         (r"^(\s+)(?!raise|super)[\w.]+\(.*\)$", r"\1pass"),
         (r"^(\s+)[\w.]+ [-+|]?= .*$", r"\1pass"),
         (r"^(\s+)return (?!None$).+$", r"\1return None"),
-        (r"\bTrue\b", "False"),
-        (r"\bFalse\b", "True"),
     ],
 }
 OPERATORS[".cpp"] = OPERATORS[".c"]
