@@ -45,7 +45,8 @@ KINDS = {  # by the folders of their files
 # What a fault replaces, and by what. Each place of a line where one matches is a fault of its own.
 def swaps(*pairs: tuple[str, str]) -> list[tuple[str, str]]:
     """Each text for the other."""
-    return [(re.escape(a), b) for pair in pairs for a, b in (pair, pair[::-1])]
+    both = [each for a, b in pairs for each in ((a, b), (b, a))]
+    return [(rf"\b{a}\b" if a.isalpha() else re.escape(a), b) for a, b in both]
 
 
 BOTH = [
