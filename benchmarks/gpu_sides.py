@@ -145,7 +145,7 @@ def _ddp(module: nn.Module, workload: Workload) -> Parts:
 
 def _fsdp2(module: nn.Module, workload: Workload, **options: Any) -> Parts:
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
-    options |= {"device": device().type, "mp_policy": policy}
+    options |= {"device": device().type, "mp_policy": policy, "reshard": None}
     return _plain(by_fsdp2(module, workload.units, **options), workload)
 
 

@@ -100,7 +100,7 @@ def by_fsdp1(module: nn.Module, units: Collection[type[nn.Module]], how: str = "
 def by_fsdp2(
     module: nn.Module,
     units: Collection[type[nn.Module]],
-    reshard: bool = True,
+    reshard: bool | None = True,
     device: str = "cpu",
     **options: Any,
 ) -> Any:

@@ -58,7 +58,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
 class Run:
     """A run of kills_rank.py, and what its ranks write."""
 
-    def __init__(self, folder: Path, ranks: int, words: Sequence[str]) -> None:
+    def __init__(self, folder: Path, ranks: int, task: Mapping[str, Any]) -> None:
         self.folder, self.ranks = folder, ranks
         launcher = ["zshard", "run", "--bind=none", "--keep", "--standalone"]
         launcher += ["--max-restarts=100000", f"--nproc-per-node={ranks}"]
@@ -66,7 +66,13 @@ class Run:
         self.others: dict[str, list[dict[str, Any]]] = {}  # what the launcher and the keeper had
         with (folder / "output").open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *launcher, script, f"--folder={folder}", *words],
+                [
+                    sys.executable,
+                    "-m",
+                    *launcher,
+                    script,
+                    json.dumps({"folder": str(folder), **task}),
+                ],
                 cwd=ROOT,
                 env={**os.environ, **ENVIRONMENT},
                 stdout=output,
@@ -143,8 +149,7 @@ class Run:
 def running(ranks: int, **options: Any) -> Iterator[Run]:
     """Context manager: a run, which is ended if it is not over."""
     with tempfile.TemporaryDirectory(prefix="zshard-kills-") as folder:
-        words = [f"--{name}={value}" for name, value in options.items()]
-        run = Run(Path(folder), ranks, words)
+        run = Run(Path(folder), ranks, options)
         try:
             yield run
         finally:

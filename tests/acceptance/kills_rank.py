@@ -21,15 +21,11 @@ MODELS = {"demo": (6, 256, 128, 4), "gpt85m": (12, 768, 64, 2), "tiny": (8, 64, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run by kills.py.")
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--model", choices=MODELS, help="train it; without it, a soak")
-    for name in ("seed", "first", "rounds", "life", "steps"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--until", type=float)
-    args = parser.parse_args()
+    """sys.argv[1]: a folder, and what kills.py asks for: a model to train, or else a soak."""
+    args = argparse.Namespace(**json.loads(sys.argv[1]))
+    args.folder = Path(args.folder)
     say = log_of(args.folder / f"{os.environ['RANK']}.log")
-    if args.model:
+    if hasattr(args, "model"):
         recover_and_train(args, say)
     else:
         import kills_rounds
