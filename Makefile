@@ -61,8 +61,11 @@ thorough: build $(VENV)/.test $(VENV)/.trainers $(VENV)/.nccl ## all cases of al
 test-trainers: build $(VENV)/.test $(VENV)/.trainers ## the tests with real trainers (TESTS=tests/trainers/test_lightning.py)
 	$(PY) -m pytest $(if $(filter tests,$(TESTS)),tests/trainers tests/checkpoint/test_fixtures.py,$(TESTS)) $(ARGS) $(if $(ARGS),,$$($(WORKERS)))
 
-bench: build $(VENV)/.demo ## the benchmarks (ARGS=...)
-	$(PY) benchmarks/run.py $(ARGS)
+BENCHMARKS = host_time step_time memory predictions collectives optim saves
+bench: build $(VENV)/.demo ## the benchmarks (ARGS=..., BENCHMARKS=memory)
+	@for name in $(BENCHMARKS); do \
+	    echo "== $$name"; $(PY) -m benchmarks.$$name $(ARGS) || failed="$$failed $$name"; \
+	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 lint: build $(VENV)/.lint ## ruff, mypy, clang-format, clang-tidy, and the stubs against the built module
 	$(PY) -m ruff check .

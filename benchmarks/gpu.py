@@ -12,16 +12,12 @@ run keeps what it has measured.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from benchmarks import gpu_parts, gpu_sides, gpu_steps, harness
-from benchmarks.optim import show
 
 PARTS = {
     "memory": gpu_steps.measure,
@@ -32,42 +28,45 @@ PARTS = {
     "host": gpu_parts.host,
 }
 
+FULL = {
+    "parts": ["steps", "host"],
+    "models": ["gpt125m", "gpt1.5b"],
+    "modes": list(gpu_sides.MODES),
+    "batches": ["small", "large"],
+    "sides": list(gpu_sides.USUAL),
+    "rounds": 15,
+    "gpus": 1,
+    "hosts": 1,
+    "head": "",
+}
+"""--gpus: of this host, for all parts but saves and host, with a rank each."""
+QUICK = {"models": ["tiny"], "rounds": 2}
+CHOICES = {"parts": PARTS, "models": gpu_sides.SIZES, "modes": gpu_sides.MODES}
+CHOICES |= {"batches": ["small", "large"], "sides": gpu_sides.SIDES}
+
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """With several hosts, on which this command is run, --head names one and the first of its free
+    ports: NAME:29500."""
     purpose = "Compare zshard with plain PyTorch, DDP and FSDP2 on GPUs."
-    parser = harness.parser(purpose, rounds="timed turns per side (default: 15; with --quick: 2)")
-
-    listed: dict[str, tuple[Sequence[str], Sequence[str]]] = {
-        "parts": (list(PARTS), ["steps", "host"]),
-        "models": (list(gpu_sides.SIZES), ["gpt125m", "gpt1.5b"]),
-        "modes": (gpu_sides.MODES, gpu_sides.MODES),
-        "batches": (["small", "large"], ["small", "large"]),
-        "sides": (list(gpu_sides.SIDES), gpu_sides.USUAL),
-    }
-    for name, (of, usual) in listed.items():
-        what = f"of {', '.join(of)} (default: {' '.join(usual)})"
-        parser.add_argument(f"--{name}", nargs="+", choices=of, metavar="", help=what)
-    gpus = "ranks with a GPU each on this host, for all parts but saves and host (default: 1)"
-    parser.add_argument("--gpus", type=int, default=1, help=gpus)
-    hosts = "hosts on which this command is run, the same on all (default: 1)"
-    parser.add_argument("--hosts", type=int, default=1, help=hosts)
-    head = "with several: the name of one of them, and the first of its free ports: NAME:29500"
-    parser.add_argument("--head", default="", help=head)
-    parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    args.models = args.models or (["tiny"] if args.quick else None)
-    for name, (_, usual) in listed.items():
-        setattr(args, name, getattr(args, name) or usual)
-    args.rounds = args.rounds or (2 if args.quick else 15)
+    args = harness.options(purpose, argv, FULL, QUICK, CHOICES)
     if args.hosts > 1 and not args.head.rpartition(":")[2].isdecimal():
-        parser.error("--hosts needs --head NAME:PORT")
+        raise SystemExit("--hosts needs --head NAME:PORT")
     return args
 
 
+def measure(part: str, **cell: Any) -> dict[str, Any]:
+    """Measure one cell in this rank."""
+    return PARTS[part]({"part": part, **cell})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments(argv)
     if harness.under_torchrun():
-        measure_as_rank(args)
+        fake = gpu_sides.is_stand_in()
+        if not fake:
+            torch.cuda.set_device(gpu_sides.device())
+        harness.run_task(measure, backend="gloo" if fake else "cpu:gloo,cuda:nccl")
+    args = arguments(argv)
     if missing := gpu_sides.what_is_missing():
         raise SystemExit(f"benchmarks.gpu needs a GPU that zshard supports:\n{missing}")
     if gpu_sides.is_stand_in() and not args.quick:
@@ -77,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = run_cell(cell, rendezvous(args, number))
         if record is not None:
             results.append(record)
-            show(record)
+            harness.show(record["title"], record["sides"])
             harness.finish(args, "gpu", results)
     return int(any("failed" in record for record in results))
 
@@ -122,26 +121,12 @@ def run_cell(cell: dict[str, Any], hosts: list[str]) -> dict[str, Any] | None:
     """Run one cell and return its record, which has "failed" if it failed; None where rank 0 is on
     another host."""
     try:
-        flags = ["--cell", json.dumps(cell)]
-        record = harness.collect("benchmarks.gpu", cell["ranks"], flags, hosts=hosts)
+        record = harness.collect("benchmarks.gpu", cell["ranks"], cell, hosts=hosts)
         return None if record is None else {"part": cell["part"], "cell": cell, **record}
     except SystemExit as error:
         title = f"{cell['part']}: FAILED"
         found = {"part": cell["part"], "cell": cell, "failed": str(error), "title": title}
         return {**found, "sides": {str(cell): {"failed": str(error)}}}
-
-
-def measure_as_rank(args: argparse.Namespace) -> None:
-    """Measure one cell in this rank, and exit."""
-    cell, fake = args.cell, gpu_sides.is_stand_in()
-    if not fake:
-        torch.cuda.set_device(gpu_sides.device())
-    with harness.process_group("gloo" if fake else "cpu:gloo,cuda:nccl") as rank:
-        record = PARTS[cell["part"]](cell)
-    if rank == 0 and args.out:
-        harness.write_json(args.out, record)
-    sys.stdout.flush()
-    os._exit(0)  # torch's process groups sometimes abort when the interpreter exits
 
 
 if __name__ == "__main__":

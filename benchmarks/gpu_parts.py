@@ -16,14 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import zshard
@@ -38,8 +35,9 @@ from benchmarks.gpu_sides import (
     workload_of,
 )
 from benchmarks.gpu_steps import repeated
-from benchmarks.harness import Spread
+from benchmarks.harness import spread
 from benchmarks.models import TINY_BLOCKS, WORKLOADS
+from benchmarks.saves import Dcp, Saver, Zshard, drop
 
 Cell = Mapping[str, Any]
 Record = dict[str, Any]
@@ -67,60 +65,34 @@ def host(cell: Cell) -> Record:
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def _with_zshard(side: Any, path: str, what: str) -> Callable[[], Any]:
-    """Load, save, or begin to save; return what waits for a save."""
-    if what == "load":
-        zshard.load(path, side.module, side.optimizer)
-        return lambda: None
-    return zshard.save(path, side.module, side.optimizer, asynchronous=what == "begin").wait
-
-
-def _with_dcp(side: Any, path: str, what: str) -> Callable[[], Any]:
-    model, optimizer = get_state_dict(side.module, side.optimizer)
-    state: Any = {"model": model, "optimizer": optimizer}
-    if what == "load":
-        dcp.load(state, checkpoint_id=path)
-        set_state_dict(
-            side.module,
-            side.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-    elif what == "save":
-        dcp.save(state, checkpoint_id=path)
-    else:
-        return dcp.async_save(state, checkpoint_id=path).result  # type: ignore[union-attr]
-    return lambda: None
-
-
 def saves(cell: Cell) -> Record:
     """Measure each library's checkpoints of one model, for one rank, on the disk of the system's
     temporary folder, with fsync; and steps beside an asynchronous save."""
     sides = {}
-    for name, act in ((OURS, _with_zshard), (PEER, _with_dcp)):
+    for name, kind in ((OURS, Zshard), (PEER, Dcp)):
         with tempfile.TemporaryDirectory(prefix="zshard-bench-") as folder:
             side = gpu_sides.build(name, workload_of(cell["model"], "small"))
-            sides[name] = _of_side(side, partial(act, side), folder, cell["steps"])
-        del side
+            saver = kind(side.module, side.optimizer)
+            sides[name] = _of_side(side, saver, folder, cell["steps"])
+        del side, saver
         gpu_sides.forget()
     return {"title": f"Checkpoints of {cell['model']}, seconds", "sides": sides}
 
 
-def _of_side(side: Any, act: Callable[..., Any], folder: str, least: int) -> dict[str, float]:
+def _of_side(side: Any, saver: Saver, folder: str, least: int) -> dict[str, float]:
     (batch,) = batches_of(side.workload, 1)
     _seconds(lambda: [side.step(batch) for _ in range(2)])  # creates the state
     found = {"step": _seconds(lambda: [side.step(batch) for _ in range(least)]) / least}
-    found["save"] = _seconds(lambda: act(f"{folder}/first", "save")())
-    wanted = _sums(side)
+    found["save"] = _seconds(lambda: saver.save(f"{folder}/first")())
+    wanted = _sums(saver)
     side.step(batch)
-    for file in (file for file in Path(folder).rglob("*") if file.is_file()):
-        with open(file, "rb") as opened:  # out of the page cache
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    found["load"] = _seconds(lambda: act(f"{folder}/first", "load"))
-    if _sums(side) != wanted:
+    drop(folder)
+    found["load"] = _seconds(lambda: saver.load(f"{folder}/first"))
+    if _sums(saver) != wanted:
         raise AssertionError(f"{side.name} loaded different values than it saved")
+    saver.asynchronous = True
     begin = time.perf_counter()
-    waiting = threading.Thread(target=act(f"{folder}/second", "begin"))
+    waiting = threading.Thread(target=saver.save(f"{folder}/second"))
     found["async: blocks"] = time.perf_counter() - begin
     waiting.start()
     steps = []
@@ -131,21 +103,17 @@ def _of_side(side: Any, act: Callable[..., Any], folder: str, least: int) -> dic
     return {**found, "async: step beside": sum(steps) / len(steps)}
 
 
+def _sums(saver: Saver) -> list[float]:
+    """Fingerprints of parameters and state; a second copy might not fit."""
+    return [float(tensor.sum(dtype=torch.float64)) for tensor in saver.own()]
+
+
 def _seconds(call: Callable[[], Any]) -> float:
     synchronize()
     begin = time.perf_counter()
     call()
     synchronize()
     return time.perf_counter() - begin
-
-
-def _sums(side: Any) -> list[float]:
-    """Fingerprints of parameters and state; a second copy might not fit."""
-    params = list(side.module.parameters())
-    states = [side.optimizer.state[param] for param in params]
-    tensors = [*params, *(s[key] for s in states for key in ("exp_avg", "exp_avg_sq"))]
-    mine = [zshard.to_local(getattr(tensor, "_local_tensor", tensor)) for tensor in tensors]
-    return [float(tensor.detach().sum(dtype=torch.float64)) for tensor in mine]
 
 
 # --- several GPUs --------------------------------------------------------------------------------
@@ -196,8 +164,8 @@ def bandwidth(cell: Cell) -> Record:
     sides = {}
     for name, (_, times) in calls.items():
         seconds = [sample.times[0] for sample in samples[name]]
-        sides[name] = {"ms": Spread.of([1e3 * s for s in seconds]).as_dict()}
-        sides[name]["GB/s received"] = Spread.of([times * comes / s for s in seconds]).as_dict()
+        sides[name] = {"ms": spread([1e3 * s for s in seconds])}
+        sides[name]["GB/s received"] = spread([times * comes / s for s in seconds])
     return {"title": f"{cell['mib']} MiB unsharded, {world} ranks", "sides": sides}
 
 

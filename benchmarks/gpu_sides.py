@@ -17,12 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import zshard
 from benchmarks.models import Batch, Workload, gpt
-from benchmarks.sides import SEED, Side
+from benchmarks.sides import SEED, Side, by_fsdp2
 from zshard.ranks import devices
 
 BF16 = torch.bfloat16
@@ -145,14 +144,9 @@ def _ddp(module: nn.Module, workload: Workload) -> Parts:
 
 
 def _fsdp2(module: nn.Module, workload: Workload, **options: Any) -> Parts:
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
-    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, **options)
-    for child in module.modules():
-        if type(child) in workload.units:
-            shard(child)
-    shard(module)
-    return _plain(module, workload)
+    options |= {"device": device().type, "mp_policy": policy, "reshard": None}
+    return _plain(by_fsdp2(module, workload.units, **options), workload)
 
 
 def _fsdp2_offload(module: nn.Module, workload: Workload) -> Parts:

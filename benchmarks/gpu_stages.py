@@ -67,14 +67,8 @@ def command(name: str) -> list[str]:
     if run.startswith("test"):
         file, _, which = run.partition(" ")
         which = fakes if FAKES else f"({which}) and not stand-in"
-        options = [
-            "-q",
-            "-rs",
-            "-p",
-            "no:cacheprovider",
-            "--whole",
-            f"--junitxml={STATE / name}.xml",
-        ]
+        options = ["-q", "-rs", "-p", "no:cacheprovider", "--whole"]
+        options.append(f"--junitxml={STATE / name}.xml")
         return [sys.executable, "-m", "pytest", *options, f"tests/gpu/{file}", "-k", which]
     found = [sys.executable, "-m", "benchmarks.gpu", "--out", f"{STATE / f'gpu-{name}.json'}"]
     found += run.split()

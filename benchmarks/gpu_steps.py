@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from benchmarks import gpu_sides, harness
 from benchmarks.gpu_sides import BASE, BY_HAND, DDP, OURS, PEER, GpuSide, is_stand_in, synchronize
-from benchmarks.harness import MIB, Spread
+from benchmarks.harness import MIB, spread
 from benchmarks.models import Batch
 
 STEPS_ALONE = 5
@@ -119,14 +119,14 @@ def together(
     for name, mine in samples.items():
         clean = harness.clean_rounds(mine)
         found[name] = {
-            f"ms ({kind})": Spread.of([mine[i].times[k] * 1e3 for i in clean]).as_dict()
+            f"ms ({kind})": spread([mine[i].times[k] * 1e3 for i in clean])
             for k, kind in enumerate(("GPU", "clock", "host"))
         }
         for other in (each for each in (BASE, BY_HAND, DDP, PEER) if each in sides):
-            ratio = Spread.of(harness.same_round_ratios(mine, samples[other]))
-            found[name][f"x {other}"] = ratio.as_dict()
+            ratio = spread(harness.same_round_ratios(mine, samples[other]))
+            found[name][f"x {other}"] = ratio
             if (name, other) == (OURS, GOALS[cell["batch"]][0]) and not is_stand_in():
-                goal = harness.verdict(ratio.median, GOALS[cell["batch"]][1])
+                goal = harness.verdict(ratio["median"], GOALS[cell["batch"]][1])
                 found[name]["goal"] = f"x {other} {goal}"
             if other != PEER:
                 apart = (curves[name] - curves[other]).abs() / curves[other].abs()

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -86,62 +86,47 @@ def start(main: Callable[[], int | None]) -> NoReturn:
 def collect(
     module: str,
     ranks: int,
-    arguments: Sequence[str] | Mapping[str, Any],
+    task: Mapping[str, Any],
     env: Mapping[str, str] | None = None,
     hosts: Sequence[str] = ("--standalone",),
 ) -> Any:
     """Run `module` on `ranks` ranks of a fresh torchrun; return what rank 0 wrote to --out, None
     where rank 0 is on another host. Raises SystemExit with the command if it fails.
 
-    arguments: flags, or the keywords of the function that the module gives to run_task().
-    hosts: torchrun's flags that say which hosts there are.
+    task: keywords of the function that the module gives to run_task(). hosts: torchrun's flags that
+    say which hosts there are.
     """
-    if isinstance(arguments, Mapping):
-        arguments = ["--task", json.dumps(arguments)]
     with tempfile.TemporaryDirectory(prefix="zshard-bench-") as folder:
         out = Path(folder) / "out.json"
         torchrun = ["-m", "torch.distributed.run", *hosts, f"--nproc-per-node={ranks}"]
-        command = [sys.executable, *torchrun, "-m", module, *arguments, f"--out={out}"]
+        command = [sys.executable, *torchrun, "-m", module, "--task", json.dumps(task)]
+        command.append(f"--out={out}")
         status = run_child(command, {"OMP_NUM_THREADS": "1", **(env or {})})
         if status != 0:
             raise SystemExit(f"benchmark failed with exit status {status}: {' '.join(command)}")
         return json.loads(out.read_text()) if out.exists() else None
 
 
-@contextlib.contextmanager
-def process_group(backend: str = "gloo") -> Iterator[int]:
-    """A context with a process group; yields the rank."""
+def run_task(
+    measure: Callable[..., Any],
+    show: Callable[[Any], None] = lambda result: None,
+    backend: str = "gloo",
+) -> NoReturn:
+    """Measure in this rank, with the keywords that collect() was given, and exit. Rank 0 shows the
+    result and writes it to --out."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--task", type=json.loads)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
     _die_with_parent()
     dist.init_process_group(backend)
-    try:
-        yield dist.get_rank()
-    finally:
-        dist.destroy_process_group()
-
-
-def measure_as_rank(
-    args: argparse.Namespace, measure: Callable[[], Any], show: Callable[[Any], None]
-) -> NoReturn:
-    """Measure in this rank, and exit. Rank 0 shows the result and writes it to --out."""
-    with process_group() as rank:
-        result = measure()
-    if rank == 0:
+    result = measure(**args.task)
+    if dist.get_rank() == 0:
         show(result)
-        if args.out:
-            write_json(args.out, result)
+        write_json(args.out, result)
+    dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # torch's process groups sometimes abort at interpreter exit
-
-
-def run_task(
-    measure: Callable[..., Any], show: Callable[[Any], None] = lambda result: None
-) -> NoReturn:
-    """measure_as_rank() with the keywords that collect() was given."""
-    made = argparse.ArgumentParser()
-    made.add_argument("--task", type=json.loads)
-    made.add_argument("--out", type=Path)
-    args = made.parse_args()
-    measure_as_rank(args, lambda: measure(**args.task), show)
 
 
 def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -175,31 +160,11 @@ def _die_with_parent() -> None:
         raise SystemExit("torchrun exited")
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Minimum, median and maximum. Compare by the median."""
-
-    min: float
-    median: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Raises ValueError if `values` is empty."""
-        if not values:
-            raise ValueError("no samples: a spread needs at least one")
-        return cls(min(values), statistics.median(values), max(values))
-
-    def text(self, digits: int) -> str:
-        return "/".join(f"{value:.{digits}f}" for value in (self.min, self.median, self.max))
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return min, median and max as results have them."""
-    return Spread.of(values).as_dict()
+    """Return the minimum, the median, by which to compare, and the maximum."""
+    if not values:
+        raise ValueError("no samples: a spread needs at least one")
+    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
 @dataclass(frozen=True)
@@ -346,27 +311,6 @@ def finish(args: argparse.Namespace, benchmark: str, results: list[Any]) -> None
     print(f"wrote {path}")
 
 
-def parser(purpose: str, ranks: int | list[int] = 0, rounds: str = "") -> argparse.ArgumentParser:
-    """Return an argument parser with --quick and --out, which every benchmark has.
-
-    ranks: the default of --ranks, one number or a list; 0 omits the option. rounds: the help text
-    of --rounds; "" omits the option.
-    """
-    made = argparse.ArgumentParser(description=purpose)
-    made.add_argument(
-        "--quick", action="store_true", help="smoke test: few rounds, small model, no results"
-    )
-    made.add_argument("--out", type=Path, help="JSON file (default: in benchmarks/results)")
-    if ranks:
-        several = "+" if isinstance(ranks, list) else None
-        default = " ".join(map(str, ranks)) if isinstance(ranks, list) else ranks
-        what = f"world size (default: {default})"
-        made.add_argument("--ranks", nargs=several, type=int, default=ranks, help=what)
-    if rounds:
-        made.add_argument("--rounds", type=int, help=rounds)
-    return made
-
-
 def options(
     purpose: str,
     argv: Sequence[str] | None,
@@ -376,13 +320,16 @@ def options(
 ) -> argparse.Namespace:
     """Parse --quick, --out, and an option for each default in `full`; `quick` has those of --quick
     that differ. Lists take several values, None text."""
-    made = parser(purpose)
+    parser = argparse.ArgumentParser(description=purpose)
+    what = "smoke test: few rounds, small model, no results"
+    parser.add_argument("--quick", action="store_true", help=what)
+    parser.add_argument("--out", type=Path, help="JSON file (default: in benchmarks/results)")
     for name, value in full.items():
         several = isinstance(value, list)
         limits = list((choices or {}).get(name, ())) or None
         words = f"of {', '.join(limits)}; " if limits else ""
         words += f"default: {value}" + (f", with --quick: {quick[name]}" if name in quick else "")
-        made.add_argument(
+        parser.add_argument(
             f"--{name.replace('_', '-')}",
             nargs="+" if several else None,
             type=str if value in (None, []) else type(value[0] if several else value),
@@ -390,7 +337,7 @@ def options(
             metavar=name.upper(),
             help=words,
         )
-    args = made.parse_args(argv)
+    args = parser.parse_args(argv)
     for name, value in {**full, **(quick if args.quick else {})}.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -429,8 +376,8 @@ def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield from _flat(value, f"{name} ")
         elif isinstance(value, dict):
             yield name, "/".join(map(_text, value.values()))
-        elif isinstance(value, str):
-            yield name, value
+        elif isinstance(value, str | bool):
+            yield name, str(value)
         elif value is not None and not isinstance(value, list):
             number = value / MIB if name.endswith("bytes") else value
             yield name.removesuffix("_bytes"), _text(number)

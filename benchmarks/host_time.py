@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks import harness
-from benchmarks.harness import Sample, Spread
+from benchmarks.harness import Sample
 from benchmarks.models import TINY_BLOCKS, WORKLOADS, Batch
 from benchmarks.sides import DEEPSPEED, SIDES, Side, build_side
 
@@ -124,9 +124,8 @@ def summarize(name: str, samples: Mapping[str, list[Sample]], ranks: int) -> dic
 
 
 def show(result: Mapping[str, Any]) -> None:
-    plain = Spread(**result["plain_us"]["total"]).text(1)
-    size = f"{result['units']} tiny units, {result['ranks']} ranks; a plain one takes {plain} us"
-    harness.show(size, result["sides"])
+    title = f"us per unit of {result['units']}, {result['ranks']} ranks"
+    harness.show(title, {PLAIN: result["plain_us"], **result["sides"]})
 
 
 if __name__ == "__main__":

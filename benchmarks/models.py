@@ -31,9 +31,9 @@ class Workload:
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, width: int, heads: int, causal: bool) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
@@ -41,7 +41,7 @@ class SelfAttention(nn.Module):
         batch, seq, width = x.shape
         split = self.qkv(x).view(batch, seq, 3, self.heads, width // self.heads)
         q, k, v = split.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, width))
         return out
 
@@ -56,7 +56,7 @@ class GPTBlock(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), SelfAttention(width, heads, causal=True)
+        self.norm1, self.attention = nn.LayerNorm(width), SelfAttention(width, heads)
         self.norm2, self.mlp = nn.LayerNorm(width), MLP(width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,20 +100,6 @@ class GPT(nn.Module):
         return logits
 
 
-class BertLayer(nn.Module):
-    """Post-norm encoder block, the unit of BERT."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.attention, self.norm1 = SelfAttention(width, heads, causal=False), nn.LayerNorm(width)
-        self.mlp, self.norm2 = MLP(width), nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm1(x + self.attention(x))
-        out: Tensor = self.norm2(x + self.mlp(x))
-        return out
-
-
 class BertClassifier(nn.Module):
     """BERT-base with pooler and classifier: int64 [batch, seq] to fp32 logits [batch, labels]."""
 
@@ -125,7 +111,10 @@ class BertClassifier(nn.Module):
         self.position = nn.Embedding(self.POSITIONS, width)
         self.segment = nn.Embedding(self.SEGMENTS, width)
         self.norm = nn.LayerNorm(width)
-        self.layers = nn.ModuleList(BertLayer(width, heads) for _ in range(layers))
+        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, 4 * width, **options) for _ in range(layers)
+        )
         self.pooler = nn.Linear(width, width)
         self.classifier = nn.Linear(width, labels)
 
@@ -198,7 +187,9 @@ def _bert(rows: int, seq: int) -> Workload:
         ids = torch.randint(BertClassifier.VOCABULARY, (rows, seq), generator=generator)
         return ids, torch.randint(2, (rows,), generator=generator)
 
-    return Workload("bert", BertClassifier, frozenset({BertLayer}), batch, _text_loss, lr=2e-5)
+    return Workload(
+        "bert", BertClassifier, frozenset({nn.TransformerEncoderLayer}), batch, _text_loss, lr=2e-5
+    )
 
 
 def rows(

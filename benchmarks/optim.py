@@ -1,11 +1,10 @@
 """The optimizer's phase: zshard's steps, clipping and averages beside torch's and others'.
 
-    python -m benchmarks.optim [--cases adam clipping] [--rounds 15] [--elements 50000000]
+    python -m benchmarks.optim [--cases adam ema] [--sizes rounds=15 elements=50000000]
     python -m benchmarks.optim --cases muon --hosts 2x2     # over 10 Gbit/s; as root, see hosts.py
-    python -m benchmarks.optim --cases curves               # of held-out losses
 
 Each row of CASES is a function that takes its sizes and returns a record of plain values: a title,
-and for each side its numbers. Ratios are of the same round; "bytes" are of state, per element.
+and for each side its numbers. Ratios are of the same round; "per element" are bytes of state.
 """
 
 from __future__ import annotations
@@ -14,17 +13,15 @@ import argparse
 import contextlib
 import copy
 import inspect
-import json
 import math
 import os
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,13 +31,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zshard
 from benchmarks import harness, hosts
-from benchmarks.harness import Spread
+from benchmarks.harness import spread
 from benchmarks.models import GPTBlock, gpt
 from benchmarks.sides import build_side
 from zshard import FSDP, AdamW, AdamW8bit, _core
 from zshard.extras.optimizers.newton_schulz import orthogonalized
 
-MODULE, BENCHMARK = "benchmarks.optim", "optim"
+MODULE = "benchmarks.optim"
 F32, BF16 = torch.float32, torch.bfloat16
 Step = Callable[[], Any]
 Sides = dict[str, dict[str, Any]]
@@ -69,12 +66,11 @@ def compared(
     sides: Sides = {}
     for name, mine in samples.items():
         times = [mine[i].times[0] * 1e3 for i in harness.clean_rounds(mine)]
-        side = sides[name] = {"ms": Spread.of(times).as_dict()}
+        side = sides[name] = {"ms": spread(times)}
         for base in bases:
-            ratio = Spread.of(harness.same_round_ratios(mine, samples[base]))
-            side[f"x {base}"] = ratio.as_dict()
+            ratio = side[f"x {base}"] = spread(harness.same_round_ratios(mine, samples[base]))
             if goal := (goals or {}).get((name, base)):
-                side[f"goal, x {base}"] = harness.verdict(ratio.median, goal)
+                side[f"goal, x {base}"] = harness.verdict(ratio["median"], goal)
         side["contended"] = sum(map(harness.contended, mine))
     return sides
 
@@ -101,24 +97,17 @@ def stack(layers: int, width: int) -> Any:
 # --- one process: steps, moments in 8 bits -------------------------------------------------------
 
 
-class Way(NamedTuple):
-    """An optimizer, the dtype of the parameters it steps, and of those that a forward reads."""
-
-    make: Callable[..., torch.optim.Optimizer]
-    stepped: torch.dtype = F32
-    read: torch.dtype = F32
-
-
-BASE, COPY = "AdamW, float32", "AdamW, bfloat16 with a float32 copy"
+BASE = "AdamW, float32"
 FUSED, MOVED = "torch AdamW, fused", "a copy"
-WAYS = {
-    BASE: Way(AdamW),
-    "AdamW8bit, float32": Way(AdamW8bit),
-    "AdamW8bit, bfloat16, master": Way(partial(AdamW8bit, master="int8"), BF16, BF16),
-    "AdamW8bit, bfloat16": Way(AdamW8bit, BF16, BF16),
-    "AdamW, bfloat16 stochastic": Way(partial(AdamW, stochastic_rounding=True), BF16, BF16),
-    "AdamW, bfloat16 to nearest": Way(AdamW, BF16, BF16),
+WAYS: dict[str, tuple[Callable[..., torch.optim.Optimizer], torch.dtype]] = {
+    BASE: (AdamW, F32),
+    "AdamW8bit, float32": (AdamW8bit, F32),
+    "AdamW8bit, bfloat16, master": (partial(AdamW8bit, master="int8"), BF16),
+    "AdamW8bit, bfloat16": (AdamW8bit, BF16),
+    "AdamW, bfloat16 stochastic": (partial(AdamW, stochastic_rounding=True), BF16),
+    "AdamW, bfloat16 to nearest": (AdamW, BF16),
 }
+"""Optimizers and the dtypes of the parameters that they step."""
 TORCH = {
     FUSED: partial(torch.optim.AdamW, fused=True),
     "torch AdamW, foreach": partial(torch.optim.AdamW, foreach=True),
@@ -130,7 +119,7 @@ def adam(threads: int = 1, elements: int = 50_000_000, rounds: int = 15) -> Reco
     """A step, beside torch's, those in 8 bits of libraries that are installed, and a copy that
     reads and writes 28 bytes an element, as AdamW does in float32. Sides share parameters."""
     params = {dtype: param_of(elements, dtype) for dtype in (F32, BF16)}
-    made = {name: way.make([params[way.stepped]]) for name, way in WAYS.items()}
+    made = {name: make([params[dtype]]) for name, (make, dtype) in WAYS.items()}
     made |= {name: make([params[F32]]) for name, make in TORCH.items()}
     for name in ("bitsandbytes", "torchao"):
         with contextlib.suppress(ImportError):
@@ -141,51 +130,8 @@ def adam(threads: int = 1, elements: int = 50_000_000, rounds: int = 15) -> Reco
     steps[MOVED] = lambda: target.copy_(source)
     sides = compared(steps, rounds, (BASE, FUSED, MOVED), {(BASE, FUSED): 1.03})
     for name, optimizer in made.items():
-        sides[name]["bytes"] = state_bytes(optimizer.state) / elements
+        sides[name]["per element"] = state_bytes(optimizer.state) / elements
     return {"title": f"A step of {elements:,} elements, {threads} threads", "sides": sides}
-
-
-def curves(steps: int = 300, seeds: int = 3) -> Record:
-    """Held-out losses, in nats per byte, of a GPT on the sources of Python's standard library.
-
-    Only seeds differ: sides have the same first weights and batches, and compute in float32, also
-    from bfloat16 parameters. Sharding does not change the bits, so one process stands for all.
-    """
-    sys.path.insert(0, str(harness.ROOT / "examples"))
-    ways = {**WAYS, COPY: Way(AdamW, F32, BF16)}
-    found = {name: [losses_of(way, s, steps) for s in range(seeds)] for name, way in ways.items()}
-    sides: Sides = {name: {"loss": str([c[-1][1] for c in each])} for name, each in found.items()}
-    return {"title": "Held-out loss, by seed", "sides": sides, "curves": found}
-
-
-def losses_of(way: Way, seed: int, steps: int) -> list[tuple[int, float]]:
-    """Return the held-out loss of every 20th step and of the last."""
-    from corpus import held_out_batches, load, train_batches
-    from gpt import GPT, Config
-
-    def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
-        read = {name: param.to(way.read).to(F32) for name, param in model.named_parameters()}
-        loss: Tensor = torch.func.functional_call(model, read, batch)
-        return loss
-
-    torch.manual_seed(seed)
-    context, (text, unseen) = 128, load()
-    model = GPT(Config(layers=4, width=128, heads=4, context=context)).to(way.stepped)
-    optimizer = way.make(model.parameters())
-    batches = train_batches(text, 8, context, seed=seed, rank=0)
-    curve = []
-    for step in range(1, steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, step / 20, 0.05 + (steps - step + 1) / steps)
-        optimizer.zero_grad()
-        loss_of(next(batches)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        if step % 20 == 0 or step == steps:
-            with torch.no_grad():
-                held_out = held_out_batches(unseen, 8, context, 64, rank=0, world=1)
-                losses = [loss_of(batch).item() for batch in held_out]
-            curve.append((step, sum(losses) / len(losses)))
-    return curve
 
 
 # --- ranks: averages, clipping, torch's steps on shards ------------------------------------------
@@ -351,7 +297,7 @@ def norms(layers: int = 4, width: int = 256, steps: int = 20, max_norm: float = 
             side.optimizer.step()
             side.zero_grad()
             errors.append(abs(norm - exact) / math.ldexp(1.0, math.frexp(exact)[1] - 24))
-        sides[name] = {"error": Spread.of(errors).as_dict()}
+        sides[name] = {"error": spread(errors)}
     return {"title": f"Errors of norms, {workload.parameters():,} parameters", "sides": sides}
 
 
@@ -373,7 +319,7 @@ def kept_step(elements: int = 40_000_000, rounds: int = 8) -> Record:
     pairs = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
     columns = {"plain, ns": [a for a, _ in pairs], "kept, ns": [b for _, b in pairs]}
     columns["ratio"] = [kept / base for base, kept in pairs]
-    sides = {"kept": {name: Spread.of(values).as_dict() for name, values in columns.items()}}
+    sides = {"kept": {name: spread(values) for name, values in columns.items()}}
     return {"title": "A kept step, ns per element", "sides": sides}
 
 
@@ -386,64 +332,42 @@ CASES: dict[str, tuple[Callable[..., Record], int, dict[str, Any]]] = {
     "norms": (norms, 0, {"width": 64, "steps": 3}),
     "muon": (muon, 0, {"layers": 2, "width": 64, "rounds": 2}),
     "products": (products, 1, {"height": 128, "width": 256}),
-    "curves": (curves, 1, {"steps": 2, "seeds": 1}),
 }
 """What measures, on how many ranks (0: --ranks), and the sizes of --quick; other sizes are the
 function's defaults."""
-USUAL = ("adam", "clipping", "ema", "shards", "kept-step")
+USUAL = ["adam", "clipping", "ema", "shards", "kept-step"]
 
 
-def sizes_of(name: str) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(CASES[name][0]).parameters
+def measure(case: str, sizes: Mapping[str, Any]) -> Record:
+    return {"case": case, **CASES[case][0](**sizes)}
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("Time the optimizer's phase.", ranks=2)
-    what = f"default: {' '.join(USUAL)}"
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=USUAL, help=what)
-    for name, size in {key: v for case in CASES for key, v in sizes_of(case).items()}.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(size.default))
-    what = "hosts x ranks made out of this machine, for cases on ranks"
-    parser.add_argument("--hosts", type=hosts.layout, metavar="HxR", help=what)
-    parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+def show(record: Mapping[str, Any]) -> None:
+    harness.show(record["title"], record["sides"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = arguments(argv)
     if harness.under_torchrun():
-        name, sizes = args.cell
-        measure = CASES[name][0]
-        harness.measure_as_rank(args, lambda: {"case": name, **measure(**sizes)}, show)
-        return
-    harness.finish(args, BENCHMARK, [run(name, args) for name in args.cases])
+        harness.run_task(measure, show)
+    full = {"cases": USUAL, "sizes": [], "hosts": None, "ranks": 2}
+    args = harness.options("Time the optimizer's phase.", argv, full, {}, {"cases": CASES})
+    harness.finish(args, "optim", [run(name, args) for name in args.cases])
 
 
 def run(name: str, args: argparse.Namespace) -> Any:
     """Measure a case on ranks of its own."""
-    _, ranks, quick = CASES[name]
-    asked = {key: getattr(args, key) for key in sizes_of(name) if getattr(args, key) is not None}
-    sizes = {**(quick if args.quick else {}), **asked}
-    flags = [f"--cell={json.dumps([name, sizes])}"]
+    function, ranks, quick = CASES[name]
+    defaults = inspect.signature(function).parameters
+    asked = dict(each.split("=") for each in args.sizes)
+    sizes = {key: type(defaults[key].default)(value) for key, value in asked.items()}
+    sizes = {**(quick if args.quick else {}), **sizes}
+    task = {"case": name, "sizes": sizes}
     if args.hosts is None or ranks:
         env = {"OMP_NUM_THREADS": str(sizes.get("threads", 1))}
-        return harness.collect(MODULE, ranks or args.ranks, flags, env)
-    with hosts.Hosts(args.hosts[0], 10.0) as made:
-        return hosts.collect(made, args.hosts[1], MODULE, flags)
-
-
-def show(record: Mapping[str, Any]) -> None:
-    """Print a case's table, with a column for each key that a side has."""
-
-    def text(value: Any) -> str:
-        if isinstance(value, Mapping):
-            return Spread(**value).text(2)
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    sides = record["sides"]
-    keys = list(dict.fromkeys(key for side in sides.values() for key in side))
-    rows = [[name, *(text(side.get(key, "")) for key in keys)] for name, side in sides.items()]
-    harness.print_table(record["title"], ["side", *keys], rows)
+        return harness.collect(MODULE, ranks or args.ranks, task, env)
+    count, each = hosts.layout(args.hosts)
+    with hosts.Hosts(count, 10.0) as made:
+        return hosts.collect(made, each, MODULE, task)
 
 
 if __name__ == "__main__":

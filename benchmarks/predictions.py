@@ -171,20 +171,6 @@ NEEDED = (*NUMBERS, "strategy", "gpu")
 FEW, WORST = 5, 10
 """Rows of a source whose median says something, and of the table of largest errors."""
 
-FULL = (
-    "its GPUs' memory is nearly full, where torch's allocator frees and allocates anew in each step"
-)
-ODD = "the source contradicts itself: its neighbours are faster"
-REASONS = {
-    **dict.fromkeys((f"mosaic-{n}" for n in (143, 144, 149, 150, 151)), FULL),
-    **dict.fromkeys((f"mosaic-0{n}" for n in (20, 22, 71, 30, 31, 32, 33)), FULL),
-    **dict.fromkeys(("mosaic-080", "mosaic-021", "mosaic-179"), ODD),
-    "mosaic-140": "64 GPUs, 2 sequences each: the wire is exposed, and memory is nearly full",
-    "tinyllama-001": "its own fused kernels for the norm, the MLP and the loss",
-    "yafsdp-013": "the network is not stated; 400 Gbit/s are assumed",
-}
-"""Likely reasons for large errors, of rows by id."""
-
 HEAD = """# The planner beside published runs
 
 `python -m benchmarks.predictions --runs RUNS.csv` predicts runs that others published. This page is
@@ -397,12 +383,13 @@ def _tables(chosen: Sequence[Compared]) -> Iterator[str]:
 
 
 def _worst(chosen: Sequence[Compared]) -> Iterator[str]:
-    yield f"The {WORST} largest errors:\n"
-    yield "| row | device | predicted | published | error | likely reason |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield f"The {WORST} largest errors. Where the GPUs' memory is nearly full, torch's allocator"
+    yield "frees and allocates anew in each step, which is not predicted:\n"
+    yield "| row | device | predicted | published | error |"
+    yield "| --- | --- | --- | --- | --- |"
     for each in sorted(chosen, key=lambda each: -abs(each.error))[:WORST]:
         numbers = f"{each.predicted:,.4g} | {each.published:,.4g} {each.unit} | {each.error:+.0%}"
-        yield f"| {each.id} | {each.device} | {numbers} | {REASONS.get(each.id, 'not known')} |"
+        yield f"| {each.id} | {each.device} | {numbers} |"
     yield ""
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,12 +97,19 @@ def by_fsdp1(module: nn.Module, units: Collection[type[nn.Module]], how: str = "
     )
 
 
-def by_fsdp2(module: nn.Module, units: Collection[type[nn.Module]], reshard: bool = True) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def by_fsdp2(
+    module: nn.Module,
+    units: Collection[type[nn.Module]],
+    reshard: bool | None = True,
+    device: str = "cpu",
+    **options: Any,
+) -> Any:
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    shard = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard, **options)
     for child in module.modules():
         if type(child) in units and child is not module:
-            fully_shard(child, mesh=mesh, reshard_after_forward=reshard)
-    return fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+            shard(child)
+    return shard(module)
 
 
 def by_zshard(

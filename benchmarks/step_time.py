@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,8 +56,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     harness.finish(args, "step-time", results)
 
 
-def measure(model: str, names: Sequence[str], rounds: int, warmup: int) -> dict[str, Any]:
-    """Train a model with all sides in turn and return the JSON record. Collective."""
+def measure(
+    model: str,
+    names: Sequence[str],
+    rounds: int,
+    warmup: int,
+    more: Callable[[Side, Batch], dict[str, Any]] = lambda side, batch: {},
+) -> dict[str, Any]:
+    """Train a model with all sides in turn and return the JSON record. `more` measures more of a
+    side, then, with a last batch. Collective."""
     workload = WORKLOADS[model]
     sides = {name: build_side(name, workload) for name in names}
     generator = harness.generator()
@@ -67,11 +74,11 @@ def measure(model: str, names: Sequence[str], rounds: int, warmup: int) -> dict[
     turns = {name: step_turn(side, batches, losses[name]) for name, side in sides.items()}
     samples = harness.interleave(turns, rounds, warmup)
     curves = {name: torch.stack(values) for name, values in losses.items()}
+    records = {}
+    for name, side in sides.items():
+        records[name] = summarize(model, name, samples, loss_difference(curves, side))
+        records[name] |= more(side, batches[-1])
     facts = {"model": model, "parameters": workload.parameters(), "ranks": dist.get_world_size()}
-    records = {
-        name: summarize(model, name, samples, loss_difference(curves, sides[name]))
-        for name in names
-    }
     return {**facts, "sides": records}
 
 

@@ -1,12 +1,11 @@
-"""Runs whose ranks are killed: how long a restart takes, what --keep costs, whether results stay.
+"""Runs whose ranks are killed: how long a restart takes, and whether results stay.
 
-    nice -n -10 python tests/acceptance/kills.py recovery --model demo --kills 20
-    python tests/acceptance/kills.py cost --rounds 40
-    python tests/acceptance/kills.py soak --minutes 60 --seed 7
+    nice -n -10 python tests/acceptance/kills.py --case recovery --model demo --kills 20
+    python tests/acceptance/kills.py --case soak --minutes 60 --seed 7
 
 recovery: from kill -9 of a random rank of `zshard run --keep`, at a random time, to the end of the next
-completed step, on the slowest rank; `recovered` leaves out torch's import and the construction of the
-model. cost: step time with and without --keep, of two runs in turns.
+completed step, on the slowest rank; the last row leaves out torch's import and the construction of the
+model.
 soak: rounds of training with random faults (kills_rounds.py). Fails if a round's losses or weights
 differ from those without faults, if the run ends or stands still, or if memory, descriptors or
 threads of a process grow. --seed and --first reproduce a round.
@@ -21,7 +20,6 @@ import os
 import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from kills_rank import MODELS, TURN  # noqa: E402
+from kills_rank import MODELS  # noqa: E402
 from kills_rounds import vitals  # noqa: E402
 
 from benchmarks import harness  # noqa: E402
@@ -41,17 +39,8 @@ from benchmarks import harness  # noqa: E402
 STILL = 120.0
 """Seconds without a new step or round after which a run counts as hung."""
 
-STAGES = {
-    "start": "the agent notices, ends the ranks and starts new ones",
-    "python": "Python starts",
-    "torch": "import torch",
-    "imports": "other imports",
-    "group": "init_process_group()",
-    "model": "the model is built",
-    "wrapped": "FSDP()",
-    "recovered": "recover()",
-    "end": "the first step",
-}
+STAGES = ("start", "python", "torch", "imports", "group", "model", "wrapped", "recovered", "end")
+"""What kills_rank.py says when it has done it: from the agent's new process to the first step."""
 SCRIPTS_OWN = ("torch", "model")
 
 LIMITS = {"private": 8.0, "shared": 4.0, "descriptors": 4, "threads": 2}
@@ -69,15 +58,21 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
 class Run:
     """A run of kills_rank.py, and what its ranks write."""
 
-    def __init__(self, folder: Path, ranks: int, keep: bool, words: Sequence[str]) -> None:
+    def __init__(self, folder: Path, ranks: int, task: Mapping[str, Any]) -> None:
         self.folder, self.ranks = folder, ranks
-        launcher = ["zshard", "run", "--bind=none", "--keep"] if keep else ["torch.distributed.run"]
-        launcher += ["--standalone", "--max-restarts=100000", f"--nproc-per-node={ranks}"]
+        launcher = ["zshard", "run", "--bind=none", "--keep", "--standalone"]
+        launcher += ["--max-restarts=100000", f"--nproc-per-node={ranks}"]
         script = str(Path(__file__).with_name("kills_rank.py"))
         self.others: dict[str, list[dict[str, Any]]] = {}  # what the launcher and the keeper had
         with (folder / "output").open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *launcher, script, f"--folder={folder}", *words],
+                [
+                    sys.executable,
+                    "-m",
+                    *launcher,
+                    script,
+                    json.dumps({"folder": str(folder), **task}),
+                ],
                 cwd=ROOT,
                 env={**os.environ, **ENVIRONMENT},
                 stdout=output,
@@ -91,10 +86,6 @@ class Run:
         path = self.folder / f"{rank}.log"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
-
-    def wait(self) -> None:
-        if self.process.wait() != 0:
-            raise RuntimeError(self.output_end())
 
     # --- recovery -----------------------------------------------------------------------------
 
@@ -155,11 +146,10 @@ class Run:
 
 
 @contextlib.contextmanager
-def running(ranks: int, keep: bool, **options: Any) -> Iterator[Run]:
+def running(ranks: int, **options: Any) -> Iterator[Run]:
     """Context manager: a run, which is ended if it is not over."""
     with tempfile.TemporaryDirectory(prefix="zshard-kills-") as folder:
-        words = [f"--{name}={value}" for name, value in options.items()]
-        run = Run(Path(folder), ranks, keep, words)
+        run = Run(Path(folder), ranks, options)
         try:
             yield run
         finally:
@@ -168,12 +158,12 @@ def running(ranks: int, keep: bool, **options: Any) -> Iterator[Run]:
             run.process.wait()
 
 
-# --- recovery and its cost ------------------------------------------------------------------------
+# --- recovery -------------------------------------------------------------------------------------
 
 
 def recovery(args: argparse.Namespace) -> dict[str, Any]:
     draw, kills = random.Random(args.seed), []
-    with running(args.ranks, True, model=args.model, steps=10**9) as run:
+    with running(args.ranks, model=args.model, steps=10**9) as run:
         for number in range(args.kills):
             run.wait_for_a_step(number)
             time.sleep(draw.uniform(0, 2))
@@ -181,10 +171,8 @@ def recovery(args: argparse.Namespace) -> dict[str, Any]:
         run.wait_for_a_step(args.kills)
         each = [run.processes(rank) for rank in range(args.ranks)]
     recoveries = [stages(at, [one[i + 1] for one in each]) for i, at in enumerate(kills)]
-    names = {**STAGES, "all": "all", "recovered": "without the script's own"}
-    rows = [[name, statistics.median(kill[s] for kill in recoveries)] for s, name in names.items()]
-    title = f"{args.model}, {args.ranks} ranks, {len(kills)} kills: medians, seconds"
-    harness.print_table(title, ["", ""], [[name, f"{value:.2f}"] for name, value in rows])
+    spreads = {s: {"seconds": harness.spread([r[s] for r in recoveries])} for s in recoveries[0]}
+    harness.show(f"{args.model}, {args.ranks} ranks, {len(kills)} kills", spreads)
     return {"model": args.model, "ranks": args.ranks, "kills": recoveries}
 
 
@@ -193,34 +181,8 @@ def stages(at: float, processes: Sequence[dict[str, Any]]) -> dict[str, float]:
     ends = [max(process[stage] for process in processes) for stage in STAGES]
     parts = {s: b - a for s, a, b in zip(STAGES, [at, *ends], ends, strict=False)}
     everything = ends[-1] - at
-    recovered = everything - sum(parts[stage] for stage in SCRIPTS_OWN)
-    return {**parts, "all": everything, "recovered": recovered}
-
-
-def cost(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the milliseconds of a step with --keep and without, and of the optimizer's part."""
-    options = {"model": args.model, "steps": args.rounds * TURN}
-    logs = {}
-    with tempfile.NamedTemporaryFile() as lock, contextlib.ExitStack() as stack:
-        for name in ("plain", "kept"):
-            run = running(args.ranks, name == "kept", lock=lock.name, **options)
-            logs[name] = stack.enter_context(run)
-        for name, run in [*logs.items()]:
-            run.wait()
-            logs[name] = run.log(0)
-    result = {name: parts(log) for name, log in logs.items()}
-    print(json.dumps(result, indent=1))
-    return {"model": args.model, "ranks": args.ranks, **result}
-
-
-def parts(log: list[list[Any]]) -> dict[str, Any]:
-    """Return min/median/max without the first step of each turn and the first turns."""
-    at = {(what, number): time for time, what, number in log}
-    steps = [n for what, n in at if what == "end" and n % TURN and n > 2 * TURN]
-    return {
-        name: harness.Spread.of([1e3 * (at["end", n] - at[begin, n]) for n in steps]).as_dict()
-        for name, begin in (("step_ms", "begin"), ("optimizer_ms", "backward"))
-    }
+    own = sum(parts[stage] for stage in SCRIPTS_OWN)
+    return {**parts, "all": everything, "without the script's own": everything - own}
 
 
 # --- soak -----------------------------------------------------------------------------------------
@@ -240,7 +202,7 @@ def grown(looks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def soak(args: argparse.Namespace) -> dict[str, Any]:
     options = {name: getattr(args, name) for name in ("seed", "first", "rounds", "life")}
-    with running(2, True, until=time.time() + 60 * args.minutes, **options) as run:
+    with running(2, until=time.time() + 60 * args.minutes, **options) as run:
         wrong, series = run.watch(), run.series()
     growth = {name: more for name, looks in series.items() if (more := grown(looks))}
     rounds = {look["round"] for looks in series.values() for look in looks if "round" in look}
@@ -252,23 +214,18 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
     return {**counts, "judged": judged, "series": series}
 
 
+CASES = {"recovery": recovery, "soak": soak}
+FULL = {"case": "recovery", "ranks": 2, "model": "demo", "kills": 20, "seed": 1}
+FULL |= {"minutes": 3.0, "first": 0, "rounds": 10**9, "life": 60}
+"""--first: round of a soak; --life: its rounds from kill to kill."""
+
+
 def main() -> int:
-    parser = harness.parser("Runs whose ranks are killed.", ranks=2)
-    parser.add_argument("what", choices=("recovery", "cost", "soak"))
-    parser.add_argument("--model", choices=MODELS, default="demo")
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--rounds", type=int, help="turns of each run (cost), or at most (soak)")
-    parser.add_argument("--seed", type=int, default=1, help="of kills, strategies and faults")
-    parser.add_argument("--minutes", type=float, default=3, help="of a soak (default: 3)")
-    parser.add_argument("--first", type=int, default=0, help="the first round of a soak")
-    parser.add_argument("--life", type=int, default=60, help="rounds of a soak from kill to kill")
-    args = parser.parse_args()
-    if args.quick:
-        args.kills, args.model = 2, "tiny"
-    if args.rounds is None:
-        args.rounds = 10**9 if args.what == "soak" else 4 if args.quick else 40
-    result = {"recovery": recovery, "cost": cost, "soak": soak}[args.what](args)
-    harness.finish(args, "recovery-cost" if args.what == "cost" else args.what, [result])
+    choices = {"case": CASES, "model": MODELS}
+    purpose = "Runs whose ranks are killed."
+    args = harness.options(purpose, None, FULL, {"kills": 2, "model": "tiny"}, choices)
+    result = CASES[args.case](args)
+    harness.finish(args, args.case, [result])
     return int(bool(result.get("wrong") or result.get("growth")))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import sys
@@ -20,20 +19,13 @@ from typing import Any
 MODELS = {"demo": (6, 256, 128, 4), "gpt85m": (12, 768, 64, 2), "tiny": (8, 64, 16, 2)}
 """Layers, width, sequence and rows of each; "tiny" has next to no arithmetic."""
 
-TURN = 5  # steps of one run before the other's, with --lock
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run by kills.py.")
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--model", choices=MODELS, help="train it; without it, a soak")
-    parser.add_argument("--lock", help="a file: train only while rank 0 has locked it")
-    for name in ("seed", "first", "rounds", "life", "steps"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--until", type=float)
-    args = parser.parse_args()
+    """sys.argv[1]: a folder, and what kills.py asks for: a model to train, or else a soak."""
+    args = argparse.Namespace(**json.loads(sys.argv[1]))
+    args.folder = Path(args.folder)
     say = log_of(args.folder / f"{os.environ['RANK']}.log")
-    if args.model:
+    if hasattr(args, "model"):
         recover_and_train(args, say)
     else:
         import kills_rounds
@@ -78,34 +70,17 @@ def recover_and_train(args: argparse.Namespace, say: Callable[..., None]) -> Non
     model = zshard.FSDP(module, auto_wrap_policy=workload.units)
     optimizer = zshard.AdamW(model.parameters(), lr=workload.lr)
     say("wrapped")
-    kept = zshard.Keep(model, optimizer) if "ZSHARD_KEEPER" in os.environ else None
-    start = kept.recover({"step": 0})["step"] if kept else 0
+    kept = zshard.Keep(model, optimizer)
+    start = kept.recover({"step": 0})["step"]
     say("recovered")
     for step in range(start, args.steps):
-        take_turns(args.lock, step)
         batch = workload.batch(torch.Generator().manual_seed(1000 * step + rank))
-        say("begin", step)
         workload.loss(model, batch).backward()
-        say("backward", step)
-        with kept.commit({"step": step + 1}) if kept else contextlib.nullcontext():
+        with kept.commit({"step": step + 1}):
             optimizer.step()
         optimizer.zero_grad()
         say("end", step)
     torch.distributed.destroy_process_group()
-
-
-lock_files: list[int] = []
-
-
-def take_turns(lock: str | None, step: int) -> None:
-    """On rank 0, wait for the lock; the other ranks wait for rank 0 in the forward."""
-    if lock is None or os.environ["RANK"] != "0" or step % TURN:
-        return
-    if not lock_files:
-        lock_files.append(os.open(lock, os.O_RDWR))
-    fcntl.flock(lock_files[0], fcntl.LOCK_UN)
-    time.sleep(0.02)
-    fcntl.flock(lock_files[0], fcntl.LOCK_EX)
 
 
 if __name__ == "__main__":

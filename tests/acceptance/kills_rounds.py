@@ -20,11 +20,13 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from matrix_job import Spot
 from torch import Tensor, nn
 
 import zshard
@@ -71,36 +73,17 @@ class Round:
         return f"round {self.number} ({kind}; faults on rank {self.rank}: {what or 'none'})"
 
 
-class Net(nn.Module):
-    """Raises on request, within forward or backward."""
-
-    raises = ""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.body(x).tanh()
-        if self.raises == "forward":
-            raise Caught
-        if self.raises == "backward":
-            x.register_hook(self.fail)
-        return self.head(x)
-
-    def fail(self, grad: Tensor) -> None:
-        raise Caught
-
-
 class Training:
     """A model and its optimizer."""
 
     def __init__(self, plan: Round, kept: bool) -> None:
         torch.manual_seed(plan.number)
         self.plan, self.rank = plan, dist.get_rank()
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        self.spot = Spot()
+        module = nn.Sequential(*layers, nn.Tanh(), self.spot, nn.Linear(WIDTH, 1))
         self.model: Any = zshard.FSDP(
-            Net(),
+            module,
             strategy=plan.strategy,
             transport=plan.transport,
             auto_wrap_policy={nn.Linear},
@@ -143,11 +126,11 @@ def disturb(training: Training, fault: str, step: int, folder: Path) -> None:
         with torch.enable_grad():
             training.step(step, math.nan if is_here else 1.0)
     elif fault in ("forward", "backward"):
-        model.raises = fault
+        training.spot.at = partial(fail, fault)
         with contextlib.suppress(Caught), torch.enable_grad():
             training.loss(step).backward()
             raise AssertionError(f"{fault} did not raise")
-        model.raises = ""
+        del training.spot.at
         training.optimizer.zero_grad()
     elif fault == "loader" and is_here:
         time.sleep(0.02)
@@ -159,6 +142,11 @@ def disturb(training: Training, fault: str, step: int, folder: Path) -> None:
         training.weights()
     elif fault == "copy":
         copy.deepcopy(model)(torch.ones(1, WIDTH))
+
+
+def fail(where: str, place: str) -> None:
+    if place == where:
+        raise Caught
 
 
 def end(plan: Round, how: str, mark: Path, is_here: bool) -> None:

@@ -189,13 +189,12 @@ def run(row: Row, side: str, timeout: float) -> Outcome:
 
 
 def main() -> None:
-    parser = harness.parser("Inject the faults of the failure matrix.")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS], metavar="ID")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES])
-    parser.add_argument("--timeout", type=float, default=20.0, help="seconds, of gloo")
-    args = parser.parse_args()
+    full = {"rows": [*ROWS], "sides": [*SIDES], "timeout": 20.0}  # seconds, of gloo
+    choices = {"rows": ROWS, "sides": SIDES}
+    purpose = "Inject the faults of the failure matrix."
+    args = harness.options(purpose, None, full, {"rows": [*ROWS][:2]}, choices)
     results: list[dict[str, Any]] = []
-    for name in args.rows[:2] if args.quick else args.rows:
+    for name in args.rows:
         for side in args.sides:
             if ROWS[name].scripts and side in ROWS[name].sides:
                 outcome = run(ROWS[name], side, args.timeout)

@@ -173,12 +173,6 @@ def functions_are_short(name: str, text: str) -> list[str]:
     return [f"line {line}: {lines} lines" for line, lines in sizes if lines > MAX_FUNCTION_LINES]
 
 
-def lines_are_short(name: str, text: str) -> list[str]:
-    """At most 120 columns, comments too, which clang-format leaves as they are."""
-    lines = enumerate(text.splitlines(), 1)
-    return [f"line {number}: {len(line)} columns" for number, line in lines if len(line) > 120]
-
-
 def files_are_short(name: str, text: str) -> list[str]:
     """At most 450 lines."""
     lines = len(text.splitlines())
@@ -216,14 +210,6 @@ def headers_are_commented(name: str, text: str) -> list[str]:
     return complaints
 
 
-def declarations_stay_whole(name: str, text: str) -> list[str]:
-    """A field's type and name stand on one line: a comment that does not fit beside them goes above."""
-    split = r"^ +(?:const |unsigned |struct )*\w+\n +\*?\w+(?:\[\w+\])*; +/\*"
-    found = re.finditer(split, text, re.MULTILINE)
-    lines = [(text.count("\n", 0, m.start()) + 1, m[0].split()[0]) for m in found]
-    return [f"line {line}: split" for line, word in lines if word not in ("else", "PyObject_HEAD")]
-
-
 def nothing_is_left_to_do(name: str, text: str) -> list[str]:
     """No TODO and the like: what is missing is an issue, not a comment."""
     return [f"says {word}" for word in re.findall(r"\b(?:TODO|FIXME|XXX|HACK)\b", text)]
@@ -237,11 +223,9 @@ RULES: list[Rule] = [
     folders_keep_their_order,
     gil_regions_are_clean,
     functions_are_short,
-    lines_are_short,
     files_are_short,
     files_say_what_they_are,
     headers_are_commented,
-    declarations_stay_whole,
     nothing_is_left_to_do,
 ]
 

@@ -26,6 +26,7 @@ import random
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -40,43 +41,37 @@ KINDS = {  # by the folders of their files
     "python": re.compile(r"zshard/.*\.py$"),
 }
 
+
 # What a fault replaces, and by what. Each place of a line where one matches is a fault of its own.
+def swaps(*pairs: tuple[str, str]) -> list[tuple[str, str]]:
+    """Each text for the other."""
+    both = [each for a, b in pairs for each in ((a, b), (b, a))]
+    return [(rf"\b{a}\b" if a.isalpha() else re.escape(a), b) for a, b in both]
+
+
 BOTH = [
     (r"(?<=[^=!<>])==(?!=)", "!="),
     (r"!=", "=="),
-    (r" < ", " <= "),
-    (r" <= ", " < "),
-    (r" > ", " >= "),
-    (r" >= ", " > "),
-    (r" \+ ", " - "),
-    (r" - ", " + "),
+    *swaps((" < ", " <= "), (" > ", " >= "), (" + ", " - ")),
     (r"(?<![\w.])0(?![\w.])", "1"),
     (r"(?<![\w.])1(?![\w.])", "2"),
 ]
 OPERATORS = {
     ".c": [
         *BOTH,
-        (r"&&", "||"),
-        (r"\|\|", "&&"),
+        *swaps(("&&", "||"), ("true", "false")),
         (r"\bif \((.*)\)(?= \{$)", r"if (!(\1))"),
         (r"^(\s+)[\w>.-]+\(.*\);$", r"\1;"),  # a call without its value
         (r"^(\s+)\S[^=]* [-+|]?= .*;$", r"\1;"),  # an assignment to what is declared elsewhere
-        (r"\btrue\b", "false"),
-        (r"\bfalse\b", "true"),
     ],
     ".py": [
         *BOTH,
-        (r" and ", " or "),
-        (r" or ", " and "),
+        *swaps((" and ", " or "), (" is None", " is not None"), ("True", "False")),
         (r"\bif (?!not )(.*):$", r"if not (\1):"),
         (r"\bnot ", ""),
-        (r" is None", " is not None"),
-        (r" is not None", " is None"),
         (r"^(\s+)(?!raise|super)[\w.]+\(.*\)$", r"\1pass"),
         (r"^(\s+)[\w.]+ [-+|]?= .*$", r"\1pass"),
         (r"^(\s+)return (?!None$).+$", r"\1return None"),
-        (r"\bTrue\b", "False"),
-        (r"\bFalse\b", "True"),
     ],
 }
 OPERATORS[".cpp"] = OPERATORS[".c"]
@@ -169,17 +164,10 @@ def compiles(file: str, number: int, new: str) -> bool:
         return True
     if file.endswith(".cpp"):  # torch's headers: a minute each; the build says
         return True
-    include = ["-iquote", "csrc", *(f"-isystem{path}" for path in python_headers())]
+    include = ["-iquote", "csrc", f"-isystem{sysconfig.get_path('include')}"]
     command = ["cc", "-std=c11", "-fsyntax-only", *include, f"-I{Path(file).parent}", "-xc", "-"]
     text = "".join(lines)
     return subprocess.run(command, cwd=ROOT, input=text, text=True, stderr=-3).returncode == 0
-
-
-def python_headers() -> list[str]:
-    """Return where Python.h is."""
-    import sysconfig
-
-    return [sysconfig.get_path("include")]
 
 
 # --- planting -------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ See tests/lib: asserts.py, compare.py, sampling.py, shards.py, rows.py.
 
 import json
 import os
-import re
 import shutil
 from itertools import chain
 from pathlib import Path
@@ -15,36 +14,12 @@ import pytest
 import shards
 import torch
 from compare import assert_same, differences
-from nursery import fork_ranks
 from rows import all_rows
-from spawn import RankFailure, on_ranks, run_ranks
+from spawn import on_ranks
 
 pytest_plugins = ["pytester"]
 
 # --- asserts and tests on ranks -------------------------------------------------------------------
-
-
-def compares(what):
-    """Fails on a rank, as a function of a test that asserts or in a helper."""
-    if what == "lists":
-        assert sorted([3, 1, 2]) == [1, 2, 4]
-    assert_same([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 3.0])], "the output")
-
-
-SHOWN = {
-    "lists": r"assert \[1, 2, 3\] == \[1, 2, 4\]\n(.|\n)*At index 2 diff: 3 != 4",
-    "tensors": re.escape(
-        "the output differs:\n    [0]: 1 of 2 elements differ, the first at [1]: 2.0, not 3.0"
-    ),
-}
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("what", SHOWN)
-@pytest.mark.parametrize("start", [run_ranks, fork_ranks])
-def test_failing_assert_on_a_rank_shows_the_values(start, what):
-    with pytest.raises(RankFailure, match=f"rank 0 of 1 (.|\n)*{SHOWN[what]}"):
-        start(compares, 1, what, check=True)
 
 
 @on_ranks(2)

@@ -77,16 +77,3 @@ def test_explained_errors_are_those_of_the_sources() -> None:
     found = flat(page())
     longest = {max((part.strip() for part in each), key=len) for each in parts}
     assert {part for part in longest if flat(part) not in found} == OF_OTHERS
-
-
-def test_remedies_have_a_column_and_values_are_dots() -> None:
-    message = message_page.Message(
-        "ValueError", "master is wrong: pass None | 'int8'", "zshard/a.py"
-    )
-    expected = "| `ValueError` | `master is wrong` | `pass None \\| 'int8'` | `a.py` |"
-    assert message_page.row(message) == expected
-    assert "|  |" in message_page.row(message._replace(text="rank … exited: its users are named"))
-    assert (
-        message_page.shown("rank %d has '%.100s', 100%%: {f({1: 2})!r}")
-        == "rank … has '…', 100%: …"
-    )

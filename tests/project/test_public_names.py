@@ -111,11 +111,6 @@ def test_a_save_and_a_load_need_no_extra(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_all_public_names_exist() -> None:
-    assert {*zshard.__all__} == PUBLIC and len(zshard.__all__) == len(PUBLIC)
-    assert [name for name in zshard.__all__ if not hasattr(zshard, name)] == []
-
-
 def test_names_of_other_packages_are_importable_from_the_top() -> None:
     for module, names in LATER.items():
         assert {*module.__all__} == names

@@ -9,13 +9,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from nursery import fork_ranks
+from spawn import on_ranks
 from torch import nn
 
 import zshard
 
 
-def on_rank_0(name: str) -> None:
+@pytest.mark.parametrize("name", ["state_dict", "save", "clip", "grad"])
+@on_ranks(2, fresh=True)
+def test_calls_on_rank_0_alone(name: str) -> None:
     dist.init_process_group("gloo")
     model = zshard.FSDP(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), timeout=1)
     model(torch.ones(4, 64)).sum().backward()
@@ -32,8 +34,3 @@ def on_rank_0(name: str) -> None:
         with pytest.raises(zshard.PeerTimeoutError):
             calls[name]()
     dist.barrier()
-
-
-@pytest.mark.parametrize("name", ["state_dict", "save", "clip", "grad"])
-def test_calls_on_rank_0_alone(name: str) -> None:
-    fork_ranks(on_rank_0, 2, name, check=True)

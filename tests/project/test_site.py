@@ -20,9 +20,18 @@ FOUND = [importlib.util.find_spec(name) for name in ("mkdocs", "material")]
 needs_mkdocs = pytest.mark.skipif(None in FOUND, reason="mkdocs-material is missing: run make docs")
 
 
-def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
+def build(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "-f", str(config), "-d", str(folder)],
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "-f",
+            str(ROOT / "mkdocs.yml"),
+            "-d",
+            str(folder),
+        ],
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -43,18 +52,6 @@ def test_site_builds(tmp_path: Path) -> None:
     assert 'id="clip_grad_norm_"' in (tmp_path / "api" / "index.html").read_text()
     overview = (tmp_path / "index.html").read_text()
     assert 'href="training/"' in overview and "docs/training.md" not in overview
-
-
-@needs_mkdocs
-def test_broken_link_fails(tmp_path: Path) -> None:
-    text = (ROOT / "mkdocs.yml").read_text()
-    checks = re.findall(r"^strict: true\n|^validation:\n(?:  .*\n)+", text, re.MULTILINE)
-    assert len(checks) == 2
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "index.md").write_text("# A\n\n[b](#no-such-heading)\n")
-    (tmp_path / "mkdocs.yml").write_text("site_name: a\n" + "".join(checks))
-    done = build(tmp_path / "site", tmp_path / "mkdocs.yml")
-    assert done.returncode != 0 and "#no-such-heading" in done.stderr
 
 
 @pytest.mark.thorough

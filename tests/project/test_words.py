@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -19,17 +18,17 @@ C_NAME = re.compile(r"\b[a-z_]\w*_\w*\b")
 
 # What to look for, how often it may stand, and what to write instead.
 WORDS = [
-    ("slices?", 31, "shard"),
-    ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 28, "name the subject: no rank, a script"),
-    ("(?:goes|go|going|went) on", 27, "continue"),
+    ("slices?", 29, "shard"),
+    ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 24, "name the subject: no rank, a script"),
+    ("(?:goes|go|going|went) on", 23, "continue"),
     ("(?:gives?|gave|given) (?:it )?back", 18, "free, return, drop"),
     ("hears?|heard", 8, "receive, learn"),
-    ("tells?|told", 59, "report, publish, show"),
-    ("mishaps?|kin|deaf|soil|last words?", 8, "failure, process, failed, mark dirty, message"),
-    ("alike", 12, "the same, equal"),
+    ("tells?|told", 56, "report, publish, show"),
+    ("mishaps?|kin|deaf|soil|last words?", 7, "failure, process, failed, mark dirty, message"),
+    ("alike", 11, "the same, equal"),
     ("lets? go|letting go", 0, "release, unpin"),
     ("of which|by which", 19, "whose, that; or two sentences"),
-    ("(?:is|are|was|has) gone", 7, "was freed, exited, is missing"),
+    ("(?:is|are|was|has) gone", 6, "was freed, exited, is missing"),
 ]
 
 
@@ -80,11 +79,3 @@ def test_words_become_fewer() -> None:
     assert counts == limits, "lower the limit, or write: " + "; ".join(
         f"{better} (not {pattern})" for pattern, limit, better in WORDS if counts[pattern] > limit
     )
-
-
-def test_what_is_counted() -> None:
-    python = "# told once\ndef tells_all():\n    '''Heard.'''\n    heard = 'told'\n"
-    assert Counter(python_words(python)) == Counter(["# told once", "tells all", "Heard.", ""])
-    c = 'int zs_told; /* goes\n * on */ // told\nconst char *s = "told";'
-    assert count("told", c_words(c)) == 2
-    assert count("goes on", c_words(c)) == 1
