@@ -79,27 +79,11 @@ def clip_by_value(model):
     return grad(model)
 
 
-def zeros_and_ones(model):
-    nn.init.zeros_(weight(model))
-    nn.init.constant_(params(model)[1], 0.5)
-
-
-def reset_parameters(model):
-    torch.manual_seed(5)
-    model[0].reset_parameters()
-
-
 def saved_and_read(model):
     file = io.BytesIO()
     torch.save(zshard.to_local(weight(model)), file)
     file.seek(0)
     return tuple(torch.load(file, weights_only=True).shape) == tuple(weight(model).shape)
-
-
-def norm_by_the_model(model):
-    clip = getattr(model, "clip_grad_norm_", None)
-    clip = clip or (lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit))
-    return clip(1e9)
 
 
 def own_optimizer(model):
@@ -127,35 +111,20 @@ RIGHT = {
     "clip_by_value": clip_by_value,
     "mask_gradients": each(lambda p: p.grad.masked_fill_(p.grad.abs() < 0.01, 0.0), grad),
     "copy_of_a_parameter": lambda m: copy.deepcopy(weight(m)).detach(),
-    "gradient_noise": draws(lambda p: p.grad.add_(torch.randn_like(p.grad), alpha=0.1)),
-    "uniform_like": draws(torch.rand_like),
-    "zeros_and_ones": zeros_and_ones,
-    "normal_in_place": draws(lambda p: p.data.normal_(0, 0.02)),
-    "reset_parameters": reset_parameters,
     "first_row": lambda m: values(m)[0],
-    "set_first_row": torch.no_grad()(lambda m: operator.setitem(weight(m), 0, 0.0)),
-    "assigned_rows": lambda m: weight(m).data[2:4].zero_(),
     "print_it": lambda m: str(weight(m))[:3] != "" and len(f"{weight(m)}") > 10,
     "saved_and_read": saved_and_read,
-    "norm_by_the_model": norm_by_the_model,
-    "norm_by_torch": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e9),
     "norms_by_name": lambda m: torch.tensor(zshard.named_norms(m)["0.weight"]),
     "whole_values": lambda m: dict(zshard.whole_named_parameters(m))["0.weight"],
     "histogram_of_whole_values": lambda m: zshard.full_tensor(weight(m)).histc(10),
     "whole_gradient": lambda m: zshard.full_tensor(grad(m)),
     "unfreeze_later": unfreeze_later,
     "own_optimizer": own_optimizer,
-    "torchs_rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.01).step(),
     "is_anything_nan": lambda m: torch.isnan(values(m)),  # elementwise until the last operation
 }
 
 
 # --- refused --------------------------------------------------------------------------------------
-
-
-def uniform_by_shape(model):
-    bound = weight(model).size(1) ** -0.5
-    weight(model).data.uniform_(-bound, bound)
 
 
 @torch.no_grad()
@@ -184,7 +153,6 @@ def vector_back(model):
 
 REFUSED = {
     "orthogonal": draws(lambda p: nn.init.orthogonal_(p)),
-    "uniform_by_shape": uniform_by_shape,
     "rows_of_length_one": rows_of_length_one,
     "renorm": lambda m: weight(m).data.renorm_(2, 0, 1.0),
     "row_norms": lambda m: weight(m).norm(dim=1),

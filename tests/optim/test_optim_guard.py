@@ -1,7 +1,6 @@
 """Optimizers on shards are judged by their operations: the shard of the full step, or
 ShardError."""
 
-
 import pytest
 import torch
 from compare import assert_same
