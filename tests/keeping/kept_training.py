@@ -40,14 +40,11 @@ class Net(nn.Module):
     """BatchNorm has buffers, and dropout draws random numbers. `late` is unused in the first steps,
     so its state is made later."""
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, width: int = 64, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1)
-        )
+        self.body = nn.Sequential(nn.Linear(16, width), norm(width), nn.ReLU(), nn.Dropout(0.1))
         self.late = nn.Linear(width, width)
         self.head = nn.Linear(width, 1)
-        self.calls = 0
 
     def forward(self, x: Tensor, late: bool) -> Tensor:
         x = self.body(x)

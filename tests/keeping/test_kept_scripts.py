@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from kept_training import OPTIMIZERS, STEPS, check
+from kept_training import OPTIMIZERS, STEPS, Net, check
 from torch import Tensor, nn
 
 import zshard
@@ -32,20 +32,6 @@ SCHEDULERS: list[Any] = [
 ]
 
 
-class Pair(nn.Module):
-    """Two models in one, as of a GAN, with dropout. norm: with buffers, or without."""
-
-    def __init__(self, norm: type[nn.Module]) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 40), norm(40), nn.ReLU(), nn.Dropout(0.1))
-        self.first = nn.Linear(40, 1)
-        self.second = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 1))
-
-    def forward(self, x: Tensor, parts: list[str]) -> Tensor:
-        x = self.body(x)
-        return torch.stack([getattr(self, part)(x).square().mean() for part in parts]).sum()
-
-
 class Script:
     """A training script by its seed. What it does in a step depends on the number of the step."""
 
@@ -55,7 +41,7 @@ class Script:
         torch.manual_seed(0)
         name = choose.choice(sorted(OPTIMIZERS.keys() - {"rounding"}))
         self.model = zshard.FSDP(
-            Pair(options["norm"]),
+            Net(40, options["norm"]),
             strategy=choose.choice(STRATEGIES),
             transport=options["transport"],
             auto_wrap_policy={nn.Linear} if choose.random() < 0.5 else None,
@@ -87,13 +73,16 @@ class Script:
 
     def micro_batches(self, choose: random.Random) -> float:
         """Make gradients, in one or more micro-batches; return the loss."""
-        parts = choose.choice([["first"], ["second"], ["first", "second"]])
-        scaler, micro_batches = self.others[1], choose.choice([1, 1, 2])
+        late, scaler, micro_batches = (
+            choose.random() < 0.5,
+            self.others[1],
+            choose.choice([1, 1, 2]),
+        )
         overflows = choose.random() < 0.1
         total = 0.0
         for last in range(micro_batches, 0, -1):
-            x = torch.randn(16, 8) + random.random() + float(np.random.random())
-            loss = self.model(x, parts) * (float("inf") if overflows else 1.0)
+            x = torch.randn(16, 16) + random.random() + float(np.random.random())
+            loss = self.model(x, late).square().mean() * (float("inf") if overflows else 1.0)
             with self.model.no_sync() if last > 1 else contextlib.nullcontext():
                 scaler.scale(loss).backward()
             total += loss.item()
