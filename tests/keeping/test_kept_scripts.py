@@ -66,21 +66,17 @@ class Script:
         """Make gradients in most steps; return the loss."""
         self.choose = random.Random(f"{self.seed} {step}")
         self.stepped = self.choose.random() < 0.85
-        loss = self.micro_batches(self.choose) if self.stepped else 0.0
+        loss = self.micro_batches() if self.stepped else 0.0
         if self.choose.random() < 0.3:  # the next gradients get other memory
             self.given.append([param.grad for param in self.model.parameters()])
         return loss.hex()
 
-    def micro_batches(self, choose: random.Random) -> float:
+    def micro_batches(self) -> float:
         """Make gradients, in one or more micro-batches; return the loss."""
-        late, scaler, micro_batches = (
-            choose.random() < 0.5,
-            self.others[1],
-            choose.choice([1, 1, 2]),
-        )
-        overflows = choose.random() < 0.1
+        choose = self.choose
+        scaler, late, overflows = self.others[1], choose.random() < 0.5, choose.random() < 0.1
         total = 0.0
-        for last in range(micro_batches, 0, -1):
+        for last in range(choose.choice([1, 1, 2]), 0, -1):
             x = torch.randn(16, 16) + random.random() + float(np.random.random())
             loss = self.model(x, late).square().mean() * (float("inf") if overflows else 1.0)
             with self.model.no_sync() if last > 1 else contextlib.nullcontext():

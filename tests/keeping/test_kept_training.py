@@ -20,9 +20,7 @@ from kept_training import (
     Run,
     check,
     kept_step,
-    losses_in,
     train,
-    undisturbed,
 )
 from nursery import fork_ranks
 
@@ -129,14 +127,6 @@ def options_of(what: str, transport: str = "shm") -> dict[str, Any]:
     return {"timeout": timeout, "transport": transport, "fails": (act, AT, ranks)}
 
 
-def continues(keeper: Keeper, folder: Path, options: dict[str, Any]) -> None:
-    """The next processes begin at that step, and end as undisturbed ones."""
-    expected = undisturbed(options)
-    results = fork_ranks(train, 2, keeper.token, str(folder), options, None, check=True)
-    assert [result.value for result in results] == [(AT, digest) for digest, _ in expected]
-    assert [losses_in(folder, rank) for rank in range(2)] == [losses for _, losses in expected]
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", FAILURES)
 def test_the_next_processes_continue(keeper: Keeper, tmp_path: Path, what: str) -> None:
@@ -145,7 +135,7 @@ def test_the_next_processes_continue(keeper: Keeper, tmp_path: Path, what: str) 
     assert all(result.returncode != 0 for result in results)
     for rank, words in FAILURES[what][2].items():
         assert words in results[rank].stderr
-    continues(keeper, tmp_path, {})
+    assert check(keeper, tmp_path, {}, []) == AT
 
 
 def fails_and_catches(token: str, folder: str, transport: str) -> None:
@@ -160,7 +150,7 @@ def fails_and_catches(token: str, folder: str, transport: str) -> None:
 def test_what_is_kept_outlives_the_model(keeper: Keeper, tmp_path: Path, transport: str) -> None:
     results = fork_ranks(fails_and_catches, 2, keeper.token, str(tmp_path), transport)
     assert [result.returncode for result in results] == [1, 1], [r.stderr for r in results]
-    continues(keeper, tmp_path, {"transport": transport})
+    assert check(keeper, tmp_path, {"transport": transport}, []) == AT
 
 
 def killed_in_save(token: str, folder: str, rank: int | None) -> tuple[int, str, str | None]:

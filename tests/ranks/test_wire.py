@@ -338,12 +338,6 @@ def test_recomputing_and_reading_change_nothing(variant, keep):
     check_training("mlp", variant, keep_gathered=keep)
 
 
-@pytest.mark.thorough
-@on_ranks(4)
-def test_prefetch():
-    check_training("net", forward_prefetch=True, limit_all_gathers=False)
-
-
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full", "zero1", "no_shard"])
 @on_ranks(4)
 def test_gathers_within_a_host_are_exact(strategy):
