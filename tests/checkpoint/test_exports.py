@@ -324,7 +324,6 @@ def test_from_pretrained(name, is_tied, options, tmp_path):
 @pytest.mark.slow
 @on_ranks(2)
 def test_architectures(tmp_path):
-    assert len(ARCHITECTURES) > 30
     with all_rows() as row:
         for name, architecture in ARCHITECTURES.items():
             with row(name):

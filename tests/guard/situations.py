@@ -66,20 +66,6 @@ def draws(draw):
 decay = each(lambda p: p.mul_(0.99))
 
 
-def moving_average(model):
-    average = {n: p.detach().clone() for n, p in model.named_parameters()}
-    decay(model)
-    for n, p in model.named_parameters():
-        average[n].mul_(0.9).add_(p.detach(), alpha=0.1)
-    return average["0.weight"]
-
-
-def moving_average_lerp(model):
-    average = [torch.zeros_like(p) for p in params(model)]
-    torch._foreach_lerp_(average, params(model), 0.5)
-    return average[0]
-
-
 def averaged_model(model):
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     average.update_parameters(model)
@@ -93,38 +79,11 @@ def clip_by_value(model):
     return grad(model)
 
 
-def sign_momentum(p):
-    momentum = torch.zeros_like(p)
-    momentum.lerp_(p.grad, 0.1)
-    p.data.add_(momentum.sign(), alpha=-0.1)
-
-
-def adam(p):
-    first, second = p.grad * 0.1, p.grad.square() * 0.01
-    p.data.addcdiv_(first, second.sqrt().add_(1e-8), value=-0.01)
-
-
-def zeros_and_ones(model):
-    nn.init.zeros_(weight(model))
-    nn.init.constant_(params(model)[1], 0.5)
-
-
-def reset_parameters(model):
-    torch.manual_seed(5)
-    model[0].reset_parameters()
-
-
 def saved_and_read(model):
     file = io.BytesIO()
     torch.save(zshard.to_local(weight(model)), file)
     file.seek(0)
     return tuple(torch.load(file, weights_only=True).shape) == tuple(weight(model).shape)
-
-
-def norm_by_the_model(model):
-    clip = getattr(model, "clip_grad_norm_", None)
-    clip = clip or (lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit))
-    return clip(1e9)
 
 
 def own_optimizer(model):
@@ -148,40 +107,19 @@ RIGHT = {
     "decay_by_hand": decay,
     "step_by_hand": each(lambda p: operator.isub(p, 0.1 * p.grad)),
     "step_by_data": each(lambda p: p.data.add_(p.grad, alpha=-0.1)),
-    "moving_average": moving_average,
-    "moving_average_lerp": moving_average_lerp,
     "averaged_model": averaged_model,
     "clip_by_value": clip_by_value,
-    "clip_values_by_hand": each(lambda p: p.grad.clamp_(-0.01, 0.01), grad),
-    "sign_momentum": each(sign_momentum),
-    "adam_by_hand": each(adam),
     "mask_gradients": each(lambda p: p.grad.masked_fill_(p.grad.abs() < 0.01, 0.0), grad),
-    "where_by_sign": lambda m: torch.where(values(m) > 0, values(m), torch.zeros_like(weight(m))),
     "copy_of_a_parameter": lambda m: copy.deepcopy(weight(m)).detach(),
-    "gradient_noise": draws(lambda p: p.grad.add_(torch.randn_like(p.grad), alpha=0.1)),
-    "uniform_like": draws(torch.rand_like),
-    "zeros_and_ones": zeros_and_ones,
-    "xavier": draws(lambda p: nn.init.xavier_uniform_(p)),
-    "kaiming": draws(lambda p: nn.init.kaiming_normal_(p)),
-    "trunc_normal": draws(lambda p: nn.init.trunc_normal_(p)),
-    "normal_in_place": draws(lambda p: p.data.normal_(0, 0.02)),
-    "reset_parameters": reset_parameters,
     "first_row": lambda m: values(m)[0],
-    "set_first_row": torch.no_grad()(lambda m: operator.setitem(weight(m), 0, 0.0)),
-    "assigned_rows": lambda m: weight(m).data[2:4].zero_(),
     "print_it": lambda m: str(weight(m))[:3] != "" and len(f"{weight(m)}") > 10,
     "saved_and_read": saved_and_read,
-    "norm_by_the_model": norm_by_the_model,
-    "norm_by_torch": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e9),
     "norms_by_name": lambda m: torch.tensor(zshard.named_norms(m)["0.weight"]),
     "whole_values": lambda m: dict(zshard.whole_named_parameters(m))["0.weight"],
     "histogram_of_whole_values": lambda m: zshard.full_tensor(weight(m)).histc(10),
     "whole_gradient": lambda m: zshard.full_tensor(grad(m)),
     "unfreeze_later": unfreeze_later,
-    "compare_in_place": lambda m: (values(m) > 0).float(),
     "own_optimizer": own_optimizer,
-    "torchs_rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.01).step(),
-    "to_double": lambda m: weight(m).double().float(),
     "is_anything_nan": lambda m: torch.isnan(values(m)),  # elementwise until the last operation
 }
 
@@ -189,26 +127,10 @@ RIGHT = {
 # --- refused --------------------------------------------------------------------------------------
 
 
-def uniform_by_shape(model):
-    bound = weight(model).size(1) ** -0.5
-    weight(model).data.uniform_(-bound, bound)
-
-
 @torch.no_grad()
 def rows_of_length_one(model):
     """SwAV's prototypes."""
     weight(model).copy_(F.normalize(weight(model).data.clone(), dim=1, p=2))
-
-
-def norms_of_gradients_by_hand(model):
-    total = sum(float(p.grad.norm()) ** 2 for p in params(model)) ** 0.5
-    for p in params(model):
-        p.grad.mul_(1.0 / total)
-    return grad(model)
-
-
-def add_row_numbers(model):
-    weight(model).data.mul_(torch.arange(float(model[0].out_features)).unsqueeze(1))
 
 
 def copy_whole_values(model):
@@ -229,53 +151,27 @@ def vector_back(model):
     nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in params(model))), params(model))
 
 
-def trust_ratio(p):
-    p.sub_(p.grad * (p.norm() / p.grad.norm()))
-
-
 REFUSED = {
     "orthogonal": draws(lambda p: nn.init.orthogonal_(p)),
-    "uniform_by_shape": uniform_by_shape,
     "rows_of_length_one": rows_of_length_one,
     "renorm": lambda m: weight(m).data.renorm_(2, 0, 1.0),
     "row_norms": lambda m: weight(m).norm(dim=1),
-    "norm_of_a_parameter": lambda m: values(m).norm(),
-    "norms_of_gradients_by_hand": norms_of_gradients_by_hand,
-    "linalg_norm": lambda m: torch.linalg.norm(values(m)),
-    "foreach_norm": lambda m: torch.stack(torch._foreach_norm([p.grad for p in params(m)])),
-    "mean": lambda m: values(m).mean(),
-    "sum_of_squares": lambda m: values(m).square().sum(),
-    "largest": lambda m: grad(m).abs().max(),
-    "nan_check": lambda m: torch.tensor(float(torch.isfinite(grad(m)).all())),
     "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
     "vector_back": vector_back,
-    "flattened": lambda m: values(m).flatten(),
     "reshaped": lambda m: values(m).reshape(-1, 4),
-    "transposed": lambda m: values(m).t().contiguous(),
-    "first_column": lambda m: values(m)[:, 0],
     "set_row": set_row,
-    "as_matrix": lambda m: torch.ones(2, weight(m).shape[-1]) @ values(m),
-    "linear_outside": lambda m: F.linear(torch.ones(2, weight(m).shape[-1]), weight(m)),
     "gram": lambda m: values(m) @ values(m).T,
-    "singular_values": lambda m: torch.linalg.svdvals(values(m)),
-    "softmax": lambda m: values(m).softmax(dim=1),
     "concatenated": lambda m: torch.cat([p.detach() for p in matrices(m)]),
-    "stacked": lambda m: torch.stack([p.grad for p in matrices(m)]),
     "numpy": lambda m: torch.from_numpy(values(m).numpy().copy()),
-    "numbers": lambda m: torch.tensor(values(m).tolist()),
     "one_number": lambda m: torch.tensor(params(m)[1].detach()[0].item()),
     "same_everywhere": lambda m: torch.tensor(float(torch.equal(values(m), values(m) * 1))),
     "histogram": lambda m: torch.histc(values(m), 10),
-    "quantile": lambda m: values(m).quantile(0.5),
-    "top_k": lambda m: grad(m).topk(3).values,
-    "add_row_numbers": add_row_numbers,
     "copy_whole_values": copy_whole_values,
     "broadcast_parameters": each(lambda p: dist.broadcast(p.data, 0)),
     "reduce_gradients": each(lambda p: dist.all_reduce(p.grad)),
     "gather_parameters": gather_parameters,
     "dropped_out": lambda m: F.dropout(values(m), 0.5),
     "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.1).step(),
-    "trust_ratio": each(trust_ratio),
     "penalty": lambda m: sum(p.square().sum() for p in m.parameters()).detach(),
     "gradient_of_a_view": lambda m: weight(m).square().backward(torch.ones_like(weight(m))),
 }

@@ -45,15 +45,6 @@ def average_and_back(training):
     put(training, backup)
 
 
-def twice(training):
-    sums = [0.0] * len(data_of(training))
-    for _ in range(2):
-        sums = [total + value.clone() for total, value in zip(sums, data_of(training), strict=True)]
-        halve(training)
-        evaluate(training)
-    put(training, sums)
-
-
 def back_before_any_forward(training):
     backup = data_of(training)
     halve(training)
@@ -67,7 +58,7 @@ def state_dict_of_the_average(training):
     put(training, [value + total * 1e-3 for value, total in zip(backup, sums, strict=True)])
 
 
-SWAPS = [average_and_back, twice, back_before_any_forward, halve, state_dict_of_the_average]
+SWAPS = [average_and_back, back_before_any_forward, halve, state_dict_of_the_average]
 
 
 def swaps_once(swap):

@@ -18,7 +18,7 @@ from zshard import FSDP, ShardError
 WIDTH = 16
 SHARDED = [combination for combination in COMBINATIONS if combination[0] != "no_shard"]
 REMEDIES = ("full_tensor", "summon_full_params", "named_norms", "WholeMatrix")
-OF_A_NORM = ("rows_of_length_one", "renorm", "row_norms", "trust_ratio")
+OF_A_NORM = ("rows_of_length_one", "renorm", "row_norms")
 
 
 def plain_model():

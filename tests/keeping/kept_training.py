@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import os
-import random
 import signal
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,11 @@ class Net(nn.Module):
     """BatchNorm has buffers, and dropout draws random numbers. `late` is unused in the first steps,
     so its state is made later."""
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, width: int = 64, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1)
-        )
+        self.body = nn.Sequential(nn.Linear(16, width), norm(width), nn.ReLU(), nn.Dropout(0.1))
         self.late = nn.Linear(width, width)
         self.head = nn.Linear(width, 1)
-        self.calls = 0
 
     def forward(self, x: Tensor, late: bool) -> Tensor:
         x = self.body(x)
@@ -57,6 +55,7 @@ class Run:
     """What a rank needs to train."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
         torch.manual_seed(0)
         optimizer = options.get("optimizer", "adamw")
         self.dtype = torch.bfloat16 if optimizer == "rounding" else torch.float32
@@ -71,6 +70,10 @@ class Run:
         )
         self.optimizer = OPTIMIZERS[optimizer](list(self.model.parameters()))
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.9)
+        self.others: list[Any] = [self.scheduler]
+
+    def seed_generators(self) -> None:
+        torch.manual_seed(dist.get_rank())
 
     def loss(self, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
@@ -78,7 +81,20 @@ class Run:
         found: Tensor = (self.model(x, step >= 3) - x.sum(1, keepdim=True)).square().mean()
         return found
 
-    def digest(self, buffers: bool = True) -> str:
+    def backward(self, step: int) -> str:
+        """Make gradients and clip them; return what a run that nothing disturbed gives, too."""
+        if self.options.get("copy"):  # as for a moving average
+            copy.deepcopy(self.model)
+        loss = self.loss(step)
+        loss.backward()
+        return f"{loss.item().hex()} {self.model.clip_grad_norm_(0.5).item().hex()}"
+
+    def step(self) -> None:
+        """Do what belongs into the block."""
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def digest(self, buffers: bool = True) -> Any:
         state = self.model.state_dict()
         if not buffers:
             state = {name: state[name] for name, _ in self.model.named_parameters()}
@@ -122,44 +138,52 @@ class Killer:
 
 def train(
     token: str, folder: str, options: dict[str, Any], kill: tuple[Any, ...] | None
-) -> tuple[int, str]:
+) -> tuple[int, Any]:
     """Train to the end; write losses to the folder. Return where it began, and the weights'
-    digest. options["fails"]: what is called, at which step, and on which ranks."""
+    digest. options["script"]: the class of the script, which saves checkpoints. options["fails"]:
+    what is called, at which step, and on which ranks."""
     if token:
         os.environ[VARIABLE] = token
     if options.get("transport") == "hosts":
         os.environ["ZSHARD_HOST"] = f"host {int(os.environ['RANK']) // 2}"
-    run = Run(options)
-    kept = zshard.Keep(run.model, run.optimizer, run.scheduler) if token else None
-    start = kept.recover({"step": 0}) if kept else {"step": 0}
+    run = options.get("script", Run)(options)
+    start, saves = {"step": 0}, Path(folder, "saves") if "script" in options else None
+    kept = zshard.Keep(run.model, run.optimizer, *run.others, checkpoints=saves) if token else None
+    start = kept.recover(start) if kept else start
     killer = Killer(kill)
     act, when, whose = options.get("fails", (None, -1, ()))
     if start["step"] == 0:
-        torch.manual_seed(dist.get_rank())
+        run.seed_generators()
     log = open(Path(folder, f"losses{dist.get_rank()}"), "a")  # noqa: SIM115 - it may be killed
-    for step in range(start["step"], options.get("steps", STEPS)):
+    for step in range(start["step"], STEPS):
         killer.at("forward", step)
         if step == when and dist.get_rank() in whose:
             act()
-        if options.get("copy"):  # as for a moving average
-            copy.deepcopy(run.model)
-        loss = run.loss(step)
+        print(step, run.backward(step), file=log, flush=True)
         killer.at("backward", step)
-        loss.backward()
-        norm = run.model.clip_grad_norm_(0.5)
-        print(step, loss.item().hex(), norm.item().hex(), file=log, flush=True)
-        killer.at("before", step)
-        if kept:
-            with kept.commit({"step": step + 1}):
-                run.optimizer.step()
-                killer.at("block", step)
-                run.scheduler.step()
-        else:
-            run.optimizer.step()
-            run.scheduler.step()
+        with kept.commit({"step": step + 1}) if kept else contextlib.nullcontext():
+            run.step()
+            killer.at("block", step)
+            before_update(lambda step=step: killer.at("update", step))
         killer.at("after", step)
         run.optimizer.zero_grad()
+        if kept and saves and (step + options["seed"]) % 3 == 0:
+            state = (run.model, run.optimizer)
+            zshard.save(saves, *state, step=step + 1, extra=kept.state_dict(), overwrite=True)
     return start["step"], run.digest()
+
+
+def before_update(call: Callable[[], None]) -> None:
+    """Call this when all ranks have written a step, before the update of this rank."""
+
+    def forget_older(kept: zshard.Keep) -> None:
+        call()
+        _forget_older(kept)
+
+    zshard.Keep._forget_older = forget_older  # type: ignore[method-assign]
+
+
+_forget_older = zshard.Keep._forget_older
 
 
 def losses_in(folder: Path, rank: int) -> set[str]:
@@ -182,34 +206,29 @@ def undisturbed(options: dict[str, Any]) -> list[tuple[str, set[str]]]:
 _undisturbed: dict[str, list[tuple[str, set[str]]]] = {}
 
 
-def survived(
-    keeper: Keeper,
-    folder: Path,
-    options: dict[str, Any],
-    kills: list[tuple[Any, ...]],
-    script: Any = train,
-) -> list[Any]:
-    """Run with these kills, one after the other; return where each process began, and the last
-    results. A run may also end before it is killed. kills: (place, rank, when); with a fourth word,
-    the memory that is kept is lost, too."""
-    began = []
-    ranks = options.get("ranks", 2)
+def check(
+    keeper: Keeper, folder: Path, options: dict[str, Any], kills: list[tuple[Any, ...]]
+) -> int:
+    """Run with these kills, one after the other, and compare with an undisturbed run; return where
+    the last processes began. A run may also end before it is killed. kills: (place, rank, when);
+    with a fourth word, the memory that is kept is lost, too."""
+    expected = undisturbed(options)
+    ranks, said = options.get("ranks", 2), f"{options}, killed {kills}"
     for kill in [*kills, None]:
-        results = fork_ranks(script, ranks, keeper.token, str(folder), options, kill)
+        results = fork_ranks(train, ranks, keeper.token, str(folder), options, kill)
         codes = [result.returncode for result in results]
         if kill is None or all(code == 0 for code in codes):
-            assert codes == [0] * ranks, [result.stderr for result in results]
-            return [*began, [result.value for result in results]]
+            break
         assert codes[kill[1]] == -signal.SIGKILL, [result.stderr for result in results]
         # A rank that has finished needs no peer any more, and may end before the other is killed.
         others = [result for result in results if result.rank != kill[1] and result.returncode != 0]
         assert all("PeerError" in result.stderr for result in others), [r.stderr for r in others]
-        began.append(results)
         for name in keeper.list() if kill[3:] else ():
             keeper.drop(name)
-    raise AssertionError
-
-
-def random_kills(count: int, longest: float, seed: int, ranks: int = 2) -> list[tuple[Any, ...]]:
-    rng = random.Random(seed)
-    return [("any", rng.randrange(ranks), rng.uniform(0, longest)) for _ in range(count)]
+    assert codes == [0] * ranks, [result.stderr for result in results]
+    for result, (digest, losses) in zip(results, expected, strict=True):
+        assert result.value[1] == digest, said
+        assert losses_in(folder, result.rank) == losses, said
+    began = {int(result.value[0]) for result in results}
+    assert len(began) == 1, said
+    return began.pop()

@@ -79,16 +79,6 @@ def pair(generator: torch.Generator) -> Batch:
     return {"input_ids": _ids(generator), "labels": _ids(generator, 5)}
 
 
-def tagged(generator: torch.Generator) -> Batch:
-    """Text in which each token is true or false."""
-    ids = _ids(generator)
-    return {"input_ids": ids, "labels": ids % 2}
-
-
-def classified(generator: torch.Generator) -> Batch:
-    return {"input_ids": _ids(generator), "labels": torch.tensor([0, 1])}
-
-
 def images(generator: torch.Generator) -> Batch:
     pixels = torch.randn(2, 3, 32, 32, generator=generator)
     return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
@@ -139,7 +129,6 @@ BART = {
     **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, **POSITIONS},
     **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
 }
-DISTILBERT = {"vocab_size": VOCAB, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48}
 DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], **POSITIONS}
 ALBERT = {"embedding_size": 16, "num_hidden_groups": 1, **POSITIONS}
 SWITCH = {
@@ -153,15 +142,6 @@ SWITCH_OF_FEW_LAYERS = {
     **{**SWITCH, "num_layers": 2, "num_decoder_layers": 2},
     **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
 }
-QWEN_MIXTURE = {
-    **{"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},
-    **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-}
-SWIN = {
-    **{"image_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 8},
-    **{"depths": [2, 2, 2], "num_heads": [1, 2, 4]},
-}
-CONVNEXT = {"num_stages": 3, "hidden_sizes": [8, 16, 32], "depths": [2, 3, 2]}
 RESNET = {"embedding_size": 8, "hidden_sizes": [16, 32, 48], "depths": [2, 2, 2]}
 CLIP = {
     "text_config": sizes(**POSITIONS, pad_token_id=0, bos_token_id=1, eos_token_id=2),
@@ -174,7 +154,6 @@ WAV2VEC2 = sizes(
     **{"num_conv_pos_embedding_groups": 2, "apply_spec_augment": False},
 )
 WHISPER = {**BART, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16}
-MAMBA = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 4}
 JAMBA = sizes(
     **{"num_key_value_heads": 2, "num_experts": 2, "use_mamba_kernels": False},
     **{"mamba_d_state": 4, "mamba_dt_rank": 4, "num_hidden_layers": 4},
@@ -206,51 +185,26 @@ GPT2 = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 32, "n_layer": 3, "n_h
 ARCHITECTURES: dict[str, Architecture] = {
     # decoders
     "gpt2, tied": Architecture("GPT2LMHeadModel", "GPT2Config", GPT2, text),
-    "gpt2, untied": Architecture(
-        "GPT2LMHeadModel", "GPT2Config", {**GPT2, "tie_word_embeddings": False}, text
-    ),
     "llama, untied": _causal("Llama", sizes(num_key_value_heads=2, tie_word_embeddings=False)),
-    "llama, tied": _causal("Llama", sizes(num_key_value_heads=2, tie_word_embeddings=True)),
-    "mistral": _causal("Mistral", sizes(num_key_value_heads=2, sliding_window=4)),
     "qwen2": _causal("Qwen2", sizes(num_key_value_heads=2, tie_word_embeddings=True)),
-    "gemma": _causal("Gemma", sizes(num_key_value_heads=1, head_dim=8)),
     "opt": _causal("OPT", sizes(ffn_dim=48, word_embed_proj_dim=16, **POSITIONS)),
-    "bloom": _causal("Bloom", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
     "gpt_neox": _causal("GPTNeoX", sizes()),
-    "phi": _causal("Phi", sizes()),
-    "falcon": _causal("Falcon", sizes()),
     # encoders
     "bert": _masked("Bert", sizes(**POSITIONS)),
-    "bert, classifying": Architecture(
-        "BertForSequenceClassification", "BertConfig", sizes(**POSITIONS), classified
-    ),
-    "roberta": _masked("Roberta", sizes(**POSITIONS)),
-    "distilbert": _masked("DistilBert", DISTILBERT),
     "albert": _masked("Albert", sizes(**ALBERT)),
-    "electra": Architecture(
-        *("ElectraForPreTraining", "ElectraConfig", sizes(embedding_size=16, **POSITIONS), tagged)
-    ),
     "deberta": _masked("Deberta", sizes(**DEBERTA)),
-    "deberta_v2": Architecture(
-        "DebertaV2ForSequenceClassification", "DebertaV2Config", sizes(**DEBERTA), classified
-    ),
     # encoders and decoders
     "t5, tied": _seq2seq("T5", T5),
     "t5, untied": _seq2seq(
         "T5", {**T5, "tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"}
     ),
     "bart": _seq2seq("Bart", BART),
-    "pegasus": _seq2seq("Pegasus", BART),
-    "marian": Architecture("MarianMTModel", "MarianConfig", BART, pair),
     # mixtures of experts
     "mixtral": _causal("Mixtral", sizes(num_key_value_heads=2, num_local_experts=4)),
-    "qwen2_moe": _causal("Qwen2Moe", sizes(**QWEN_MIXTURE)),
     "switch": _seq2seq("SwitchTransformers", SWITCH, unused=True),
     "switch, few layers": _seq2seq("SwitchTransformers", SWITCH_OF_FEW_LAYERS, unused=True),
     # vision
     "vit": _vision("ViT", VISION),
-    "swin": _vision("Swin", SWIN),
-    "convnext": _vision("ConvNext", CONVNEXT),
     "resnet": _vision("ResNet", RESNET),
     "clip": Architecture("CLIPModel", "CLIPConfig", CLIP, captioned),
     # speech
@@ -259,6 +213,5 @@ ARCHITECTURES: dict[str, Architecture] = {
         "WhisperForConditionalGeneration", "WhisperConfig", WHISPER, spectra, unused=True
     ),
     # state spaces
-    "mamba": _causal("Mamba", MAMBA),
     "jamba": _causal("Jamba", JAMBA),
 }

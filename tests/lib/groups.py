@@ -60,11 +60,6 @@ def passing_groups() -> Iterator[None]:
             dist.destroy_process_group(group)
 
 
-def transports_in_use() -> set[str]:
-    """Return the names of the transports that this process's groups have."""
-    return {entry.comm.transport for entry in transports._connections}
-
-
 def comm_of_all(transport: str | None = None, timeout: float | None = None) -> Any:
     """Return the transport of all ranks; collective. Initializes torch.distributed if necessary."""
     groups = resolve_groups(None, None, zshard.ShardingStrategy.FULL_SHARD)

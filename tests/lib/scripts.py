@@ -23,13 +23,6 @@ def zero_grad_both_ways(model, rank):
         loss_of(model(floats(rank, step))).backward()
 
 
-def accumulate_onto_zeros(model, rank):
-    loss_of(model(floats(rank))).backward()
-    model.zero_grad(set_to_none=False)
-    loss_of(model(floats(rank, 1))).backward()
-    loss_of(model(floats(rank, 2))).backward()
-
-
 def scale_the_gradients_between(model, rank):
     loss_of(model(floats(rank))).backward()
     for param in model.parameters():
@@ -151,7 +144,6 @@ def submodule_by_itself(model, rank):
 SCENARIOS = [
     (accumulate, False),
     (zero_grad_both_ways, True),
-    (accumulate_onto_zeros, False),
     (scale_the_gradients_between, False),
     (two_forwards_one_backward, True),
     (two_forwards_two_backwards, False),

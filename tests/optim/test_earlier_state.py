@@ -6,7 +6,6 @@ The reference is a plain model, trained on all ranks' batches, that is never wra
 
 import copy
 import functools
-import io
 
 import pytest
 import torch
@@ -146,13 +145,6 @@ def by_number(named):
     return {i: named["state"][name] for i, name in enumerate(names)}
 
 
-def in_file(ours, folder):
-    file = io.BytesIO()
-    torch.save(ours.optimizer.state_dict(), file)
-    file.seek(0)
-    return torch.load(file)["state"]
-
-
 def reloaded(ours, folder):
     ours.optimizer.load_state_dict(ours.optimizer.state_dict())
     return ours.optimizer.state_dict()["state"]
@@ -188,7 +180,6 @@ def of_a_copy(ours, folder):
 LONE = {
     "numbers": state_by_number,
     "names": with_names,
-    "in a file": in_file,
     "twice": lambda ours, folder: (state_by_number(ours, folder), with_names(ours, folder))[1],
     "of a copy": of_a_copy,
 }

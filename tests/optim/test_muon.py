@@ -12,7 +12,6 @@ import torch
 from compare import assert_same
 from models import CASES, COMBINATIONS, Case, make
 from optim_cases import muon
-from optim_states import differ
 from scenario import Scenario
 from spawn import on_ranks
 from torch import nn
@@ -306,27 +305,3 @@ def test_ns_dtype_of_a_loaded_state_counts_after_steps():
         param.grad = grad.flip(0)
         each.step()
     assert_same(*params, "the matrix")
-
-
-# --- state ----------------------------------------------------------------------------------------
-
-
-def torchs_muon(model):
-    hidden = hidden_matrices(model)
-    cls = zshard.Muon if isinstance(model, FSDP) else torch.optim.Muon
-    return cls([p for p in model.parameters() if id(p) in hidden], lr=0.05)
-
-
-@on_ranks(2)
-def test_state_is_torchs():
-    """State of torch's optimizer over the plain model fits a sharded one, and the other way."""
-    scenario = Scenario("wide", optimizer=torchs_muon)
-    plain, model = scenario.plain(2), scenario.sharded()
-    model.rank = 0  # all have the plain model's batches
-    model.model.load_state_dict(plain.module.state_dict())
-    model.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
-    model.losses += plain.losses
-    assert_same(model.go(2).state(), plain.go(2).state(), "what is trained")
-    state = model.optimizer.state_dict()
-    assert not differ(state["state"], plain.optimizer.state_dict()["state"])
-    plain.optimizer.load_state_dict(state)

@@ -69,21 +69,6 @@ def test_state_converts_from_and_to_float32(transport):
     assert not differ(plain.state_dict()["state"], coded["state"])
 
 
-def test_an_unsharded_32_bit_muon_refuses_8_bits_and_keeps_its_state():
-    model = CASES["wide"].make()
-    optimizers = [zshard.Muon(model, adamw=each) for each in (EIGHT, None)]
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    for each in optimizers:
-        each.step()
-    eight, exact = optimizers
-    before = exact.state_dict()
-    with pytest.raises(ValueError, match=r"to_fp32"):
-        exact.load_state_dict(eight.state_dict())
-    assert not differ(exact.state_dict(), before)
-    exact.step()
-
-
 def test_a_momentum_of_another_dtype_is_cast_as_torch_does():
     weight, bias = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8))
     groups = [{"params": [weight]}, {"params": [bias], "use_muon": False}]

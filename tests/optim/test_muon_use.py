@@ -89,22 +89,6 @@ def test_an_error_on_one_rank_is_raised_on_all(transport):
     assert_same(*results, "the model")
 
 
-@EACH_WAY
-@on_ranks(2)
-def test_an_error_of_the_optimizer_is_raised_on_all(transport):
-    class Failing(torch.optim.Adafactor):
-        def step(self, closure=None):
-            if dist.get_rank() == 1:
-                raise ValueError("no step")
-            return super().step(closure)
-
-    model = over(transport)
-    optimizer = zshard.WholeMatrix(Failing, model.parameters())
-    backward(model)
-    with pytest.raises(ValueError, match="no step"):
-        optimizer.step()
-
-
 @pytest.mark.sampled(3)
 @EACH_WAY
 @pytest.mark.parametrize("how", ["before", "hook", "step"])

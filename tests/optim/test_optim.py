@@ -14,7 +14,6 @@ import sys
 import pytest
 import torch
 from compare import assert_same
-from models import Case
 from optim_cases import (
     IDS,
     PAIRS,
@@ -25,8 +24,6 @@ from optim_cases import (
     state_tensors,
     train,
 )
-from scenario import Scenario
-from spawn import on_ranks
 from torch import nn
 
 import zshard
@@ -155,21 +152,6 @@ def test_unfused_steps_have_equal_moments_and_close_parameters(ours, torchs, opt
             assert_same(value, other[name], f"{name} of {size}")
         largest = torch.stack([p.abs(), q.abs()]).amax(0).clamp(min=1e-2)
         assert ((p - q).abs() <= 3e-7 * largest).all(), size
-
-
-@on_ranks(2)
-def test_model_without_tails_is_bit_identical_to_ddp_fused():
-    case = Case(
-        lambda: nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)),
-        lambda generator: torch.randn(8, 32, generator=generator),
-    )
-
-    def optimizer(model):
-        if isinstance(model, zshard.FSDP):
-            return zshard.AdamW(model.parameters(), lr=1e-2)
-        return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-    Scenario(case, optimizer=optimizer, steps=6).same()
 
 
 # --- memory and threads ---------------------------------------------------------------------------

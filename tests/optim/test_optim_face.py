@@ -12,11 +12,10 @@ import pytest
 import torch
 from compare import assert_same
 from optim_cases import IDS, PAIRS, assert_same_bits, give_grads, make_params, reference, train
-from rows import all_raise, all_refused
+from rows import all_refused
 from torch import nn
 
 import zshard
-from zshard import _core
 
 # --- tensors that the C loop does not support ----------------------------------------------------
 
@@ -359,14 +358,3 @@ def test_nothing_is_kept_alive():
     del optimizer, param, held
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
-
-
-def test_plan_refuses_unsupported_tensors():
-    params = make_params()
-    new = _core.OptimPlan
-    plan = new("sgd", params, {}, set())
-    said = "'sgd', 'adam8bit' or 'sgd8bit', got 'lion'"
-    all_raise(ValueError, {said: lambda: new("lion", params, {}, set())})
-    all_raise(TypeError, {"only update tensors, got int": lambda: new("sgd", [1], {}, set())})
-    all_raise(TypeError, {"both dicts": lambda: plan.step(params, {})})
-    all_raise(KeyError, {"'params'": lambda: plan.step({}, {})})

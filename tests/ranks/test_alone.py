@@ -187,23 +187,6 @@ def test_ranks_in_different_modes(combination):
         plain.step(i)
 
 
-@pytest.mark.parametrize("combination", OVER_SHM)
-@on_ranks(2)
-def test_skipped_batch_and_manual_steps(combination):
-    """All ranks write directly, which zshard cannot see; rank 0 does not use a forward."""
-    model, _ = model_of(combination)
-    plain = Plain()
-    for i in range(STEPS):
-        model.zero_grad()
-        if dist.get_rank() == 0:
-            model(floats(dist.get_rank(), i))
-        loss = loss_of(model(floats(dist.get_rank(), i)))
-        plain.check_loss(i, loss)
-        loss.backward()
-        write_a_step(model)
-        plain.step(i)
-
-
 def towers():
     """Two models of one input."""
     pair = nn.ModuleList([make(Wide), make(Wide, seed=2)])

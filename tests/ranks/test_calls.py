@@ -8,7 +8,6 @@ collective of the script's own, which zshard does not see; failures within a cal
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import threading
 import time
@@ -90,22 +89,6 @@ def test_error_reports_that_other_ranks_are_elsewhere(tmp_path, call, transport,
     if transport == "c10d" and call != "a forward":
         assert "call it on all of them" in text and "transport='shm'" in text
     assert "has been waiting" not in result.stderr  # the error replaced it
-
-
-def late():
-    """A rank that is only late, and has been asked why: no line, no error."""
-    stalls._EVERY = 0.1  # answers sooner
-    model = model_of("c10d", timeout=4)
-    if os.environ["RANK"] == "1":
-        time.sleep(1.5)
-    backward(model, 0)
-    return True
-
-
-def test_late_rank_is_waited_for():
-    for result in fork_ranks(late, 2):
-        assert result.value is True, result.stderr
-        assert "zshard:" not in result.stderr
 
 
 # --- the others are in other calls, or have ended -------------------------------------------------

@@ -9,7 +9,6 @@ failure; here are the errors that a script sees.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import os
@@ -215,57 +214,6 @@ def test_stopped_rank_is_named_after_the_timeout(transport, world, tmp_path):
 
 
 # --- a diverging rank -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@on_ranks(2)
-def test_caught_backward_failure_on_one_rank_diverges(transport, tmp_path):
-    """The steps after it are right: those of a model without that step."""
-    misdeed = Misdeed("raise", "backward", tmp_path)
-    plain = make_model(Misdeed("", "", tmp_path))
-    model = wrap(make_model(misdeed), transport)
-    optimizers = [zshard.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
-    ends = []
-    for step in range(STEPS):
-        try:
-            step_once(model, optimizers[0], misdeed, step)
-        except Exception as error:
-            ends.append(misdeed.end(error))
-            optimizers[0].zero_grad()
-        else:
-            step_once(plain, optimizers[1], plain[2].misdeed, step)
-    (end,) = ends
-    if dist.get_rank() == 1:
-        assert (end.kind, end.message) == ("ValueError", PLANTED)
-    else:
-        assert end.kind == "DivergenceError" and end.seconds < 5
-        assert "rank 1" in end.message and "its backward" in end.message
-    assert differences(model.state_dict(), plain.state_dict()) == []
-
-
-def skip_a_backward(folder, transport):
-    """Rank 1 catches an exception of its forward and so runs one backward fewer."""
-    misdeed = Misdeed("raise", "forward", folder)
-
-    def loop():
-        model = wrap(make_model(misdeed), transport, 2.0)
-        optimizer = zshard.SGD(model.parameters(), lr=0.01)
-        for step in range(STEPS):
-            with contextlib.suppress(ValueError):
-                step_once(model, optimizer, misdeed, step)
-        model.clip_grad_norm_(1.0)
-
-    return misdeed.end_of(loop)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_skipped_backward_is_an_error_not_a_hang(transport, tmp_path):
-    results = fork_ranks(skip_a_backward, 2, tmp_path, transport)
-    kinds = ("DivergenceError", "PeerError", "PeerTimeoutError")
-    check_survivors(results, kinds, "rank 1", within=8.0)
-    # Rank 1's only mistake was to leave first: its third backward met rank 0's second.
-    assert results[1].returncode == 0
-    assert results[1].value.kind == ""
 
 
 def interrupt(folder, transport):

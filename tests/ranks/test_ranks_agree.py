@@ -17,7 +17,6 @@ from models import COMBINATIONS, loss_of
 from nursery import fork_ranks
 from scenarios import built, floats, learn, message_of, whole
 from spawn import on_ranks
-from torch.optim.lr_scheduler import StepLR
 
 import zshard
 
@@ -51,8 +50,6 @@ def check_equal(state, tolerance=0.0):
 SETTINGS = {
     "lr": lambda _, group, params: group.update(lr=5e-4),
     "lr, a little": lambda _, group, params: group.update(lr=group["lr"] * (1 + 3e-6)),
-    "betas": lambda _, group, params: group.update(betas=(0.5, 0.999)),
-    "scheduler": lambda optimizer, *_: StepLR(optimizer, 1, gamma=0.1).step(),
     "state": lambda optimizer, *_: [each["step"].add_(5) for each in optimizer.state.values()],
     "one step more": lambda optimizer, *_: optimizer.step(),
 }
@@ -60,8 +57,6 @@ WRITES = {
     "mul_": lambda _, group, params: params[0].mul_(0.5),
     "data": lambda _, group, params: params[-1].data.clamp_(-0.01, 0.01),
     "data assigned": lambda _, group, params: setattr(params[0], "data", params[0].data * 0.5),
-    "lists": lambda _, group, params: torch._foreach_mul_(params, 0.5),
-    "out": lambda _, group, params: torch.mul(params[0], 0.5, out=params[0].data),
     "where": lambda _, group, params: params[0].data.__setitem__(params[0].data > 0, 0.0),
     "gradient": lambda _, group, params: params[0].grad.mul_(2),
     "zero in place": lambda optimizer, *_: optimizer.zero_grad(set_to_none=False),
@@ -69,15 +64,11 @@ WRITES = {
 WORDS = {
     "lr": r"AdamW lr is 0\.001 on rank 0 and 0\.0005 on rank 1",
     "lr, a little": r"AdamW lr is 0\.001 on rank 0 and 0\.001000003 on rank 1",
-    "betas": r"AdamW betas is \(0\.9, 0\.999\) on rank 0 and \(0\.5, 0\.999\) on rank 1",
-    "scheduler": r"AdamW lr is 0\.001 on rank 0 and 0\.0001 on rank 1",
     "state": "optimizer's state counts 2 steps on rank 0 and 7 on rank 1",
     "one step more": "rank 0 has made 1 optimizer steps, but rank 1 has made 2",
     "mul_": r"\(rank 0 made none; rank 1's last was mul_\(\) on 'first\.weight'\)",
     "data": r"rank 1's last was clamp_\(\) on 'second\.bias'",
     "data assigned": r"rank 1's last was an assignment to \.data on 'first\.weight'",
-    "lists": r"rank 1's last was _foreach_mul_\(\) on 'second\.bias'",
-    "out": r"rank 1's last was mul\(\) on 'first\.weight'",
     "where": r"rank 1's last was __setitem__\(\) on 'first\.weight'",
     "gradient": r"rank 1's last was mul_\(\) on the gradient of 'first\.weight'\)",
     "zero in place": r"rank 1's last was zero_\(\) on the gradient of '",

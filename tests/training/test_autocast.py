@@ -13,7 +13,6 @@ import torch.distributed as dist
 from compare import assert_same
 from groups import hosts_of, mesh_of
 from models import COMBINATIONS, Parts, loss_of, make, wrapped
-from scenario import Scenario
 from scenarios import Stack, floats, mean_grads, near, whole_grads
 from scripts import (
     accumulate,
@@ -115,28 +114,6 @@ def test_passes_in_one_context_on_two_hosts(run, exact, strategy):
 @on_ranks(4)
 def test_passes_in_one_context_under_hybrid_strategies(run, strategy):
     check(run, False, wrapped(Stack, (strategy, "c10d"), device_mesh=mesh_of(2, 2)), strategy)
-
-
-@on_ranks(2)
-def test_training_with_evaluations_matches_ddp():
-    """The losses of evaluations, too, which are in one context with a step."""
-
-    def evaluated_step(training):
-        with on():
-            with torch.no_grad():
-                batch = training.scenario.case.batch(50 + training.step, training.rank)
-                training.losses.append(loss_of(training.model(batch)).item())
-            training.backward()
-
-    for way in COMBINATIONS:
-        scenario, states = Scenario("frozen", way, "torch.SGD"), []
-        for training in (scenario.sharded(), scenario.ddp()):
-            for _ in range(3):
-                training.optimizer.zero_grad()
-                evaluated_step(training)
-                training.optimizer.step()
-            states.append(training.state())
-        assert_same(*states, f"training under {way}")
 
 
 # --- memory ---------------------------------------------------------------------------------------

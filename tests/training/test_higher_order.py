@@ -178,14 +178,6 @@ def test_backward_with_create_graph_is_refused(combination):
     assert_same(all_grads(model), all_grads(other), "the gradients")
 
 
-def test_world_size_one():
-    model, plain = FSDP(make(Stack)), make(Stack)
-    for each in (model, plain):
-        penalty(each, 0).backward()
-    ours, theirs = ([p.grad for p in each.parameters()] for each in (model, plain))
-    assert_same(ours, theirs, "the gradients")
-
-
 # --- backward(inputs=...) -------------------------------------------------------------------------
 
 

@@ -91,16 +91,11 @@ def train_like_the_reference(name, combinations=COMBINATIONS):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@on_ranks(2)
+@on_ranks(2, 4)
 def test_gradients_are_summed_in_float32(name):
     """no_shard sends and sums in the model's own dtype."""
     own = name in ("fp32, reduced in bf16", "fp64")
     train_like_the_reference(name, SHARDED if own else COMBINATIONS)
-
-
-@on_ranks(4)
-def test_gradients_on_four_ranks():
-    train_like_the_reference("bf16")
 
 
 def test_world_size_one():

