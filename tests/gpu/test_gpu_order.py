@@ -132,7 +132,7 @@ class Plain(nn.Linear):
 
 
 class Branches(nn.Module):
-    """Two layers, of which each is given its gradient in a stream of its own."""
+    """Two layers that each get their gradient in a stream of their own."""
 
     def __init__(self, streams: list[int]) -> None:
         super().__init__()

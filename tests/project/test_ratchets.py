@@ -75,10 +75,10 @@ COUNTS = {  # exactly
     "text_lines": 2_456,
     "weak_dictionaries": 7,
 }
-C_LINES = 43_057
+C_LINES = 43_062
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
-    "csrc": "12 lines: a failed backward shares its sums at once; 12: reads within a step are refused",
+    "csrc": "12 lines: a failed backward shares its sums at once; 12: reads within a step are refused; 5: one rank, one bucket",
     "core: guard": "the one way to full values is here; state/, model/ and extras/weights had theirs",
     "core: ranks": "3 lines: groups and wires make themselves",
     "core: units": "Entry, and who may read or write at a moment, of which seven modules asked parts",

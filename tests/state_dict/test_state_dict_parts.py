@@ -1,5 +1,5 @@
 """state_dict() and load_state_dict() of submodules equal those of the plain model's submodules; and
-FSDP1's state_dict_type, by which rank 0 alone gets the full state dict.
+FSDP1's state_dict_type, which gives rank 0 alone the full state dict.
 """
 
 from __future__ import annotations

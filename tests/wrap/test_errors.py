@@ -1,5 +1,5 @@
 """Invalid input of FSDP(): each mistake raises an exception of the right type that names the argument
-and the remedy. Where ranks differ, all get the same error: a rank that went on alone would hang."""
+and the remedy. Where ranks differ, all get the same error: a rank that continued alone would hang."""
 
 import functools
 import os
