@@ -19,16 +19,16 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (11_969, 18_137),
+    "core": (11_973, 18_143),
     "core: (modules)": (1_304, 2_106),
     "core: checkpoint": (2_216, 3_233),
     "core: guard": (1_070, 1_562),
     "core: memory": (622, 959),
     "core: model": (1_093, 1_807),
-    "core: optim": (1_594, 2_290),
+    "core: optim": (1_597, 2_295),
     "core: ranks": (1_085, 1_684),
     "core: state": (1_280, 1_842),
-    "core: units": (747, 1_232),
+    "core: units": (748, 1_233),
     "core: wrap": (958, 1_422),
     "extras": (6_945, 10_085),
     "extras: __main__": (52, 72),
@@ -78,6 +78,7 @@ COUNTS = {  # exactly
 C_LINES = 43_062
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
+    "core: optim": "an optimizer's state once its model was freed: 6 lines",
     "csrc": "12 lines: a failed backward shares its sums at once; 12: reads within a step are refused; 5: one rank, one bucket",
     "core: guard": "the one way to full values is here; state/, model/ and extras/weights had theirs",
     "core: ranks": "3 lines: groups and wires make themselves",

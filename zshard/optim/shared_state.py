@@ -92,12 +92,18 @@ def _entries_in(state: Mapping[Any, Any]) -> int:
 class ModelRecord:
     """One model on this rank with its optimizers, for the ranks that hold its shards."""
 
-    def __init__(self, token: str, board: Board, params: list[Tensor]) -> None:
+    def __init__(self, token: str, board: Board, states: list[State]) -> None:
         self.token = token
         self.board = board
         self.optimizers: dict[str, OptimizerRecord] = {}
         self._counts: Counter[str] = Counter()
-        self._params = [weakref.ref(param) for param in params]
+        self._states = [weakref.ref(state) for state in states]
+        self._params = [weakref.ref(param) for state in states for param in state.unit.params]
+
+    @property
+    def has_units(self) -> bool:
+        """Return whether a unit of the model is left, which keeps peers from stepping."""
+        return any(ref() is not None for ref in self._states)
 
     def note(self, optimizer: Optimizer, in_step: bool = False, is_new: bool = False) -> str:
         """Post the state of an optimizer that steps parameters of the model, has loaded state, or
@@ -257,8 +263,7 @@ def share_state(module: nn.Module, shards: _core.Comm) -> None:
     boards = [*_kept, *(part.peers.board for _, part in known_parts() if part.peers is not None)]
     board = next((each for each in boards if each.comm is shards), None) or Board(shards)
     token = shards.exchange(secrets.token_bytes(_TOKEN))[0].hex()
-    params: list[Tensor] = [param for state in states for param in state.unit.params]
-    record = ModelRecord(token, board, params)
+    record = ModelRecord(token, board, states)
     for state in states:
         state.set_peers(record)
 

@@ -116,8 +116,9 @@ class Part:
     @property
     def peers(self) -> Any:
         """Return the shared_state.ModelRecord of the parameter's model; None if it has none or
-        was freed: without units, no session keeps a peer from stepping."""
-        return self._peers[0]() if self._peers and self._state() is not None else None
+        was freed with all units: then no session keeps a peer from stepping."""
+        record = self._peers[0]() if self._peers else None
+        return record if record is not None and record.has_units else None
 
     def is_whole_now(self) -> bool:
         """Return whether the parameter's unit is unsharded. Called by C."""
