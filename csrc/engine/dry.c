@@ -192,7 +192,7 @@ static zs_status post(zs_record *record)
 /* Peers are slow, unless there are none. */
 static bool is_there(const zs_dry *dry, zs_wait wait)
 {
-    return wait != ZS_WAIT_NOT || all_of(dry)->world == 1;
+    return wait != ZS_WAIT_NOT || dry->schedule.alone;
 }
 
 static zs_status sum(zs_record *record, zs_wait wait, bool *done, bool *over)

@@ -19,8 +19,9 @@ from groups import kept_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CASES, ddp, make, make_optimizer
-from optim_states import FULL, differ, go_on, wrap
+from optim_states import FULL, differ, go_on
 from rows import all_rows
+from scenario import sharded
 from spawn import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -79,7 +80,7 @@ def by_torch(path, library, name):
 
 def into_zshard(path, name, made):
     for combination in (FULL, C10D, ("zero1", "c10d")):
-        model = wrap(name, combination, seed=3)
+        model = sharded(name, combination, seed=3)
         optimizer = make_optimizer("zshard.AdamW", model)
         result = zshard.load(path, model, optimizer)
         assert dict(result) == {"epoch": 7, "n": (1, "a")} and not result.verified
@@ -109,7 +110,7 @@ def test_non_row_major_tensors_and_numbered_parameters(tmp_path):
     dcp.save({"model": plain, "optimizer": optimizer}, checkpoint_id=tmp_path)
     made = [whole(each) for each in get_state_dict(plain, optimizer)]
     for combination in (FULL, C10D):
-        model = wrap("conv", combination, seed=3)
+        model = sharded("conv", combination, seed=3)
         optimizer = zshard.AdamW(model.parameters())
         zshard.load(tmp_path, model, optimizer)
         assert differ(model.state_dict(), made[0]) == []
@@ -201,19 +202,19 @@ def test_each_chunk_is_read_once_whatever_the_pieces(pool2, tmp_path, monkeypatc
 @on_ranks(2)
 def test_torchs_functions_on_sharded_models(kind, tmp_path):
     """dcp.save() and dcp.load() of a sharded model and its optimizer, which are Stateful."""
-    model = wrap("tied", FULL)
+    model = sharded("tied", FULL)
     optimizer = make_optimizer(kind, model)
     go_on("tied", model, optimizer, 0)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
     expected = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     after = go_on("tied", model, optimizer)
-    other = wrap("tied", C10D, seed=3)
+    other = sharded("tied", C10D, seed=3)
     theirs = make_optimizer(kind, other)
     go_on("tied", other, theirs, 0)  # dcp.load() reads into existing state
     dcp.load({"model": other, "optimizer": theirs}, checkpoint_id=tmp_path)
     assert differ([other.state_dict(), theirs.state_dict()], expected) == []
     assert differ(go_on("tied", other, theirs), after) == []
-    third = wrap("tied", FULL, seed=4)
+    third = sharded("tied", FULL, seed=4)
     fourth = make_optimizer(kind, third)
     zshard.load(tmp_path, third, fourth)
     assert differ([third.state_dict(), fourth.state_dict()], expected) == []

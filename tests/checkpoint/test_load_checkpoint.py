@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from models import CASES, Net, Tied, differences, make, make_optimizer, wrapped
-from optim_states import FULL, differ, go_on, rank, trained, wrap
+from optim_states import FULL, differ, go_on, rank, trained
 from safetensors.torch import load_file, load_model
+from scenario import sharded
 from spawn import RankPool, on_ranks
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig
@@ -51,7 +52,9 @@ def save(path, names, kind, combination):
 def check(path, made, world, kind, combination):
     """Fail unless new models have the saved states after a load; without a combination, plain ones."""
     for name, wanted in made.items():
-        model = wrap(name, combination, seed=3) if combination else make(CASES[name].make, seed=3)
+        model = (
+            sharded(name, combination, seed=3) if combination else make(CASES[name].make, seed=3)
+        )
         optimizer = make_optimizer(kind, model)
         result = zshard.load(f"{path}/{name}", model, optimizer)
         assert differ(state_of(model, optimizer), wanted) == [], name
@@ -88,7 +91,7 @@ def check_resumed(path, name, kind, combination):
     model, optimizer = trained(name, combination, kind)
     zshard.save(path, model, optimizer, step=2)
     expected = go_on(name, model, optimizer)
-    other = wrap(name, combination, seed=3)
+    other = sharded(name, combination, seed=3)
     theirs = make_optimizer(kind, other)
     if rank() == 0:  # values and options that loading must replace
         theirs.param_groups[0]["lr"] = 5.0
@@ -182,7 +185,7 @@ def test_from_plain_models(tmp_path):
     zshard.save(tmp_path / "x", model, optimizer, extra={"rank": rank()})
     state = [state_of(model, optimizer)]
     dist.broadcast_object_list(state)
-    for other in (make(Tied, 3), wrap("tied", C10D)):
+    for other in (make(Tied, 3), sharded("tied", C10D)):
         theirs = make_optimizer("torch.AdamW", other)
         assert dict(zshard.load(tmp_path / "x", other, theirs)) == {"rank": rank()}
         assert differ(state_of(other, theirs), state[0]) == []

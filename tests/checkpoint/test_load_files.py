@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from groups import on_hosts
-from models import CASES, COMBINATIONS, Net, make, sharded, train, wrapped
+from models import CASES, COMBINATIONS, Net, make, train, wrapped
 from nursery import forked_python
 from optim_states import FULL, rank
 from power_cut import logged, read_log
 from safetensors.torch import save_file
+from scenario import sharded
 from scenarios import Stack
 from spawn import on_ranks
 from torch import nn

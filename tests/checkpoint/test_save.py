@@ -30,9 +30,10 @@ from models import (
 )
 from offloaded import KINDS as OFFLOADS
 from offloaded import Wide, steps, to
-from optim_states import FULL, HYBRID, KINDS, rank, trained, wrap
+from optim_states import FULL, HYBRID, KINDS, rank, trained
 from rows import all_refused
 from safetensors.torch import load_file
+from scenario import sharded
 from scenarios import Stack, floats, over, stack
 from spawn import on_ranks
 from torch import nn
@@ -80,7 +81,7 @@ def test_units_over_different_groups(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_elementwise_optimizers(kind, tmp_path):
-    model = wrap("odds", FULL)
+    model = sharded("odds", FULL)
     optimizer = KINDS[kind](model.parameters())
     assert saved(tmp_path, model, optimizer) == []  # most have no state yet
     train(model, CASES["odds"], optimizer, rank(), steps=2)
@@ -100,7 +101,7 @@ def test_no_files_for_an_optimizer_without_state(tmp_path):
 
 
 def of_some_parameters():
-    model = wrap("net", ("shard_grad_op", "c10d"))
+    model = sharded("net", ("shard_grad_op", "c10d"))
     some = [p for name, p in model.named_parameters() if "blocks" in name]
     groups = [{"params": some[::2], "lr": 0.5}, {"params": some[1::2], "betas": (0.5, 0.6)}]
     optimizer = zshard.AdamW(groups, lr=0.01)
@@ -109,7 +110,7 @@ def of_some_parameters():
 
 
 def stepped_in_backward():
-    model = wrap("net", APART)
+    model = sharded("net", APART)
     optimizer = zshard.AdamW(model.parameters(), lr=0.01)
     model.optimizer_in_backward(optimizer)
     for step in range(2):
@@ -156,7 +157,7 @@ WAYS = {
     "fully_shard over shm": lambda: by_fully_shard("shm"),
     "fully_shard over c10d": lambda: by_fully_shard("c10d"),
     "within a plain model": in_a_plain_model,
-    "a part of a model": lambda: (wrap("net", FULL).blocks[1], None),
+    "a part of a model": lambda: (sharded("net", FULL).blocks[1], None),
     "ignored modules": ignored,
     "a plain model, of which rank 0's values are saved": lambda: step_of(
         Mlp(), CASES["mlp"].batch(0, rank())
@@ -250,7 +251,7 @@ DECAYS = (0.9, 0.999)
 
 
 def with_averages(name, way):
-    model = wrap(name, way)
+    model = sharded(name, way)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     return model, optimizer, EMA(model, DECAYS, every=2)
 

@@ -358,9 +358,3 @@ def wrapped(
     """Return a sharded model with the weights of `make` for `seed`."""
     strategy, transport = combination
     return FSDP(make(build, seed), strategy=strategy, transport=transport, **options)
-
-
-def sharded(name: str, combination: tuple[str, str], seed: int = 1) -> Any:
-    """Return the sharded model of a case."""
-    case = CASES[name]
-    return wrapped(case.make, combination, seed, auto_wrap_policy=case.policy)

@@ -50,11 +50,6 @@ def differ(ours: Any, theirs: Any) -> list[str]:
     return differences(flat(ours), flat(theirs))
 
 
-def wrap(name: str, combination: Any, seed: int = 1) -> Any:
-    """Return a sharded model of a case; `combination` is a Scenario's way."""
-    return Scenario(name, combination).wrapped(seed)
-
-
 def trained(name: str, combination: Any, kind: str, steps: int = 2) -> tuple[Any, Any]:
     """Return a sharded model of a case and its optimizer, after some steps on this rank's
     batches."""

@@ -152,3 +152,8 @@ class Scenario:
             ours = self.but(way=way).sharded(None, seed).state()
             assert_same(ours, theirs, f"{self.model} under {way}")
         assert all(torch.isfinite(torch.tensor(theirs["losses"])))
+
+
+def sharded(name: str, way: tuple[Any, ...], seed: int = 1) -> Any:
+    """Return the sharded model of a case, whose weights depend on `seed` alone."""
+    return Scenario(name, way).wrapped(seed)

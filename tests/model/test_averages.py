@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from models import CASES, COMBINATIONS, Dtypes, loss_of, make, sharded, wrapped
+from models import CASES, COMBINATIONS, Dtypes, loss_of, make, wrapped
 from nursery import fork_ranks
 from offloaded import KINDS, to
 from offloaded import Wide as WideStack
 from offloaded import steps as few_steps
-from optim_states import HYBRID, wrap
+from optim_states import HYBRID
+from scenario import sharded
 from scenarios import Stack, Wide, floats, learn, whole
 from spawn import on_ranks
 from torch import nn
@@ -78,7 +79,7 @@ def test_bits_of_torchs_average(name, combination, decay):
 @pytest.mark.parametrize("way", HYBRID)
 @on_ranks(4)
 def test_hybrid_strategies(way):
-    check_average_of("net", wrap("net", way))
+    check_average_of("net", sharded("net", way))
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -235,7 +236,7 @@ def test_evaluations_between_forward_and_backward(way):
     """In hybrid groups a backward reads shards at once, or what the forward has kept."""
     states, case = [], CASES["net"]
     for swaps in (False, True):
-        model = wrap("net", way)
+        model = sharded("net", way)
         optimizer, ema = torch.optim.SGD(model.parameters(), 0.1), EMA(model, 0.9)
         for step in range(STEPS):
             optimizer.zero_grad()

@@ -88,7 +88,7 @@ def test_calls_within(combination):
     model, optimizer, ema = built(combination)
     loss = model(floats(0)).sum()
     before, end = whole(model), "within ema.swapped()"
-    save = functools.partial(zshard.save, "nowhere", model)
+    save, load = functools.partial(zshard.save, "nowhere", model), f"cannot load {end}"
     step, again = f"cannot step {end}", f"cannot enter it again {end}"
     saved = f"cannot save an optimizer or an EMA {end}"
     with ema.swapped():
@@ -96,6 +96,10 @@ def test_calls_within(combination):
         all_refused(
             {
                 "step": (torch.optim.SGD(model.parameters(), 0.1).step, RuntimeError, step),
+                "zshard's step": (optimizer.step, RuntimeError, step),
+                "update": (ema.update, RuntimeError, f"cannot update the averages {end}"),
+                "load": (lambda: model.load_state_dict(before), RuntimeError, load),
+                "from rank 0": (lambda: zshard.load_state_dict(model, before), RuntimeError, load),
                 "average": (ema.state_dict, RuntimeError, again),
                 "another average": (EMA(model, 0.5).state_dict, RuntimeError, again),
                 "save": (lambda: save(optimizer), RuntimeError, saved),

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from models import CASES, COMBINATIONS, loss_of, make, sharded, wrapped
+from models import CASES, COMBINATIONS, loss_of, make, wrapped
 from rows import all_refused
+from scenario import sharded
 from scenarios import Stack, floats, learn, whole
 from spawn import on_ranks
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from compare import assert_same
 from groups import mesh_of
 from guarded import same
-from models import CASES, COMBINATIONS, differences, loss_of, make, sharded, wrapped
+from models import CASES, COMBINATIONS, differences, loss_of, make, wrapped
+from scenario import sharded
 from scenarios import WIDTH, Stack, forward_backward, message_of, whole_grads
 from spawn import on_ranks
 

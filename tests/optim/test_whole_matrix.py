@@ -9,8 +9,8 @@ from compare import assert_same
 from groups import hosts_of, mesh_of
 from models import CASES, COMBINATIONS, make
 from nursery import fork_ranks
-from optim_states import HYBRID, differ, wrap
-from scenario import Scenario
+from optim_states import HYBRID, differ
+from scenario import Scenario, sharded
 from spawn import on_ranks
 from torch import nn
 
@@ -207,7 +207,7 @@ def over_two_transports():
     mesh, kind = mesh_of(2, 2), ("hybrid_shard", "c10d")
     FSDP(nn.Linear(4, 4), device_mesh=mesh, strategy=kind[0], transport=kind[1])
     values = over("Adafactor", *HYBRID[0]).sharded(3).state()
-    part = part_of(next(wrap("wide", HYBRID[0]).parameters()))
+    part = part_of(next(sharded("wide", HYBRID[0]).parameters()))
     return part.comm.transport, part.shards.transport, values
 
 

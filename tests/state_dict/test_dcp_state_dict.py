@@ -13,7 +13,8 @@ import torch
 import torch.distributed.checkpoint as files
 import torch.distributed.checkpoint.state_dict as dcp
 from models import CASES, ddp, make, make_optimizer, train
-from optim_states import FULL, differ, go_on, rank, reference, trained, wrap
+from optim_states import FULL, differ, go_on, rank, reference, trained
+from scenario import sharded
 from spawn import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -68,7 +69,7 @@ def test_resumed_run_is_bit_identical(name, what, kind, combination):
     expected = go_on(name, model, optimizer)
     if what == "from rank 0" and rank() == 1:
         state = {}, {}
-    other = wrap(name, combination, seed=3)
+    other = sharded(name, combination, seed=3)
     theirs = make_optimizer(kind, other)
     options = StateDictOptions(**LOADING[what])
     # Not set_state_dict(), which mistakes a rank without a dict for one that loads no model.
@@ -83,7 +84,7 @@ def test_both_at_once_and_flat():
     model, optimizer = trained("mlp", FULL, "zshard.AdamW")
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     model_state, optim_state = dcp.get_state_dict(model, optimizer, options=flat)
-    other = wrap("mlp", C10D, seed=3)
+    other = sharded("mlp", C10D, seed=3)
     theirs = make_optimizer("zshard.AdamW", other)
     both = {"model_state_dict": model_state, "optim_state_dict": optim_state}
     dcp.set_state_dict(other, theirs, **both, options=flat)
@@ -94,7 +95,7 @@ def test_both_at_once_and_flat():
 @on_ranks(2)
 def test_frozen_parameters_may_be_omitted(full):
     """They are not in the dict, and stay unchanged when it is loaded."""
-    model, other = trained("frozen", FULL, "zshard.AdamW")[0], wrap("frozen", C10D, seed=3)
+    model, other = trained("frozen", FULL, "zshard.AdamW")[0], sharded("frozen", C10D, seed=3)
     options = StateDictOptions(ignore_frozen_params=True, full_state_dict=full, strict=full)
     state = dcp.get_model_state_dict(model, options=options)
     assert not any(name in state for name, p in model.named_parameters() if not p.requires_grad)
@@ -130,7 +131,7 @@ def test_mismatches_are_errors(what, full):
 
 def test_single_rank():
     for name in ("tied", "frozen"):
-        model = wrap(name, FULL)
+        model = sharded(name, FULL)
         optimizer = zshard.AdamW(model.parameters())
         train(model, CASES[name], optimizer, 0, 2)
         plain = make(CASES[name].make, seed=2)
@@ -166,7 +167,7 @@ def saved_by_fsdp2(path):
 def test_fsdp2_checkpoint_is_resumed(tmp_path, how, transport):
     """By the same script with zshard's import."""
     expected = saved_by_fsdp2(tmp_path)
-    model = wrap("mlp", ("full_shard", transport), seed=3)
+    model = sharded("mlp", ("full_shard", transport), seed=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     if how == "by name":
         states = dcp.get_state_dict(model, optimizer)

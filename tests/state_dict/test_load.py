@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from groups import mesh_of
-from models import CASES, COMBINATIONS, TRANSPORTS, Net, make, sharded, train, wrapped
+from models import CASES, COMBINATIONS, TRANSPORTS, Net, make, train, wrapped
 from rows import all_rows
+from scenario import sharded
 from scenarios import Stack, loss_of, message_of
 from spawn import on_ranks
 from torch import nn

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from models import CASES, make, make_optimizer, train, wrapped
-from optim_states import FULL, differ, go_on, rank, reference, trained, wrap
+from optim_states import FULL, differ, go_on, rank, reference, trained
+from scenario import sharded
 from spawn import on_ranks
 from torch import nn
 from torch.autograd.profiler import profile
@@ -66,7 +67,7 @@ def test_through_rank_0(name, kind, source, target):
     expected = optim_state_dict(model, optimizer)
     state = optim_state_dict(model, optimizer, rank0_only=True)
     assert differ(state, expected if rank() == 0 else {}) == []
-    other = wrap(name, target, seed=3)
+    other = sharded(name, target, seed=3)
     other.load_state_dict(model.state_dict())
     again, theirs = make_optimizer(kind, other), make_optimizer(kind, other)
     load_optim_state_dict(other, again, expected)
@@ -226,7 +227,7 @@ def test_fsdp1_functions():
     expected = optim_state_dict(model, optimizer)
     for more in ((), (optimizer.state_dict(),)):
         assert differ(FSDP.optim_state_dict(model, optimizer, *more), expected) == []
-    other = wrap("mlp", ("full_shard", "c10d"), seed=2)
+    other = sharded("mlp", ("full_shard", "c10d"), seed=2)
     theirs, again, direct = (torch.optim.AdamW(other.parameters()) for _ in range(3))
     theirs.load_state_dict(FSDP.optim_state_dict_to_load(other, theirs, expected))
     assert differ(optim_state_dict(other, theirs), expected) == []
@@ -243,7 +244,7 @@ def test_fsdp1_functions():
 
 
 def test_single_rank():
-    model = wrap("tied", FULL)
+    model = sharded("tied", FULL)
     optimizer = zshard.AdamW(model.parameters())
     train(model, CASES["tied"], optimizer, 0, 1)
     state = optim_state_dict(model, optimizer, rank0_only=True)

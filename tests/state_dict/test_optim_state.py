@@ -24,8 +24,8 @@ from optim_states import (
     reference,
     through_a_file,
     trained,
-    wrap,
 )
+from scenario import sharded
 from spawn import on_ranks
 
 import zshard
@@ -52,10 +52,10 @@ def test_state_equals_the_plain_models_optimizer(name, kind, combination):
 def test_elementwise_optimizers(kind):
     """A load into another model, including 0-dimensional parameters."""
     case, build = CASES["odds"], KINDS[kind]
-    model = wrap("odds", FULL)
+    model = sharded("odds", FULL)
     optimizer = build(model.parameters())
     train(model, case, optimizer, rank(), steps=2)
-    other = wrap("odds", ("shard_grad_op", "c10d"), seed=3)
+    other = sharded("odds", ("shard_grad_op", "c10d"), seed=3)
     theirs = build(other.parameters())
     other.load_state_dict(model.state_dict())
     theirs.load_state_dict(through_a_file(optimizer.state_dict()))
@@ -73,7 +73,7 @@ def resume(name, kind, source, target):
     torchs = make_optimizer(kind.replace("zshard", "torch"), plain)
     torchs.load_state_dict(saved[1])
     assert differ(torchs.state_dict(), saved[1]) == []
-    other = wrap(name, target, seed=3)
+    other = sharded(name, target, seed=3)
     theirs = make_optimizer(kind, other)
     other.load_state_dict(plain.state_dict())
     theirs.load_state_dict(through_a_file(torchs.state_dict()))
@@ -110,7 +110,7 @@ def test_hybrid_strategies(name, combination):
 
 def loaded(name, combination, kind, saved):
     """Return an optimizer's state after a load, with which it steps."""
-    model = wrap(name, combination, seed=5)
+    model = sharded(name, combination, seed=5)
     optimizer = make_optimizer(kind, model)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
@@ -261,7 +261,7 @@ class PerElement(torch.optim.SGD):
 @on_ranks(2)
 def test_custom_optimizer():
     """The plain model's state after a step, and after a load in inference mode."""
-    model, plain = wrap("tied", FULL), make(CASES["tied"].make)
+    model, plain = sharded("tied", FULL), make(CASES["tied"].make)
     ours, theirs = PerElement(model.parameters()), PerElement(plain.parameters())
     for optimizer in (ours, theirs):
         optimizer.step()

@@ -21,11 +21,10 @@ from models import (
     differences,
     loss_of,
     make,
-    sharded,
     train,
     wrapped,
 )
-from scenario import Scenario
+from scenario import Scenario, sharded
 from spawn import on_ranks
 
 from zshard import FSDP

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from compare import assert_same
-from models import CASES, COMBINATIONS, Mlp, Nested, Net, make, sharded, wrapped
+from models import CASES, COMBINATIONS, Mlp, Nested, Net, make, wrapped
+from scenario import sharded
 from spawn import on_ranks
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
