@@ -24,25 +24,19 @@ typedef struct LANED(block) {
     float scales[2 * GROUPS];
 } LANED(block);
 
-/* A group of the parameter, from element j on. */
-LANED_FN void LANED(load_param)(const zs_group *at, int kind, int j, floats *values)
+/* Elements of the parameter, from element j on. */
+LANED_FN floats LANED(load_param)(const zs_group *at, int kind, int j)
 {
-    for (int v = 0; v < VECTORS; v++, j += LANES) {
-        if (kind == ZS_IN_F32) {
-            memcpy(&values[v], (const float *)at->param + j, sizeof values[v]);
-            continue;
-        }
-        const words high = LANED(from_16)((const zs_bf16 *)at->param + j) << 16;
-        values[v] = (floats)(kind == ZS_IN_BF16 ? high : high + (LANED(from_i8)(at->low + j) << 8));
-    }
+    if (kind == ZS_IN_F32) return LANED(from_32)((const float *)at->param + j);
+    const words high = LANED(from_16)((const zs_bf16 *)at->param + j) << 16;
+    return (floats)(kind == ZS_IN_BF16 ? high : high + (LANED(from_i8)(at->low + j) << 8));
 }
 
+/* And of its gradient, without its factor. */
 LANED_FN floats LANED(load_grad)(const zs_group *at, int kind, int j)
 {
-    if (kind != ZS_IN_F32) return (floats)(LANED(from_16)((const zs_bf16 *)at->grad + j) << 16);
-    floats values;
-    memcpy(&values, (const float *)at->grad + j, sizeof values);
-    return values;
+    if (kind == ZS_IN_F32) return LANED(from_32)((const float *)at->grad + j);
+    return (floats)(LANED(from_16)((const zs_bf16 *)at->grad + j) << 16);
 }
 
 /* Writes a group of the parameter, from element j on. */
@@ -58,7 +52,7 @@ LANED_FN void LANED(store_param)(const zs_group *at, int kind, int j, floats *va
     for (int v = 0; v < VECTORS; v++, offset += LANES * ZS_STEP_PARAM) {
         const words bits = (words)values[v];
         if (kind == ZS_IN_F32) {
-            memcpy((float *)at->param + j + v * LANES, &values[v], sizeof values[v]);
+            LANED(to_32)((float *)at->param + j + v * LANES, values[v]);
         } else if (kind == ZS_IN_BF16) {
             upper[v] = bits + (offset & 0xffffu);
         } else {
@@ -79,6 +73,7 @@ LANED_FN void LANED(store_param)(const zs_group *at, int kind, int j, floats *va
     }
 }
 
+/* As zs_decode_first. */
 LANED_FN floats LANED(decode_first)(const int8_t *codes, float scale)
 {
     const words word = LANED(from_i8)(codes);
@@ -87,13 +82,14 @@ LANED_FN floats LANED(decode_first)(const int8_t *codes, float scale)
     return (floats)((words)magnitude | (word & 0x80000000u));
 }
 
+/* As zs_decode_second. */
 LANED_FN floats LANED(decode_second)(const uint8_t *codes, float scale)
 {
     const words sum = LANED(from_u8)(codes) << ZS_SECOND_SHIFT | zs_float_bits(ZS_SECOND_FLOOR);
     return ((floats)sum - ZS_SECOND_FLOOR) * scale;
 }
 
-/* Writes the codes of group g. */
+/* Writes the codes of group g's first moments; `offset`: of its lanes. */
 LANED_FN void LANED(encode_first)(const LANED(block) * block, int g, words offset)
 {
     const floats *values = block->first[g];
@@ -111,6 +107,7 @@ LANED_FN void LANED(encode_first)(const LANED(block) * block, int g, words offse
     LANED(store_8)((int8_t *)block->at.first + g * ZS_GROUP, codes);
 }
 
+/* Likewise of the second moments. */
 LANED_FN void LANED(encode_second)(const LANED(block) * block, int g, words offset)
 {
     const uint16_t least = (uint16_t)(ZS_SECOND_LEAST >> 16);
@@ -127,6 +124,7 @@ LANED_FN void LANED(encode_second)(const LANED(block) * block, int g, words offs
     LANED(store_8)((uint8_t *)block->at.second + g * ZS_GROUP, codes);
 }
 
+/* Both. */
 LANED_FN void LANED(encode)(const LANED(block) * block, int g)
 {
     const zs_offsets from = zs_offsets_at(block->at.number + (uint64_t)g * ZS_GROUP, block->at.round);
@@ -188,7 +186,6 @@ LANED_FN void LANED(step_block)(LANED(block) * block, const zs_group *at, const 
         words most1 = {0}, most2 = {0};
         if (encode) LANED(encode)(block, g);
         LANED(prefetch)(at, kind, g);
-        LANED(load_param)(at, kind, g * ZS_GROUP, params);
         for (int v = 0; v < VECTORS; v++) { /* as zs_adam_step_f32 */
             const int j = g * ZS_GROUP + v * LANES;
             const floats grad = LANED(load_grad)(at, kind, j) * k->factor;
@@ -197,7 +194,7 @@ LANED_FN void LANED(step_block)(LANED(block) * block, const zs_group *at, const 
             first[v] = k->pull * (grad - last1) + last1;
             second[v] = k->sq_add * grad * grad + last2 * k->sq_keep;
             const floats change = k->neg_step * first[v] / (LANED(sqrt)(second[v]) + k->eps);
-            params[v] = params[v] * k->shrink + change;
+            params[v] = LANED(load_param)(at, kind, j) * k->shrink + change;
             most1 = LANED(max)(most1, (words)first[v] & 0x7fffffffu);
             most2 = LANED(max)(most2, (words)second[v]); /* has a sign only if it is NaN */
         }

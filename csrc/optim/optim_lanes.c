@@ -28,6 +28,14 @@ LANED_FN words_512 counted_512(void)
 {
     return (words_512){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 }
+LANED_FN floats_512 from_32_512(const float *from)
+{
+    return (floats_512)_mm512_loadu_ps(from);
+}
+LANED_FN void to_32_512(float *to, floats_512 values)
+{
+    _mm512_storeu_ps(to, (__m512)values);
+}
 LANED_FN words_512 from_i8_512(const int8_t *from)
 {
     return (words_512)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
@@ -110,6 +118,14 @@ typedef float floats_256 __attribute__((vector_size(32)));
 LANED_FN words_256 counted_256(void)
 {
     return (words_256){0, 1, 2, 3, 4, 5, 6, 7};
+}
+LANED_FN floats_256 from_32_256(const float *from)
+{
+    return (floats_256)_mm256_loadu_ps(from);
+}
+LANED_FN void to_32_256(float *to, floats_256 values)
+{
+    _mm256_storeu_ps(to, (__m256)values);
 }
 LANED_FN words_256 from_i8_256(const int8_t *from)
 {
