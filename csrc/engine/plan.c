@@ -22,9 +22,8 @@ typedef struct planner {
 /* NULL: it is another model's. */
 static zs_dry_unit *dry_unit(planner *p, const zs_unit *unit)
 {
-    for (size_t i = 0; i < p->dry.schedule.n; i++)
-        if (p->dry.units[i].unit == unit) return &p->dry.units[i];
-    return NULL;
+    zs_dry_unit *it = &p->dry.units[unit->planned_at < p->dry.schedule.n ? unit->planned_at : 0];
+    return it->unit == unit ? it : NULL;
 }
 
 /* Does the unit's parameter `i` get a gradient? */

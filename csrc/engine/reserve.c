@@ -16,13 +16,17 @@
  * there are. Nothing is written if `out` is NULL. */
 static size_t list_calls(const zs_engine *engine, zs_call *out)
 {
-    size_t n = 0;
+    size_t n = 0, n_read = 0;
+    zs_unit *read[zs_engine_n_units(engine) + 1];
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
+        read[n_read] = zs_engine_unit(engine, i);
+        n_read += read[n_read]->record.read.reader != NULL;
+    }
     for (size_t c = 0; c < engine->n_calls; c++) {
         const zs_call *call = &engine->calls[c];
-        for (size_t i = 0; call->what == ZS_CALL_EXIT && i < zs_engine_n_units(engine); i++) {
-            zs_unit *unit = zs_engine_unit(engine, i);
-            if (unit->record.read.reader != &call->unit->record) continue;
-            if (out != NULL) out[n] = (zs_call){unit, ZS_CALL_READ};
+        for (size_t i = 0; call->what == ZS_CALL_EXIT && i < n_read; i++) {
+            if (read[i]->record.read.reader != &call->unit->record) continue;
+            if (out != NULL) out[n] = (zs_call){read[i], ZS_CALL_READ};
             n++;
         }
         if (out != NULL) out[n] = *call;

@@ -7,10 +7,12 @@ same parameters and names; its class becomes a subclass of (FSDP, its class).
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -91,6 +93,24 @@ class FsdpSettings(NamedTuple):
 def crosses_hosts(comm: _core.Comm) -> bool:
     """Return whether the ranks that gather from each other are on several (equal) hosts."""
     return comm.per_host > 0
+
+
+_NEVER = 1 << 30
+
+
+@contextlib.contextmanager
+def without_full_collections() -> Iterator[None]:
+    """Context manager or decorator that puts off Python's searches of all objects for garbage: what
+    a model is made of stays. It still searches new ones: an initialization may leave tensors."""
+    new, young, old = gc.get_threshold()
+    if old == _NEVER:  # another thread's; it would remain
+        yield
+        return
+    gc.set_threshold(new, young, _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(new, young, old)
 
 
 @PublicCall("FSDP()")
@@ -214,13 +234,21 @@ class ShardingPlan:
         materializer = None
         if on_any_rank(everyone, is_on_meta):
             materializer = Materializer(module, settings.init, settings.ignored)
+        else:
+            with told_to_all_ranks(everyone):
+                initial.compare(self.specs)
         for comm in {id(each): each for each in self.comms if each is not None}.values():
             comm.align()  # an earlier FSDP() may have failed after some ranks had made a unit
         with on_all_ranks(everyone):
             engine = make_engine(module, self.comms, self.options)
         units = []
         module.__dict__[_HALF] = True
-        for spec in self.specs:
+        if materializer is None and initial.is_shared:  # no unit needs the other ranks
+            with on_all_ranks(everyone):
+                for spec in self.specs:
+                    initial.give(spec)
+                    units.append(self.make_unit(engine, spec))
+        for spec in self.specs[len(units) :]:
             if materializer is not None:
                 with on_all_ranks(everyone):
                     materializer.up_to(spec.module)
