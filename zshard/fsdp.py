@@ -19,12 +19,7 @@ from zshard.guard.outside import NoDdp, refuse_ddp_around
 from zshard.model.fsdp1 import Fsdp1Methods
 from zshard.model.methods import ModelMethods
 from zshard.model.own_names import refuse_names, warn_of_clashes, yields_to_the_model
-from zshard.model.shard_model import (
-    FsdpSettings,
-    refuse_half,
-    shard_model,
-    without_full_collections,
-)
+from zshard.model.shard_model import FsdpSettings, refuse_half, shard_model
 from zshard.model.summon import own_unit_as_on_rank_0
 from zshard.model.torch_names import TorchNames, names_without_module
 from zshard.options import (
@@ -217,7 +212,6 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
     """
 
     @checks_names("FSDP()")
-    @without_full_collections()
     def __new__(
         cls,
         module: _M,

@@ -22,8 +22,8 @@ typedef struct planner {
 /* NULL: it is another model's. */
 static zs_dry_unit *dry_unit(planner *p, const zs_unit *unit)
 {
-    zs_dry_unit *it = &p->dry.units[unit->planned_at < p->dry.schedule.n ? unit->planned_at : 0];
-    return it->unit == unit ? it : NULL;
+    const size_t at = unit->planned_at;
+    return at < p->dry.schedule.n && p->dry.units[at].unit == unit ? &p->dry.units[at] : NULL;
 }
 
 /* Does the unit's parameter `i` get a gradient? */

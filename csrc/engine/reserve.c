@@ -16,17 +16,16 @@
  * there are. Nothing is written if `out` is NULL. */
 static size_t list_calls(const zs_engine *engine, zs_call *out)
 {
-    size_t n = 0, n_read = 0;
-    zs_unit *read[zs_engine_n_units(engine) + 1];
-    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
-        read[n_read] = zs_engine_unit(engine, i);
-        n_read += read[n_read]->record.read.reader != NULL;
-    }
+    const size_t n_units = zs_engine_n_units(engine);
+    size_t n = 0, first_read = 0; /* of the units; most models have none, and many units */
+    while (first_read < n_units && zs_engine_unit(engine, first_read)->record.read.reader == NULL)
+        first_read++;
     for (size_t c = 0; c < engine->n_calls; c++) {
         const zs_call *call = &engine->calls[c];
-        for (size_t i = 0; call->what == ZS_CALL_EXIT && i < n_read; i++) {
-            if (read[i]->record.read.reader != &call->unit->record) continue;
-            if (out != NULL) out[n] = (zs_call){read[i], ZS_CALL_READ};
+        for (size_t i = first_read; call->what == ZS_CALL_EXIT && i < n_units; i++) {
+            zs_unit *unit = zs_engine_unit(engine, i);
+            if (unit->record.read.reader != &call->unit->record) continue;
+            if (out != NULL) out[n] = (zs_call){unit, ZS_CALL_READ};
             n++;
         }
         if (out != NULL) out[n] = *call;

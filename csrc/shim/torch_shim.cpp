@@ -13,7 +13,7 @@
 
 #include <algorithm>
 
-// As in ATen/autocast_mode.h, which includes every operator: this file would compile twice as long.
+// As in ATen/autocast_mode.h, which includes every operator: a third more to compile.
 namespace at::autocast {
 TORCH_API void clear_cache();
 }

@@ -7,12 +7,10 @@ same parameters and names; its class becomes a subclass of (FSDP, its class).
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -93,24 +91,6 @@ class FsdpSettings(NamedTuple):
 def crosses_hosts(comm: _core.Comm) -> bool:
     """Return whether the ranks that gather from each other are on several (equal) hosts."""
     return comm.per_host > 0
-
-
-_NEVER = 1 << 30
-
-
-@contextlib.contextmanager
-def without_full_collections() -> Iterator[None]:
-    """Context manager or decorator that puts off Python's searches of all objects for garbage: what
-    a model is made of stays. It still searches new ones: an initialization may leave tensors."""
-    new, young, old = gc.get_threshold()
-    if old == _NEVER:  # another thread's; it would remain
-        yield
-        return
-    gc.set_threshold(new, young, _NEVER)
-    try:
-        yield
-    finally:
-        gc.set_threshold(new, young, old)
 
 
 @PublicCall("FSDP()")
