@@ -1,7 +1,8 @@
-"""A rank's part of saves.py: the cases set-up, loading and offload."""
+"""A rank's part of saves.py: the cases wrap, set-up, loading and offload."""
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import os
@@ -24,7 +25,7 @@ import zshard
 from benchmarks import harness
 from benchmarks.harness import MIB, Numbers
 from benchmarks.memory import PssSampler, high_water, pss, reset_high_water, trim
-from benchmarks.models import WORKLOADS, GPTBlock
+from benchmarks.models import WORKLOADS, GPTBlock, TinyBlock
 from benchmarks.sides import SEED, by_fsdp1, by_fsdp2, by_zshard
 
 # --- set-up and loading: a rank's part ------------------------------------------------------------
@@ -125,6 +126,35 @@ def alone(model: str, side: str, number: int, folder: str) -> Numbers:
     reset_high_water()
     found["kept_rss_bytes"] = high_water() - before
     return harness.slowest(found)
+
+
+# --- wrap: a rank's part --------------------------------------------------------------------------
+
+WRAPS: dict[str, Callable[..., Any]] = {
+    "FSDP": by_zshard,
+    "fully_shard": by_fsdp2,
+    "DDP": lambda module, units: nn.parallel.DistributedDataParallel(module),
+}
+LATER = 5
+
+
+def wrapped(model: str, side: str, number: int, folder: str) -> Numbers:
+    """Return the seconds of a process's first call, and the median of later ones."""
+    seconds = []
+    for _ in range(1 + LATER):
+        torch.manual_seed(SEED)
+        if model.isdigit():
+            module, units = nn.Sequential(*(TinyBlock(16) for _ in range(int(model)))), {TinyBlock}
+        else:
+            module, units = WORKLOADS[model].build(), {*WORKLOADS[model].units}
+        gc.collect()
+        dist.barrier()
+        start = time.perf_counter()
+        made = WRAPS[side](module, units)
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+        del made, module
+    return harness.slowest({"first": seconds[0], "later": statistics.median(seconds[1:])})
 
 
 # --- offload: a rank's part -----------------------------------------------------------------------

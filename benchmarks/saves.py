@@ -1,10 +1,11 @@
-"""Checkpoints, set-up, loading and offload: seconds, memory, and how long training waits.
+"""Checkpoints, wrapping, set-up, loading and offload: seconds, memory, and how long training waits.
 
     python -m benchmarks.saves [--cases checkpoint offload ...] [--models M ...] [--sides S ...]
 
 - checkpoint: sides save the same state (1 GB) with fsync, load it from the page cache, and from the
   disk once its pages are dropped. They take turns in one process group; each load is verified.
 - beside: ten steps without a save, with one, or with one at each step, until the last has finished.
+- wrap: the seconds of FSDP(model), fully_shard and DDP, for a GPT and for chains of small units.
 - set-up, loading: each side in a fresh process group: how much memory does a rank need beyond what
   it keeps? Loads read a safetensors file that stays in the page cache.
 - offload: the model in memory, the same on disk under a memory limit, and a program that only moves
@@ -37,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 import zshard
 from benchmarks import harness
 from benchmarks.harness import Numbers, spread
-from benchmarks.loads import LOADS, SETUPS, alone, build, offload
+from benchmarks.loads import LOADS, SETUPS, WRAPS, alone, build, offload, wrapped
 from benchmarks.memory import MALLOC, PssSampler, pss, trim
 from benchmarks.models import WORKLOADS, Workload, rows
 from benchmarks.sides import SEED, build_side
@@ -274,7 +275,7 @@ def steps_and_saves(
 
 # --- the comparison -------------------------------------------------------------------------------
 
-PARTS = {each.__name__: each for each in (checkpoint, beside, alone, offload)}
+PARTS = {each.__name__: each for each in (checkpoint, beside, wrapped, alone, offload)}
 
 
 class Case(NamedTuple):
@@ -291,13 +292,14 @@ TURNS = [f"{library}, {name}" for library in BESIDE for name in EVERY]
 CASES = {
     "checkpoint": Case("checkpoint", True, SAVERS, ["large", "small"], ["tiny"], 7),
     "beside": Case("beside", True, TURNS, ["gpt85m", "gpt10m"], ["tiny"], 5),
+    "wrap": Case("wrapped", False, WRAPS, ["gpt85m", "100", "1000", "5000"], ["10"], 3),
     "set-up": Case("alone", False, SETUPS, ["gpt355m"], ["tiny"], 6),
     "loading": Case("alone", False, LOADS, ["gpt355m"], ["tiny"], 6),
     "offload": Case("offload", False, ("disk", "raw", "memory"), ["stack128"], ["gpt10m"], 3),
 }
 BASES = {turn: f"{turn.partition(', ')[0]}, no save" for turn in TURNS}
 BASES |= {"zshard": "dcp", "rank0": "dcp", "zshard-async": "dcp-async"}
-BASES |= {"disk": "memory", "raw": "disk"}
+BASES |= {"disk": "memory", "raw": "disk", "FSDP": "fully_shard", "DDP": "fully_shard"}
 """Side -> what it is compared with in the same round."""
 
 GOALS = {
