@@ -7,12 +7,15 @@ hosts of the same kind: equally many ranks each, neighbors in rank order, that c
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import socket
+import struct
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -143,5 +146,50 @@ def connect_hosts(
     reasons = gather_objects(met.reason if isinstance(met, Refusal) else "", group)
     if any(reasons) or isinstance(met, Refusal):
         return f"the ranks of a host cannot connect over shm: {next(filter(None, reasons))}"
-    even, odd = (new_subgroup(ranks[rank % size :: size], "gloo").group_name for _ in range(2))
-    return _core.Comm.hosts(inner.group_name, even, odd, met, rank, world, timeout)
+    sockets = connect_counterparts(group, size, timeout)
+    if isinstance(sockets, str):
+        return sockets
+    numbers = array("i", [each.detach() if each else -1 for each in sockets]).tobytes()
+    return _core.Comm.hosts(inner.group_name, numbers, met, rank, world, timeout)
+
+
+def connect_counterparts(group: Group, size: int, timeout: float) -> list[Any] | str:
+    """Return for each host a socket to send to this rank's counterpart there, and one to receive
+    from it, None for this host; or the reason why there is none. Collective."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    counterparts, token, problem = range(rank % size, world, size), os.urandom(16), ""
+    found: list[Any] = [None] * (2 * len(counterparts))
+    with socket.create_server(("", 0), backlog=world) as server:
+        offers = gather_objects((own_address(), server.getsockname()[1], token), group)
+        server.settimeout(timeout)
+        try:
+            for peer in counterparts:
+                if peer != rank:
+                    address, port, secret = offers[peer]
+                    found[peer // size * 2] = made = socket.create_connection((address, port), timeout)
+                    made.sendall(secret + rank.to_bytes(4))
+            while None in (found[peer // size * 2 + 1] for peer in counterparts if peer != rank):
+                made, _ = server.accept()
+                made.settimeout(timeout)
+                hello = made.recv(20, socket.MSG_WAITALL)
+                peer = int.from_bytes(hello[16:])
+                if hello[:16] == token and peer in counterparts:
+                    found[peer // size * 2 + 1] = made
+        except OSError as error:
+            problem = f"rank {rank} cannot connect to its counterparts on other hosts: {error}"
+    if reason := next(filter(None, gather_objects(problem, group)), ""):
+        return reason
+    for each in filter(None, found):
+        each.settimeout(None)  # or it would not block
+    return found
+
+
+def own_address() -> str:
+    """Return this host's IPv4 address towards the others: of gloo's interface, or the one from which
+    it reaches MASTER_ADDR."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+            request = struct.pack("256s", name[:15].encode())
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
+        probe.connect((os.environ.get("MASTER_ADDR", socket.gethostname()), 9))
+        return str(probe.getsockname()[0])

@@ -41,7 +41,8 @@ static char *decoded_of(const zs_hosts_comm *self, const hosts_unit *unit, int h
 /* Fills the piece for the counterpart on host `h`. */
 static zs_status fill_piece(const zs_hosts_comm *self, const hosts_unit *unit, const zs_sources *local, int h)
 {
-    char *piece = (char *)unit->sent->ptr + (size_t)h * unit->stride;
+    zs_mem *area = h == self->host ? unit->received : unit->sent; /* its own has arrived */
+    char *piece = (char *)area->ptr + (size_t)h * unit->stride;
     char *headers = piece + unit->sums.travel;
     bool coded = unit->sums.code != ZS_WIRE_EXACT;
     char *sums = coded ? decoded_of(self, unit, h) : piece;
@@ -78,11 +79,15 @@ zs_status zs_hosts_sum_local(zs_hosts_comm *self, hosts_unit *unit)
 
 zs_status zs_hosts_start_pieces(zs_hosts_comm *self, hosts_unit *unit)
 {
-    char *received = unit->received->ptr;
-    unit->n_works = (size_t)self->hosts;
-    for (int h = 0; h < self->hosts; h++)
-        ZS_TRY(zs_group_scatter(zs_hosts_across(self, h), unit->sent->ptr, received + (size_t)h * unit->stride,
-                                unit->stride, h, &unit->works[h]));
+    for (int h = 0; h < self->hosts; h++) {
+        char *received = (char *)unit->received->ptr + (size_t)h * unit->stride;
+        if (h == self->host) continue;
+        zs_hosts_move *move = &unit->moves[h];
+        move->out[0] = (struct iovec){(char *)unit->sent->ptr + (size_t)h * unit->stride, unit->stride};
+        move->in[0] = (struct iovec){received, unit->stride};
+        move->n_out = move->n_in = 1;
+        ZS_TRY(zs_hosts_move_begin(self, h, move));
+    }
     return ZS_OK;
 }
 

@@ -160,3 +160,13 @@ zs_status zs_hosts_await(zs_hosts_comm *self, const zs_turn *turn, uint64_t gath
     if (it.why == NULL) return ZS_OK;
     return zs_c10d_fail(&self->c10d, turn, ZS_FAIL(ZS_ERR_PEER, "%s", it.why));
 }
+
+/* --- failures ----------------------------------------------------------------------------------------------------- */
+
+/* If one rank of a host is unusable, the others need not wait for their deadline. */
+zs_status zs_hosts_pass(zs_hosts_comm *self, zs_status status)
+{
+    const char *lost = self->c10d.base.lost;
+    if (status != ZS_OK && lost != NULL) zs_hosts_break_off(self, lost);
+    return status;
+}
