@@ -39,6 +39,13 @@ static const zs_comm_ops *local_ops(const zs_comm *comm)
     return comm->per_host > 1 ? &zs_shm_ops : &zs_self_ops;
 }
 
+/* Pieces that are summed before they cross: all but this host's, or none, see hosts_pieces.c. */
+static size_t pieces_of(const zs_comm *comm, const zs_wire_sums *sums)
+{
+    bool direct = comm->per_host == 1 && sums->code == ZS_WIRE_EXACT;
+    return direct ? 0 : (size_t)(comm->world / comm->per_host) - 1;
+}
+
 zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec)
 {
     zs_room own = zs_c10d_room_without_units(comm);
@@ -50,8 +57,8 @@ zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec)
     size_t hosts = (size_t)(comm->world / comm->per_host);
     zs_wire_sums sums = zs_wire_sums_of(comm, spec);
     own.record = local_ops(comm)->rounds->room(comm, &local).record + zs_wire_lost_bytes(&sums, (int)hosts);
-    own.sent = stride_of(comm, spec, &sums) * hosts;
-    own.received = own.sent + sums.room * hosts;
+    own.sent = stride_of(comm, spec, &sums) * pieces_of(comm, &sums);
+    own.received = (stride_of(comm, spec, &sums) + sums.room) * hosts;
     return own;
 }
 
@@ -148,11 +155,12 @@ static zs_status begun(zs_hosts_comm *self, hosts_unit *unit)
 
 static zs_status enqueue(zs_hosts_comm *self, hosts_unit *unit)
 {
-    size_t bytes = unit->stride * (size_t)self->hosts, decoded = unit->sums.room * (size_t)self->hosts;
+    size_t received = (unit->stride + unit->sums.room) * (size_t)self->hosts;
+    size_t sent = unit->stride * pieces_of(&self->c10d.base, &unit->sums);
     zs_turn turn = turn_of(unit, ZS_TURN_POST);
     zs_status status = post_new(self, unit);
-    ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, bytes + decoded, &unit->received));
-    ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, bytes, &unit->sent));
+    ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, received, &unit->received));
+    if (sent > 0) ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, sent, &unit->sent));
     if (status != ZS_OK) return zs_hosts_turns_fail(self, zs_c10d_fail(&self->c10d, &turn, status));
     return zs_hosts_op_enqueue(self, &unit->post->op, &turn);
 }
