@@ -252,6 +252,7 @@ static zs_status start_thread(lane *it)
     int error = pthread_create(&it->thread, NULL, run, it);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     it->runs = error == 0;
+    if (it->runs) (void)pthread_setname_np(it->thread, it->way == OUT ? "zshard_send" : "zshard_receive");
     return error == 0 ? ZS_OK
                       : ZS_FAIL(ZS_ERR_MEMORY, "cannot start a thread that sends to other hosts (%s)", strerror(error));
 }
