@@ -7,6 +7,7 @@ hosts of the same kind: equally many ranks each, neighbors in rank order, that c
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import resource
@@ -24,6 +25,9 @@ from zshard.ranks.agreement import gather_objects
 from zshard.ranks.groups import Group, new_subgroup
 
 _SHOWN = 2  # show the reasons of so many ranks
+_TOKEN = 16  # bytes by which ranks know each other
+_PATIENCE = 30.0  # seconds until a counterpart must have connected
+_SIOCGIFADDR = 0x8915
 _SPARE = 16  # file descriptors besides those of a group's connections
 
 
@@ -146,50 +150,80 @@ def connect_hosts(
     reasons = gather_objects(met.reason if isinstance(met, Refusal) else "", group)
     if any(reasons) or isinstance(met, Refusal):
         return f"the ranks of a host cannot connect over shm: {next(filter(None, reasons))}"
-    sockets = connect_counterparts(group, size, timeout)
+    sockets = _connect_counterparts(group, range(rank % size, world, size), timeout)
     if isinstance(sockets, str):
         return sockets
     numbers = array("i", [each.detach() if each else -1 for each in sockets]).tobytes()
     return _core.Comm.hosts(inner.group_name, numbers, met, rank, world, timeout)
 
 
-def connect_counterparts(group: Group, size: int, timeout: float) -> list[Any] | str:
-    """Return for each host a socket to send to this rank's counterpart there, and one to receive
-    from it, None for this host; or the reason why there is none. Collective."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    counterparts, token, problem = range(rank % size, world, size), os.urandom(16), ""
-    found: list[Any] = [None] * (2 * len(counterparts))
-    with socket.create_server(("", 0), backlog=world) as server:
-        offers = gather_objects((own_address(), server.getsockname()[1], token), group)
-        server.settimeout(timeout)
+_Sockets = list[socket.socket | None]
+
+
+def _connect_counterparts(group: Group, ranks: Sequence[int], timeout: float) -> _Sockets | str:
+    """Return for each of `ranks` a socket to send to it over, and one to receive from it, None for
+    this rank; or the reason why there is none. Collective over `group`."""
+    offer, problem, token = ("", 0, b""), "", os.urandom(_TOKEN)
+    found: _Sockets = [None] * (2 * len(ranks))
+    patience = min(timeout, _PATIENCE)
+    with contextlib.ExitStack() as stack:
         try:
-            for peer in counterparts:
-                if peer != rank:
-                    address, port, secret = offers[peer]
-                    found[peer // size * 2] = made = socket.create_connection((address, port), timeout)
-                    made.sendall(secret + rank.to_bytes(4))
-            while None in (found[peer // size * 2 + 1] for peer in counterparts if peer != rank):
-                made, _ = server.accept()
-                made.settimeout(timeout)
-                hello = made.recv(20, socket.MSG_WAITALL)
-                peer = int.from_bytes(hello[16:])
-                if hello[:16] == token and peer in counterparts:
-                    found[peer // size * 2 + 1] = made
+            server = stack.enter_context(socket.create_server(("", 0), backlog=2 * len(ranks)))
+            offer = own_address(), server.getsockname()[1], token
         except OSError as error:
-            problem = f"rank {rank} cannot connect to its counterparts on other hosts: {error}"
-    if reason := next(filter(None, gather_objects(problem, group)), ""):
-        return reason
+            problem = str(error)
+        offers = gather_objects(offer, group)
+        if all(address for address, _, _ in offers):
+            try:
+                found[::2] = _reach(ranks, offers, dist.get_rank(group), patience)
+                found[1::2] = _admit(ranks, server, token, dist.get_rank(group), patience)
+            except OSError as error:
+                problem = str(error)
+    reasons = gather_objects(problem, group)
     for each in filter(None, found):
-        each.settimeout(None)  # or it would not block
-    return found
+        each.settimeout(None) if not any(reasons) else each.close()
+    reason = next((f"rank {r}: {text}" for r, text in enumerate(reasons) if text), "")
+    return f"ranks of different hosts cannot connect: {reason}" if reason else found
+
+
+def _reach(ranks: Sequence[int], offers: Sequence[Any], own: int, patience: float) -> _Sockets:
+    """Connect to each of `ranks`, where it listens, and say who connects."""
+    made: _Sockets = []
+    for peer in ranks:
+        address, port, token = offers[peer]
+        connection = None
+        if peer != own:
+            connection = socket.create_connection((address, port), patience)
+            connection.sendall(token + own.to_bytes(4))
+        made.append(connection)
+    return made
+
+
+def _admit(
+    ranks: Sequence[int], server: socket.socket, token: bytes, own: int, patience: float
+) -> _Sockets:
+    """Accept a connection from each of `ranks`. Others do not know the token."""
+    made: dict[int, socket.socket] = {}
+    server.settimeout(patience)
+    while len(made) < len(ranks) - 1:
+        connection, _ = server.accept()
+        connection.settimeout(patience)
+        hello = connection.recv(_TOKEN + 4)
+        peer = int.from_bytes(hello[_TOKEN:])
+        if hello[:_TOKEN] == token and peer in ranks and peer != own:
+            made[peer] = connection
+        else:
+            connection.close()
+    return [made.get(peer) for peer in ranks]
 
 
 def own_address() -> str:
-    """Return this host's IPv4 address towards the others: of gloo's interface, or the one from which
-    it reaches MASTER_ADDR."""
+    """Return this host's address towards the others: that of gloo's interface, if it is named, or
+    the one from which it reaches MASTER_ADDR. IPv4. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
             request = struct.pack("256s", name[:15].encode())
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            return socket.inet_ntoa(answer[20:24])
         probe.connect((os.environ.get("MASTER_ADDR", socket.gethostname()), 9))
         return str(probe.getsockname()[0])

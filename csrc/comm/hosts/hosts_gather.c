@@ -76,12 +76,12 @@ static zs_status set_apart(hosts_slot *slot, bool apart)
 
 typedef struct hosts_gathering {
     zs_hosts_op op;
-    zs_flat_mem source; /* a counted reference */
-    zs_target to;       /* likewise */
-    zs_gathering *flat; /* over all ranks; NULL: in two levels */
-    uint64_t number;    /* in two levels */
-    size_t code_bytes;  /* of a shard; 0: it crosses as it is */
-    zs_mem *codes;      /* (coded) an area, [hosts] of them; NULL: none, or returned */
+    zs_flat_mem source;   /* a counted reference */
+    zs_target to;         /* likewise */
+    zs_gathering *flat;   /* over all ranks; NULL: in two levels */
+    uint64_t number;      /* in two levels */
+    size_t code_bytes;    /* of a shard; 0: it crosses as it is */
+    zs_mem *codes;        /* (coded) an area, [hosts] of them; NULL: none, or returned */
     zs_hosts_move *moves; /* [hosts] after the turns */
     zs_turn turns[];
 } hosts_gathering;

@@ -28,7 +28,7 @@ enum {
 /* One connection, in one direction. */
 typedef struct lane {
     struct links *all;
-    int fd, way; /* OUT or IN */
+    int fd, way;    /* OUT or IN */
     int sleeps_for; /* bytes */
     bool runs;
     pthread_t thread;
@@ -60,24 +60,25 @@ static void advance(struct msghdr *message, size_t done)
 }
 
 /* Sleeps until a large piece, or all that is left, has come. (recv alone would then sleep for as much once more.) */
-static void sleep_for(lane *lane, size_t left)
+static void sleep_for(lane *on, size_t left)
 {
     int bytes = (int)(left < AT_ONCE ? left : AT_ONCE);
-    if (bytes != lane->sleeps_for) (void)setsockopt(lane->fd, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);
-    lane->sleeps_for = bytes;
-    (void)poll(&(struct pollfd){.fd = lane->fd, .events = POLLIN}, 1, -1);
+    if (bytes != on->sleeps_for) (void)setsockopt(on->fd, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);
+    on->sleeps_for = bytes;
+    (void)poll(&(struct pollfd){.fd = on->fd, .events = POLLIN}, 1, -1);
 }
 
 /* 0, or what failed. */
-static int transfer(lane *lane, struct iovec *parts, int n)
+static int transfer(lane *on, struct iovec *parts, int n)
 {
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)n};
     size_t left = 0;
     for (int i = 0; i < n; i++)
         left += parts[i].iov_len;
     while (left > 0) {
-        if (lane->way == IN) sleep_for(lane, left);
-        ssize_t done = lane->way == OUT ? sendmsg(lane->fd, &message, MSG_NOSIGNAL) : recvmsg(lane->fd, &message, MSG_DONTWAIT);
+        if (on->way == IN) sleep_for(on, left);
+        ssize_t done =
+            on->way == OUT ? sendmsg(on->fd, &message, MSG_NOSIGNAL) : recvmsg(on->fd, &message, MSG_DONTWAIT);
         if (done < 0 && (errno == EINTR || errno == EAGAIN)) continue;
         if (done <= 0) return done == 0 ? ECONNRESET : errno;
         left -= (size_t)done;
@@ -96,13 +97,13 @@ static void fail(struct links *links, const char *why)
     pthread_cond_broadcast(&links->changed);
 }
 
-static zs_hosts_move *next_move(lane *lane)
+static zs_hosts_move *next_move(lane *on)
 {
-    struct links *links = lane->all;
+    struct links *links = on->all;
     pthread_mutex_lock(&links->lock);
-    while (!links->ends && lane->first == NULL)
+    while (!links->ends && on->first == NULL)
         pthread_cond_wait(&links->changed, &links->lock);
-    zs_hosts_move *move = links->ends ? NULL : lane->first;
+    zs_hosts_move *move = links->ends ? NULL : on->first;
     pthread_mutex_unlock(&links->lock);
     return move;
 }
@@ -133,14 +134,14 @@ static void *run(void *arg)
 
 /* --- on the threads that begin and wait --------------------------------------------------------------------------- */
 
-static void push(lane *lane, zs_hosts_move *move)
+static void push(lane *on, zs_hosts_move *move)
 {
-    move->next[lane->way] = NULL;
-    if (lane->first == NULL)
-        lane->first = move;
+    move->next[on->way] = NULL;
+    if (on->first == NULL)
+        on->first = move;
     else
-        lane->last->next[lane->way] = move;
-    lane->last = move;
+        on->last->next[on->way] = move;
+    on->last = move;
 }
 
 zs_status zs_hosts_move_begin(zs_hosts_comm *self, int host, zs_hosts_move *move)
@@ -191,13 +192,15 @@ static bool look(void *arg, double seconds)
 bool zs_hosts_moves_done(zs_hosts_comm *self, const zs_hosts_move *moves)
 {
     awaited it = {self->links, moves, self->hosts};
-    return look(&it, 0);
+    return zs_c10d_is_forked(&self->c10d) || look(&it, 0);
 }
 
 zs_status zs_hosts_moves_finish(zs_hosts_comm *self, const zs_turn *turn, zs_hosts_move *moves)
 {
     awaited it = {self->links, moves, self->hosts};
-    zs_c10d_arrival until = {look, &it, "the counterparts on other hosts have not sent all"};
+    zs_c10d_arrival until = {look, &it, "not all has come from other hosts, or gone there", false};
+    if (zs_c10d_is_forked(&self->c10d))
+        return zs_c10d_check_usable(&self->c10d.base); /* the threads and their lock belong to the parent */
     zs_status status = zs_c10d_watch(&self->c10d, turn, &until);
     if (status == ZS_OK && !all_done(&it))
         status = zs_c10d_fail(&self->c10d, turn, ZS_FAIL(ZS_ERR_PEER, "%s", self->links->why));
@@ -207,7 +210,7 @@ zs_status zs_hosts_moves_finish(zs_hosts_comm *self, const zs_turn *turn, zs_hos
 
 void zs_hosts_moves_leave(zs_hosts_comm *self, zs_hosts_move *moves)
 {
-    awaited it = {self->links, moves, self->hosts};
+    const awaited it = {self->links, moves, self->hosts};
     if (all_done(&it)) return;
     zs_hosts_links_stop(self, self->c10d.base.lost != NULL ? self->c10d.base.lost : "abandoned");
     for (int h = 0; h < self->hosts; h++) {

@@ -155,7 +155,7 @@ static bool look_again(void *arg, double seconds)
 zs_status zs_hosts_await(zs_hosts_comm *self, const zs_turn *turn, uint64_t gather)
 {
     zs_hosts_awaited it = {self, ZS_HOSTS_ARRIVED, gather, NULL};
-    zs_c10d_arrival until = {look_again, &it, "another rank of this host has not finished its part"};
+    zs_c10d_arrival until = {look_again, &it, "another rank of this host has not finished its part", true};
     ZS_TRY(zs_c10d_watch(&self->c10d, turn, &until));
     if (it.why == NULL) return ZS_OK;
     return zs_c10d_fail(&self->c10d, turn, ZS_FAIL(ZS_ERR_PEER, "%s", it.why));

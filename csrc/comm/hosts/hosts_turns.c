@@ -317,7 +317,7 @@ zs_status zs_hosts_turns_fail(zs_hosts_comm *self, zs_status status)
 zs_status zs_hosts_wait_ticket(zs_hosts_comm *self, zs_hosts_ticket *ticket)
 {
     awaited it = {self->turns, ticket};
-    zs_c10d_arrival until = {look, &it, "other ranks have not come here"};
+    zs_c10d_arrival until = {look, &it, "other ranks have not come here", false};
     zs_status status = zs_c10d_watch_turn(&self->c10d, &ticket->mine, &until);
     if (status != ZS_OK) return zs_hosts_turns_fail(self, status);
     if (ticket->state != ZS_HOSTS_QUEUED) return ZS_OK;
