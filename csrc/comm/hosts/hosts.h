@@ -60,6 +60,7 @@ static inline int zs_hosts_rank(const zs_hosts_comm *self, int host, int lane)
 
 /* --- hosts_links.c ------------------------------------------------------------------------------------------------ */
 
+/* Pieces of memory in one direction: each flat, and a header. */
 enum { ZS_HOSTS_PARTS = ZS_MAX_FLATS + 1 };
 
 /* What a rank and a counterpart send each other in one operation. Its owner zeroes it, and keeps it and the memory in
