@@ -303,8 +303,14 @@ def norms(layers: int = 4, width: int = 256, steps: int = 20, max_norm: float = 
 
 FLAGS = ("-std=c11", "-O3", "-DNDEBUG", "-pthread", "-ffp-contract=off")
 FLAGS += ("-fno-math-errno", "-fno-trapping-math")
-SOURCES = ("optim/kept_area", "optim/kept_step", "optim/optim_cpu", "optim/optim_compact")
-SOURCES += ("device/device_cpu", "base/simd", "base/status", "base/clock")
+SOURCES = (
+    "optim/kept_area",
+    "optim/kept_step",
+    "optim/optim_cpu",
+    "optim/optim_compact",
+    "optim/optim_lanes",
+)
+SOURCES += ("optim/optim_lanes", "device/device_cpu", "base/simd", "base/status", "base/clock")
 
 
 def kept_step(elements: int = 40_000_000, rounds: int = 8) -> Record:

@@ -280,8 +280,10 @@ zs_status zs_dry_begin(zs_dry *dry, const zs_context *context, zs_unit *const *u
     ZS_TRY(zs_arena_new_dry(&dry->slots));
     ZS_TRY(zs_arena_new_dry(&dry->areas));
     zs_arena_made_like(dry->slots, context->arena);
-    for (size_t i = 0; i < n; i++)
+    for (size_t i = 0; i < n; i++) {
+        units[i]->planned_at = i;
         ZS_TRY(begin_unit(dry, units[i], &dry->units[i]));
+    }
     return ZS_OK;
 }
 

@@ -22,9 +22,8 @@ typedef struct planner {
 /* NULL: it is another model's. */
 static zs_dry_unit *dry_unit(planner *p, const zs_unit *unit)
 {
-    for (size_t i = 0; i < p->dry.schedule.n; i++)
-        if (p->dry.units[i].unit == unit) return &p->dry.units[i];
-    return NULL;
+    const size_t at = unit->planned_at;
+    return at < p->dry.schedule.n && p->dry.units[at].unit == unit ? &p->dry.units[at] : NULL;
 }
 
 /* Does the unit's parameter `i` get a gradient? */

@@ -16,10 +16,13 @@
  * there are. Nothing is written if `out` is NULL. */
 static size_t list_calls(const zs_engine *engine, zs_call *out)
 {
-    size_t n = 0;
+    const size_t n_units = zs_engine_n_units(engine);
+    size_t n = 0, first_read = 0; /* of the units; most models have none, and many units */
+    while (first_read < n_units && zs_engine_unit(engine, first_read)->record.read.reader == NULL)
+        first_read++;
     for (size_t c = 0; c < engine->n_calls; c++) {
         const zs_call *call = &engine->calls[c];
-        for (size_t i = 0; call->what == ZS_CALL_EXIT && i < zs_engine_n_units(engine); i++) {
+        for (size_t i = first_read; call->what == ZS_CALL_EXIT && i < n_units; i++) {
             zs_unit *unit = zs_engine_unit(engine, i);
             if (unit->record.read.reader != &call->unit->record) continue;
             if (out != NULL) out[n] = (zs_call){unit, ZS_CALL_READ};

@@ -77,7 +77,7 @@ zs_status zs_optim_job(const zs_optim *plan, zs_update_job *out);
  * GPU cannot be used. */
 zs_status zs_optim_device_of(const zs_tensor *tensor, const zs_tensor_info *info, const zs_device **out);
 
-/* --- loops (optim_cpu.c, optim_compact.c) ------------------------------------------------------------------------- */
+/* --- loops (optim_cpu.c, optim_compact.c, optim_lanes.c) ------------------------------------------------------------------------- */
 
 /* Updates the elements [begin, end) of a run. If dithered, their numbers must have the same upper half. */
 typedef void zs_run_loop(const zs_run *run, int64_t begin, int64_t end);
@@ -87,6 +87,10 @@ zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run);
 
 /* Likewise for a run of float32 or bfloat16 whose form is not PLAIN. `begin` begins a group. */
 zs_run_loop *zs_compact_loop_for(zs_rule rule, bool full, const zs_run *run);
+
+/* Steps the whole blocks of groups in [begin, end) by AdamW, where this machine has vectors for it (optim_lanes.c).
+ * Returns where it stopped; the rest is left to the caller. */
+int64_t zs_adam_blocks(const zs_run *run, int64_t begin, int64_t end);
 
 /* Has `loop`, the run's, update elements [from, to) of it, from the begin of a group on. If the run is dithered, stops
  * wherever the upper half of the elements' numbers changes. */

@@ -6,24 +6,26 @@
 #include "update/compact.h"
 
 /* The length of a whole group is a constant, for the compiler. */
-#define OVER_GROUPS(name, target, K, constants, update, kind, coded, ...)  \
-    target static void name(const zs_run *run, int64_t begin, int64_t end) \
-    {                                                                      \
-        const zs_group first = zs_run_group(run);                          \
-        const K k = constants;                                             \
-        for (int64_t at = begin; at < end; at += ZS_GROUP) {               \
-            const zs_group group = zs_group_at(&first, at, kind, coded);   \
-            if (end - at >= ZS_GROUP)                                      \
-                update(&group, &k, ZS_GROUP, __VA_ARGS__);                 \
-            else                                                           \
-                update(&group, &k, (int)(end - at), __VA_ARGS__);          \
-        }                                                                  \
+#define OVER_GROUPS(name, target, K, constants, update, kind, coded, blocks, ...) \
+    target static void name(const zs_run *run, int64_t begin, int64_t end)        \
+    {                                                                             \
+        if (blocks) begin = zs_adam_blocks(run, begin, end);                      \
+        const zs_group first = zs_run_group(run);                                 \
+        const K k = constants;                                                    \
+        for (int64_t at = begin; at < end; at += ZS_GROUP) {                      \
+            const zs_group group = zs_group_at(&first, at, kind, coded);          \
+            if (end - at >= ZS_GROUP)                                             \
+                update(&group, &k, ZS_GROUP, __VA_ARGS__);                        \
+            else                                                                  \
+                update(&group, &k, (int)(end - at), __VA_ARGS__);                 \
+        }                                                                         \
     }
 #define ADAM_LOOP(name, target, fused, kind, coded)                                                                  \
     OVER_GROUPS(name, target, zs_adam_f32, zs_adam_folded_f32(run->constants->adam_f32), zs_group_adam, kind, coded, \
-                kind, coded)
-#define SGD_LOOP(name, target, fused, kind, momentum, coded) \
-    OVER_GROUPS(name, target, zs_sgd_f32, run->constants->sgd_f32, zs_group_sgd, kind, coded, kind, momentum, coded)
+                coded, kind, coded)
+#define SGD_LOOP(name, target, fused, kind, momentum, coded)                                                         \
+    OVER_GROUPS(name, target, zs_sgd_f32, run->constants->sgd_f32, zs_group_sgd, kind, coded, false, kind, momentum, \
+                coded)
 
 ZS_FOR_EACH_ISA(ADAM_LOOP, adam_f32_wide, ZS_IN_F32, false)
 ZS_FOR_EACH_ISA(ADAM_LOOP, adam_bf16_wide, ZS_IN_BF16, false)

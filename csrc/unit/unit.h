@@ -144,6 +144,7 @@ struct zs_unit {
     bool gone; /* its module was freed; references to parameters keep the unit alive, on each rank for its own time */
     zs_param *params; /* [n_params]; owned */
     int64_t n_params;
+    size_t planned_at; /* its place among the units of the last plan that has it; see dry.h */
     zs_flat flats[ZS_MAX_FLATS];
     int n_flats;
     zs_cunit *cunit; /* NULL if nothing is ever reduced */

@@ -51,16 +51,20 @@ ZS_HD zs_offsets zs_offsets_at(uint64_t number, uint64_t round)
 /* Exponents beyond this one: the group has an element that is infinite, NaN or at least 2^124. It decodes to NaN. */
 enum { ZS_LAST_EXPONENT = 250, ZS_NO_EXPONENT = 255 };
 
-/* Largest scaled magnitude plus floor, just below 1: the largest code and its offset stay within the range. */
-#define ZS_FIRST_FLOOR 0x1p-4f
-#define ZS_FIRST_FILL ((1 - 0x1p-6f - ZS_FIRST_FLOOR) / 2)
-#define ZS_SECOND_FLOOR 0x1p-16f
-#define ZS_SECOND_FILL ((1 - 0x1p-5f - ZS_SECOND_FLOOR) / 2)
+/* Largest scaled magnitude plus floor, just below 2: the largest code and its offset stay within the range. Below
+ * the bits of a code, and in them, a floor has zeros only. */
+#define ZS_FIRST_FLOOR 0x1p-3f
+#define ZS_FIRST_FILL (1 - 0x1p-6f - ZS_FIRST_FLOOR / 2)
+#define ZS_SECOND_FLOOR 0x1p-15f
+#define ZS_SECOND_FILL (1 - 0x1p-5f - ZS_SECOND_FLOOR / 2)
 
 enum {
     ZS_FIRST_SHIFT = 18,  /* 32 codes an octave, 4 octaves, and a sign */
     ZS_SECOND_SHIFT = 19, /* 16 codes an octave, 16 octaves */
 };
+
+/* The bits of the sum whose code is 1. */
+#define ZS_SECOND_LEAST (zs_float_bits(ZS_SECOND_FLOOR) + (1u << ZS_SECOND_SHIFT))
 
 /* The exponent to keep for a group whose largest magnitude has these bits. */
 ZS_HD uint32_t zs_group_exponent(uint32_t largest)
@@ -90,17 +94,17 @@ ZS_HD int8_t zs_encode_first(float value, float scale, uint32_t offset)
 {
     const uint32_t bits = zs_float_bits(value);
     const float sum = zs_bits_float(bits & 0x7fffffffu) * scale + ZS_FIRST_FLOOR;
-    const uint32_t above = zs_float_bits(sum) - zs_float_bits(ZS_FIRST_FLOOR);
-    const uint32_t rounded = above + (offset & ((1u << ZS_FIRST_SHIFT) - 1));
-    return (int8_t)(uint8_t)((rounded << (24 - ZS_FIRST_SHIFT) | (bits & 0x80000000u)) >> 24);
+    const uint32_t rounded = zs_float_bits(sum) + (offset & ((1u << ZS_FIRST_SHIFT) - 1));
+    const uint32_t code = rounded << (24 - ZS_FIRST_SHIFT) & 0x7fffffffu;
+    return (int8_t)(uint8_t)((code | (bits & 0x80000000u)) >> 24);
 }
 
 /* `scale`: from zs_scale_out. */
 ZS_HD float zs_decode_first(int8_t code, float scale)
 {
     const uint32_t word = (uint32_t)(int32_t)code;
-    const uint32_t above = (word & 0x7fu) << ZS_FIRST_SHIFT;
-    const float magnitude = (zs_bits_float(above + zs_float_bits(ZS_FIRST_FLOOR)) - ZS_FIRST_FLOOR) * scale;
+    const uint32_t sum = (word & 0x7fu) << ZS_FIRST_SHIFT | zs_float_bits(ZS_FIRST_FLOOR);
+    const float magnitude = (zs_bits_float(sum) - ZS_FIRST_FLOOR) * scale;
     return zs_bits_float(zs_float_bits(magnitude) | (word & 0x80000000u));
 }
 
@@ -111,16 +115,15 @@ ZS_HD float zs_decode_first(int8_t code, float scale)
 ZS_HD uint8_t zs_encode_second(float value, float scale, uint32_t offset)
 {
     const float sum = value * scale + ZS_SECOND_FLOOR;
-    const uint32_t above = zs_float_bits(sum) - zs_float_bits(ZS_SECOND_FLOOR);
-    const uint32_t code = (above + (offset & ((1u << ZS_SECOND_SHIFT) - 1))) >> ZS_SECOND_SHIFT;
-    return (uint8_t)(code > 1 ? code : 1);
+    const uint32_t rounded = zs_float_bits(sum) + (offset & ((1u << ZS_SECOND_SHIFT) - 1));
+    return (uint8_t)((rounded > ZS_SECOND_LEAST ? rounded : ZS_SECOND_LEAST) >> ZS_SECOND_SHIFT);
 }
 
 /* `scale`: from zs_scale_out. */
 ZS_HD float zs_decode_second(uint8_t code, float scale)
 {
-    const uint32_t above = (uint32_t)code << ZS_SECOND_SHIFT;
-    return (zs_bits_float(above + zs_float_bits(ZS_SECOND_FLOOR)) - ZS_SECOND_FLOOR) * scale;
+    const uint32_t sum = (uint32_t)code << ZS_SECOND_SHIFT | zs_float_bits(ZS_SECOND_FLOOR);
+    return (zs_bits_float(sum) - ZS_SECOND_FLOOR) * scale;
 }
 
 /* --- a float32 parameter in 24 bits ------------------------------------------------------------------------------- */

@@ -97,23 +97,18 @@ ZS_HD void zs_group_store(const zs_group *at, int kind, int j, float value, uint
     }
 }
 
-/* The bits of the largest magnitude; of a NaN, if there is one. */
-ZS_OF_GROUP uint32_t zs_group_largest(const float *values, int n)
+/* `most` or the bits of the magnitude of `value`, whichever is larger. (A NaN's are.) */
+ZS_HD uint32_t zs_larger(uint32_t most, float value)
 {
-    uint32_t most = 0;
-    ZS_EACH(j, n)
-    {
-        const uint32_t bits = zs_float_bits(values[ZS_AT(j)]) & 0x7fffffffu;
-        most = bits > most ? bits : most;
-    }
-    return ZS_MAX_OF_LANES(most);
+    const uint32_t bits = zs_float_bits(value) & 0x7fffffffu;
+    return bits > most ? bits : most;
 }
 
 /* Writes codes and exponent of the first moments. */
 ZS_OF_GROUP void zs_group_encode_first(int8_t *__restrict__ codes, uint8_t *exponent, const float *values, int n,
-                                       uint32_t offset)
+                                       uint32_t largest, uint32_t offset)
 {
-    const uint32_t found = zs_group_exponent(zs_group_largest(values, n));
+    const uint32_t found = zs_group_exponent(largest);
     const float scale = zs_scale_in(found, ZS_FIRST_FILL);
     if (ZS_LANE == 0) *exponent = (uint8_t)found;
     ZS_EACH(j, n) codes[j] = zs_encode_first(values[ZS_AT(j)], scale, offset + (uint32_t)j * ZS_STEP_FIRST);
@@ -121,9 +116,9 @@ ZS_OF_GROUP void zs_group_encode_first(int8_t *__restrict__ codes, uint8_t *expo
 
 /* Likewise of the second. */
 ZS_OF_GROUP void zs_group_encode_second(uint8_t *__restrict__ codes, uint8_t *exponent, const float *values, int n,
-                                        uint32_t offset)
+                                        uint32_t largest, uint32_t offset)
 {
-    const uint32_t found = zs_group_exponent(zs_group_largest(values, n));
+    const uint32_t found = zs_group_exponent(largest);
     const float scale = zs_scale_in(found, ZS_SECOND_FILL);
     if (ZS_LANE == 0) *exponent = (uint8_t)found;
     ZS_EACH(j, n) codes[j] = zs_encode_second(values[ZS_AT(j)], scale, offset + (uint32_t)j * ZS_STEP_SECOND);
@@ -140,6 +135,7 @@ ZS_OF_GROUP void zs_group_adam(const zs_group *at, const zs_adam_f32 *k, int n, 
     uint8_t *codes2 = (uint8_t *)at->second;
     float *floats1 = (float *)at->first, *floats2 = (float *)at->second;
     float first[ZS_GROUP / ZS_LANES], second[ZS_GROUP / ZS_LANES];
+    uint32_t most1 = 0, most2 = 0;
     ZS_EACH(j, n)
     {
         zs_adam_cell_f32 cell = {zs_group_load(at, kind, j), coded ? zs_decode_first(codes1[j], scale1) : floats1[j],
@@ -147,11 +143,13 @@ ZS_OF_GROUP void zs_group_adam(const zs_group *at, const zs_adam_f32 *k, int n, 
         zs_adam_step_f32(k, &cell, zs_group_grad(at, kind, j), false, false, true);
         first[ZS_AT(j)] = cell.exp_avg;
         second[ZS_AT(j)] = cell.exp_avg_sq;
+        most1 = zs_larger(most1, cell.exp_avg);
+        most2 = zs_larger(most2, cell.exp_avg_sq);
         zs_group_store(at, kind, j, cell.param, offsets.param + (uint32_t)j * ZS_STEP_PARAM);
     }
     if (coded) {
-        zs_group_encode_first(codes1, at->scales[0], first, n, offsets.first);
-        zs_group_encode_second(codes2, at->scales[1], second, n, offsets.second);
+        zs_group_encode_first(codes1, at->scales[0], first, n, ZS_MAX_OF_LANES(most1), offsets.first);
+        zs_group_encode_second(codes2, at->scales[1], second, n, ZS_MAX_OF_LANES(most2), offsets.second);
     } else {
         ZS_EACH(j, n)
         {
@@ -168,16 +166,18 @@ ZS_OF_GROUP void zs_group_sgd(const zs_group *at, const zs_sgd_f32 *k, int n, in
     const float scale = coded ? zs_scale_out(*at->scales[0], ZS_FIRST_FILL) : 0;
     int8_t *codes = (int8_t *)at->first;
     float *floats = (float *)at->first, buffer[ZS_GROUP / ZS_LANES];
+    uint32_t most = 0;
     ZS_EACH(j, n)
     {
         zs_sgd_cell_f32 cell = {zs_group_load(at, kind, j), 0};
         if (momentum) cell.buffer = coded ? zs_decode_first(codes[j], scale) : floats[j];
         zs_sgd_update_f32(k, &cell, zs_group_grad(at, kind, j), momentum, false);
         buffer[ZS_AT(j)] = cell.buffer;
+        most = zs_larger(most, cell.buffer);
         zs_group_store(at, kind, j, cell.param, offsets.param + (uint32_t)j * ZS_STEP_PARAM);
     }
     if (coded) {
-        zs_group_encode_first(codes, at->scales[0], buffer, n, offsets.first);
+        zs_group_encode_first(codes, at->scales[0], buffer, n, ZS_MAX_OF_LANES(most), offsets.first);
     } else if (momentum) {
         ZS_EACH(j, n) floats[j] = buffer[ZS_AT(j)];
     }

@@ -10,7 +10,15 @@ import pytest
 from c_compile import BUILDS, C, compile_c, program_environment
 from c_sources import built, sources
 
-LOOPS = ("optim_cpu.c", "optim_compact.c", "device_cpu.c", "simd.c", "status.c", "memory.c")
+LOOPS = (
+    "optim_cpu.c",
+    "optim_compact.c",
+    "optim_lanes.c",
+    "device_cpu.c",
+    "simd.c",
+    "status.c",
+    "memory.c",
+)
 KINDS = [
     *(f"{dtype}-{rule}" for dtype in ("f32", "f64", "bf16", "f16", "dithered")
       for rule in ("adam", "amsgrad", "sgd", "momentum", "first")),

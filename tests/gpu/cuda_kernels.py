@@ -39,7 +39,7 @@ from torch import Tensor
 import zshard
 
 SOURCES = ["cuda_driver.c", "cuda_kernels.c", "cuda_update.c", "device_cpu.c"]
-SOURCES += ["optim_compact.c", "optim_cpu.c", "simd.c", "memory.c", "status.c"]
+SOURCES += ["optim_compact.c", "optim_lanes.c", "optim_cpu.c", "simd.c", "memory.c", "status.c"]
 KERNELS = os.environ.get("ZSHARD_TEST_KERNELS", "")  # "", "copies" or "gpu"
 ADAM, SGD = 0, 1
 LENGTHS = [0, 1, 7, 8, 9, 40, 1027, 4099]

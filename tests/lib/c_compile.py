@@ -114,7 +114,10 @@ def compile_all() -> None:
         "c10d_*.c", "comm_c10d.c", "nccl_*.c", "layout.c", "arena.c", "traffic.c", *TURNS
     )
     several = {
-        "plain": [*cuda, *sources("optim_cpu.c", "optim_compact.c", "memory.c", "status.c")],
+        "plain": [
+            *cuda,
+            *sources("optim_cpu.c", "optim_compact.c", "optim_lanes.c", "memory.c", "status.c"),
+        ],
         "sanitized": [*cuda, *C.glob("test_*.c"), NO_LOOPS, *sources(*SHM), *more],
     }
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores:

@@ -288,8 +288,10 @@ def test_failed_mapping_on_one_rank_fails_on_all(tmp_path, when):
     assert "cannot map" in text
 
 
+@pytest.mark.parametrize("same", [True, False])
 @on_ranks(3, fresh=True)
-def test_exception_between_exchanges_reaches_all_ranks(tmp_path):
+def test_exception_between_exchanges_reaches_all_ranks(tmp_path, same):
+    """same: all ranks have rank 0's values, so that none waits for a unit's."""
     rank, usual = start(), InitialValues.give
 
     def give(self: InitialValues, spec: Any) -> None:
@@ -298,8 +300,10 @@ def test_exception_between_exchanges_reaches_all_ranks(tmp_path):
         usual(self, spec)
 
     InitialValues.give = give  # type: ignore[method-assign]
+    InitialValues.compare = lambda self, _: setattr(self, "is_shared", same)  # type: ignore[assignment, method-assign]
     text = error_of(lambda: wrap_train_save(tmp_path))
-    kind = "MemoryError: " if rank == 1 else "PeerError: rank 1 "
+    of_others = "MemoryError: rank 1: " if same else "PeerError: rank 1 "
+    kind = "MemoryError: " if rank == 1 else of_others
     assert text.startswith(kind) and text.endswith("no memory for a copy")
 
 

@@ -133,8 +133,11 @@ def _has(module: nn.Module, name: str) -> bool:
     """Return whether the model has an attribute of its own of this name."""
     kind = type(module)
     of_class = super(ModelNamesFirst, kind) if issubclass(kind, ModelNamesFirst) else kind
-    tables = module._modules, module._parameters, module._buffers, vars(module)
-    return hasattr(of_class, name) or any(name in each for each in tables)
+    return hasattr(of_class, name) or any(name in each for each in _tables(module))
+
+
+def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return module._modules, module._parameters, module._buffers, vars(module)
 
 
 def refuse_names(model: nn.Module) -> None:
@@ -155,9 +158,14 @@ def refuse_names(model: nn.Module) -> None:
 
 def warn_of_clashes(base: type[nn.Module], units: Sequence[UnitSpec]) -> None:
     """Warn of the attributes of modules that will hide names of FSDP, which is `base`."""
-    names = sorted(each.name for each in _names_of(base) if not each.is_common)
+    names = {each.name for each in _names_of(base) if not each.is_common}
     modules = [spec.module for spec in units]
-    clashes = {n: type(each).__name__ for each in modules for n in names if _has(each, n)}
+    of_kind = {kind: {n for n in names if hasattr(kind, n)} for kind in {*map(type, modules)}}
+    clashes = {
+        name: type(module).__name__
+        for module in modules
+        for name in sorted(of_kind[type(module)].union(*map(names.intersection, _tables(module))))
+    }
     if clashes:
         listed = ", ".join(f"{name!r} of {kind}" for name, kind in clashes.items())
         call = f"call zshard's as a function: FSDP.{next(iter(clashes))}(model)"

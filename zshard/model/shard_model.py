@@ -214,13 +214,21 @@ class ShardingPlan:
         materializer = None
         if on_any_rank(everyone, is_on_meta):
             materializer = Materializer(module, settings.init, settings.ignored)
+        else:
+            with told_to_all_ranks(everyone):
+                initial.compare(self.specs)
         for comm in {id(each): each for each in self.comms if each is not None}.values():
             comm.align()  # an earlier FSDP() may have failed after some ranks had made a unit
         with on_all_ranks(everyone):
             engine = make_engine(module, self.comms, self.options)
         units = []
         module.__dict__[_HALF] = True
-        for spec in self.specs:
+        if materializer is None and initial.is_shared:  # no unit needs the other ranks
+            with on_all_ranks(everyone):
+                for spec in self.specs:
+                    initial.give(spec)
+                    units.append(self.make_unit(engine, spec))
+        for spec in self.specs[len(units) :]:
             if materializer is not None:
                 with on_all_ranks(everyone):
                     materializer.up_to(spec.module)

@@ -108,12 +108,19 @@ class InitialValues:
         self._root, self._comm, self._device = root, comm, device
         # Ranks that have the same values need not send them: comparing checksums is faster.
         self._compares = self._shares = from_rank_0 and comm.world > 1
+        self.is_shared = not self._shares  # each rank has the parameters' values
+
+    def compare(self, specs: Sequence[UnitSpec]) -> None:
+        """Compare the parameters, which are materialized: one exchange, not one for each unit."""
+        if not self.is_shared:
+            tensors = [each for spec in specs for each in _tensors_of(spec)]
+            self.is_shared = self._compares = self._are_same(_dense(tensors))
 
     def give(self, spec: UnitSpec) -> None:
         """Share and move the parameters of a unit, which are materialized."""
         params = [ref.param for ref in spec.params]
-        beside = [t for each in EXTENSIONS for param in params for t in each.tensors(param)]
-        self._share([*(param.detach() for param in params), *beside])
+        if not self.is_shared:
+            self._share(_tensors_of(spec))
         move(params, self._device)
         for each in EXTENSIONS:
             for param in params:
@@ -128,14 +135,27 @@ class InitialValues:
 
     def _share(self, tensors: Sequence[Tensor]) -> None:
         """Take rank 0's values, unless all ranks have the same; compares until they differ."""
-        # The unit's error names what cannot be sharded.
-        dense = [each for each in tensors if not each.is_meta and each.layout == torch.strided]
-        if self._compares and dense:
-            digest = hashlib.sha256(repr([checksum(each) for each in dense]).encode()).digest()
-            self._compares = len(set(self._comm.exchange(digest))) == 1
+        dense = _dense(tensors)
+        self._compares = self._compares and self._are_same(dense)
         if self._shares and not self._compares:
             for tensor in dense:
                 take_from(0, self._comm, tensor)
+
+    def _are_same(self, tensors: Sequence[Tensor]) -> bool:
+        digest = hashlib.sha256(repr([checksum(each) for each in tensors]).encode()).digest()
+        return not tensors or len(set(self._comm.exchange(digest))) == 1
+
+
+def _tensors_of(spec: UnitSpec) -> list[Tensor]:
+    """Return the parameters of a unit, and the tensors that extensions have beside them."""
+    params = [ref.param for ref in spec.params]
+    beside = [t for each in EXTENSIONS for param in params for t in each.tensors(param)]
+    return [*(param.detach() for param in params), *beside]
+
+
+def _dense(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return those with values to share: a unit's error names what cannot be sharded."""
+    return [each for each in tensors if not each.is_meta and each.layout == torch.strided]
 
 
 # --- engine and units -----------------------------------------------------------------------------
