@@ -1,4 +1,5 @@
-"""The transports in C, with real processes (tests/c/test_comm_*.c): shm, its failures, c10d, self.
+"""The transports in C, with real processes (tests/c/test_comm_*.c): shm, its failures, c10d, self;
+and connections between hosts (tests/c/test_hosts_links.c).
 
 A transport is libc only (the process group below c10d is played by shm), so each test
 forks its ranks in a small program that the compiler makes in a second, plain and sanitized. There,
@@ -36,6 +37,7 @@ PROGRAMS = {
         "c10d_*.c",
         *TURNS,
     ],
+    "test_hosts_links": ["status.c", "hosts_links.c"],
 }
 AT_A_TIME = 8
 TEST = re.compile(r"^    TEST\((\w+), .*\),$", re.MULTILINE)

@@ -8,26 +8,22 @@ hosts of the same kind: equally many ranks each, neighbors in rank order, that c
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import resource
 import socket
-import struct
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from zshard import _core
 from zshard.ranks.agreement import gather_objects
+from zshard.ranks.counterparts import UnreachableError, meet
 from zshard.ranks.groups import Group, new_subgroup
 
 _SHOWN = 2  # show the reasons of so many ranks
-_TOKEN = 16  # bytes by which ranks know each other
-_PATIENCE = 30.0  # seconds until a counterpart must have connected
-_SIOCGIFADDR = 0x8915
 _SPARE = 16  # file descriptors besides those of a group's connections
 
 
@@ -150,80 +146,10 @@ def connect_hosts(
     reasons = gather_objects(met.reason if isinstance(met, Refusal) else "", group)
     if any(reasons) or isinstance(met, Refusal):
         return f"the ranks of a host cannot connect over shm: {next(filter(None, reasons))}"
-    sockets = _connect_counterparts(group, range(rank % size, world, size), timeout)
-    if isinstance(sockets, str):
-        return sockets
-    numbers = array("i", [each.detach() if each else -1 for each in sockets]).tobytes()
-    return _core.Comm.hosts(inner.group_name, numbers, met, rank, world, timeout)
-
-
-_Sockets = list[socket.socket | None]
-
-
-def _connect_counterparts(group: Group, ranks: Sequence[int], timeout: float) -> _Sockets | str:
-    """Return for each of `ranks` a socket to send to it over, and one to receive from it, None for
-    this rank; or the reason why there is none. Collective over `group`."""
-    offer, problem, token = ("", 0, b""), "", os.urandom(_TOKEN)
-    found: _Sockets = [None] * (2 * len(ranks))
-    patience = min(timeout, _PATIENCE)
-    with contextlib.ExitStack() as stack:
-        try:
-            server = stack.enter_context(socket.create_server(("", 0), backlog=2 * len(ranks)))
-            offer = own_address(), server.getsockname()[1], token
-        except OSError as error:
-            problem = str(error)
-        offers = gather_objects(offer, group)
-        if all(address for address, _, _ in offers):
-            try:
-                found[::2] = _reach(ranks, offers, dist.get_rank(group), patience)
-                found[1::2] = _admit(ranks, server, token, dist.get_rank(group), patience)
-            except OSError as error:
-                problem = str(error)
-    reasons = gather_objects(problem, group)
-    for each in filter(None, found):
-        each.settimeout(None) if not any(reasons) else each.close()
-    reason = next((f"rank {r}: {text}" for r, text in enumerate(reasons) if text), "")
-    return f"ranks of different hosts cannot connect: {reason}" if reason else found
-
-
-def _reach(ranks: Sequence[int], offers: Sequence[Any], own: int, patience: float) -> _Sockets:
-    """Connect to each of `ranks`, where it listens, and say who connects."""
-    made: _Sockets = []
-    for peer in ranks:
-        address, port, token = offers[peer]
-        connection = None
-        if peer != own:
-            connection = socket.create_connection((address, port), patience)
-            connection.sendall(token + own.to_bytes(4))
-        made.append(connection)
-    return made
-
-
-def _admit(
-    ranks: Sequence[int], server: socket.socket, token: bytes, own: int, patience: float
-) -> _Sockets:
-    """Accept a connection from each of `ranks`. Others do not know the token."""
-    made: dict[int, socket.socket] = {}
-    server.settimeout(patience)
-    while len(made) < len(ranks) - 1:
-        connection, _ = server.accept()
-        connection.settimeout(patience)
-        hello = connection.recv(_TOKEN + 4)
-        peer = int.from_bytes(hello[_TOKEN:])
-        if hello[:_TOKEN] == token and peer in ranks and peer != own:
-            made[peer] = connection
-        else:
-            connection.close()
-    return [made.get(peer) for peer in ranks]
-
-
-def own_address() -> str:
-    """Return this host's address towards the others: that of gloo's interface, if it is named, or
-    the one from which it reaches MASTER_ADDR. IPv4. Raises OSError."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
-            request = struct.pack("256s", name[:15].encode())
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            return socket.inet_ntoa(answer[20:24])
-        probe.connect((os.environ.get("MASTER_ADDR", socket.gethostname()), 9))
-        return str(probe.getsockname()[0])
+    try:
+        with contextlib.ExitStack() as stack:  # the transport copies the sockets
+            sockets = meet(group, range(rank % size, world, size), timeout, stack)
+            numbers = array("i", [each.fileno() if each else -1 for each in sockets]).tobytes()
+            return _core.Comm.hosts(inner.group_name, numbers, met, rank, world, timeout)
+    except UnreachableError as error:
+        return f"ranks of different hosts cannot connect: {error}"

@@ -84,7 +84,7 @@ zs_status zs_hosts_moves_finish(zs_hosts_comm *self, const zs_turn *turn, zs_hos
 /* Abandons them: if they are not done, all connections end, so nothing writes to their memory any more. */
 void zs_hosts_moves_leave(zs_hosts_comm *self, zs_hosts_move *moves);
 
-/* `fds` [2 * hosts], *stolen*: for each host a connected socket to send over, and one to receive from; -1 for this
+/* `fds` [2 * hosts], copied: for each host a connected socket to send over, and one to receive from; -1 for this
  * one. */
 zs_status zs_hosts_links_new(zs_hosts_comm *self, const int *fds);
 void zs_hosts_links_stop(zs_hosts_comm *self, const char *why); /* idempotent */

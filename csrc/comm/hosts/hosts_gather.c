@@ -180,11 +180,10 @@ static zs_status borrow_codes(zs_hosts_comm *self, hosts_gathering *gathering)
     return ZS_OK;
 }
 
-/* If a collective was abandoned, torch's threads may still write to the codes. */
 static void end(zs_hosts_comm *self, hosts_gathering *gathering)
 {
     zs_hosts_moves_leave(self, gathering->moves);
-    if (gathering->codes != NULL && self->c10d.base.lost == NULL) {
+    if (gathering->codes != NULL) {
         zs_c10d_return_area(&self->c10d, &gathering->codes);
         zs_c10d_let_areas_go(&self->c10d);
     }

@@ -8,6 +8,7 @@
 #include "comm/hosts/hosts.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -116,15 +117,14 @@ static void *run(void *arg)
     zs_clear_error();
     while ((move = next_move(it)) != NULL) {
         int error = it->way == OUT ? transfer(it, move->out, move->n_out) : transfer(it, move->in, move->n_in);
-        bool good = error == 0;
-        if (it->way == IN && move->arrived != NULL) move->arrived(move->arg, good);
+        if (it->way == IN && move->arrived != NULL) move->arrived(move->arg, error == 0);
         pthread_mutex_lock(&links->lock);
-        if (good) {
+        if (it->way == IN) move->arrived = NULL; /* it was told, whatever becomes of the other direction */
+        if (error == 0) {
             it->first = move->next[it->way];
             move->left--;
             pthread_cond_broadcast(&links->changed);
         } else {
-            move->arrived = it->way == IN ? NULL : move->arrived;
             fail(links, error == ECONNRESET || error == EPIPE ? "Connection closed by peer" : strerror(error));
         }
         pthread_mutex_unlock(&links->lock);
@@ -211,7 +211,7 @@ zs_status zs_hosts_moves_finish(zs_hosts_comm *self, const zs_turn *turn, zs_hos
 void zs_hosts_moves_leave(zs_hosts_comm *self, zs_hosts_move *moves)
 {
     const awaited it = {self->links, moves, self->hosts};
-    if (all_done(&it)) return;
+    if (all_done(&it) || zs_c10d_is_forked(&self->c10d)) return; /* a child may have a copy of one half told */
     zs_hosts_links_stop(self, self->c10d.base.lost != NULL ? self->c10d.base.lost : "abandoned");
     for (int h = 0; h < self->hosts; h++) {
         if (moves[h].left > 0 && moves[h].arrived != NULL) moves[h].arrived(moves[h].arg, false);
@@ -237,7 +237,7 @@ void zs_hosts_links_stop(zs_hosts_comm *self, const char *why)
 void zs_hosts_links_free(zs_hosts_comm *self)
 {
     struct links *links = self->links;
-    if (links == NULL) return;
+    if (links == NULL || zs_c10d_is_forked(&self->c10d)) return; /* waits for the parent's threads would not end */
     zs_hosts_links_stop(self, "the transport has ended");
     for (int i = 0; i < links->n; i++)
         if (links->lanes[i].fd >= 0) close(links->lanes[i].fd);
@@ -260,6 +260,16 @@ static zs_status start_thread(lane *it)
                       : ZS_FAIL(ZS_ERR_MEMORY, "cannot start a thread that sends to other hosts (%s)", strerror(error));
 }
 
+/* A copy of the socket, whose owner closes its own. */
+static zs_status start_lane(lane *it, int fd)
+{
+    it->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (it->fd < 0) return ZS_FAIL(ZS_ERR_SYSTEM, "cannot keep a connection to another host (%s)", strerror(errno));
+    int on = 1;
+    (void)setsockopt(it->fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    return start_thread(it);
+}
+
 zs_status zs_hosts_links_new(zs_hosts_comm *self, const int *fds)
 {
     size_t lanes = 2 * (size_t)self->hosts;
@@ -273,13 +283,9 @@ zs_status zs_hosts_links_new(zs_hosts_comm *self, const int *fds)
     pthread_mutex_init(&links->lock, NULL);
     links->n = (int)lanes;
     self->links = links;
-    for (size_t i = 0; i < lanes; i++) {
-        lane *it = &links->lanes[i];
-        *it = (lane){.all = links, .fd = fds[i], .way = (int)(i % 2)};
-        if (it->fd < 0) continue;
-        int on = 1;
-        (void)setsockopt(it->fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-        ZS_TRY(start_thread(it));
-    }
+    for (size_t i = 0; i < lanes; i++)
+        links->lanes[i] = (lane){.all = links, .fd = -1, .way = (int)(i % 2)};
+    for (size_t i = 0; i < lanes; i++)
+        if (fds[i] >= 0) ZS_TRY(start_lane(&links->lanes[i], fds[i]));
     return ZS_OK;
 }
