@@ -158,10 +158,11 @@ def _address_of(interface: str) -> str:
     request = struct.pack("256s", interface[:15].encode())
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-    for line in Path("/proc/net/if_inet6").read_text().splitlines():
-        digits, _, _, scope, _, name = line.split()
-        if name == interface and scope in _SCOPES:
-            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    with contextlib.suppress(FileNotFoundError):  # without IPv6
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if name == interface and scope in _SCOPES:
+                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
     raise OSError(f"GLOO_SOCKET_IFNAME={interface}: it has no address")
 
 
