@@ -37,7 +37,7 @@ PROGRAMS = {
         "c10d_*.c",
         *TURNS,
     ],
-    "test_hosts_links": ["status.c", "hosts_links.c"],
+    "test_hosts_links": ["status.c", "clock.c", "hosts_links.c"],
 }
 AT_A_TIME = 8
 TEST = re.compile(r"^    TEST\((\w+), .*\),$", re.MULTILINE)

@@ -114,9 +114,6 @@ zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_a
 /* Waits for ranks' turns before a collective, on this host or others. A long wait finds out where the ranks are. */
 zs_status zs_c10d_watch_turn(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_arrival *until);
 
-/* Abandons `work`: the memory that it may still write to is kept forever. */
-void zs_c10d_leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory);
-
 /* A gather has ended: if it was abandoned, torch's threads may yet read the shard, which is kept forever, too. */
 void zs_c10d_leave_source(zs_c10d_comm *comm, zs_mem *shard);
 

@@ -142,8 +142,8 @@ static zs_status break_off(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10
     return status;
 }
 
-/* Torch's threads will write to the memory whenever the missing peer comes. */
-void zs_c10d_leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
+/* Torch's threads will write to the memory whenever the missing peer comes: it is kept forever. */
+static void leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
 {
     if (memory != NULL) zs_mem_retain(memory);
     comm->has_strays = true;
@@ -155,14 +155,14 @@ void zs_c10d_leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
 
 void zs_c10d_leave_source(zs_c10d_comm *comm, zs_mem *shard)
 {
-    if (comm->has_strays) zs_c10d_leave_behind(comm, NULL, shard);
+    if (comm->has_strays) leave_behind(comm, NULL, shard);
 }
 
 /* `stall`: NULL if a wait may be long because of its size. */
 static zs_status wait_for(zs_c10d_comm *comm, const zs_turn *turn, zs_work *work, zs_mem *memory, zs_c10d_stall *stall)
 {
     if (zs_c10d_is_forked(comm)) {
-        zs_c10d_leave_behind(comm, work, memory);
+        leave_behind(comm, work, memory);
         return ZS_FAIL(ZS_ERR_STATE,
                        "a process forked from rank %d cannot use its process group; start it with 'spawn'",
                        comm->base.rank);
@@ -178,7 +178,7 @@ static zs_status wait_for(zs_c10d_comm *comm, const zs_turn *turn, zs_work *work
         status = check_wait(comm, &seen);
         if (status == ZS_OK && stall != NULL) zs_c10d_stall_check(comm, turn, stall, zs_clock() - begun);
         if (status == ZS_OK) continue;
-        zs_c10d_leave_behind(comm, work, memory);
+        leave_behind(comm, work, memory);
         return break_off(comm, turn, stall, status);
     }
 }

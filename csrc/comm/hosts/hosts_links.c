@@ -4,8 +4,10 @@
  * was begun next. To each counterpart there are two connections, one to send over and one to receive from, and a
  * thread for each, which sleeps in the kernel until a large piece is done. So bytes go from where they lie to where
  * they belong, in few system calls, and no thread polls. */
-#define _GNU_SOURCE 1 /* pthread_condattr_setclock */
+#define _GNU_SOURCE 1 /* pthread_setname_np */
 #include "comm/hosts/hosts.h"
+
+#include "base/clock.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -17,7 +19,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 
 enum {
@@ -175,11 +176,7 @@ static bool all_done(const awaited *it)
 static bool look(void *arg, double seconds)
 {
     const awaited *it = arg;
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += (long)(seconds * 1e9);
-    until.tv_sec += until.tv_nsec / 1000000000;
-    until.tv_nsec %= 1000000000;
+    const struct timespec until = zs_clock_in(seconds);
     pthread_mutex_lock(&it->links->lock);
     bool late = seconds <= 0;
     while (!all_done(it) && !it->links->ends && !late)
@@ -275,11 +272,7 @@ zs_status zs_hosts_links_new(zs_hosts_comm *self, const int *fds)
     size_t lanes = 2 * (size_t)self->hosts;
     struct links *links = calloc(1, sizeof *links + lanes * sizeof(lane));
     if (links == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the hosts transport");
-    pthread_condattr_t attributes;
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&links->changed, &attributes);
-    pthread_condattr_destroy(&attributes);
+    zs_clock_condition(&links->changed);
     pthread_mutex_init(&links->lock, NULL);
     links->n = (int)lanes;
     self->links = links;
