@@ -94,4 +94,4 @@ def runs(
 def test_in_c(runs: Runs, program: str, build: str, name: str) -> None:
     done = runs[program, build, name].result()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(rf"^{name} +\d ranks  ok", done.stdout, re.MULTILINE)
+    assert re.search(rf"^{name}(:| +\d ranks ) ok", done.stdout, re.MULTILINE)
