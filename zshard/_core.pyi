@@ -47,8 +47,7 @@ class Comm:
     def hosts(
         cls,
         group_name: str,
-        even_name: str,
-        odd_name: str,
+        connections: bytes,
         local: Comm,
         rank: int,
         world: int,

@@ -118,14 +118,10 @@ zs_status zs_comm_c10d_new(const char *group_name, const zs_ranks_of_hosts *rank
 
 /* --- hosts: in two levels ----------------------------------------------------------------------------------------- */
 
-/* The process groups that it uses: one of all ranks, and two of the ranks at this rank's place on their hosts, for
- * what even and odd hosts send. */
-typedef struct zs_hosts_groups {
-    const char *all, *across[2];
-} zs_hosts_groups;
-
-/* `local` (adds a reference; it must serve nothing else) is the transport of this host's ranks. */
-zs_status zs_comm_hosts_new(const zs_hosts_groups *groups, zs_comm *local, const zs_ranks_of_hosts *ranks,
+/* `group` is of all ranks. `fds` [2 * hosts], copied: for each host a socket that is connected to this rank's
+ * counterpart there to send over, and one to receive from; -1 for this host.
+ * `local` (adds a reference; it must serve nothing else) is the transport of this host's ranks. */
+zs_status zs_comm_hosts_new(const char *group, const int *fds, zs_comm *local, const zs_ranks_of_hosts *ranks,
                             double timeout, zs_comm **out);
 
 /* --- GPUs --------------------------------------------------------------------------------------------------------- */

@@ -146,18 +146,24 @@ static PyObject *comm_c10d(PyObject *type, PyObject *args)
 
 static PyObject *comm_hosts(PyObject *type, PyObject *args)
 {
-    zs_hosts_groups groups;
+    const char *group, *fds;
+    Py_ssize_t bytes;
     PyObject *local;
     zs_ranks_of_hosts ranks = {0};
     double timeout;
     zs_comm *comm = NULL;
-    if (!PyArg_ParseTuple(args, "sssO!iid:hosts", &groups.all, &groups.across[0], &groups.across[1],
-                          (PyTypeObject *)type, &local, &ranks.rank, &ranks.world, &timeout))
+    if (!PyArg_ParseTuple(args, "sy#O!iid:hosts", &group, &fds, &bytes, (PyTypeObject *)type, &local, &ranks.rank,
+                          &ranks.world, &timeout))
         return NULL;
     zs_comm *within = ((comm_object *)local)->comm;
     ranks.per_host = within->world;
+    if ((size_t)bytes != 2 * sizeof(int) * (size_t)(ranks.world / ranks.per_host)) {
+        PyErr_SetString(PyExc_ValueError, "expected two connections for each host");
+        return NULL;
+    }
     zs_clear_error();
-    if (zs_comm_hosts_new(&groups, within, &ranks, timeout, &comm) != ZS_OK) return zs_py_raise(NULL);
+    if (zs_comm_hosts_new(group, (const int *)(const void *)fds, within, &ranks, timeout, &comm) != ZS_OK)
+        return zs_py_raise(NULL);
     return wrap((PyTypeObject *)type, comm, "");
 }
 

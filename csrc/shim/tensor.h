@@ -281,13 +281,11 @@ typedef struct zs_work zs_work; /* a collective in flight */
 
 /* Each of these starts a collective; the memory must not change until zs_work_wait reports the end. all_to_all:
  * piece r of `in` goes to rank r; `out` gets rank r's piece at r * piece_bytes. all_gather: `out` (world * bytes)
- * gets every rank's `in`, which may be its own place in `out`. broadcast: `data` of `root` to all. scatter: piece r
- * of `root`'s `in` goes to rank r's `out`; other ranks' `in` is ignored. */
+ * gets every rank's `in`, which may be its own place in `out`. broadcast: `data` of `root` to all. */
 zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world,
                               zs_work **work);
 zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world, zs_work **work);
 zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root, zs_work **work);
-zs_status zs_group_scatter(zs_group *group, const void *in, void *out, size_t piece_bytes, int root, zs_work **work);
 
 /* Does the group support messages beside collectives, on any thread? (gloo) */
 bool zs_group_has_messages(const zs_group *group);
@@ -311,10 +309,6 @@ bool zs_work_done(const zs_work *work);
 /* Waits up to `seconds` for its end; sets `done` if it ended, and then returns its result. (Process groups other
  * than gloo cannot wait with a limit: then this returns only at the end.) */
 zs_status zs_work_wait(zs_work *work, double seconds, bool *done);
-
-/* Makes the work call call(arg, it succeeded) once, on any thread, when it ends; now if it has ended. Without it
- * nothing is called. */
-zs_status zs_work_then(zs_work *work, void (*call)(void *arg, bool good), void *arg);
 
 /* Frees the handle of a finished collective, or of a message; torch no longer uses its memory. */
 void zs_work_free(zs_work *work);

@@ -244,24 +244,6 @@ zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root
     });
 }
 
-zs_status zs_group_scatter(zs_group *group, const void *in, void *out, size_t piece_bytes, int root, zs_work **work)
-{
-    const bool sends = group->group->getRank() == root;
-    const size_t world = sends ? static_cast<size_t>(group->group->getSize()) : 0;
-    std::vector<at::Tensor> all{bytes_at(group, out, piece_bytes)};
-    for (size_t r = 0; r < world; r++)
-        all.push_back(bytes_at(group, static_cast<const char *>(in) + r * piece_bytes, piece_bytes));
-    return start("scatter", group, std::move(all), work, [&](auto &tensors) {
-        std::vector<at::Tensor> outputs{tensors[0]};
-        std::vector<std::vector<at::Tensor>> inputs;
-        if (sends) inputs.emplace_back(tensors.begin() + 1, tensors.end());
-        c10d::ScatterOptions options;
-        options.rootRank = root;
-        options.timeout = group->timeout;
-        return group->group->scatter(outputs, inputs, options);
-    });
-}
-
 bool zs_group_has_messages(const zs_group *group)
 {
     return group->group->getBackendName() == "gloo";
@@ -301,13 +283,6 @@ void zs_work_hang_up(zs_work *work)
         work->work->wait(std::chrono::milliseconds(1)); // too late: gloo closes the group's connections
     } catch (...) {
     }
-}
-
-zs_status zs_work_then(zs_work *work, void (*call)(void *arg, bool good), void *arg)
-{
-    return guarded(work->where, [&] {
-        work->work->getFuture()->addCallback([=](c10::ivalue::Future &future) { call(arg, !future.hasError()); });
-    });
 }
 
 bool zs_work_done(const zs_work *work)

@@ -7,9 +7,11 @@ hosts of the same kind: equally many ranks each, neighbors in rank order, that c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +20,7 @@ import torch.distributed as dist
 
 from zshard import _core
 from zshard.ranks.agreement import gather_objects
+from zshard.ranks.counterparts import UnreachableError, meet
 from zshard.ranks.groups import Group, new_subgroup
 
 _SHOWN = 2  # show the reasons of so many ranks
@@ -143,5 +146,10 @@ def connect_hosts(
     reasons = gather_objects(met.reason if isinstance(met, Refusal) else "", group)
     if any(reasons) or isinstance(met, Refusal):
         return f"the ranks of a host cannot connect over shm: {next(filter(None, reasons))}"
-    even, odd = (new_subgroup(ranks[rank % size :: size], "gloo").group_name for _ in range(2))
-    return _core.Comm.hosts(inner.group_name, even, odd, met, rank, world, timeout)
+    try:
+        with contextlib.ExitStack() as stack:  # the transport copies the sockets
+            sockets = meet(group, range(rank % size, world, size), timeout, stack)
+            numbers = array("i", [each.fileno() if each else -1 for each in sockets]).tobytes()
+            return _core.Comm.hosts(inner.group_name, numbers, met, rank, world, timeout)
+    except UnreachableError as error:
+        return f"ranks of different hosts cannot connect: {error}"

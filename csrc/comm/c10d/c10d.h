@@ -105,17 +105,14 @@ typedef struct zs_c10d_arrival {
     bool (*arrived)(void *arg, double seconds); /* waits at most `seconds`; true: the wait is over */
     void *arg;
     const char *late; /* what the deadline's message reports about the others */
+    bool patient;     /* a little longer, as the others may be about to report why */
 } zs_c10d_arrival;
 
-/* Waits for other ranks of this host within `turn`. Fails as zs_c10d_finish does, a little later than these ranks'
- * collectives. */
+/* Waits for what other ranks send within `turn`. Fails as zs_c10d_finish does. */
 zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_arrival *until);
 
 /* Waits for ranks' turns before a collective, on this host or others. A long wait finds out where the ranks are. */
 zs_status zs_c10d_watch_turn(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_arrival *until);
-
-/* Abandons `work`: the memory that it may still write to is kept forever. */
-void zs_c10d_leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory);
 
 /* A gather has ended: if it was abandoned, torch's threads may yet read the shard, which is kept forever, too. */
 void zs_c10d_leave_source(zs_c10d_comm *comm, zs_mem *shard);

@@ -142,8 +142,8 @@ static zs_status break_off(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10
     return status;
 }
 
-/* Torch's threads will write to the memory whenever the missing peer comes. */
-void zs_c10d_leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
+/* Torch's threads will write to the memory whenever the missing peer comes: it is kept forever. */
+static void leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
 {
     if (memory != NULL) zs_mem_retain(memory);
     comm->has_strays = true;
@@ -155,14 +155,14 @@ void zs_c10d_leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
 
 void zs_c10d_leave_source(zs_c10d_comm *comm, zs_mem *shard)
 {
-    if (comm->has_strays) zs_c10d_leave_behind(comm, NULL, shard);
+    if (comm->has_strays) leave_behind(comm, NULL, shard);
 }
 
 /* `stall`: NULL if a wait may be long because of its size. */
 static zs_status wait_for(zs_c10d_comm *comm, const zs_turn *turn, zs_work *work, zs_mem *memory, zs_c10d_stall *stall)
 {
     if (zs_c10d_is_forked(comm)) {
-        zs_c10d_leave_behind(comm, work, memory);
+        leave_behind(comm, work, memory);
         return ZS_FAIL(ZS_ERR_STATE,
                        "a process forked from rank %d cannot use its process group; start it with 'spawn'",
                        comm->base.rank);
@@ -178,7 +178,7 @@ static zs_status wait_for(zs_c10d_comm *comm, const zs_turn *turn, zs_work *work
         status = check_wait(comm, &seen);
         if (status == ZS_OK && stall != NULL) zs_c10d_stall_check(comm, turn, stall, zs_clock() - begun);
         if (status == ZS_OK) continue;
-        zs_c10d_leave_behind(comm, work, memory);
+        leave_behind(comm, work, memory);
         return break_off(comm, turn, stall, status);
     }
 }
@@ -219,11 +219,10 @@ zs_status zs_c10d_finish_turn(zs_c10d_comm *comm, const zs_turn *turn, zs_work *
     return status;
 }
 
-/* `stall` as in wait_for; `limit`: seconds. */
-static zs_status watch(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_arrival *until, double limit,
-                       zs_c10d_stall *stall)
+/* `stall` as in wait_for. */
+static zs_status watch(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_arrival *until, zs_c10d_stall *stall)
 {
-    double begun = zs_clock();
+    double begun = zs_clock(), limit = comm->base.timeout + (until->patient ? grace : 0);
     patience seen = {.asked = begun};
     while (!until->arrived(until->arg, slice)) {
         zs_status status = check_wait(comm, &seen);
@@ -234,22 +233,30 @@ static zs_status watch(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_ar
     return ZS_OK;
 }
 
+/* Waits, if there is anything to wait for, in a range that a profiler shows. */
+static zs_status watch_in_range(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_arrival *until,
+                                zs_c10d_stall *stall)
+{
+    if (until->arrived(until->arg, 0)) return ZS_OK;
+    zs_profile *range = begin_range(turn, stall != NULL);
+    int64_t begun = zs_clock_ns();
+    zs_status status = watch(comm, turn, until, stall);
+    zs_profile_waited(begun);
+    zs_profile_end(range);
+    return status;
+}
+
 zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_arrival *until)
 {
-    return watch(comm, turn, until, comm->base.timeout + grace, NULL);
+    return watch_in_range(comm, turn, until, NULL);
 }
 
 zs_status zs_c10d_watch_turn(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_arrival *until)
 {
-    if (until->arrived(until->arg, 0)) return ZS_OK;
     zs_c10d_stall stall = {0};
-    zs_profile *range = begin_range(turn, true);
-    int64_t begun = zs_clock_ns();
     atomic_store_explicit(&comm->base.waiting, true, memory_order_relaxed);
-    zs_status status = watch(comm, turn, until, comm->base.timeout, &stall);
+    zs_status status = watch_in_range(comm, turn, until, &stall);
     atomic_store_explicit(&comm->base.waiting, false, memory_order_relaxed);
-    zs_profile_waited(begun);
-    zs_profile_end(range);
     zs_c10d_stall_end(&stall);
     return status;
 }

@@ -42,6 +42,7 @@ static void hosts_abort(zs_comm *comm, const char *reason)
 static void hosts_close(zs_comm *comm)
 {
     zs_hosts_turns_stop((zs_hosts_comm *)comm);
+    zs_hosts_links_stop((zs_hosts_comm *)comm, "the transport has ended");
     zs_comm_close(((zs_hosts_comm *)comm)->local);
 }
 
@@ -49,11 +50,10 @@ static void hosts_destroy(zs_comm *comm)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     zs_hosts_turns_free(self);
+    zs_hosts_links_free(self);
     if (!zs_c10d_clear(&self->c10d)) return;
     zs_mem_release(self->bells.mem);
     pthread_mutex_destroy(&self->local_lock);
-    zs_group_free(self->across[0]);
-    zs_group_free(self->across[1]);
     zs_comm_release(self->local);
     free(self);
 }
@@ -123,7 +123,7 @@ static zs_status check(const zs_comm *local, const zs_ranks_of_hosts *ranks)
                    local->rank, local->world);
 }
 
-zs_status zs_comm_hosts_new(const zs_hosts_groups *groups, zs_comm *local, const zs_ranks_of_hosts *ranks,
+zs_status zs_comm_hosts_new(const char *group, const int *fds, zs_comm *local, const zs_ranks_of_hosts *ranks,
                             double timeout, zs_comm **out)
 {
     ZS_TRY(check(local, ranks));
@@ -136,9 +136,8 @@ zs_status zs_comm_hosts_new(const zs_hosts_groups *groups, zs_comm *local, const
     self->hosts = ranks->world / ranks->per_host;
     self->host = ranks->rank / ranks->per_host;
     self->lane = local->rank;
-    zs_status status = zs_c10d_init(&self->c10d, groups->all, ranks, timeout);
-    for (int i = 0; i < 2; i++)
-        ZS_THEN(status, zs_group_new(groups->across[i], &self->across[i]));
+    zs_status status = zs_c10d_init(&self->c10d, group, ranks, timeout);
+    ZS_THEN(status, zs_hosts_links_new(self, fds));
     ZS_THEN(status, zs_hosts_signals_new(self));
     ZS_THEN(status, zs_hosts_turns_new(self));
     if (status != ZS_OK) {

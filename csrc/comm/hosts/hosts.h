@@ -1,7 +1,7 @@
 /* hosts.h - the transport for several hosts with the same number of ranks each, in two levels.
  *
  * Ranks of one host communicate over `local` (shm), and each rank with its counterparts, those at its place on the
- * other hosts, over separate process groups (`across`). So data crosses the wire once per host, not once per rank:
+ * other hosts, over connections of their own (`links`). So data crosses the wire once per host, not once per rank:
  * shards go straight into memory that the host's ranks share, and gradients are summed within the host first.
  *
  * Its head is a c10d transport over all ranks. That agrees on each collective before it starts (comm/turn.h), so all
@@ -16,7 +16,7 @@
  *   hosts_round.c    reducing; hosts_pieces.c: the part that crosses hosts
  *   hosts_coded.c    sums that cross hosts in fewer bytes
  *   hosts_params.c   parameters that cross in fewer bytes
- *   hosts_wait.c     waiting for the counterparts, and failures
+ *   hosts_links.c    the connections to the counterparts, and what moves over them
  */
 #ifndef ZS_HOSTS_H
 #define ZS_HOSTS_H
@@ -25,6 +25,8 @@
 #include "comm/wire_sizes.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
+#include <sys/uio.h>
 
 typedef struct zs_hosts_turns zs_hosts_turns;
 typedef struct zs_hosts_op zs_hosts_op;
@@ -32,7 +34,7 @@ typedef struct zs_hosts_op zs_hosts_op;
 typedef struct zs_hosts_comm {
     zs_c10d_comm c10d;          /* of all ranks */
     zs_comm *local;             /* of this host's ranks; counted reference; used only here */
-    zs_group *across[2];        /* of the counterparts, in the order of hosts; see zs_hosts_across; owned */
+    struct links *links;        /* to the counterparts; owned */
     int hosts, host;            /* number of hosts, and this one's index */
     int lane;                   /* this rank's place on its host */
     zs_flat_mem bells;          /* of `local`: a page for each of the host's ranks */
@@ -56,21 +58,40 @@ static inline int zs_hosts_rank(const zs_hosts_comm *self, int host, int lane)
     return host * zs_hosts_per_host(self) + lane;
 }
 
-/* --- hosts_wait.c ------------------------------------------------------------------------------------------------- */
+/* --- hosts_links.c ------------------------------------------------------------------------------------------------ */
 
-/* The group for what host `host` sends, with the timeout set. There are two, so that two hosts of different parity
- * send to each other over separate connections and threads: 10 MB both ways take a seventh less time. */
-zs_group *zs_hosts_across(zs_hosts_comm *self, int host);
+/* Pieces of memory in one direction: each flat, and a header. */
+enum { ZS_HOSTS_PARTS = ZS_MAX_FLATS + 1 };
+
+/* What a rank and a counterpart send each other in one operation. Its owner zeroes it, and keeps it and the memory in
+ * place until it is done or left. */
+typedef struct zs_hosts_move {
+    struct iovec out[ZS_HOSTS_PARTS], in[ZS_HOSTS_PARTS]; /* (changes as it moves) */
+    int n_out, n_in;
+    void (*arrived)(void *arg, bool good); /* called when all has been received, on any thread; NULL: nothing is */
+    void *arg;
+    _Atomic int left; /* directions that are not done; 0: done, or never begun */
+    struct zs_hosts_move *next[2];
+} zs_hosts_move;
+
+/* Begins it; all ranks begin theirs in the same order. After a failure `arrived` is not called. */
+zs_status zs_hosts_move_begin(zs_hosts_comm *self, int host, zs_hosts_move *move);
+
+/* Are all `moves` [hosts] done, or will they never be? / Waits for that. */
+bool zs_hosts_moves_done(zs_hosts_comm *self, const zs_hosts_move *moves);
+zs_status zs_hosts_moves_finish(zs_hosts_comm *self, const zs_turn *turn, zs_hosts_move *moves);
+
+/* Abandons them: if they are not done, all connections end, so nothing writes to their memory any more. */
+void zs_hosts_moves_leave(zs_hosts_comm *self, zs_hosts_move *moves);
+
+/* `fds` [2 * hosts], copied: for each host a connected socket to send over, and one to receive from; -1 for this
+ * one. */
+zs_status zs_hosts_links_new(zs_hosts_comm *self, const int *fds);
+void zs_hosts_links_stop(zs_hosts_comm *self, const char *why); /* idempotent */
+void zs_hosts_links_free(zs_hosts_comm *self);                  /* NULL allowed */
 
 /* Returns `status`. If the transport is now unusable, reports this and the reason to the host's other ranks at once. */
 zs_status zs_hosts_pass(zs_hosts_comm *self, zs_status status);
-
-/* Abandons all `works` [n] (NULL: none there), and sets them to NULL. */
-void zs_hosts_leave(zs_hosts_comm *self, zs_work **works, size_t n, zs_mem *memory);
-
-/* Waits for all `works` [n] (NULL: done, or never begun), and sets them to NULL; after a failure, abandoned work may
- * write to `memory` forever. */
-zs_status zs_hosts_finish(zs_hosts_comm *self, const zs_turn *turn, zs_work **works, size_t n, zs_mem *memory);
 
 /* --- hosts_signals.c ---------------------------------------------------------------------------------------------- */
 

@@ -76,37 +76,30 @@ static zs_status set_apart(hosts_slot *slot, bool apart)
 
 typedef struct hosts_gathering {
     zs_hosts_op op;
-    zs_flat_mem source; /* a counted reference */
-    zs_target to;       /* likewise */
-    zs_gathering *flat; /* over all ranks; NULL: in two levels */
-    uint64_t number;    /* in two levels */
-    size_t code_bytes;  /* of a shard; 0: it crosses as it is */
-    zs_mem *codes;      /* (coded) an area, [hosts] of them; NULL: none, or returned */
-    zs_work **works;    /* [hosts] a broadcast from each; after the turns */
+    zs_flat_mem source;   /* a counted reference */
+    zs_target to;         /* likewise */
+    zs_gathering *flat;   /* over all ranks; NULL: in two levels */
+    uint64_t number;      /* in two levels */
+    size_t code_bytes;    /* of a shard; 0: it crosses as it is */
+    zs_mem *codes;        /* (coded) an area, [hosts] of them; NULL: none, or returned */
+    zs_hosts_move *moves; /* [hosts] after the turns */
     zs_turn turns[];
 } hosts_gathering;
 
 static hosts_gathering *gathering_new(const zs_hosts_comm *self, const zs_flat_mem *flat, zs_target to)
 {
-    size_t turns = zs_hosts_op_turns(self), works = (size_t)self->hosts;
-    hosts_gathering *made = calloc(1, sizeof *made + turns * sizeof(zs_turn) + works * sizeof(zs_work *));
+    size_t turns = zs_hosts_op_turns(self), hosts = (size_t)self->hosts;
+    hosts_gathering *made = calloc(1, sizeof *made + turns * sizeof(zs_turn) + hosts * sizeof(zs_hosts_move));
     if (made == NULL) return NULL;
     made->source = *flat;
     made->to = to;
     made->code_bytes = zs_wire_code_bytes(to.code, to.dtype, flat->shard_bytes);
-    made->works = (zs_work **)(void *)(made->turns + turns);
+    made->moves = (zs_hosts_move *)(void *)(made->turns + turns);
     made->op.ticket.turns = made->turns;
     zs_mem_retain(to.mem);
     zs_mem_retain(flat->mem);
     return made;
 }
-
-/* What the broadcast from a host moves, and where it signals its end. */
-typedef struct leg {
-    char *data;
-    void (*arrived)(void *arg, bool good);
-    void *arg;
-} leg;
 
 /* Of a shard. */
 static size_t traveling_bytes(const hosts_gathering *gathering)
@@ -114,19 +107,23 @@ static size_t traveling_bytes(const hosts_gathering *gathering)
     return gathering->code_bytes > 0 ? gathering->code_bytes : gathering->source.shard_bytes;
 }
 
-/* Starts the broadcast from host `h`. */
-static zs_status start_leg(zs_hosts_comm *self, hosts_gathering *gathering, int h, leg it, zs_status status)
+/* Sends `own` to host `h` and receives `theirs`, if that is not this host. */
+static zs_status start_leg(zs_hosts_comm *self, hosts_gathering *gathering, int h, char *own, char *theirs)
 {
-    size_t bytes = traveling_bytes(gathering);
-    zs_work **work = &gathering->works[h];
-    ZS_THEN(status, zs_group_broadcast(zs_hosts_across(self, h), it.data, bytes, h, work));
-    zs_status begun = status == ZS_OK ? zs_work_then(*work, it.arrived, it.arg) : status;
-    if (begun != ZS_OK) it.arrived(it.arg, false);
-    ZS_THEN(status, begun);
+    zs_hosts_move *move = &gathering->moves[h];
+    if (h == self->host) {
+        move->arrived(move->arg, true);
+        return ZS_OK;
+    }
+    move->out[0] = (struct iovec){own, traveling_bytes(gathering)};
+    move->in[0] = (struct iovec){theirs, traveling_bytes(gathering)};
+    move->n_out = move->n_in = 1;
+    zs_status status = zs_hosts_move_begin(self, h, move);
+    if (status != ZS_OK) move->arrived(move->arg, false);
     return status;
 }
 
-/* Starts the broadcasts by which each counterpart gets this rank's shard, and this rank theirs, each in its place. */
+/* Each counterpart gets this rank's shard, and this rank theirs, each in its place. */
 static zs_status start_exact(zs_hosts_comm *self, hosts_gathering *gathering, zs_hosts_arrival *arrival)
 {
     const zs_flat_mem *flat = &gathering->source;
@@ -134,9 +131,10 @@ static zs_status start_exact(zs_hosts_comm *self, hosts_gathering *gathering, zs
     memcpy(full + (size_t)self->c10d.base.rank * flat->shard_bytes, flat->shard, flat->shard_bytes);
     zs_status status = ZS_OK;
     for (int h = 0; h < self->hosts; h++) {
-        char *place = full + (size_t)zs_hosts_rank(self, h, self->lane) * flat->shard_bytes;
-        leg it = {h == self->host ? flat->shard : place, zs_hosts_arrived, arrival};
-        status = start_leg(self, gathering, h, it, status);
+        gathering->moves[h].arrived = zs_hosts_arrived;
+        gathering->moves[h].arg = arrival;
+        ZS_ALSO(status, start_leg(self, gathering, h, flat->shard,
+                                  full + (size_t)zs_hosts_rank(self, h, self->lane) * flat->shard_bytes));
     }
     return status;
 }
@@ -146,7 +144,7 @@ static zs_status start_coded(zs_hosts_comm *self, hosts_gathering *gathering, zs
 {
     size_t bytes = gathering->code_bytes;
     zs_hosts_decoding *decoding = NULL;
-    char *codes = gathering->codes->ptr;
+    char *codes = gathering->codes->ptr, *own = codes + (size_t)self->host * bytes;
     zs_status status = zs_hosts_decoding_new(self, bytes, gathering->codes, gathering->to, arrival, &decoding);
     if (status != ZS_OK) {
         for (int h = 0; h < self->hosts; h++)
@@ -154,10 +152,11 @@ static zs_status start_coded(zs_hosts_comm *self, hosts_gathering *gathering, zs
         return status;
     }
     const float *shard = (const float *)(const void *)gathering->source.shard;
-    zs_hosts_encode_shard(shard, bytes, (zs_bf16 *)(void *)(codes + (size_t)self->host * bytes));
+    zs_hosts_encode_shard(shard, bytes, (zs_bf16 *)(void *)own);
     for (int h = 0; h < self->hosts; h++) {
-        leg it = {codes + (size_t)h * bytes, zs_hosts_code_arrived, zs_hosts_decoding_part(decoding, h)};
-        status = start_leg(self, gathering, h, it, status);
+        gathering->moves[h].arrived = zs_hosts_code_arrived;
+        gathering->moves[h].arg = zs_hosts_decoding_part(decoding, h);
+        ZS_ALSO(status, start_leg(self, gathering, h, own, codes + (size_t)h * bytes));
     }
     return status;
 }
@@ -181,11 +180,10 @@ static zs_status borrow_codes(zs_hosts_comm *self, hosts_gathering *gathering)
     return ZS_OK;
 }
 
-/* If a collective was abandoned, torch's threads may still write to the codes. */
 static void end(zs_hosts_comm *self, hosts_gathering *gathering)
 {
-    zs_hosts_leave(self, gathering->works, (size_t)self->hosts, gathering->to.mem);
-    if (gathering->codes != NULL && self->c10d.base.lost == NULL) {
+    zs_hosts_moves_leave(self, gathering->moves);
+    if (gathering->codes != NULL) {
         zs_c10d_return_area(&self->c10d, &gathering->codes);
         zs_c10d_let_areas_go(&self->c10d);
     }
@@ -261,7 +259,7 @@ static zs_status finish(zs_hosts_comm *self, hosts_gathering *gathering)
             zs_hosts_round((float *)(void *)gathering->to.full,
                            (size_t)self->c10d.base.world * gathering->source.shard_bytes);
     } else {
-        ZS_TRY(zs_hosts_finish(self, turn, gathering->works, (size_t)self->hosts, gathering->to.mem));
+        ZS_TRY(zs_hosts_moves_finish(self, turn, gathering->moves));
         ZS_TRY(zs_hosts_await(self, turn, gathering->number));
     }
     return ZS_OK;

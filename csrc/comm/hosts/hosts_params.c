@@ -1,7 +1,7 @@
 /* hosts_params.c - parameters that cross hosts in fewer bytes. See hosts.h.
  *
  * All ranks compute with the decoded values, the rank that encoded them too, so full parameters are the same
- * everywhere. The thread of torch that receives a code decodes it into its place, while the script computes, and
+ * everywhere. The thread that receives a code decodes it into its place, while the script computes, and
  * only then does the shard count as arrived. */
 #include "comm/hosts/hosts.h"
 #include "comm/wire_sizes.h"

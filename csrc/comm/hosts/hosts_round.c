@@ -39,6 +39,13 @@ static const zs_comm_ops *local_ops(const zs_comm *comm)
     return comm->per_host > 1 ? &zs_shm_ops : &zs_self_ops;
 }
 
+/* Pieces that are summed before they cross: all but this host's, or none, see hosts_pieces.c. */
+static size_t pieces_of(const zs_comm *comm, const zs_wire_sums *sums)
+{
+    bool direct = comm->per_host == 1 && sums->code == ZS_WIRE_EXACT;
+    return direct ? 0 : (size_t)(comm->world / comm->per_host) - 1;
+}
+
 zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec)
 {
     zs_room own = zs_c10d_room_without_units(comm);
@@ -50,8 +57,8 @@ zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec)
     size_t hosts = (size_t)(comm->world / comm->per_host);
     zs_wire_sums sums = zs_wire_sums_of(comm, spec);
     own.record = local_ops(comm)->rounds->room(comm, &local).record + zs_wire_lost_bytes(&sums, (int)hosts);
-    own.sent = stride_of(comm, spec, &sums) * hosts;
-    own.received = own.sent + sums.room * hosts;
+    own.sent = stride_of(comm, spec, &sums) * pieces_of(comm, &sums);
+    own.received = (stride_of(comm, spec, &sums) + sums.room) * hosts;
     return own;
 }
 
@@ -96,13 +103,6 @@ static zs_turn turn_of(const hosts_unit *unit, zs_turn_kind kind)
     return turn;
 }
 
-/* Abandons all of a round's collectives; `memory` as in zs_c10d_finish. */
-static void leave_works(zs_hosts_comm *self, hosts_unit *unit, zs_mem *memory)
-{
-    zs_hosts_leave(self, unit->works, unit->n_works, memory);
-    unit->n_works = 0;
-}
-
 /* An op's `begin`, on either thread. */
 static zs_status begin(zs_hosts_comm *self, zs_hosts_op *op)
 {
@@ -118,7 +118,7 @@ static void undo(zs_hosts_comm *self, zs_hosts_op *op)
 {
     hosts_unit *unit = ((const hosts_post *)op)->unit;
     zs_hosts_lost_drop(self, &unit->sums, unit->lost); /* some of it may have entered this round */
-    leave_works(self, unit, NULL);
+    zs_hosts_moves_leave(self, unit->moves);
     zs_cunit_undo_post(&self->c10d.base, &unit->base);
 }
 
@@ -155,11 +155,12 @@ static zs_status begun(zs_hosts_comm *self, hosts_unit *unit)
 
 static zs_status enqueue(zs_hosts_comm *self, hosts_unit *unit)
 {
-    size_t bytes = unit->stride * (size_t)self->hosts, decoded = unit->sums.room * (size_t)self->hosts;
+    size_t received = (unit->stride + unit->sums.room) * (size_t)self->hosts;
+    size_t sent = unit->stride * pieces_of(&self->c10d.base, &unit->sums);
     zs_turn turn = turn_of(unit, ZS_TURN_POST);
     zs_status status = post_new(self, unit);
-    ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, bytes + decoded, &unit->received));
-    ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, bytes, &unit->sent));
+    ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, received, &unit->received));
+    if (sent > 0) ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, sent, &unit->sent));
     if (status != ZS_OK) return zs_hosts_turns_fail(self, zs_c10d_fail(&self->c10d, &turn, status));
     return zs_hosts_op_enqueue(self, &unit->post->op, &turn);
 }
@@ -184,29 +185,20 @@ zs_status zs_hosts_begun(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *don
     return *done ? zs_hosts_pass(self, begun(self, unit)) : ZS_OK;
 }
 
-static bool is_done(const hosts_unit *unit)
-{
-    for (size_t i = 0; i < unit->n_works; i++)
-        if (unit->works[i] != NULL && !zs_work_done(unit->works[i])) return false;
-    return true;
-}
-
-/* Waits for outstanding collectives. */
-static zs_status finish(zs_hosts_comm *self, hosts_unit *unit, zs_turn_kind kind, zs_mem *memory)
+/* Waits for what is outstanding. */
+static zs_status finish(zs_hosts_comm *self, hosts_unit *unit, zs_turn_kind kind)
 {
     zs_turn turn = turn_of(unit, kind);
-    size_t n = unit->n_works;
-    unit->n_works = 0;
-    return zs_hosts_finish(self, &turn, unit->works, n, memory);
+    return zs_hosts_moves_finish(self, &turn, unit->moves);
 }
 
 zs_status zs_hosts_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
-    *ready = wait != ZS_WAIT_NOT || is_done(unit);
+    *ready = wait != ZS_WAIT_NOT || zs_hosts_moves_done(self, unit->moves);
     if (!*ready) return ZS_OK;
-    zs_status status = finish(self, unit, ZS_TURN_POST, NULL);
+    zs_status status = finish(self, unit, ZS_TURN_POST);
     if (status != ZS_OK) return zs_hosts_pass(self, status);
     zs_c10d_return_area(&self->c10d, &unit->sent);
     zs_hosts_find_sources(self, unit);
@@ -215,17 +207,21 @@ zs_status zs_hosts_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
 
 /* --- sharing the sums --------------------------------------------------------------------------------------------- */
 
-/* Receives each counterpart's finished shards into their places in the bucket. */
+/* Receives each counterpart's finished shards into their places in the bucket, and sends this rank's. */
 static zs_status start_shares(zs_hosts_comm *self, hosts_unit *unit)
 {
     const zs_cunit *base = &unit->base;
-    for (int f = 0; f < base->spec.n_flats; f++) {
-        for (int h = 0; h < self->hosts; h++) {
-            char *shard = base->bucket->ptr + zs_cunit_shard_at(base, f, zs_hosts_rank(self, h, self->lane));
-            ZS_TRY(zs_group_broadcast(zs_hosts_across(self, h), shard, base->spec.shard_bytes[f], h,
-                                      &unit->works[unit->n_works]));
-            unit->n_works++;
+    for (int h = 0; h < self->hosts; h++) {
+        zs_hosts_move *move = &unit->moves[h];
+        if (h == self->host) continue;
+        move->n_out = move->n_in = base->spec.n_flats;
+        for (int f = 0; f < base->spec.n_flats; f++) {
+            char *own = base->bucket->ptr + zs_cunit_shard_at(base, f, self->c10d.base.rank);
+            char *theirs = base->bucket->ptr + zs_cunit_shard_at(base, f, zs_hosts_rank(self, h, self->lane));
+            move->out[f] = (struct iovec){own, base->spec.shard_bytes[f]};
+            move->in[f] = (struct iovec){theirs, base->spec.shard_bytes[f]};
         }
+        ZS_TRY(zs_hosts_move_begin(self, h, move));
     }
     return ZS_OK;
 }
@@ -240,9 +236,9 @@ zs_status zs_hosts_share(zs_comm *comm, zs_cunit *cunit)
                      (size_t)(self->hosts - 1) * cunit->shards_bytes);
     zs_status status = start_shares(self, unit);
     if (status != ZS_OK) status = zs_c10d_fail(&self->c10d, &turn, status);
-    ZS_THEN(status, finish(self, unit, ZS_TURN_SHARE, cunit->bucket->mem));
+    ZS_THEN(status, finish(self, unit, ZS_TURN_SHARE));
     ZS_THEN(status, zs_cunit_share(self->local, unit->local));
-    if (status != ZS_OK) leave_works(self, unit, cunit->bucket->mem);
+    if (status != ZS_OK) zs_hosts_moves_leave(self, unit->moves);
     return zs_hosts_pass(self, status);
 }
 
@@ -305,7 +301,7 @@ void zs_hosts_finish_round(zs_comm *comm, zs_cunit *cunit)
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
     (void)begun(self, unit);
-    if (unit->n_works > 0) (void)finish(self, unit, ZS_TURN_POST, NULL); /* it writes to our memory until then */
+    if (unit->moves != NULL) (void)finish(self, unit, ZS_TURN_POST); /* it writes to our memory until then */
 }
 
 void zs_hosts_unit_clear(zs_comm *comm, zs_cunit *cunit)
@@ -315,7 +311,7 @@ void zs_hosts_unit_clear(zs_comm *comm, zs_cunit *cunit)
     zs_cunit_free(self->local, unit->local);
     zs_hosts_lost_free(self, &unit->sums, unit->lost);
     post_free(unit);
-    free(unit->works);
+    free(unit->moves);
     zs_c10d_unit_clear(comm, cunit);
 }
 
@@ -324,7 +320,6 @@ zs_status zs_hosts_unit_init(zs_comm *comm, zs_cunit *cunit)
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
     const zs_cunit_spec *spec = &cunit->spec;
-    size_t works = (size_t)self->hosts * (size_t)(spec->n_flats > 0 ? spec->n_flats : 1);
     zs_c10d_keep_areas(&self->c10d);
     unit->number = self->c10d.turns.n_units++;
     (void)zs_wire_lay_out(comm, spec, cunit->at);
@@ -332,8 +327,8 @@ zs_status zs_hosts_unit_init(zs_comm *comm, zs_cunit *cunit)
     unit->stride = stride_of(comm, spec, &unit->sums);
     cunit->partial = comm->per_host > 1 || unit->sums.code != ZS_WIRE_EXACT;
     ZS_TRY(zs_hosts_lost_new(self, &unit->sums, &unit->lost));
-    unit->works = calloc(works, sizeof(zs_work *));
-    if (unit->works == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
+    unit->moves = calloc((size_t)self->hosts, sizeof *unit->moves);
+    if (unit->moves == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
     int nowhere[comm->per_host];
     memset(nowhere, 0, sizeof nowhere);
     zs_cunit_spec local = local_spec(comm, spec, nowhere);

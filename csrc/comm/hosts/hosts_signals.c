@@ -1,8 +1,8 @@
 /* hosts_signals.c - signals between the ranks of one host: turns and arrivals. See hosts.h.
  *
  * Each rank has a page that the host's other ranks read, with one counter that they sleep on. Threads write there as
- * well: torch's thread that ends a rank's last collective of a gather writes the gather's number. So others can use
- * what a rank has received before that rank itself finishes the gather. */
+ * well: the one that receives the last part of a gather writes the gather's number. So others can use what a rank has
+ * received before that rank itself finishes the gather. */
 #define _GNU_SOURCE 1 /* syscall */
 #include "comm/hosts/hosts.h"
 
@@ -155,8 +155,18 @@ static bool look_again(void *arg, double seconds)
 zs_status zs_hosts_await(zs_hosts_comm *self, const zs_turn *turn, uint64_t gather)
 {
     zs_hosts_awaited it = {self, ZS_HOSTS_ARRIVED, gather, NULL};
-    zs_c10d_arrival until = {look_again, &it, "another rank of this host has not finished its part"};
+    zs_c10d_arrival until = {look_again, &it, "another rank of this host has not finished its part", true};
     ZS_TRY(zs_c10d_watch(&self->c10d, turn, &until));
     if (it.why == NULL) return ZS_OK;
     return zs_c10d_fail(&self->c10d, turn, ZS_FAIL(ZS_ERR_PEER, "%s", it.why));
+}
+
+/* --- failures ----------------------------------------------------------------------------------------------------- */
+
+/* If one rank of a host is unusable, the others need not wait for their deadline. */
+zs_status zs_hosts_pass(zs_hosts_comm *self, zs_status status)
+{
+    const char *lost = self->c10d.base.lost;
+    if (status != ZS_OK && lost != NULL) zs_hosts_break_off(self, lost);
+    return status;
 }

@@ -12,16 +12,16 @@
  * There are two buffers for turns, for even and odd numbers. A rank sends turn n+1 once it has read turn n of all,
  * so when all of a host have sent n+1, turn n-1 has been read. Only then does a host send n+1, so no host receives
  * n+1 before its own ranks are done with n-1. */
-#define _GNU_SOURCE 1 /* pthread_condattr_setclock */
+#define _GNU_SOURCE 1 /* pthread_sigmask */
 #include "comm/hosts/hosts.h"
 
+#include "base/clock.h"
 #include "base/file.h"
 
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 /* From this rank to one other host and back. */
 typedef struct wire {
@@ -285,11 +285,7 @@ typedef struct awaited {
 static bool look(void *arg, double seconds)
 {
     const awaited *it = arg;
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += (long)(seconds * 1e9);
-    until.tv_sec += until.tv_nsec / 1000000000;
-    until.tv_nsec %= 1000000000;
+    const struct timespec until = zs_clock_in(seconds);
     pthread_mutex_lock(&it->turns->lock);
     bool late = seconds <= 0;
     while (it->ticket->state == ZS_HOSTS_QUEUED && !it->turns->closed && !late)
@@ -317,7 +313,7 @@ zs_status zs_hosts_turns_fail(zs_hosts_comm *self, zs_status status)
 zs_status zs_hosts_wait_ticket(zs_hosts_comm *self, zs_hosts_ticket *ticket)
 {
     awaited it = {self->turns, ticket};
-    zs_c10d_arrival until = {look, &it, "other ranks have not come here"};
+    zs_c10d_arrival until = {look, &it, "other ranks have not come here", false};
     zs_status status = zs_c10d_watch_turn(&self->c10d, &ticket->mine, &until);
     if (status != ZS_OK) return zs_hosts_turns_fail(self, status);
     if (ticket->state != ZS_HOSTS_QUEUED) return ZS_OK;
@@ -366,16 +362,6 @@ static zs_status start_thread(zs_hosts_comm *self)
     return ZS_OK;
 }
 
-static void init_lock(zs_hosts_turns *turns)
-{
-    pthread_condattr_t attributes;
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&turns->changed, &attributes);
-    pthread_condattr_destroy(&attributes);
-    pthread_mutex_init(&turns->lock, NULL);
-}
-
 zs_status zs_hosts_turns_new(zs_hosts_comm *self)
 {
     if (!zs_group_has_messages(self->c10d.group)) return ZS_OK;
@@ -392,7 +378,8 @@ zs_status zs_hosts_turns_new(zs_hosts_comm *self)
     turns->out[0] = memory;
     turns->out[1] = memory + bytes;
     turns->host_bytes = bytes;
-    init_lock(turns);
+    zs_clock_condition(&turns->changed);
+    pthread_mutex_init(&turns->lock, NULL);
     find_wires(self);
     size_t part = 2 * sizeof(zs_turn) + 2 * lanes * bytes;
     ZS_TRY(zs_comm_flat_new(self->local, zs_file_bucket_room(part), &turns->board));

@@ -23,10 +23,9 @@ struct hosts_unit {
     zs_cunit *local;  /* the unit on the transport of the host's ranks */
     uint64_t number;
     zs_wire_sums sums; /* which begin at `base.at` */
-    float *lost;     /* [hosts] of `sums.bytes`: what codes have lost so far of the sums for each; owned; NULL: exact */
-    size_t stride;   /* from one piece to the next */
-    zs_work **works; /* [hosts * n_flats, at least hosts] in flight; NULL: none */
-    size_t n_works;
+    float *lost;   /* [hosts] of `sums.bytes`: what codes have lost so far of the sums for each; owned; NULL: exact */
+    size_t stride; /* from one piece to the next */
+    zs_hosts_move *moves;    /* [hosts] in flight; owned */
     zs_mem *sent, *received; /* areas of that round, NULL: none */
 };
 

@@ -5,7 +5,7 @@
  *
  * It holds the list's lock while it checks a communicator, so removing one waits for that. This lock is taken before
  * the communicators' locks, never after. */
-#define _GNU_SOURCE 1 /* pthread_condattr_setclock */
+#define _GNU_SOURCE 1 /* pthread_sigmask */
 #include "comm/nccl/nccl_local.h"
 
 #include "base/clock.h"
@@ -16,7 +16,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 static const double grace = 1.0; /* seconds for outstanding work once a peer has exited */
 
@@ -88,7 +87,7 @@ static void look_at(zs_nccl_comm *comm)
 
 /* --- the thread --------------------------------------------------------------------------------------------------- */
 
-static const long look_every = 100000000; /* nanoseconds */
+static const double look_every = 0.1; /* seconds */
 
 static struct {
     pthread_mutex_t lock;
@@ -107,11 +106,7 @@ static void *watch(void *unused)
         for (zs_nccl_comm *one = monitor.first; one != NULL; one = one->next)
             look_at(one);
         zs_clear_error();
-        struct timespec until;
-        clock_gettime(CLOCK_MONOTONIC, &until);
-        until.tv_nsec += look_every;
-        until.tv_sec += until.tv_nsec / 1000000000;
-        until.tv_nsec %= 1000000000;
+        const struct timespec until = zs_clock_in(look_every);
         pthread_cond_timedwait(&monitor.wake, &monitor.lock, &until);
     }
     monitor.running = false;
@@ -121,11 +116,7 @@ static void *watch(void *unused)
 
 static void make_wake(void)
 {
-    pthread_condattr_t attributes;
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&monitor.wake, &attributes);
-    pthread_condattr_destroy(&attributes);
+    zs_clock_condition(&monitor.wake);
 }
 
 /* With the lock held. Signals are for other threads. */
