@@ -206,20 +206,6 @@ LANED_FN void LANED(step_block)(LANED(block) * block, const zs_group *at, const 
     LANED(scales_in)(at, LANED(largest)(largest), block->scales);
 }
 
-/* To the next block. */
-LANED_FN void LANED(advance)(zs_group *at, int kind)
-{
-    const int size = GROUPS * ZS_GROUP, item = kind == ZS_IN_F32 ? 4 : 2;
-    at->param = (char *)at->param + size * item;
-    at->grad = (const char *)at->grad + size * item;
-    if (kind == ZS_IN_BF16_LOW) at->low += size;
-    at->first = (char *)at->first + size;
-    at->second = (char *)at->second + size;
-    at->scales[0] += GROUPS;
-    at->scales[1] += GROUPS;
-    at->number += (uint64_t)size;
-}
-
 /* Steps the blocks of [begin, end); returns where the last one ends. */
 LANED_FN int64_t LANED(blocks)(const zs_run *run, int64_t begin, int64_t end, int kind)
 {
@@ -239,7 +225,7 @@ LANED_FN int64_t LANED(blocks)(const zs_run *run, int64_t begin, int64_t end, in
     zs_group at = zs_group_at(&first, begin, kind, true);
     LANED(step_block)(&block, &at, &each, kind, false);
     for (begin += size; end - begin >= size; begin += size) {
-        LANED(advance)(&at, kind);
+        at = zs_group_at(&at, size, kind, true);
         LANED(step_block)(&block, &at, &each, kind, true);
     }
     for (int g = 0; g < GROUPS; g++)

@@ -358,7 +358,7 @@ static PyMethodDef comm_methods[] = {
      "c10d($type, group_name, rank, world, timeout, per_host=0, /)\n--\n\nCreate a transport over a torch.distributed "
      "process group."},
     {"hosts", comm_hosts, METH_VARARGS | METH_CLASS,
-     "hosts($type, group_name, even_name, odd_name, local, rank, world, timeout, /)\n--\n\nCreate a transport in two "
+     "hosts($type, group_name, connections, local, rank, world, timeout, /)\n--\n\nCreate a transport in two "
      "levels."},
     {"dry_run", comm_dry, METH_VARARGS | METH_CLASS,
      "dry_run($type, transport, rank, world, per_host=0, /)\n--\n\nCreate the placeholder of a transport for a dry "

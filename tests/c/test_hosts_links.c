@@ -66,20 +66,20 @@ static void disconnect(pair *it)
     close(it->to);
 }
 
-static _Atomic int told, told_good;
+static _Atomic int calls, good_calls;
 
-static void tell(void *arg, bool good)
+static void count_call(void *arg, bool good)
 {
     (void)arg;
-    if (good) told_good++;
-    told++;
+    if (good) good_calls++;
+    calls++;
 }
 
 /* A move that sends `out` and receives `in`. */
 static void begin(pair *it, char *out, size_t n_out, char *in, size_t n_in)
 {
     zs_hosts_move *move = &it->moves[1];
-    *move = (zs_hosts_move){.out = {{out, n_out}}, .in = {{in, n_in}}, .n_out = 1, .n_in = 1, .arrived = tell};
+    *move = (zs_hosts_move){.out = {{out, n_out}}, .in = {{in, n_in}}, .n_out = 1, .n_in = 1, .arrived = count_call};
     OK(zs_hosts_move_begin(&it->comm, 1, move));
 }
 
@@ -94,25 +94,25 @@ static void moves_by_threads_keep_their_order(void)
         CHECK(!zs_hosts_moves_done(&it.comm, it.moves));
         CHECK(write(it.to, "x", 1) == 1);
         OK(zs_hosts_moves_finish(&it.comm, NULL, it.moves));
-        CHECK(theirs[0] == 3 && theirs[1] == (char)i && theirs[2] == 'x' && told_good == i + 1 && told == i + 1);
+        CHECK(theirs[0] == 3 && theirs[1] == (char)i && theirs[2] == 'x' && good_calls == i + 1 && calls == i + 1);
     }
     disconnect(&it);
 }
 
-/* All has come, but not all has gone. */
-static void arrival_is_told_once_by_threads(void)
+/* All was received, but not all sent. */
+static void an_arrival_is_reported_once(void)
 {
     pair it = connected();
     char *large = calloc(1, LARGE), in[1];
     CHECK(large != NULL);
     begin(&it, large, LARGE, in, 1);
     CHECK(write(it.to, "x", 1) == 1);
-    while (told == 0)
+    while (calls == 0)
         sched_yield();
     hasty = true;
     FAILS(zs_hosts_moves_finish(&it.comm, NULL, it.moves), ZS_ERR_TIMEOUT, "or gone there");
     free(large); /* no thread reads it any more */
-    CHECK(told == 1 && told_good == 1);
+    CHECK(calls == 1 && good_calls == 1);
     disconnect(&it);
 }
 
@@ -124,7 +124,7 @@ static void abandoned_memory_is_left_alone_by_threads(void)
     begin(&it, large, 1, large + 1, LARGE - 1);
     zs_hosts_moves_leave(&it.comm, it.moves);
     free(large);
-    CHECK(told == 1 && told_good == 0);
+    CHECK(calls == 1 && good_calls == 0);
     FAILS(zs_hosts_move_begin(&it.comm, 1, it.moves), ZS_ERR_PEER, "abandoned");
     disconnect(&it);
 }
@@ -137,7 +137,7 @@ static void closed_connection_is_an_error(void)
     CHECK(write(it.to, "x", 1) == 1);
     shutdown(it.to, SHUT_RDWR);
     FAILS(zs_hosts_moves_finish(&it.comm, NULL, it.moves), ZS_ERR_PEER, "closed by peer");
-    CHECK(told == 1 && told_good == 0);
+    CHECK(calls == 1 && good_calls == 0);
     disconnect(&it);
 }
 
@@ -155,7 +155,7 @@ static void connection_that_cannot_be_kept(void)
     CHECK(fcntl(ends[0], F_GETFD) >= 0 && fcntl(ends[1], F_GETFD) >= 0);
 }
 
-/* It has no threads, and its parent's go on. */
+/* It has no threads; its parent keeps its own. */
 static void forked_child_leaves_connections_alone(void)
 {
     pair it = connected();
@@ -169,19 +169,19 @@ static void forked_child_leaves_connections_alone(void)
         FAILS(zs_hosts_moves_finish(&it.comm, NULL, it.moves), ZS_ERR_STATE, "forked");
         zs_hosts_moves_leave(&it.comm, it.moves);
         zs_hosts_links_free(&it.comm);
-        _exit(told);
+        _exit(calls);
     }
     int status = 0;
     CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0);
     CHECK(write(it.to, "x", 1) == 1);
     OK(zs_hosts_moves_finish(&it.comm, NULL, it.moves));
-    CHECK(in[0] == 'x' && told == 1);
+    CHECK(in[0] == 'x' && calls == 1);
     disconnect(&it);
 }
 
 static const one_test tests[] = {
     TEST(moves_by_threads_keep_their_order, ),
-    TEST(arrival_is_told_once_by_threads, ),
+    TEST(an_arrival_is_reported_once, ),
     TEST(abandoned_memory_is_left_alone_by_threads, ),
     TEST(closed_connection_is_an_error, ),
     TEST(connection_that_cannot_be_kept, ),

@@ -19,17 +19,17 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (11_973, 18_143),
+    "core": (12_132, 18_362),
     "core: (modules)": (1_304, 2_106),
     "core: checkpoint": (2_216, 3_233),
     "core: guard": (1_070, 1_562),
     "core: memory": (622, 959),
-    "core: model": (1_093, 1_807),
+    "core: model": (1_107, 1_823),
     "core: optim": (1_597, 2_295),
-    "core: ranks": (1_085, 1_684),
+    "core: ranks": (1_218, 1_867),
     "core: state": (1_280, 1_842),
     "core: units": (748, 1_233),
-    "core: wrap": (958, 1_422),
+    "core: wrap": (970, 1_442),
     "extras": (6_945, 10_085),
     "extras: __main__": (52, 72),
     "extras: extras/__init__": (0, 3),
@@ -72,22 +72,24 @@ COUNTS = {  # exactly
     "globals": 0,
     "module_tables": 15,
     "names_from_core": 149,
-    "text_lines": 2_456,
+    "text_lines": 2_471,
     "weak_dictionaries": 7,
 }
-C_LINES = 43_062
+C_LINES = 43_844
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
     "core: optim": "an optimizer's state once its model was freed: 6 lines",
-    "csrc": "12 lines: a failed backward shares its sums at once; 12: reads within a step are refused; 5: one rank, one bucket",
+    "csrc": "12 lines: a failed backward shares its sums at once; 12: reads within a step are refused; 5: one rank, one bucket; 800: 8-bit steps in vectors, and connections between hosts",
     "core: guard": "the one way to full values is here; state/, model/ and extras/weights had theirs",
-    "core: ranks": "3 lines: groups and wires make themselves",
+    "core: ranks": "3 lines: groups and wires make themselves; 133: ranks of different hosts connect without gloo",
+    "core: model": "14 lines: one exchange for the values of all units",
+    "core: wrap": "12 lines: likewise",
     "core: units": "Entry, and who may read or write at a moment, of which seven modules asked parts",
     "core: state": "load_state_dict() of optimizers does itself what torch's was disguised for",
     "core: memory": "four lines: the state of optimizers goes by what they declare",
     "extras: extras/keeping": "its error's class, from the core",
     "names_from_core": "110: folders of the core became extras since, so their names count",
-    "text_lines": "3,570 to 3,587: four check_...() of the core's questions to extensions",
+    "text_lines": "15: why ranks of different hosts cannot connect; 3,570 to 3,587: four check_...() of the core's questions to extensions",
 }
 
 

@@ -23,7 +23,7 @@ SOON = 60.0
 
 def admitted(*talks):
     """Return who is admitted when these talk in turn, each a list of what one sends, before the
-    peer, who does so byte by byte. A stray's last word is followed by a reset if it is None."""
+    peer, who does so byte by byte. A stray's message is followed by a reset if it is None."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         made = [stack.enter_context(socket.create_connection(server.getsockname())) for _ in talks]
@@ -60,7 +60,7 @@ def admitted(*talks):
     ],
     ids=["silent", "partial", "partial-reset", "reset", "http", "other-rank", "wrong-token"],
 )
-def test_strays_are_not_admitted_and_keep_nobody_waiting(stray):
+def test_strays_are_refused_and_no_rank_waits(stray):
     assert admitted(stray, stray) == {PEER}
 
 

@@ -123,7 +123,7 @@ def _admit(
             for key, _ in ready:
                 connection: Any = key.fileobj
                 if connection is server:
-                    with contextlib.suppress(BlockingIOError, ConnectionError):  # it has gone
+                    with contextlib.suppress(BlockingIOError, ConnectionError):  # it has exited
                         connection = stack.enter_context(server.accept()[0])
                         selector.register(connection, selectors.EVENT_READ, bytearray())
                 elif (hello := _hello_of(connection, key.data)) is not None:

@@ -120,7 +120,7 @@ static void *run(void *arg)
         int error = it->way == OUT ? transfer(it, move->out, move->n_out) : transfer(it, move->in, move->n_in);
         if (it->way == IN && move->arrived != NULL) move->arrived(move->arg, error == 0);
         pthread_mutex_lock(&links->lock);
-        if (it->way == IN) move->arrived = NULL; /* it was told, whatever becomes of the other direction */
+        if (it->way == IN) move->arrived = NULL; /* called once, whatever becomes of the other direction */
         if (error == 0) {
             it->first = move->next[it->way];
             move->left--;
@@ -208,7 +208,7 @@ zs_status zs_hosts_moves_finish(zs_hosts_comm *self, const zs_turn *turn, zs_hos
 void zs_hosts_moves_leave(zs_hosts_comm *self, zs_hosts_move *moves)
 {
     const awaited it = {self->links, moves, self->hosts};
-    if (all_done(&it) || zs_c10d_is_forked(&self->c10d)) return; /* a child may have a copy of one half told */
+    if (all_done(&it) || zs_c10d_is_forked(&self->c10d)) return; /* a child may have a copy of a half-done one */
     zs_hosts_links_stop(self, self->c10d.base.lost != NULL ? self->c10d.base.lost : "abandoned");
     for (int h = 0; h < self->hosts; h++) {
         if (moves[h].left > 0 && moves[h].arrived != NULL) moves[h].arrived(moves[h].arg, false);
