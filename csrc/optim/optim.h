@@ -77,7 +77,7 @@ zs_status zs_optim_job(const zs_optim *plan, zs_update_job *out);
  * GPU cannot be used. */
 zs_status zs_optim_device_of(const zs_tensor *tensor, const zs_tensor_info *info, const zs_device **out);
 
-/* --- loops (optim_cpu.c, optim_compact.c, optim_lanes.c) ------------------------------------------------------------------------- */
+/* --- loops (optim_cpu.c, optim_compact.c, optim_lanes.c) ---------------------------------------------------------- */
 
 /* Updates the elements [begin, end) of a run. If dithered, their numbers must have the same upper half. */
 typedef void zs_run_loop(const zs_run *run, int64_t begin, int64_t end);

@@ -8,11 +8,13 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-/* Elements that are asked for this far ahead: the step moves bytes faster than the machine's own guesses bring them. */
+/* How many elements ahead a step prefetches: without it, a step over main memory takes a quarter longer. */
 enum { ZS_AHEAD = 1024 };
 
-/* from_...: a vector's elements; upper, lower: those halves of the words of two vectors; store_...: of a group, that
- * many bits of each short; halves: a vector of two numbers; largest: of each of LANES vectors, one lane for each. */
+/* Each instruction set defines these, as far as its instructions differ. from_...: loads a vector, widened to 32 bits.
+ * upper, lower: the upper or lower 16 bits of each word of two vectors. store_8, store_16: write that many bits of each
+ * short of a group. halves: a in the first half of the lanes, b in the second. largest: lane i is the largest word of
+ * vector i. */
 
 /* --- AVX-512 ------------------------------------------------------------------------------------------------------ */
 
