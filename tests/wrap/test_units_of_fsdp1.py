@@ -2,7 +2,7 @@
 models.
 
 Torch wraps one copy of a model, zshard shards another, and the two lists of names must be equal
-except for the differences in docs/memory.md ("Differences from FSDP1's units"): `expected()` is that text as code.
+except for the differences in docs/memory.md: `expected()` is that text as code.
 """
 
 from __future__ import annotations

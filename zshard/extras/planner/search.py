@@ -173,7 +173,7 @@ def plan(
     per_host: int | None = None,
     nic: float | None = None,
 ) -> Plan:
-    """Predict memory and speed of training, for each strategy, on GPUs that need not be there.
+    """Predict memory and speed of a training run, for each strategy, without the GPUs.
 
     Args:
         model: a module (on the meta device, or any other; not changed), a transformers config or
