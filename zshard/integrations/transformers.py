@@ -3,7 +3,7 @@ parameters.
 
     trainer = zshard.transformers.shard(Trainer)(model=model, args=arguments, ...)
 
-A Trainer (TRL's, too) reaches the model through its Accelerator, so zshard makes that shard
+A Trainer (or one of TRL's) reaches the model through its Accelerator, so zshard makes that shard
 (integrations/accelerate.py). What remains are the calls for a state dict that a Trainer makes on
 one rank only: where such a call needs all ranks, the others make it as well.
 
