@@ -276,7 +276,7 @@ def _refuse_by_class(optimizer: Optimizer) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam) and stepped_by(optimizer):
         raise NotImplementedError(
             "SparseAdam needs sparse gradients, but zshard's are dense: use torch.optim.Adagrad or "
-            "SGD, which leave rows without a gradient as they are, too"
+            "SGD, which leave rows without a gradient unchanged as well"
         )
 
 
