@@ -67,14 +67,17 @@ class Plan:
         """Return the FSDP(...) line of the recommended way, with a comment where the model must
         checkpoint activations. Raises ValueError if none fits."""
         if self.best is None:
-            raise ValueError(
-                "nothing fits, so there is no plan to print: use more GPUs or a smaller
-                model" ) way, words = self.best.way, ["model"] if way.strategy != "full_shard":
-                words.append(f'strategy="{way.strategy}"') if way.precision != "fp32":
-                words.append("mixed_precision=MixedPrecision(torch.bfloat16)") if way.offload is not
-                None: words.append(f"offload={way.offload.spelled()}") if way.wire != Wire():
-                words.append("wire=" + way.wire.spelled().replace("'", '"')) return f"FSDP({',
-                '.join(words)}){COMMENTS.get(way.checkpointing, '')}"
+            raise ValueError("nothing fits, so there is no plan: use more GPUs or a smaller model")
+        way, words = self.best.way, ["model"]
+        if way.strategy != "full_shard":
+            words.append(f'strategy="{way.strategy}"')
+        if way.precision != "fp32":
+            words.append("mixed_precision=MixedPrecision(torch.bfloat16)")
+        if way.offload is not None:
+            words.append(f"offload={way.offload.spelled()}")
+        if way.wire != Wire():
+            words.append("wire=" + way.wire.spelled().replace("'", '"'))
+        return f"FSDP({', '.join(words)}){COMMENTS.get(way.checkpointing, '')}"
 
     if not TYPE_CHECKING:
 
