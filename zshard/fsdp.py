@@ -372,7 +372,7 @@ ARGUMENTS = frozenset(inspect.signature(FSDP.__new__).parameters) - {"cls", "mod
 if TYPE_CHECKING:
 
     class Wrapped(FSDP, Generic[_M], Any):  # type: ignore[misc]
-        """What FSDP(module) returns, for type checkers: a module of class _M with FSDP's methods.
+        """The type of FSDP(module) for type checkers: a module of class _M with FSDP's methods.
 
         Python's type system has no intersection types. The base Any comes close: the result has
         FSDP's typed methods, accepts any attribute that _M may have, and passes as an _M.

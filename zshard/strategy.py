@@ -1,4 +1,4 @@
-"""What is sharded, and for how long: the values of `strategy`.
+"""Strategies, the values of `strategy`: which tensors are sharded, and for how long.
 
 A strategy has one name, given as a string or as a `zshard.ShardingStrategy`.
 """

@@ -90,7 +90,7 @@ def _refuse_ddp() -> NoReturn:
 
 
 class NoWrappers(dict[Any, Any]):
-    """What torch's composable functions, such as checkpoint(), have for a module, by function.
+    """The entries of torch's composable functions, such as checkpoint(), for a module, by function.
     fully_shard() and replicate() enter themselves here before they change anything."""
 
     def setdefault(self, function: Any, state: Any = None) -> Any:

@@ -108,7 +108,7 @@ class TorchNames(ModelNamesFirst):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward reduces gradients. Scripts for DDP set it instead of using no_sync():
+        """True if backward reduces gradients. Scripts for DDP set it instead of using no_sync():
         setting False means set_requires_gradient_sync(False)."""
         return bool(state_of(self).unit.sync)
 

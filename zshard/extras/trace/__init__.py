@@ -37,7 +37,7 @@ _ROUNDS = 20  # barriers in which hosts compare their clocks
 
 
 class Trace:
-    """What ranks have recorded: `report()`, `to_json()`, `export(file)`."""
+    """The ranges that ranks recorded: `report()`, `to_json()`, `export(file)`."""
 
     def __init__(self, ranks: Iterable[RankTrace] = ()) -> None:
         self.ranks = sorted(ranks)
