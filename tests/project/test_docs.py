@@ -2,7 +2,7 @@
 
 All Python blocks of a page, in their order, are one script, run by two ranks.
 (docs/checkpoints.md has names of its own: test_load_checkpoint.py. docs/gpus.md and cuda_graphs.md
-need a GPU. docs/trainers.md needs the trainers: tests/trainers. docs/recovery.md needs a keeper:
+need a GPU. docs/lightning.md and accelerate.md need the trainers: tests/trainers. docs/recovery.md needs a keeper:
 tests/keeping/test_kept_runs.py.)
 """
 
@@ -24,7 +24,15 @@ PAGES += [
     *sorted((ROOT / "docs" / "contributing").glob("*.md")),
     ROOT / "benchmarks" / "README.md",
 ]
-RUN_ELSEWHERE = {"ARCHITECTURE", "CONTRIBUTING", "checkpoints", "gpus", "cuda_graphs", "trainers"}
+RUN_ELSEWHERE = {
+    "ARCHITECTURE",
+    "CONTRIBUTING",
+    "checkpoints",
+    "gpus",
+    "cuda_graphs",
+    "lightning",
+    "accelerate",
+}
 RUN_ELSEWHERE |= {"recovery"}
 FOLDERS = ("csrc", "cuda", "zshard", "tests", "benchmarks", "tools", "docs/tools")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
