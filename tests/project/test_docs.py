@@ -1,8 +1,8 @@
 """README.md and docs/: code runs, links lead somewhere, claims have tests, first pages stay short.
 
 All Python blocks of a page, in their order, are one script, run by two ranks.
-(docs/checkpoints.md has names of its own: test_load_checkpoint.py. docs/gpus.md and cuda_graphs.md
-need a GPU. docs/lightning.md and accelerate.md need the trainers: tests/trainers. docs/recovery.md needs a keeper:
+(docs/checkpoints.md has names of its own: test_load_checkpoint.py. docs/gpus.md
+needs a GPU. docs/lightning.md and accelerate.md need the trainers: tests/trainers. docs/recovery.md needs a keeper:
 tests/keeping/test_kept_runs.py.)
 """
 
@@ -29,7 +29,6 @@ RUN_ELSEWHERE = {
     "CONTRIBUTING",
     "checkpoints",
     "gpus",
-    "cuda_graphs",
     "lightning",
     "accelerate",
 }
