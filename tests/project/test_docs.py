@@ -1,7 +1,7 @@
 """README.md and docs/: code runs, links lead somewhere, claims have tests, first pages stay short.
 
 All Python blocks of a page, in their order, are one script, run by two ranks.
-(docs/gpus.md and cuda_graphs.md need a GPU. docs/trainers.md needs the trainers: tests/trainers. A
+(docs/gpus.md needs a GPU. docs/lightning.md and accelerate.md need the trainers: tests/trainers. A
 block with zshard.Keep needs a keeper: tests/keeping/test_kept_runs.py.)
 """
 
@@ -23,7 +23,7 @@ PAGES += [
     *sorted((ROOT / "docs" / "contributing").glob("*.md")),
     ROOT / "benchmarks" / "README.md",
 ]
-RUN_ELSEWHERE = {"ARCHITECTURE", "CONTRIBUTING", "gpus", "cuda_graphs", "trainers"}
+RUN_ELSEWHERE = {"ARCHITECTURE", "CONTRIBUTING", "gpus", "lightning", "accelerate"}
 FOLDERS = ("csrc", "cuda", "zshard", "tests", "benchmarks", "tools", "docs/tools")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 

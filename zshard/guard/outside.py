@@ -81,7 +81,7 @@ def _note_barrier() -> None:
 def _refuse(wrapper: str, instead: str) -> NoReturn:
     raise TypeError(
         f"{wrapper} cannot wrap a model that zshard has wrapped: remove it, or in a trainer "
-        f"(Accelerate, transformers, Lightning) use zshard's adapter, docs/trainers.md. {instead}"
+        f"(Accelerate, transformers, Lightning) use zshard's adapter, docs/accelerate.md. {instead}"
     )
 
 

@@ -16,7 +16,7 @@ import math
 from typing import NamedTuple
 
 CODE_BYTES = 2
-"""Of a float32 number that crosses hosts as bfloat16: see docs/several_hosts.md."""
+"""Of a float32 number that crosses hosts as bfloat16: see docs/launching.md."""
 
 
 class Traffic(NamedTuple):
