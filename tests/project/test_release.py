@@ -1,0 +1,158 @@
+"""What a release is made by: workflows run scripts of this repository, an index has each wheel under its torch, versions
+agree, and the Dockerfile builds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_packaging import run, tracked
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+INDEX = ROOT / "tools" / "wheel_index.py"
+
+
+# --- workflows ------------------------------------------------------------------------------------
+
+
+def run_lines(node: Any) -> Iterator[str]:
+    """The lines of all `run:` in a workflow."""
+    if isinstance(node, dict):
+        yield from (line for line in str(node.get("run", "")).splitlines() if line.strip())
+    for each in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from run_lines(each)
+
+
+def test_workflows_run_scripts_and_words_of_the_makefile() -> None:
+    """So that each step can be run on any machine."""
+    yaml = pytest.importorskip("yaml")
+    words = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    lines = [line for path in WORKFLOWS for line in run_lines(yaml.safe_load(path.read_text()))]
+    assert {"make lint", ".ci/wheel", ".ci/release publish"} <= set(lines)
+    for line in lines:
+        command, *rest = line.split()
+        if command == "make":
+            assert rest[0] in words, line
+        else:
+            assert command.startswith(".ci/") and os.access(ROOT / command, os.X_OK), line
+
+
+def test_python_versions_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    least = project["project"]["requires-python"].removeprefix(">=")
+    assert "target-version" not in project["tool"]["ruff"]  # so ruff reads requires-python
+    assert project["tool"]["mypy"]["python_version"] == least
+    assert f"sys.version_info < ({least.replace('.', ', ')})" in (ROOT / "Makefile").read_text()
+    assert f"FROM python:{least}-" in (ROOT / "Dockerfile").read_text()
+    named = [line.rpartition(" ")[2] for line in project["project"]["classifiers"] if "3." in line]
+    built = re.search(r"python: \[(.*)\]", (ROOT / ".github/workflows/release.yml").read_text())
+    assert named[0] == least and built is not None
+    assert built[1].split(", ") == [f"cp{each.replace('.', '')}" for each in named]
+
+
+# --- version, CHANGELOG and tag -------------------------------------------------------------------
+
+
+def test_release_is_refused_unless_version_changelog_and_tag_agree(tmp_path: Path) -> None:
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / "zshard").mkdir()
+    shutil.copy(ROOT / ".ci" / "release", tmp_path / ".ci")
+    log = "# Changelog\n\n## Unreleased\n{}\n## 1.2.0 - 2027-01-31\n\n- Good.\n\n## 1.1.0 - 2027-01-01\n"
+
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        assert run("git", *who, *words, cwd=tmp_path).returncode == 0, words
+
+    def said(changelog: str, version: str = "1.2.0", **env: str) -> str:
+        (tmp_path / "zshard" / "_version.py").write_text(f'__version__ = "{version}"\n')
+        (tmp_path / "CHANGELOG.md").write_text(changelog)
+        git("add", "-A")
+        git("commit", "--allow-empty", "-qm", "a commit")
+        return run(".ci/release", cwd=tmp_path, **{"GITHUB_REF_TYPE": "", **env}).stdout
+
+    git("init", "-q")
+    assert "CHANGELOG.md has no section '## 1.3.0 - Y" in said(log.format(""), "1.3.0")
+    assert "entries under Unreleased: move them to 1.2.0" in said(log.format("\n- More.\n"))
+    assert "ready: git tag -a v1.2.0 -m 'zshard 1.2.0' && git push" in said(log.format(""))
+    pushed = {"GITHUB_REF_TYPE": "tag", "GITHUB_REF_NAME": "v1.1.0"}
+    assert "the tag is v1.1.0, the version 1.2.0" in said(log.format(""), **pushed)
+    git("tag", "v1.2.0")
+    assert run(".ci/release", cwd=tmp_path).stdout == "ready: git push origin main v1.2.0\n"
+    assert "the tag v1.2.0 is of another commit" in said(log.format(""))
+    (tmp_path / "zshard" / "_version.py").write_text('__version__ = "1.2.0" \n')
+    assert "no section '##  - Y" in run(".ci/release", cwd=tmp_path).stdout
+
+    (tmp_path / "gh").write_text('#!/bin/sh\necho "$@"; cat build/notes.md\n')
+    (tmp_path / "gh").chmod(0o755)
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / "a.whl").touch()
+    git("checkout", "-q", ".")
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = run(".ci/release", "publish", cwd=tmp_path, PATH=path)
+    assert done.stdout.startswith("release create v1.2.0 dist/a.whl --title zshard 1.2.0 ")
+    assert done.stdout.endswith("\n\n- Good.\n\n")
+
+
+# --- the index of wheels --------------------------------------------------------------------------
+
+
+def test_index_has_each_wheel_under_its_torch(tmp_path: Path) -> None:
+    pytest.importorskip("packaging")
+    tail = "cp311-cp311-manylinux_2_28_x86_64.whl"
+    for version in ("0.1.0+torch2.13", "0.2.0+torch2.13", "0.1.0+torch2.14"):
+        (tmp_path / f"zshard-{version}-{tail}").write_bytes(version.encode())
+    wheels = sorted(tmp_path.glob("*.whl"))
+    done = run(sys.executable, INDEX, tmp_path / "index", *wheels, cwd=tmp_path)
+    assert (done.stdout, done.returncode) == ("", 0)
+    page = (tmp_path / "index/torch2.13/zshard/index.html").read_text()
+    links = re.findall(r'<a href="(\S+)#sha256=\w{64}">(\S+)</a>', page)
+    names = [f"zshard-0.{minor}.0+torch2.13-{tail}" for minor in (1, 2)]
+    assert links == [(name.replace("+", "%2B"), name) for name in names]
+    assert all((tmp_path / "index/torch2.13/zshard" / name).exists() for name in names)
+    assert '<a href="zshard/">' in (tmp_path / "index/torch2.14/index.html").read_text()
+
+    for name, text in (
+        (f"zshard-0.1.0-{tail}", "is not a wheel of zshard for one torch"),
+        (f"other-0.1.0+torch2.13-{tail}", "is not a wheel of zshard for one torch"),
+        ("zshard-0.1.0+torch2.13-cp311-cp311-linux_x86_64.whl", "has no manylinux tag"),
+        ("zshard.whl", "Invalid wheel filename"),
+    ):
+        done = run(sys.executable, INDEX, tmp_path / "index", name, cwd=tmp_path)
+        assert text in done.stdout and done.returncode == 1 and "Traceback" not in done.stdout
+
+
+# --- the Dockerfile -------------------------------------------------------------------------------
+
+
+@pytest.mark.thorough
+def test_dockerfile_builds_in_a_fresh_folder(tmp_path: Path) -> None:
+    """Its RUN lines and its CMD, with a short demo, on the files that `COPY . .` would copy. apt-get only simulates."""
+    apt = shutil.which("apt-get")
+    text = (ROOT / "Dockerfile").read_text()
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    for name in tracked():
+        if not any(fnmatch(name, f"{each}*") for each in ignored):
+            (tmp_path / "zshard" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tmp_path / "zshard" / name)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "apt-get").write_text(f'#!/bin/sh\nexec {apt or "true"} --simulate "$@"\n')
+    (tmp_path / "bin" / "apt-get").chmod(0o755)
+    args = dict(re.findall(r"^ARG (\w+)=(.*)$", text, re.M))
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    commands = re.findall(r"^RUN (.*)$", text, re.M)
+    assert len(commands) == 2 and 'CMD ["make", "demo"]' in text
+    commands[0] = commands[0].replace("rm -rf /var/lib/apt/lists/*", "true")
+    for command in (*commands, "make demo ARGS=--quick"):
+        done = run("sh", "-c", command, cwd=tmp_path / "zshard", PATH=path, PIP_RETRIES="1", **args)
+        assert done.returncode == 0, f"{command}\n{done.stdout}"
+    assert {"csrc", "zshard", "Makefile"} <= set(os.listdir(tmp_path / "zshard"))
