@@ -21,7 +21,7 @@ LINK = '<a href="{to}">{text}</a><br>\n'
 
 
 def local_version(wheel: Path) -> str:
-    """Return the "torch2.13" of a wheel's name. Raises ValueError for what is no release's wheel."""
+    """Return the "torch2.13" of a wheel's name. Raises ValueError for any other wheel."""
     name, version, _, tags = parse_wheel_filename(wheel.name)
     if name != "zshard" or not (version.local or "").startswith("torch"):
         raise ValueError(f"{wheel.name} is not a wheel of zshard for one torch: run .ci/wheel")

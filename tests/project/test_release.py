@@ -105,30 +105,55 @@ def test_release_is_refused_unless_version_changelog_and_tag_agree(tmp_path: Pat
 
 # --- the index of wheels --------------------------------------------------------------------------
 
+TAIL = "cp311-cp311-manylinux_2_28_x86_64.whl"
+GH = """#!/bin/sh
+case "$2" in
+list) echo v0.1.0; echo v0.2.0 ;;
+download) mkdir -p build/releases; echo "$3" > "build/releases/zshard-${3#v}+torch2.13-%s" ;;
+esac
+"""
+
 
 def test_index_has_each_wheel_under_its_torch(tmp_path: Path) -> None:
     pytest.importorskip("packaging")
-    tail = "cp311-cp311-manylinux_2_28_x86_64.whl"
     for version in ("0.1.0+torch2.13", "0.2.0+torch2.13", "0.1.0+torch2.14"):
-        (tmp_path / f"zshard-{version}-{tail}").write_bytes(version.encode())
+        (tmp_path / f"zshard-{version}-{TAIL}").write_bytes(version.encode())
     wheels = sorted(tmp_path.glob("*.whl"))
     done = run(sys.executable, INDEX, tmp_path / "index", *wheels, cwd=tmp_path)
     assert (done.stdout, done.returncode) == ("", 0)
     page = (tmp_path / "index/torch2.13/zshard/index.html").read_text()
     links = re.findall(r'<a href="(\S+)#sha256=\w{64}">(\S+)</a>', page)
-    names = [f"zshard-0.{minor}.0+torch2.13-{tail}" for minor in (1, 2)]
+    names = [f"zshard-0.{minor}.0+torch2.13-{TAIL}" for minor in (1, 2)]
     assert links == [(name.replace("+", "%2B"), name) for name in names]
     assert all((tmp_path / "index/torch2.13/zshard" / name).exists() for name in names)
     assert '<a href="zshard/">' in (tmp_path / "index/torch2.14/index.html").read_text()
 
     for name, text in (
-        (f"zshard-0.1.0-{tail}", "is not a wheel of zshard for one torch"),
-        (f"other-0.1.0+torch2.13-{tail}", "is not a wheel of zshard for one torch"),
+        (f"zshard-0.1.0-{TAIL}", "is not a wheel of zshard for one torch"),
+        (f"other-0.1.0+torch2.13-{TAIL}", "is not a wheel of zshard for one torch"),
         ("zshard-0.1.0+torch2.13-cp311-cp311-linux_x86_64.whl", "has no manylinux tag"),
         ("zshard.whl", "Invalid wheel filename"),
     ):
         done = run(sys.executable, INDEX, tmp_path / "index", name, cwd=tmp_path)
         assert text in done.stdout and done.returncode == 1 and "Traceback" not in done.stdout
+
+
+def test_site_has_the_wheels_of_all_releases(tmp_path: Path) -> None:
+    pytest.importorskip("packaging")
+    for name in (".ci/site", "tools/wheel_index.py"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "bin").mkdir()
+    for name, text in (("make", "#!/bin/sh\necho $*\n"), ("gh", GH % TAIL)):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    for repository, found in (("", []), ("a/zshard", ["0.1.0", "0.2.0"])):
+        done = run(".ci/site", cwd=tmp_path, PATH=path, GITHUB_REPOSITORY=repository)
+        assert (done.stdout, done.returncode) == ("docs\n", 0)
+        wheels = sorted(tmp_path.glob("build/site/wheels/torch2.13/zshard/*.whl"))
+        assert [path.name for path in wheels] == [f"zshard-{v}+torch2.13-{TAIL}" for v in found]
 
 
 # --- the Dockerfile -------------------------------------------------------------------------------
