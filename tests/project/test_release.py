@@ -161,23 +161,19 @@ def test_site_has_the_wheels_of_all_releases(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_dockerfile_builds_in_a_fresh_folder(tmp_path: Path) -> None:
-    """Its RUN lines and its CMD, with a short demo, on the files that `COPY . .` would copy. apt-get only simulates."""
-    apt = shutil.which("apt-get")
+    """Its RUN lines, on the files that `COPY . .` copies, and a short demo as its CMD. What apt-get would do is simulated."""
     text = (ROOT / "Dockerfile").read_text()
     ignored = (ROOT / ".dockerignore").read_text().split()
     for name in tracked():
         if not any(fnmatch(name, f"{each}*") for each in ignored):
-            (tmp_path / "zshard" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, tmp_path / "zshard" / name)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "apt-get").write_text(f'#!/bin/sh\nexec {apt or "true"} --simulate "$@"\n')
-    (tmp_path / "bin" / "apt-get").chmod(0o755)
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tmp_path / name)
+    packages, *commands = re.findall(r"^RUN (.*)$", text, re.M)
+    if shutil.which("apt-get") is not None:
+        simulated = packages.replace("update && apt-get install", "install --simulate")
+        commands.insert(0, simulated.partition(" && rm")[0])
+    assert "COPY . ." in text and 'CMD ["make", "demo"]' in text
     args = dict(re.findall(r"^ARG (\w+)=(.*)$", text, re.M))
-    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    commands = re.findall(r"^RUN (.*)$", text, re.M)
-    assert len(commands) == 2 and 'CMD ["make", "demo"]' in text
-    commands[0] = commands[0].replace("rm -rf /var/lib/apt/lists/*", "true")
     for command in (*commands, "make demo ARGS=--quick"):
-        done = run("sh", "-c", command, cwd=tmp_path / "zshard", PATH=path, PIP_RETRIES="1", **args)
+        done = run("sh", "-c", command, cwd=tmp_path, PIP_RETRIES="1", **args)
         assert done.returncode == 0, f"{command}\n{done.stdout}"
-    assert {"csrc", "zshard", "Makefile"} <= set(os.listdir(tmp_path / "zshard"))
