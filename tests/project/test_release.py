@@ -47,13 +47,17 @@ def test_workflows_run_scripts_and_words_of_the_makefile() -> None:
             assert command.startswith(".ci/") and os.access(ROOT / command, os.X_OK), line
 
 
-def test_python_versions_agree() -> None:
+def test_versions_of_python_and_torch_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     least = project["project"]["requires-python"].removeprefix(">=")
     assert "target-version" not in project["tool"]["ruff"]  # so ruff reads requires-python
     assert project["tool"]["mypy"]["python_version"] == least
     assert f"sys.version_info < ({least.replace('.', ', ')})" in (ROOT / "Makefile").read_text()
-    assert f"FROM python:{least}-" in (ROOT / "Dockerfile").read_text()
+    docker = (ROOT / "Dockerfile").read_text()
+    assert f"FROM python:{least}-" in docker
+    torch = re.search(r"^TORCH \?= (torch==(.*))$", (ROOT / "Makefile").read_text(), re.M)
+    assert torch is not None and f"ARG TORCH={torch[1]}\n" in docker
+    assert f"TORCH=${{2:-{torch[2]}}}" in (ROOT / ".ci" / "wheel").read_text()
     named = [line.rpartition(" ")[2] for line in project["project"]["classifiers"] if "3." in line]
     built = re.search(r"python: \[(.*)\]", (ROOT / ".github/workflows/release.yml").read_text())
     assert named[0] == least and built is not None
