@@ -1,6 +1,6 @@
-# zshard with its demo, on CPUs:
+# zshard and its demo, on CPUs:
 #     docker build -t zshard . && docker run --rm --shm-size 2g zshard
-# Another torch: --build-arg TORCH=torch==2.14.1 --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130
+# Another torch: --build-arg TORCH=torch==2.14.1. For GPUs, start from an image with nvcc and pass CUDA=1 to make.
 FROM python:3.11-slim-bookworm
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
