@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -48,9 +48,6 @@ from zshard.units.shards import sizes_for_torch
 from zshard.units.units import MADE, BufferSync, OnNonfinite, is_unit, modules_of, state_of
 from zshard.upper import import_upper
 from zshard.wrap import plan_units
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _M = TypeVar("_M", bound=nn.Module)
 

@@ -10,7 +10,7 @@ import enum
 from zshard._errors import did_you_mean
 
 
-class ShardingStrategy(str, enum.Enum):
+class ShardingStrategy(enum.StrEnum):
     """Sharding strategies. FSDP also accepts each as its string value ("full_shard", ...), or the
     name in parentheses.
 

@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -27,9 +27,6 @@ from zshard import api
 from zshard.api import host_id, warn
 from zshard.extras.trace.records import RankTrace, apart, read_ranks, write_ranks
 from zshard.extras.trace.times import parts_of, summaries_of, text_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["RankTrace", "Trace", "parts_of", "profile", "read"]
 
