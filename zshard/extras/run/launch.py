@@ -90,11 +90,18 @@ def _parser(name: str) -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def kept(args: argparse.Namespace, name: str) -> Iterator[None]:
-    """Give the ranks a keeper, if --keep asks for one, and end it when torchrun ends: nothing is
-    restarted then. Raises KeeperError if it cannot be started."""
+    """Prepare restarts of the ranks. With --keep, give the ranks a keeper, and end it when torchrun
+    ends. Raises KeeperError if it cannot be started."""
     if args.max_restarts is None:
         args.max_restarts = RESTARTS if args.keep else 0
     os.environ.pop(client.VARIABLE, None)  # of a kept run that started this one
+    if args.max_restarts:
+        # Each attempt gets a store of its own: in one that attempts share, a restarted rank may read
+        # the addresses of the processes before.
+        is_one_host = args.nnodes in ("1", "1:1")
+        if is_one_host and args.rdzv_backend == "static" and not args.rdzv_endpoint:
+            args.standalone = True
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if not args.keep:
         yield
         return
@@ -102,12 +109,6 @@ def kept(args: argparse.Namespace, name: str) -> Iterator[None]:
     pid = client.Keeper(token).pid()
     text = f"process {pid} keeps the run's state for its restarts, and ends with this one"
     print(f"{name}: {text}", file=sys.stderr, flush=True)
-    # Each attempt gets a store of its own: in one that attempts share, a restarted rank may read
-    # the addresses of the processes before.
-    is_one_host = args.nnodes in ("1", "1:1")
-    if is_one_host and args.rdzv_backend == "static" and not args.rdzv_endpoint:
-        args.standalone = True
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         yield
     finally:
