@@ -43,7 +43,7 @@ from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire
 from zshard.state.module import whole_state_dict
 from zshard.units.open_forwards import call_guarded, uncompiled
-from zshard.units.returned import look, note_used
+from zshard.units.returned import note_used
 from zshard.units.shards import sizes_for_torch
 from zshard.units.units import MADE, BufferSync, OnNonfinite, is_unit, modules_of, state_of
 from zshard.upper import import_upper
@@ -315,7 +315,6 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         """
         state_dict = names_without_module(self, state_dict)
         note_used(state_dict.values() if isinstance(state_dict, Mapping) else ())
-        look()
         with sizes_for_torch(self):
             return super().load_state_dict(state_dict, *args, **kwargs)
 
