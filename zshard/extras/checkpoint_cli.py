@@ -34,6 +34,7 @@ from zshard.api import (
     index_of,
     lay_out,
     parse_size,
+    with_dtype,
     write_text,
 )
 from zshard.extras.averages.saved_averages import AVERAGE, SavedAverages, stem_of
@@ -215,7 +216,7 @@ def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
         staging = Staging(Target.of(out, None), secrets.token_hex(16), overwrite=False)
         try:
             staging.open()
-            names = _write_all(staging.path, items, size, checkpoint)
+            names = _write_all(staging.path, items, size, checkpoint, dtype)
             staging.commit()
         except BaseException:
             staging.discard()
@@ -224,10 +225,20 @@ def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
             staging.close()
     where = names[0] if len(names) == 1 else f"{len(names)} files"
     print(f"wrote {len(items)} tensors to '{out}' ({where})")
+    if not os.path.exists(os.path.join(out, "config.json")):
+        print(
+            "there is no config.json: for from_pretrained(), copy the model's to the folder"
+        )
     return 0
 
 
-def _write_all(folder: str, items: list[Entry], limit: int, checkpoint: Checkpoint) -> list[str]:
+def _write_all(
+    folder: str,
+    items: list[Entry],
+    limit: int,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None,
+) -> list[str]:
     files = lay_out(items, "model", limit, checkpoint.tied)
     for file in files:
         with api.File.create(os.path.join(folder, file.name), file.size) as opened_file:
@@ -243,7 +254,10 @@ def _write_all(folder: str, items: list[Entry], limit: int, checkpoint: Checkpoi
             is_in_parts = spread is not None and name in checkpoint.manifest.whole  # type: ignore[union-attr]
             path = os.path.join(checkpoint.path, name)
             with spread.open(name, OpenFile) if is_in_parts else OpenFile(path) as config:  # type: ignore[union-attr]
-                write_text(os.path.join(folder, name), bytes(config.bytes_of(config.size)))
+                text = bytes(config.bytes_of(config.size))
+            if dtype is not None and name == "config.json":
+                text = with_dtype(json.loads(text), dtype)
+            write_text(os.path.join(folder, name), text)
     return [file.name for file in files]
 
 
