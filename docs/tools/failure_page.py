@@ -25,7 +25,7 @@ Results = Mapping[tuple[str, str], dict[str, Any]]
 SECTIONS = {
     "W": "Models",
     "S": "Steps",
-    "R": "What one rank does alone",
+    "R": "Calls on one rank alone",
     "C": "Calls that do not match",
     "E": "Processes",
     "V": "Saves",
@@ -43,7 +43,7 @@ KINDS = {
     "hang": "a hang beyond the timeout",
     "silent": "**silent: a wrong result without an error**",
 }
-HEAD = """# What fails, and how
+HEAD = """# Failures
 
 Each row is a fault that is injected for real: a process is killed, a file is cut, a batch is
 missing. The same short script runs under DDP, FSDP2 and zshard with two ranks over gloo, in fresh
