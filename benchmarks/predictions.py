@@ -171,7 +171,7 @@ NEEDED = (*NUMBERS, "strategy", "gpu")
 FEW, WORST = 5, 10
 """Rows of a source whose median says something, and of the table of largest errors."""
 
-HEAD = """# The planner beside published runs
+HEAD = """# The planner compared with published runs
 
 `python -m benchmarks.predictions --runs RUNS.csv` predicts runs that others published. This page is
 its result for {rows} rows of {sources} sources that state what a prediction needs. Each device has

@@ -1,6 +1,6 @@
 """Follows a page as a reader does: saves its Python blocks as train.py, types its commands, in their order.
 
-A command is a line of a block without a language, up to its comment. `kill -9 PID` is typed while the command
+A command is a line of a block of bash or without a language, up to its comment. `kill -9 PID` is typed while the command
 before it runs, once that has printed the last line that the page shows of it, and for the process that it has named.
 """
 
@@ -21,7 +21,7 @@ STARTED = re.compile(r"rank 1 of \d+ is process (\d+)")
 def steps_of(text: str) -> Iterator[tuple[str, str]]:
     """("python", a script), ("command", a line) and ("shown", what the command prints), in the page's order."""
     for language, body in BLOCK.findall(text):
-        if language == "":
+        if language in ("", "bash"):
             lines = (re.sub(r"\s+# .*", "", line) for line in body.splitlines())
             yield from (("command", line.rstrip()) for line in lines if line.strip())
         elif language in ("python", "text"):
