@@ -180,6 +180,7 @@ def test_pages_install_from_a_clone() -> None:
 def test_first_pages_are_short() -> None:
     for name, lines in (("README.md", 100), ("ARCHITECTURE.md", 200), ("CONTRIBUTING.md", 120)):
         assert len((ROOT / name).read_text().splitlines()) <= lines, name
+    assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
 def test_design_pages_have_one_form() -> None:
