@@ -185,7 +185,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         deterministic: "any-world": the same bits for any number of ranks, transport and strategy.
             A step is `micro_batches` forwards and backwards of all ranks together, whose gradients
             zshard adds in a fixed order and divides by their number; see micro_batches() and
-            docs/any_world.md. Float32 or float64 parameters on CPUs. Default: None, the bits of DDP
+            docs/fault_tolerance.md#any-number-of-ranks. Float32 or float64 parameters on CPUs. Default: None, the bits of DDP
             with as many ranks.
         micro_batches: how many that are; at least as many as ranks. Default: None.
 
