@@ -26,7 +26,8 @@ from zshard.checkpoint.checkpoint import Averages, Checkpoint, is_extra_state, o
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.folder import has_parts, path_of
 from zshard.checkpoint.load_optimizer import numbered_state, pending_in, prepare
-from zshard.checkpoint.manifest import FileBlocks, own_blocks, share
+from zshard.checkpoint.manifest import BLOCK, FileBlocks, own_blocks, share
+from zshard.checkpoint.progress import bar
 from zshard.checkpoint.safetensors import SafetensorsFile, TensorEntry
 from zshard.checkpoint.write import finish
 from zshard.guard import slices
@@ -145,7 +146,8 @@ def load(
             _check(comm, checkpoint, pending, verify)
         if optimizer is not None:
             plans.insert(1, prepare(comm, optimizer, numbered))
-        with on_all_ranks(comm):
+        size = sum(value.numel() * value.dtype.itemsize for value in pending)
+        with on_all_ranks(comm), bar("loading", size, comm.rank == 0):
             for todo in plans:
                 todo.carry_out()
     loaded.path, loaded.step = checkpoint.path, checkpoint.step
@@ -272,4 +274,5 @@ def _check(
         ranges = [(names[id(file)], begin, end) for file, begin, end in wanted]
         blocks = checkpoint.spread.own_blocks(comm, ranges)  # also if nothing is verified
     if verify:
-        _verify(comm, checkpoint, blocks)
+        with bar("verifying", BLOCK * len(blocks), comm.rank == 0):
+            _verify(comm, checkpoint, blocks)
