@@ -110,6 +110,10 @@ def test_none_where_it_is_off(tmp_path):
             zshard.save(tmp_path / "a", model, optimizer)
         with mock.patch.dict(sys.modules, {"tqdm": None}):  # not installed
             zshard.save(tmp_path / "b", model, optimizer)
+        old = mock.Mock(tqdm=type("tqdm", (), {}))
+        old.tqdm.__init__ = mock.Mock(side_effect=KeyError("Unknown argument(s): 'delay'"))
+        with mock.patch.dict(sys.modules, {"tqdm": old}):
+            zshard.save(tmp_path / "e", model, optimizer)
         zshard.save(tmp_path / "c", model, optimizer, asynchronous=True).wait()
         with mock.patch.object(sys, "stderr", None):
             zshard.save(tmp_path / "d", model, optimizer)

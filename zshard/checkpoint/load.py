@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -146,8 +146,7 @@ def load(
             _check(comm, checkpoint, pending, verify)
         if optimizer is not None:
             plans.insert(1, prepare(comm, optimizer, numbered))
-        size = sum(value.numel() * value.dtype.itemsize for value in pending)
-        with on_all_ranks(comm), bar("loading", size, comm.rank == 0):
+        with on_all_ranks(comm), bar("loading", lambda: _bytes_of(pending), comm.rank == 0):
             for todo in plans:
                 todo.carry_out()
     loaded.path, loaded.step = checkpoint.path, checkpoint.step
@@ -155,6 +154,10 @@ def load(
     loaded.unexpected_keys = list(keys.unexpected_keys)
     loaded.verified = verify and checkpoint.manifest is not None
     return loaded
+
+
+def _bytes_of(pending: Iterable[Pending]) -> int:
+    return sum(value.numel() * value.dtype.itemsize for value in pending)
 
 
 # --- opening --------------------------------------------------------------------------------------
@@ -274,5 +277,5 @@ def _check(
         ranges = [(names[id(file)], begin, end) for file, begin, end in wanted]
         blocks = checkpoint.spread.own_blocks(comm, ranges)  # also if nothing is verified
     if verify:
-        with bar("verifying", BLOCK * len(blocks), comm.rank == 0):
+        with bar("verifying", lambda: BLOCK * len(blocks), comm.rank == 0):
             _verify(comm, checkpoint, blocks)

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,9 +22,9 @@ _shown: ContextVar[Any] = ContextVar("_shown", default=None)
 
 
 @contextlib.contextmanager
-def bar(words: str, total: int, show: bool) -> Iterator[None]:
-    """Context manager in which advance() moves a bar of `total` bytes, if `show`. Only the main
-    thread has one: a save in the background shows nothing."""
+def bar(words: str, total: Callable[[], int], show: bool) -> Iterator[None]:
+    """Context manager in which advance() moves a bar of `total()` bytes, if `show`. Only the
+    main thread has one: a save in the background shows nothing."""
     made = _new(words, total) if show else None
     before = _shown.set(made)
     try:
@@ -44,7 +44,7 @@ def advance(count: int) -> None:
             made.update(count)
 
 
-def _new(words: str, total: int) -> Any:
+def _new(words: str, total: Callable[[], int]) -> Any:
     """Return a bar that is not drawn yet; None without a terminal or tqdm."""
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -55,6 +55,6 @@ def _new(words: str, total: int) -> Any:
     except (AttributeError, ValueError, ImportError):  # no stderr, a closed one, no tqdm
         return None
     made = type("Bar", (tqdm,), {"monitor_interval": 0})  # without tqdm's thread
-    with contextlib.suppress(OSError, ValueError):
-        return made(desc=f"zshard: {words}", total=total, **_OPTIONS)
+    with contextlib.suppress(OSError, ValueError, KeyError):  # KeyError: a tqdm without `delay`
+        return made(desc=f"zshard: {words}", total=total(), **_OPTIONS)
     return None

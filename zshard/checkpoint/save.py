@@ -11,6 +11,7 @@ hidden folder is deleted, and earlier checkpoints stay as they are.
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 from array import array
@@ -207,7 +208,7 @@ def _write(plan: SavePlan, comm: _core.Comm) -> None:
                 for file in plan.files:
                     _core.File.create(os.path.join(staging.path, file.name), file.size).close()
         writer = Writer(plan)
-        size = plan.size(headers=rank_0, texts=False)
+        size = functools.partial(plan.size, headers=rank_0, texts=False)
         with on_all_ranks(comm), torch.no_grad(), bar("saving", size, rank_0):
             rows = list(_write_runs(plan, staging.path, rank_0, writer))
         everyone = _gather(comm, rows)

@@ -32,7 +32,7 @@ from zshard.ranks.ends import fail
 from zshard.state.source import CHUNK
 from zshard.units.units import ModelContext
 
-_MOST = 2**28  # bytes of a write, apart from large tensors: a progress bar moves after each
+_MOST = 2**26  # bytes of a write, apart from large tensors: a progress bar moves after each
 _ALIGN = 64  # bytes; the copies of an asynchronous save begin at multiples of it
 
 _NUMBERS = ("BF16", "F16", "F32", "F64")  # codes of dtypes whose values the core checks

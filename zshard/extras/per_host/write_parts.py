@@ -62,7 +62,7 @@ def write_parts(plan: SavePlan, comm: api.Comm, hosts: Hosts) -> None:
             if hosts.leads:
                 staging.open()
         writer = Writer(plan)
-        size = plan.size(headers=comm.rank == 0, texts=comm.rank == 0)
+        size = functools.partial(plan.size, headers=True, texts=True)
         with on_all_ranks(comm), torch.no_grad(), bar("saving", size, comm.rank == 0):
             rows = list(_write_parts(plan, staging.path, comm, hosts, writer))
         written = [row for of_rank in gather(comm, rows) for row in of_rank]

@@ -57,8 +57,8 @@ def save(export: Export, path: str | os.PathLike[str], limit: int) -> None:
             places.update((item.name, (file, offset)) for item, offset in plan.places)
 
     with contextlib.ExitStack() as stack, export.rounds(export.sender, prepare) as rounds:
-        size = sum(entry.size for batch in rounds.batches for entry in batch)
-        stack.enter_context(bar("exporting", size, rounds.takes))
+        sizes = (entry.size for batch in rounds.batches for entry in batch)
+        stack.enter_context(bar("exporting", lambda: sum(sizes), rounds.takes))
         for batch in rounds.batches:
             taken = batch if rounds.takes else []
             tensors = [torch.empty(entry.shape, dtype=entry.dtype) for entry in taken]
