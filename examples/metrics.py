@@ -54,7 +54,8 @@ class Metrics:
     ) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1 step, got {every}")
-        self.model, self.tokens, self.every, self.writers = model, tokens, every, writers
+        self.model = getattr(model, "_orig_mod", model)  # without torch.compile()
+        self.tokens, self.every, self.writers = tokens, every, writers
         self.flops = flops_of(model) if flops_per_token is None else flops_per_token
         self.peak = peak_tflops
         self.steps = 0  # so far

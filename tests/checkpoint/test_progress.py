@@ -162,6 +162,11 @@ def test_an_error_ends_the_bar(tmp_path):
             with pytest.raises(OSError):
                 zshard.save(tmp_path / "a", model, optimizer)
             file_faults(0)
+        with (
+            mock.patch.object(write.Writer, "_flush", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            zshard.save(tmp_path / "a", model, optimizer)
         bars(drawn())
         zshard.save(tmp_path / "a", model, optimizer)
         assert bars(drawn()) == (["saving"] if rank() == 0 else [])

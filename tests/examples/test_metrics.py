@@ -148,7 +148,7 @@ def test_of_a_sharded_model_with_accumulation():
     assert example("metrics").flops_of(model) == 6 * 72 + 4 * 72
     assert example("metrics").flops_of(model, 2, 8, 16) == 10 * 72 + 12 * 2 * 8 * 16
     log = mock.Mock(spec=["log"])
-    with made(model, tokens=3 * 100, writers=[log]) as (metrics, clock, printed):
+    with made(torch.compile(model), tokens=3 * 100, writers=[log]) as (metrics, clock, printed):
         for _ in range(2):
             step(model, optimizer, 3)
             clock.now += 2

@@ -19,9 +19,9 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (12_206, 18_467),
+    "core": (12_208, 18_471),
     "core: (modules)": (1_305, 2_107),
-    "core: checkpoint": (2_276, 3_314),
+    "core: checkpoint": (2_278, 3_318),
     "core: guard": (1_070, 1_562),
     "core: memory": (622, 959),
     "core: model": (1_111, 1_833),
