@@ -204,6 +204,17 @@ def test_hosts_without_a_shared_disk(tmp_path):
     assert bars(loaded) == (["verifying", "loading"] if rank() == 0 else [])
 
 
+def test_commands(command, tmp_path):
+    model = nn.Sequential(*[nn.Linear(768, 768) for _ in range(4)])
+    zshard.save(tmp_path / "a", model)
+    with terminal() as drawn:
+        assert command("verify", tmp_path / "a")[0] == 0
+        text = drawn()
+        assert command("export", tmp_path / "a", tmp_path / "b")[0] == 0
+        assert bars(drawn()) == ["verifying", "exporting"]
+    assert bars(text) == ["verifying"] and max(shares(text)) == 100
+
+
 @on_ranks(2)
 def test_a_folder_of_torch(tmp_path):
     model, _ = built()

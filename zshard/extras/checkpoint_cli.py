@@ -29,6 +29,8 @@ from zshard.api import (
     Readable,
     Staging,
     Target,
+    advance,
+    bar,
     bytes_of,
     chunks,
     index_of,
@@ -189,12 +191,16 @@ def _table(title: str, tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _check_all(checkpoint: Checkpoint) -> int:
     """Check all files of the manifest and return their bytes. Raise CheckpointError for damage."""
-    spread = checkpoint.spread
-    if not isinstance(spread, Spread):
-        return checkpoint.verify()
-    spread.check()
-    spread.blocks().check()
-    return sum(spread.manifest.files[name].size for name in spread.here)
+    spread, manifest = checkpoint.spread, checkpoint.manifest
+    assert manifest is not None, "the caller checks this"
+    here = spread.here if isinstance(spread, Spread) else manifest.files
+    size = sum(manifest.files[name].size for name in here)
+    with bar("verifying", lambda: size, show=True):
+        if not isinstance(spread, Spread):
+            return checkpoint.verify()
+        spread.check()
+        spread.blocks().check()
+    return size
 
 
 def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
@@ -229,12 +235,13 @@ def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
 
 def _write_all(folder: str, items: list[Entry], limit: int, checkpoint: Checkpoint) -> list[str]:
     files = lay_out(items, "model", limit, checkpoint.tied)
-    for file in files:
-        with api.File.create(os.path.join(folder, file.name), file.size) as opened_file:
-            opened_file.write([(0, file.header)], BLOCK)
-            for item, offset in file.places:
-                _write(opened_file, item, offset, checkpoint.model[item.name])
-            opened_file.sync()
+    with bar("exporting", lambda: sum(file.size for file in files), show=True):
+        for file in files:
+            with api.File.create(os.path.join(folder, file.name), file.size) as opened_file:
+                opened_file.write([(0, file.header)], BLOCK)
+                for item, offset in file.places:
+                    _write(opened_file, item, offset, checkpoint.model[item.name])
+                opened_file.sync()
     if len(files) > 1:
         write_text(os.path.join(folder, "model.safetensors.index.json"), index_of(files))
     spread = checkpoint.spread
@@ -256,3 +263,4 @@ def _write(file: api.File, item: Entry, offset: int, entry: Readable) -> None:
         place = offset + begin * item.dtype.itemsize
         cast = values.to(item.dtype)  # outlives its bytes
         file.write([(place, bytes_of(cast))], BLOCK)
+        advance(cast.nbytes)
