@@ -155,6 +155,10 @@ class SavePlan:
             runs[name] = [(0, len(text), text)]
         return runs
 
+    def size(self, headers: bool, texts: bool) -> int:
+        """Return how many bytes these are."""
+        return sum(run[1] for of_file in self.runs(headers, texts).values() for run in of_file)
+
     def clean_up(self, comm: _core.Comm, leads: bool, strange: Collection[str]) -> None:
         """After the save, delete older checkpoints, and warn of NaN and of newer ones. Collective.
 

@@ -29,6 +29,8 @@ from zshard.api import (
     Readable,
     Staging,
     Target,
+    advance,
+    bar,
     bytes_of,
     chunks,
     index_of,
@@ -190,12 +192,16 @@ def _table(title: str, tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _check_all(checkpoint: Checkpoint) -> int:
     """Check all files of the manifest and return their bytes. Raise CheckpointError for damage."""
-    spread = checkpoint.spread
-    if not isinstance(spread, Spread):
-        return checkpoint.verify()
-    spread.check()
-    spread.blocks().check()
-    return sum(spread.manifest.files[name].size for name in spread.here)
+    spread, manifest = checkpoint.spread, checkpoint.manifest
+    assert manifest is not None, "the caller checks this"
+    here = spread.here if isinstance(spread, Spread) else manifest.files
+    size = sum(manifest.files[name].size for name in here)
+    with bar("verifying", lambda: size, show=True):
+        if not isinstance(spread, Spread):
+            return checkpoint.verify()
+        spread.check()
+        spread.blocks().check()
+    return size
 
 
 def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
@@ -226,9 +232,7 @@ def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
     where = names[0] if len(names) == 1 else f"{len(names)} files"
     print(f"wrote {len(items)} tensors to '{out}' ({where})")
     if not os.path.exists(os.path.join(out, "config.json")):
-        print(
-            "there is no config.json: for from_pretrained(), copy the model's to the folder"
-        )
+        print("there is no config.json: for from_pretrained(), copy the model's to the folder")
     return 0
 
 
@@ -240,12 +244,13 @@ def _write_all(
     dtype: torch.dtype | None,
 ) -> list[str]:
     files = lay_out(items, "model", limit, checkpoint.tied)
-    for file in files:
-        with api.File.create(os.path.join(folder, file.name), file.size) as opened_file:
-            opened_file.write([(0, file.header)], BLOCK)
-            for item, offset in file.places:
-                _write(opened_file, item, offset, checkpoint.model[item.name])
-            opened_file.sync()
+    with bar("exporting", lambda: sum(file.size for file in files), show=True):
+        for file in files:
+            with api.File.create(os.path.join(folder, file.name), file.size) as opened_file:
+                opened_file.write([(0, file.header)], BLOCK)
+                for item, offset in file.places:
+                    _write(opened_file, item, offset, checkpoint.model[item.name])
+                opened_file.sync()
     if len(files) > 1:
         write_text(os.path.join(folder, "model.safetensors.index.json"), index_of(files))
     spread = checkpoint.spread
@@ -270,3 +275,4 @@ def _write(file: api.File, item: Entry, offset: int, entry: Readable) -> None:
         place = offset + begin * item.dtype.itemsize
         cast = values.to(item.dtype)  # outlives its bytes
         file.write([(place, bytes_of(cast))], BLOCK)
+        advance(cast.nbytes)
