@@ -32,8 +32,8 @@ PAGES = addresses.PAGES | {
     f"{RESULTS}/{path.name}": f"{RESULTS}/{path.name}" for path in (ROOT / RESULTS).glob("*.md")
 }
 SOURCES = {page: source for source, page in PAGES.items()}
-CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+CODE_OR_LINK = re.compile(rf"```.*?```|{LINK.pattern}|`[^`\n]*`", re.DOTALL)
 
 texts: dict[str, str] = {}  # page of the site -> its Markdown, once it is read
 sections: dict[str, list[str]] = {}  # heading of llms.txt -> its pages
@@ -57,7 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
     folder = posixpath.dirname(SOURCES.get(uri, f"docs/{uri}"))
 
     def moved(link: re.Match[str]) -> str:
-        image, text, to = link.groups()
+        image, text, to = link.groups(default="")  # of code: none
         path, hash_, anchor = to.partition("#")
         if not path or re.match(r"\w+:", to):
             return link.group()
@@ -70,9 +70,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
             return link.group()  # mkdocs reports it
         return f"[{text}]({config.repo_url}/blob/main/{there})" if config.repo_url else text
 
-    codes = CODE.findall(markdown)
-    pieces = [LINK.sub(moved, piece) for piece in CODE.split(markdown)]
-    texts[uri] = "".join(a + b for a, b in zip(pieces, [*codes, ""], strict=True))
+    texts[uri] = CODE_OR_LINK.sub(moved, markdown)
     return texts[uri]
 
 
