@@ -11,12 +11,9 @@
 No call communicates, so a rank may make it alone. A GPU is waited for every N steps, not each step.
 """
 
-from __future__ import annotations
-
 import contextlib
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,22 +22,25 @@ from torch import nn
 
 import zshard
 
-MIB = 2**20
-LINE = (
-    *(("loss", 1, "loss {:.4f}"), ("seconds/step", 1e3, "{:.1f} ms")),
-    *(("tokens/s", 1, "{:,.0f} tokens/s"), ("mfu", 100, "MFU {:.1f} %")),
-    ("memory/now/total", 1 / MIB, "memory {:,.0f} MiB"),
-    *((f"memory/{of}", 1 / MIB, "peak {:,.0f} MiB") for of in ("peak/total", "cuda/peak")),
-    *(("grad_norm", 1, "norm {:.3f}"), ("seconds/wait", 1e3, "wait {:.1f} ms")),
-)
+LINE = {  # the parts of a line: name in the dict, factor, text
+    "loss": (1, "loss {:.4f}"),
+    "seconds/step": (1e3, "{:.1f} ms"),
+    "tokens/s": (1, "{:,.0f} tokens/s"),
+    "mfu": (100, "MFU {:.1f} %"),
+    "memory/now/total": (2**-20, "memory {:,.0f} MiB"),
+    "memory/peak/total": (2**-20, "peak {:,.0f} MiB"),
+    "memory/cuda/peak": (2**-20, "peak with activations {:,.0f} MiB"),
+    "grad_norm": (1, "norm {:.3f}"),
+    "seconds/wait": (1e3, "wait {:.1f} ms"),
+}
 
 
 class Metrics:
-    """tokens: of this rank in an optimizer step, with all its micro-batches. every: steps.
+    """model: sharded or plain. tokens: of this rank in an optimizer step, with all micro-batches.
 
-    flops_per_token: default: flops_of(model). peak_tflops: what this rank could do, from the GPU's
-    data sheet; default: what a large matrix product reaches. writers: with add_scalar(), as
-    TensorBoard's, or with log(), as a run of W&B; rank 0 writes. To resume, set `steps`.
+    every: steps between two lines. flops_per_token: default: flops_of(model). peak_tflops: of this
+    rank's device, from its data sheet; default: what a large matrix product reaches. writers: with
+    add_scalar(), as TensorBoard's, or log(), as a run of W&B. To resume, set `steps`.
     """
 
     def __init__(
@@ -50,27 +50,21 @@ class Metrics:
         every: int = 10,
         flops_per_token: float | None = None,
         peak_tflops: float | None = None,
-        writers: Sequence[Any] = (),
+        writers: Any = (),
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every must be at least 1 step, got {every}")
         self.model = getattr(model, "_orig_mod", model)  # without torch.compile()
-        self.tokens, self.every, self.writers = tokens, every, writers
+        self.tokens, self.every, self.writers, self.steps = tokens, every, writers, 0
         self.flops = flops_of(model) if flops_per_token is None else flops_per_token
         self.peak = peak_tflops
-        self.steps = 0  # so far
         is_alone = not dist.is_initialized()
         self.rank, self.world = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
-        self._mark: float | None = None  # the end of the last step; None: none has ended
-        self._sums = [0, 0.0, 0]  # since the last line: steps, their seconds and tokens
+        self._mark: float | None = None  # the end of the last step; None: the first is not timed
+        self._steps, self._seconds = 0, 0.0  # since the last line
 
-    def step(self, loss: Any = None, tokens: int | None = None) -> dict[str, float] | None:
-        """An optimizer step has ended. tokens: if this step had another number of them.
-
-        Every N steps, return the numbers: those of model.metrics(), with "seconds/step" as the mean
-        since the last time, without pauses; "loss", of this rank; "tokens/s", of all ranks, if
-        each has as many; "mfu", a fraction. The first step, which sets things up, is not timed.
-        """
+    def step(self, loss: Any = None) -> dict[str, float] | None:
+        """Call it after each optimizer.step(). Every N steps, return the numbers: model.metrics(),
+        "loss" of this rank, "seconds/step" as a mean without pauses, "tokens/s" of all ranks, and
+        "mfu", a fraction."""
         self.steps += 1
         is_due = self.steps % self.every == 0
         numbers = {}
@@ -78,13 +72,14 @@ class Metrics:
             numbers["loss"] = float(torch.as_tensor(loss).item())  # waits for a GPU
         now = time.perf_counter()
         if self._mark is not None:
-            more = (1, now - self._mark, self.tokens if tokens is None else tokens)
-            self._sums = [old + new for old, new in zip(self._sums, more, strict=True)]
+            self._steps, self._seconds = self._steps + 1, self._seconds + now - self._mark
         self._mark = now
         if not is_due:
             return None
         with self.paused():
-            self._report(numbers)
+            self._complete(numbers)
+            if self.rank == 0:
+                self._write(numbers)
         return numbers
 
     @contextlib.contextmanager
@@ -102,47 +97,49 @@ class Metrics:
     def close(self) -> None:
         """Close the writers."""
         for writer in self.writers:
-            getattr(writer, "close" if hasattr(writer, "add_scalar") else "finish")()
+            writer.finish() if hasattr(writer, "finish") else writer.close()
 
-    def _report(self, numbers: dict[str, float]) -> None:
-        """Complete the numbers of a step; print and write them on rank 0."""
-        is_ours = isinstance(self.model, zshard.FSDP)
-        own: dict[str, float] = zshard.FSDP.metrics(self.model) if is_ours else {}
-        own.pop("seconds/step", None)
-        if torch.cuda.is_initialized():  # with activations
-            own["memory/cuda/peak"] = float(torch.cuda.max_memory_allocated())
-        numbers.update(own)
-        (steps, seconds, tokens), self._sums = self._sums, [0, 0.0, 0]
-        if steps and seconds > 0:
+    def _complete(self, numbers: dict[str, float]) -> None:
+        if isinstance(self.model, zshard.FSDP):
+            numbers.update(zshard.FSDP.metrics(self.model))
+        numbers.pop("seconds/step", None)
+        if torch.cuda.is_initialized():
+            numbers["memory/cuda/peak"] = float(torch.cuda.max_memory_allocated())
+        if self._seconds > 0:
             self.peak = matmul_tflops(self.model) if self.peak is None else self.peak
-            numbers["seconds/step"] = seconds / steps
-            numbers["tokens/s"] = self.world * tokens / seconds
-            numbers["mfu"] = self.flops * tokens / seconds / (self.peak * 1e12)
-        if self.rank != 0:
-            return
-        words = [text.format(by * numbers[name]) for name, by, text in LINE if name in numbers]
+            rate = self.tokens * self._steps / self._seconds  # of this rank
+            numbers["seconds/step"] = self._seconds / self._steps
+            numbers["tokens/s"], numbers["mfu"] = (
+                self.world * rate,
+                self.flops * rate / self.peak / 1e12,
+            )
+        self._steps, self._seconds = 0, 0.0
+
+    def _write(self, numbers: dict[str, float]) -> None:
+        words = [
+            text.format(by * numbers[name]) for name, (by, text) in LINE.items() if name in numbers
+        ]
         print(f"step {self.steps:4d}  {', '.join(words)}", flush=True)
         for writer in self.writers:
-            if hasattr(writer, "add_scalar"):
-                for name, value in numbers.items():
-                    writer.add_scalar(name, value, self.steps)
-            else:
+            if hasattr(writer, "log"):
                 writer.log(numbers, step=self.steps)
+                continue
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, self.steps)
 
 
 def flops_of(model: nn.Module, layers: int = 0, width: int = 0, length: int = 0) -> float:
     """Operations for a token, forward and backward: 6 for each parameter, 4 if it is frozen, and
-    attention's 12 * layers * width * length, where the sizes are given."""
+    attention's 12 * layers * width * length, if the sizes are given."""
     trained = zshard.num_parameters(model, trainable_only=True)
     return 4.0 * zshard.num_parameters(model) + 2 * trained + 12 * layers * width * length
 
 
 def matmul_tflops(model: nn.Module) -> float:
-    """What the best of three matrix products reaches on the model's device, in its dtype."""
-    first = next(model.parameters())
-    size = 8192 if first.is_cuda else 1024
-    a = torch.ones(size, size, device=first.device, dtype=first.dtype)
-    times = []
+    """The best of three matrix products on the model's device, in its dtype."""
+    like = next(model.parameters())
+    size, times = 8192 if like.is_cuda else 1024, []
+    a = torch.ones(size, size, device=like.device, dtype=like.dtype)
     for _ in range(4):  # the first one warms up
         began = time.perf_counter()
         (a @ a)[0, 0].item()
@@ -151,19 +148,16 @@ def matmul_tflops(model: nn.Module) -> float:
 
 
 def writers(tensorboard: Any = None, wandb: str | None = None, config: Any = None) -> list[Any]:
-    """Writers to a folder of TensorBoard's and to a project of W&B's, on rank 0; [] on others.
-    config: a dict of the run's settings, for W&B. Exits if a package is missing."""
+    """Return writers to a folder for TensorBoard and to a project of W&B on rank 0, [] on others.
+    config: the run's settings, for W&B. Raises ImportError if a package is missing."""
     makers: list[Any] = []
-    try:
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+    if tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
 
-            makers.append(lambda: SummaryWriter(str(tensorboard)))
-        if wandb:
-            from wandb import init
+        makers.append(lambda: SummaryWriter(str(tensorboard)))
+    if wandb:
+        from wandb import init
 
-            makers.append(lambda: init(project=wandb, config=config))
-    except ImportError as error:
-        sys.exit(f"{error}: pip install {error.name}")
+        makers.append(lambda: init(project=wandb, config=config))
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     return [make() for make in makers if is_first]

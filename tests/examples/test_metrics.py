@@ -85,14 +85,12 @@ def test_pauses_and_what_is_not_known_yet():
         clock.now += 1
         assert metrics.step()["seconds/step"] == 2
         clock.now += 1
-        assert metrics.step(tokens=0) == {"seconds/step": 1, "tokens/s": 0, "mfu": 0}
+        assert metrics.step() == {"seconds/step": 1, "tokens/s": 100, "mfu": 0.1}
         assert metrics.step() == {}  # in no time
         with metrics.paused():
             clock.now += 5
         clock.now += 4
-        assert metrics.step(2.5, tokens=8) == {
-            **{"loss": 2.5, "seconds/step": 4, "tokens/s": 2, "mfu": 0.002}
-        }
+        assert metrics.step(2.5) == {"loss": 2.5, "seconds/step": 4, "tokens/s": 25, "mfu": 0.025}
 
 
 def test_a_pause_before_the_first_step_and_a_resumed_run():
@@ -105,8 +103,6 @@ def test_a_pause_before_the_first_step_and_a_resumed_run():
             numbers = metrics.step() or {}
         assert numbers == {} and metrics.steps == 11
         assert printed.getvalue().startswith("step   10  1000.0 ms")
-    with pytest.raises(ValueError, match="every must be at least 1 step, got 0"), made(every=0):
-        pass
 
 
 def test_a_loss_is_read_only_for_a_line():
@@ -216,6 +212,6 @@ def test_train_gpt_sends_them(tmp_path):
 def test_a_missing_package_is_named():
     with (
         mock.patch.dict(sys.modules, {"wandb": None}),
-        pytest.raises(SystemExit, match="pip install wandb"),
+        pytest.raises(ImportError, match="wandb"),
     ):
         example("metrics").writers(wandb="mine")
