@@ -85,7 +85,7 @@ typedef struct stretch {
     uint32_t skipped[4][256];
 } stretch;
 
-static stretch stretches[] = {{.bytes = 8192}, {.bytes = 512}}; /* the second for what the first leaves */
+static stretch stretches[] = {{.bytes = 8192}, {.bytes = 512}}; /* the second for the first one's remainder */
 
 static void make_stretches(void)
 {

@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* What a turn does to a unit; NULL: it has none. */
+/* The verb for a turn of a unit; NULL: it has none. */
 static const char *unit_verb(zs_turn_kind kind)
 {
     switch (kind) {

@@ -13,7 +13,7 @@
 
 enum { ZS_CUDA_MAX_DEVICES = 64 }; /* the most devices of a process */
 
-/* What is known of the driver. */
+/* Facts about the driver. */
 typedef struct zs_cuda_info {
     bool found;        /* its library was opened and has every call that is needed */
     int version;       /* CUDA version that it knows, 13010 is 13.1; 0 if it could not be asked */
@@ -22,7 +22,7 @@ typedef struct zs_cuda_info {
     const char *words; /* why CUDA is off; "" where it is not */
 } zs_cuda_info;
 
-/* What is known of one device. */
+/* Facts about one device. */
 typedef struct zs_cuda_device {
     char name[128];
     int major, minor; /* compute capability */
@@ -30,7 +30,7 @@ typedef struct zs_cuda_device {
 } zs_cuda_device;
 
 /* Opens and starts the driver, once per process: libcuda.so.1, or what the environment variable ZSHARD_CUDA_LIB names.
- * ZS_ERR_CUDA with the reason and what to do where it is missing, too old or finds no device. Any thread. */
+ * ZS_ERR_CUDA with the reason and a remedy if it is missing, is too old or finds no device. Any thread. */
 zs_status zs_cuda_load(void);
 
 /* The same without failing: fills `info`, whose texts live as long as the process. */
@@ -47,8 +47,7 @@ zs_status zs_cuda_enter(int ordinal);
 /* The table; only after zs_cuda_load has succeeded. */
 const zs_cu_table *zs_cuda_table(void);
 
-/* What stands for torch's current stream on a device that is the host: a fake driver's choice, else the default
- * stream. */
+/* Torch's current stream on a device that is the host: a fake driver's choice, else the default stream. */
 zs_cu_stream zs_cuda_host_stream(void);
 
 /* Turns the result of a call into a status and a record, and remembers the first that spoils the context. Out of
@@ -72,7 +71,7 @@ bool zs_cuda_event_passed(zs_cu_event event);
 #define ZS_CU(name, ...) \
     (zs_cuda_alive() != ZS_OK ? ZS_ERR_CUDA : zs_cuda_check(#name, zs_cuda_table()->name(__VA_ARGS__)))
 
-/* Calls one that gives something back, leaving no record. */
+/* Calls one that frees something, leaving no record. */
 #define ZS_CU_FREE(name, ...) zs_cuda_note(zs_cuda_table()->name(__VA_ARGS__))
 
 #endif

@@ -15,7 +15,7 @@ enum {
     ZS_CUDA_RULES = 4, /* 2 * zs_rule + full */
 };
 
-/* Where the numbers of each kind of kernel begin. */
+/* The first number of each kind of kernel. */
 enum {
     ZS_KERNEL_SUM = 0, /* + DTYPES * to + from */
     ZS_KERNEL_CAST = ZS_KERNEL_SUM + ZS_CUDA_DTYPES * ZS_CUDA_DTYPES,

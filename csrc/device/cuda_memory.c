@@ -1,9 +1,8 @@
 /* cuda_memory.c - memory of a GPU, and pinned memory of its host: the functions of device.h.
  *
- * It is torch's, so torch's statistics see it, and what is freed goes to tensors. Memory goes back in the order of the
- * compute stream: other streams' work on it comes first. A failure at that is ignored, as the process may be ending,
- * and an earlier failure that is being returned stays on record.
- See device_cuda.h. */
+ * It is torch's, so torch's statistics include it, and tensors can use freed memory. Memory goes back in the order of
+ * the compute stream: other streams' work on it comes first. A failure at that is ignored, as the process may be
+ * ending, and an earlier failure that is being returned stays on record. See device_cuda.h. */
 #include "device/device_cuda.h"
 
 #include "device/cuda_driver.h"

@@ -1,7 +1,7 @@
-/* pending.h - a factor that a block of gradients is yet to be multiplied by.
+/* pending.h - a pending factor of a block of gradients.
  *
  * Clipping multiplies all gradients by one number, which reads and writes all of them. Instead the number is kept with
- * the block, and an optimizer's step multiplies what it reads. Everything else settles the block first: all code that
+ * the block, and an optimizer's step multiplies as it reads. Everything else settles the block first: all code that
  * reads gradients calls one of these functions.
  */
 #ifndef ZS_PENDING_H

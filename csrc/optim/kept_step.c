@@ -35,7 +35,7 @@ typedef struct opened {
 
 /* --- undo --------------------------------------------------------------------------------------------------------- */
 
-/* Copies what the update overwrites of a piece to the undo slot, or back. */
+/* Copies the memory that the update of a piece overwrites to the undo slot, or back. */
 static void copy_undo(const opened *of, piece one, char *undo, bool back)
 {
     for (int i = 0; i < of->n; i++) {
@@ -127,7 +127,7 @@ static void update_chunk(const opened *of, int64_t index, zs_kept_worker *at)
     ZS_KEPT_MARK(&at->done, 2 * (done + 1));
 }
 
-/* What the workers share. */
+/* Shared by the workers. */
 typedef struct crew {
     const zs_kept_parts *at;
     const zs_kept_files *files;

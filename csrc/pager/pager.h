@@ -27,7 +27,7 @@ typedef struct zs_pager_map {
     int own;         /* which part this rank writes to */
     const int *fds;  /* [n_parts] borrowed for as long as the mapping is known */
     uint64_t offset; /* of the region in each file */
-    int direct;      /* fds[own]'s file, opened for direct I/O; -1: its file system has none. Borrowed likewise */
+    int direct;      /* fds[own]'s file, opened for direct I/O; -1: its file system has none. Borrowed as long */
 } zs_pager_map;
 
 /* Has the pager know a mapping; ZS_ERR_MEMORY. */
@@ -36,13 +36,13 @@ zs_status zs_pager_add(const zs_pager_map *map);
 /* Forgets the mapping at `ptr`; nothing is done with its pages when this has returned. */
 void zs_pager_remove(const char *ptr);
 
-/* How many bytes of all mappings together may be resident, beyond what is in use. */
+/* Sets the bytes of all mappings together that may be resident, beyond ranges in use. */
 void zs_pager_set_limit(size_t bytes);
 
 /* Is there memory on disk at all? Cheap. */
 bool zs_pager_active(void);
 
-/* What is done with a range. */
+/* The use of a range. */
 typedef enum zs_pager_use { ZS_PAGER_READ, ZS_PAGER_WRITE } zs_pager_use;
 
 /* Waits until the pages of [ptr, ptr + bytes) are there; they stay until zs_pager_done of the same range. No-op for

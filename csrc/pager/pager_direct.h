@@ -1,4 +1,4 @@
-/* pager_direct.h - the way past the page cache: a range's bytes in a buffer of their own, moved by direct I/O.
+/* pager_direct.h - the way past the page cache: a range's bytes in a separate buffer, moved by direct I/O.
  *
  * None of these takes the pager's lock; each may wait for the disk.
  */
@@ -17,7 +17,7 @@ void zs_pager_buffer_give(char *buffer, const char *ptr, size_t bytes);
 /* Those go too. */
 void zs_pager_buffers_free(void);
 
-/* Where in its buffer a range's first byte lies: as far into a page as in the mapping. */
+/* A range's first byte in its buffer: at the same offset in a page as in the mapping. */
 char *zs_pager_in_buffer(char *buffer, const char *ptr);
 
 /* Reads a range of this rank's part into its buffer: what somebody else has just read from the page cache, all else

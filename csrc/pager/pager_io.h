@@ -1,4 +1,5 @@
-/* pager_io.h - what the pager does to pages of a mapping. None of these takes its lock; each may wait for the disk. */
+/* pager_io.h - the pager's operations on pages of a mapping. None of these takes its lock; each may wait for the
+ * disk. */
 #ifndef ZS_PAGER_IO_H
 #define ZS_PAGER_IO_H
 
@@ -14,7 +15,7 @@ int zs_pager_write(const zs_pager_map *map, const char *ptr, size_t bytes);
  * Where the file system cannot, they stay as they are. */
 void zs_pager_clear(const zs_pager_map *map, const char *ptr, size_t bytes);
 
-/* Writes them, waits, and lets the range's whole pages go; likewise. keep_own: not those of this rank's part. */
+/* Writes them, waits, and drops the range's whole pages; an errno, or 0. keep_own: not those of this rank's part. */
 int zs_pager_drop(const zs_pager_map *map, char *ptr, size_t bytes, bool keep_own);
 
 #endif

@@ -31,7 +31,7 @@ extern zs_pager_state zs_pager;
 /* Has a COLD range fetched, before all others if `urgent`. */
 void zs_pager_enqueue(zs_pager_range *r, bool urgent);
 
-/* Forgets what is in a range, which is in no list and which no thread is at work on; its buffer goes. */
+/* Forgets a range's contents and frees its buffer. The range is in no list, and no thread works on it. */
 void zs_pager_make_cold(zs_pager_range *r);
 
 /* Starts the threads if they are not running; ZS_ERR_SYSTEM. */

@@ -1,7 +1,7 @@
-/* chosen.h - gradients that a script passes to one call, such as clip_grad_norm_: which flats does it pass whole?
+/* chosen.h - gradients that a script passes to one call, such as clip_grad_norm_: which flats does it pass in full?
  *
- * A call that passes all gradients of a flat once can use what is known of the flat, and act on it later. Any other
- * gradient is treated by itself.
+ * A call that passes all gradients of a flat once can use known facts about the flat, and act on it later. Any other
+ * gradient is handled individually.
  */
 #ifndef ZS_CHOSEN_H
 #define ZS_CHOSEN_H

@@ -39,7 +39,7 @@ zs_status zs_offload_params_new(const zs_unit *unit, size_t bytes, zs_mem **out)
  * unit->offloads.state. */
 zs_status zs_offload_state_new(const zs_unit *unit, int64_t numel, const zs_tensor *like, zs_tensor **out);
 
-/* --- what is in use: no-ops for units whose parameters are in memory ---------------------------------------------- */
+/* --- memory in use; no-ops for units whose parameters are in memory ----------------------------------------------- */
 
 /* The bytes from which the flat is gathered, or by which it is mapped, are needed / no longer needed. */
 zs_status zs_offload_want_flat(const zs_unit *unit, zs_flat *flat);

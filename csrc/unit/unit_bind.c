@@ -59,8 +59,8 @@ static bool comes_ordered(const zs_unit *unit, const zs_flat *flat, const zs_fla
     return !unit->record.is.replicated && flat->secondary.mem != NULL && from != &flat->secondary;
 }
 
-/* A gather fills slots that ranks share with equal bytes, and completes only with all of them; what this rank alone
- * fills goes to a slot of its own. */
+/* A gather fills slots that ranks share with equal bytes, and completes only with all of them; a gather of this rank
+ * alone takes a private slot. */
 static zs_status take_slot(const zs_unit *unit, const zs_flat *flat, const zs_flat_mem *from, zs_mem **slot)
 {
     zs_arena *arena = unit->context->arena;
@@ -141,8 +141,7 @@ static zs_status bind_full(zs_unit *unit, int64_t i)
     return unit->context->calls->hook_param(unit, i);
 }
 
-/* Where there are parameters that are not row-major: writes all of the flat as they are to be, into a slot of this
- * rank's. */
+/* If some parameters are not row-major: writes the flat in their memory order, into a slot of this rank's. */
 static zs_status put_in_order(zs_unit *unit, zs_flat *flat)
 {
     zs_arena *arena = unit->context->arena;

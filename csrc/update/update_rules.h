@@ -35,7 +35,7 @@ typedef struct ZS_NAME(zs_adam) {
     ZS_REAL from_grad; /* nonzero to interpolate from the gradient, the nearer end: 1 - beta1 >= 0.5 */
 } ZS_NAME(zs_adam);
 
-/* What Adam keeps of one element. */
+/* Adam's state of one element. */
 typedef struct ZS_NAME(zs_adam_cell) {
     ZS_REAL param, exp_avg, exp_avg_sq;
     ZS_REAL max_exp_avg_sq; /* with amsgrad only */
@@ -110,7 +110,7 @@ typedef struct ZS_NAME(zs_sgd) {
     ZS_REAL first;    /* nonzero: the momentum has never been used and becomes the gradient */
 } ZS_NAME(zs_sgd);
 
-/* What SGD keeps of one element. */
+/* SGD's state of one element. */
 typedef struct ZS_NAME(zs_sgd_cell) {
     ZS_REAL param;
     ZS_REAL buffer; /* with momentum only */

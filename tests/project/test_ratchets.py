@@ -19,18 +19,18 @@ import sizes
 from sizes import Lines
 
 LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
-    "core": (12_132, 18_362),
-    "core: (modules)": (1_304, 2_106),
+    "core": (12_136, 18_366),
+    "core: (modules)": (1_307, 2_109),
     "core: checkpoint": (2_216, 3_233),
     "core: guard": (1_070, 1_562),
     "core: memory": (622, 959),
     "core: model": (1_107, 1_823),
-    "core: optim": (1_597, 2_295),
+    "core: optim": (1_598, 2_296),
     "core: ranks": (1_218, 1_867),
     "core: state": (1_280, 1_842),
     "core: units": (748, 1_233),
     "core: wrap": (970, 1_442),
-    "extras": (6_945, 10_085),
+    "extras": (6_949, 10_089),
     "extras: __main__": (52, 72),
     "extras: extras/__init__": (0, 3),
     "extras: extras/any_world": (167, 239),
@@ -43,14 +43,14 @@ LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
     "extras: extras/keeping": (406, 583),
     "extras: extras/optimizers": (1_200, 1_817),
     "extras: extras/per_host": (587, 796),
-    "extras: extras/planner": (1_173, 1_751),
-    "extras: extras/readers": (560, 771),
+    "extras: extras/planner": (1_173, 1_752),
+    "extras: extras/readers": (564, 775),
     "extras: extras/recovery": (668, 946),
     "extras: extras/run": (230, 327),
     "extras: extras/trace": (354, 527),
-    "extras: extras/weights": (392, 620),
+    "extras: extras/weights": (392, 619),
     "extras: planner": (2, 5),
-    "integrations": (2_518, 3_782),
+    "integrations": (2_518, 3_783),
     "integrations: accelerate": (2, 5),
     "integrations: compat": (2, 4),
     "integrations: deepspeed": (3, 5),
@@ -61,7 +61,7 @@ LINES = {  # lines with code, and all: at most so many, and not SLACK fewer
     "integrations: integrations/deepspeed": (1_434, 2_065),
     "integrations: integrations/lightning": (390, 575),
     "integrations: integrations/peft": (28, 53),
-    "integrations: integrations/transformers": (152, 244),
+    "integrations: integrations/transformers": (152, 245),
     "integrations: lightning": (2, 5),
     "integrations: transformers": (2, 5),
 }
@@ -72,10 +72,10 @@ COUNTS = {  # exactly
     "globals": 0,
     "module_tables": 15,
     "names_from_core": 149,
-    "text_lines": 2_471,
+    "text_lines": 2_475,
     "weak_dictionaries": 7,
 }
-C_LINES = 43_846
+C_LINES = 43_834
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
     "core: optim": "an optimizer's state once its model was freed: 6 lines",

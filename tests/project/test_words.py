@@ -19,15 +19,15 @@ C_NAME = re.compile(r"\b[a-z_]\w*_\w*\b")
 # What to look for, how often it may stand, and what to write instead.
 WORDS = [
     ("slices?", 29, "shard"),
-    ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 24, "name the subject: no rank, a script"),
-    ("(?:goes|go|going|went) on", 23, "continue"),
-    ("(?:gives?|gave|given) (?:it )?back", 18, "free, return, drop"),
+    ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 22, "name the subject: no rank, a script"),
+    ("(?:goes|go|going|went) on", 22, "continue"),
+    ("(?:gives?|gave|given) (?:it )?back", 12, "free, return, drop"),
     ("hears?|heard", 8, "receive, learn"),
-    ("tells?|told", 56, "report, publish, show"),
+    ("tells?|told", 52, "report, publish, show"),
     ("mishaps?|kin|deaf|soil|last words?", 7, "failure, process, failed, mark dirty, message"),
     ("alike", 11, "the same, equal"),
     ("lets? go|letting go", 0, "release, unpin"),
-    ("of which|by which", 19, "whose, that; or two sentences"),
+    ("of which|by which", 16, "whose, that; or two sentences"),
     ("(?:is|are|was|has) gone", 6, "was freed, exited, is missing"),
 ]
 

@@ -20,8 +20,8 @@ typedef struct zs_swap {
     const char *name;           /* of the unit, for messages */
     int n;                      /* number of flats */
     size_t bytes[ZS_MAX_FLATS]; /* of one shard of each */
-    /* Shard p of flat f is at send[f] + p * bytes[f]; NULL: this rank sends nothing, and what it delivers is never
-     * read. */
+    /* Shard p of flat f is at send[f] + p * bytes[f]; NULL: this rank has no gradients; it sends bytes that no rank
+     * reads. */
     const char *send[ZS_MAX_FLATS];
     const int *shard_of; /* [world] the shard that each rank gets */
     char *receive;       /* rank r's shard of flat f arrives at receive + r * stride + at[f] */

@@ -15,7 +15,7 @@ static zs_status name_last(const zs_gpu_comm *comm)
                        (unsigned long long)comm->order.count, comm->base.rank, zs_gpu_order_last(comm));
 }
 
-/* A backend only sees that a peer's process has ended; the hosts know what the peer reported before. */
+/* A backend only sees that a peer's process has ended; the hosts have the peer's last report. */
 static zs_status with_reason(zs_gpu_comm *comm, zs_status status)
 {
     zs_status (*check)(zs_comm *) = comm->control->ops->talk->check_peers;

@@ -15,9 +15,9 @@ static const double last_patience = 10.0; /* seconds for outstanding work when t
 
 enum { MAX_CTAS = 64 }; /* NCCL's own limit */
 
-/* --- what the ranks agree on -------------------------------------------------------------------------------------- */
+/* --- agreement of the ranks --------------------------------------------------------------------------------------- */
 
-/* What each rank sends before NCCL is called. */
+/* Each rank's message before NCCL is called. */
 typedef struct card {
     zs_nccl_id id;          /* of rank 0 */
     int32_t status, result; /* the result here */

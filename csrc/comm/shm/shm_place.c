@@ -9,7 +9,7 @@
 
 enum { SHOWN = 4 }; /* ranks whose places fit in one message */
 
-/* How old a line may be, in nanoseconds; and how long the others are waited for, in seconds. */
+/* Maximum age of a line, in nanoseconds; and time to wait for the others, in seconds. */
 static const int64_t fresh = 3000000000;
 static const double patience = 1.0;
 

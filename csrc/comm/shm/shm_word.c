@@ -97,7 +97,7 @@ static uint64_t plus(uint64_t word, int at, int bits, uint64_t by)
     return with(word, at, bits, field(word, at, bits) + by);
 }
 
-/* How far `a` is ahead of `b` in a count of so many bits. */
+/* The lead of `a` over `b` in a count of so many bits. */
 static int64_t ahead(uint64_t a, uint64_t b, int at, int bits)
 {
     uint64_t apart = field(field(a, at, bits) - field(b, at, bits), 0, bits), half = UINT64_C(1) << (bits - 1);
