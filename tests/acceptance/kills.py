@@ -63,7 +63,7 @@ class Run:
         launcher = ["zshard", "run", "--bind=none", "--keep", "--standalone"]
         launcher += ["--max-restarts=100000", f"--nproc-per-node={ranks}"]
         script = str(Path(__file__).with_name("kills_rank.py"))
-        self.others: dict[str, list[dict[str, Any]]] = {}  # what the launcher and the keeper had
+        self.others: dict[str, list[dict[str, Any]]] = {}  # of the launcher and the keeper
         with (folder / "output").open("w") as output:
             self.process = subprocess.Popen(
                 [
@@ -129,7 +129,8 @@ class Run:
         return f"the run ended with {status}:\n{self.output_end()}" if status else ""
 
     def look_at_others(self) -> None:
-        """Count what the launcher has, and the keeper, whose process the launcher prints."""
+        """Count the resources of the launcher, and of the keeper, whose process the launcher
+        prints."""
         keeper = re.search(r"process (\d+) keeps", (self.folder / "output").read_text())
         pids = {"launcher": self.process.pid, **({"keeper": int(keeper[1])} if keeper else {})}
         for name, pid in pids.items():
@@ -137,7 +138,7 @@ class Run:
                 self.others.setdefault(name, []).append({"at": time.monotonic(), **vitals(pid)})
 
     def series(self) -> dict[str, list[dict[str, Any]]]:
-        """Return by process what it had: ranks between rounds."""
+        """Return each process's resources: ranks between rounds."""
         series: dict[str, list[dict[str, Any]]] = {}
         for rank in range(self.ranks):
             for at, _, look in filter(lambda line: line[1] == "round", self.log(rank)):
@@ -189,7 +190,7 @@ def stages(at: float, processes: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def grown(looks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return what has grown by more than its limit, and by how much."""
+    """Return the resources that have grown by more than their limits, and by how much."""
     n = len(looks)
     growth = {}
     for name, limit in LIMITS.items() if n >= LEAST else ():

@@ -1,7 +1,7 @@
-"""Scripts of the failure matrix that train: models that differ or are unusual, steps that fail, what one
-rank does alone, calls that do not match, and wrong environments.
+"""Scripts of the failure matrix that train: models that differ or are unusual, steps that fail, one
+rank alone, calls that do not match, and wrong environments.
 
-A script returns what is wrong, "" if nothing is.
+A script returns the fault that it finds, "" if there is none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 /* coverage_to_libfuzzer.c - preloaded before AddressSanitizer's runtime, for fuzzing under it (tests/lib/sanitized.py).
  *
- * Two libraries have the same names. atheris tells its libFuzzer what was covered by calling functions that gcc's
- * libasan.so has as well, where they do nothing; libasan is loaded first and gets the calls. So this library comes before both and
- * hands them on: without it the fuzzer would be blind, and libFuzzer itself cannot be preloaded, as it needs Python's symbols.
+ * Two libraries have the same names. atheris reports coverage to its libFuzzer by calling functions that gcc's
+ * libasan.so has as well, where they do nothing; libasan is loaded first and gets the calls. So this library comes
+ * before both and hands them on: without it the fuzzer would be blind, and libFuzzer itself cannot be preloaded, as it
+ * needs Python's symbols.
  */
 #define _GNU_SOURCE /* dl_iterate_phdr */
 #include <dlfcn.h>
@@ -46,7 +47,7 @@ static void find(void)
     look_up(library, "__sanitizer_cov_8bit_counters_init", &counters_init);
 }
 
-/* --- the names that both have ------------------------------------------------------------------------------------------- */
+/* --- the names that both have ------------------------------------------------------------------------------------- */
 
 #define HAND_ON(name, parameters, function, arguments) \
     void name parameters;                              \

@@ -1,7 +1,7 @@
-/* cuda_face.c - cuda_kernels.h and the CPU's loops beside it, for ctypes (tests/gpu/test_cuda_*.py).
+/* cuda_face.c - cuda_kernels.h and the CPU's loops, for ctypes (tests/gpu/test_cuda_*.py).
  *
- * A test gives the same memory to both and compares bits, so all that has to be said here is how constants are
- * made. The image is fake_image.c's, or on a real GPU that of cuda_image.c.
+ * A test gives the same memory to both and compares bits, so this file only makes constants. The image is
+ * fake_image.c's, or on a real GPU that of cuda_image.c.
  */
 #include "device/cuda_driver.h"
 #include "device/cuda_kernels.h"

@@ -23,7 +23,7 @@ struct fake_index {
     unsigned x;
 };
 
-/* Where the one thread is that runs now. */
+/* The place of the one running thread. */
 inline thread_local fake_index blockIdx, threadIdx, blockDim, gridDim;
 
 #define __device__

@@ -1,4 +1,4 @@
-"""A small model whose weights, gradients and optimizer state are numbers of a formula, to the bit.
+"""A small model whose weights, gradients and optimizer state are numbers of a formula, bit for bit.
 
 Checkpoints of it (fixtures/) are compared with the formulas, so a test
 needs neither the code that wrote them nor a file of expected values. The output is linear in the
@@ -93,7 +93,7 @@ def counted(shape: Any) -> Tensor:
 
 
 def weights(shift: float = 0.0) -> dict[str, Tensor]:
-    """Return the model's state dict. shift: what is added to all but integers."""
+    """Return the model's state dict. shift: added to all but integers."""
     found = {}
     for name, like in Net().state_dict().items():
         value = (counted(like.shape) - like.numel() // 2) / 8 + NAMES.index(name)

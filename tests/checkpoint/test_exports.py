@@ -1,5 +1,5 @@
-"""Where exports go: a Hugging Face folder, a process group; what of a model has changed since the last
-one; and checkpoints of Hugging Face models, read by `from_pretrained`.
+"""Destinations of exports: a Hugging Face folder, a process group; the changes of a model since the
+last one; and checkpoints of Hugging Face models, read by `from_pretrained`.
 """
 
 from __future__ import annotations

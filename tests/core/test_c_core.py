@@ -140,7 +140,7 @@ def check_shards(library: Library, layout: Layout, numels: list[int], align: int
     assert layout.shard_numel % 32 == 0
     assert library.full_bytes(layout) == world * shard
     ends = (layout.offsets[i] + max(numel, 1) for i, numel in enumerate(numels))
-    end = max(ends, default=0) * itemsize  # parameters of no element have memory, too
+    end = max(ends, default=0) * itemsize  # parameters of no element have memory as well
     step = max(64, 32 * itemsize)
     padded = -(-end // step) * step
     assert shard == 0 or (shard - max(align, step)) * world < padded

@@ -1,9 +1,9 @@
 """The suite's own tests of strategies, precision and memory, run once more over the GPU's path.
 
-What is true of a model on the CPU has to be true of it on a GPU, so nothing is
-tested in another way: the same files run in a session of their own, in which stand-ins are CUDA's
-driver and NCCL (stand_ins.py), with work on side streams put off. What needs one-sided reading
-(shm), or names a transport, is left out by name.
+All that is true of a model on the CPU must be true of it on a GPU, so the tests are the same: the
+same files run in a separate session, in which fakes are CUDA's driver and NCCL (stand_ins.py), with
+work on side streams put off. What needs one-sided reading (shm), or names a transport, is left out
+by name.
 """
 
 from __future__ import annotations

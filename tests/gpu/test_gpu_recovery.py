@@ -95,7 +95,7 @@ def beside(call: Callable[[], None]) -> None:
 
 
 def press_in_backward(backend: str, own_handler: bool, pressed: str) -> dict[str, Any]:
-    """What comes of Ctrl-C on rank 0, whose backward waits for rank 1, which waits for the file
+    """The effect of Ctrl-C on rank 0, whose backward waits for rank 1, which waits for the file
     `pressed`. This backward gathers nothing: the calling thread is the fake's compute stream."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     rank, options = join_ranks(backend)
@@ -244,7 +244,7 @@ def test_smaller_batch_trains_on_after_lack_of_memory() -> None:
 
 
 def fail_alone(backend: str, where: str) -> list[tuple[str, str]]:
-    """How the steps end if rank 1 alone fails in the first, catches that and continues."""
+    """The end of both steps if rank 1 alone fails in the first, catches that and continues."""
     rank, options = join_ranks(backend, PATIENCE)
     model = wrap(FAILING, **options)
     optimizer = adamw(model)
@@ -323,7 +323,7 @@ def hang_in_a_kernel(backend: str, folder: str) -> tuple[str, str]:
 
 
 def kill_after(*files: str) -> None:
-    """Have another process kill this one once these exist, whatever this one waits for then."""
+    """Have another process kill this one once these exist, in any wait."""
     there = " && ".join(f"[ -e '{file}' ]" for file in files)
     wait = f"until {there}; do sleep 0.05; done; kill -9 {os.getpid()}"
     subprocess.Popen(["sh", "-c", wait], start_new_session=True)

@@ -139,7 +139,7 @@ def test_forward_computes_with_decoded_parameters(
         assert torch.equal(model.state_dict()["weight"].cpu(), exact)
 
 
-# --- runs, beside those of the hosts transport ----------------------------------------------------
+# --- runs, compared with those of the hosts transport ---------------------------------------------
 
 
 class Choosing(nn.Module):
@@ -215,7 +215,7 @@ def test_a_backward_that_raises_changes_nothing() -> None:
     assert losses[0] == losses[1]
 
 
-# --- memory, and what is refused ------------------------------------------------------------------
+# --- memory, and refusals -------------------------------------------------------------------------
 
 
 @on_device(4, "nccl")

@@ -1,7 +1,7 @@
 """README.md and docs/: code runs, links lead somewhere, claims have tests, first pages stay short.
 
 All Python blocks of a page, in their order, are one script, run by two ranks.
-(docs/checkpoints.md has names of its own: test_load_checkpoint.py. docs/gpus.md and cuda_graphs.md
+(docs/checkpoints.md has its own names: test_load_checkpoint.py. docs/gpus.md and cuda_graphs.md
 need a GPU. docs/trainers.md needs the trainers: tests/trainers. docs/recovery.md needs a keeper:
 tests/keeping/test_kept_runs.py.)
 """

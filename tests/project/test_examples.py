@@ -1,4 +1,4 @@
-"""The examples: corpus, model and reports by themselves, then whole runs as a user starts them."""
+"""The examples: corpus, model and reports separately, then full runs as a user starts them."""
 
 import importlib
 import json

@@ -1,5 +1,5 @@
-"""What should become less only falls: lines by floor and folder, names that upper floors take from the
-core, texts of errors, and what outlives a call.
+"""Counts that may only fall: lines by floor and folder, names that upper floors take from the core,
+texts of errors, and objects that outlive a call.
 
 `python tools/sizes.py` counts (and tools/ways.py which files and functions run in a call). Where a
 count is above its limit, look for what can go; where it must rise, raise the limit and say why in

@@ -46,7 +46,7 @@ def check_equal(state, tolerance=0.0):
 
 # --- one rank alone -------------------------------------------------------------------------------
 
-# What rank 1 does to (the optimizer, its settings, the parameters).
+# Rank 1's changes to (the optimizer, its settings, the parameters).
 SETTINGS = {
     "lr": lambda _, group, params: group.update(lr=5e-4),
     "lr, a little": lambda _, group, params: group.update(lr=group["lr"] * (1 + 3e-6)),
@@ -91,7 +91,7 @@ def cases(changes, combinations, everywhere):
 
 
 def check_rank_1_alone(combination, what):
-    """A round detects what rank 1 has done; then all load, and continue."""
+    """A round detects rank 1's change; then all load, and continue."""
     model = built(combination)
     optimizer = adamw(model)
     learn(model, optimizer, 0)

@@ -1,6 +1,6 @@
 """Every reader and writer of a model's values, in every state that the model can be in.
 
-Each cell is what a plain model gives, also after the state has ended, or an error that says when to
+Each cell is a plain model's result, also after the state has ended, or an error that says when to
 call instead. TABLE lists the errors; everything else is right.
 """
 
@@ -223,8 +223,8 @@ def any_rank(found):
 
 
 def outcome(case, reader, state):
-    """Return the tensors that the reader gives in the state, if any, what the model has after it, and
-    errors. Without a reader, there is the state alone."""
+    """Return the reader's tensors in the state, if any, the model's values after it, and errors.
+    Without a reader, there is the state alone."""
     case.reader, found, said = reader, [None, None], []
 
     def act():

@@ -1,6 +1,6 @@
 """torch.autograd.grad, gradients of gradients, and torch.func on sharded models.
 
-A functional call computes on this rank what it does on a plain model, to the bit, and the
+A functional call computes on this rank the same as on a plain model, bit for bit, and the
 model trains on as if it had not been.
 """
 
@@ -150,7 +150,7 @@ def two_steps(loss, model, rank):
 )
 @on_ranks(2)
 def test_gradients_of_gradients(run, build, policy, combination):
-    """To the bit those of plain PyTorch, and reduced."""
+    """Bit-identical to those of plain PyTorch, and reduced."""
     check_mean_grads(build, functools.partial(two_steps, run), True, [combination], policy)
 
 

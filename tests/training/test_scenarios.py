@@ -1,4 +1,4 @@
-"""Scenarios whose gradients must be the mean of the ranks' gradients, whatever is sharded."""
+"""Scenarios whose gradients must be the mean of the ranks' gradients, under every strategy."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def run_only_a_block_on_rank_1(model, rank):
     loss_of(model.blocks[2](floats(rank)) if rank == 1 else model(floats(rank))).backward()
 
 
-# (model, scenario, to the bit?, policy)
+# (model, scenario, bit for bit?, policy)
 UNUSUAL = [
     (called_twice, forward_backward, True, "auto"),
     (called_twice, accumulate, False, "auto"),
