@@ -3,8 +3,9 @@
 A host is a process, `cat` as number 1 of its namespaces of processes, mounts, names
 and network, that reads from a pipe of ours. Nothing of it has a name outside: neither the wire nor
 the namespaces can collide with those of another run. When the pipe closes, because the hosts are
-closed or because this process died of whatever, `cat` ends, and the kernel ends all of the host's
-processes and takes its namespaces and its end of the wire away. There are no leftovers to look for.
+closed or because this process died for any reason, `cat` ends, and the kernel ends all of the
+host's processes and takes its namespaces and its end of the wire away. There are no leftovers to
+look for.
 
 What makes ranks think that they are on another host: another boot id (a file bound over the
 kernel's), another host name, another namespace of processes, and no shared network.
@@ -115,7 +116,7 @@ class Host:
     def start(
         self, command: Sequence[str], env: Mapping[str, str], **options: Any
     ) -> subprocess.Popen[str]:
-        """Start a process on this host, in a session of its own."""
+        """Start a process on this host, in its own session."""
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, **env}
         return subprocess.Popen(
             self.entered(command), env=environment, text=True, start_new_session=True, **options
@@ -258,7 +259,7 @@ def run_ranks(
         while any(codes := [child.poll() for child in running]) or None in codes:
             for rank, code in enumerate(codes):
                 if code:
-                    time.sleep(2.0)  # for what the others have to say
+                    time.sleep(2.0)  # for the others' errors
                     said = f"rank {rank} of {len(running)} ended with exit status {code}"
                     raise SystemExit(f"benchmark failed: {said}: {' '.join(command)}")
             time.sleep(0.05)

@@ -47,7 +47,7 @@ from benchmarks.sides import SEED, build_side
 
 
 def ended() -> None:
-    """What waits for a save that is complete when it returns."""
+    """Waits for nothing: the save is complete when it returns."""
 
 
 class Saver:

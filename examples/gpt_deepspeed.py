@@ -31,7 +31,7 @@ STAGES = {"no_shard": 0, "zero1": 1, "shard_grad_op": 2, "zero2": 2, "full_shard
 
 
 class OverDdp(nn.Module):
-    """What the engine does with this config, over torch's DDP. It saves nothing."""
+    """The engine's work with this config, over torch's DDP. It saves nothing."""
 
     def __init__(self, model: nn.Module, config: dict[str, Any]) -> None:
         super().__init__()

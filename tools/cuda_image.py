@@ -37,7 +37,7 @@ def find_nvcc():
 
 
 def said_by(*command):
-    """What a tool says about itself."""
+    """The output of a command."""
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -1,4 +1,5 @@
-"""Write docs/transformers_classes.md: classes of transformers under FSDP(model), beside DDP's bits.
+"""Write docs/transformers_classes.md: classes of transformers under FSDP(model), compared with
+DDP's bits.
 
     python docs/tools/class_table.py [--only GPT2LMHeadModel ...] [--out PAGE.md]
 

@@ -105,7 +105,7 @@ def texts_of_python(source: str) -> Iterator[tuple[int, str]]:
 
 
 def docstrings_of_python(source: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of the docstrings of what is public: no leading underscore."""
+    """(line, text) of the docstrings of public names: no leading underscore."""
     for name, node in docstring_nodes(ast.parse(source)):
         if not name.startswith("_") or name == "__init__":
             yield node.lineno, str(node.value)

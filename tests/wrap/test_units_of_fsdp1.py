@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Plain(Block):
-    """No own parameters, so that its children may leave it with none."""
+    """No parameters itself, so that its children may leave it with none."""
 
 
 class Quiet(nn.Module):
