@@ -6,7 +6,7 @@
 
 Each cell (a model with a batch and a mode, or another part) runs in a fresh torchrun, so compiler
 caches and allocator state do not carry over. Results are written after each cell, so an interrupted
-run keeps what it has measured.
+run keeps its measurements.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
 Without a file: memory("predicted") is compared with the growth of a rank's memory from before the
 model is built until after some steps, with the gradients still allocated: zshard keeps its memory
 between steps, all else is free by then. An earlier model has warmed up the libraries and the
-transport. --peaks: the planner's peak beside a measured one, activations included. --runs: rows of
-a CSV file with the columns of COLUMNS, which is not part of the repository. A row without what the
-prediction needs is left out with that reason; its results are never used to guess. Other software
+transport. --peaks: the planner's peak and a measured one, activations included. --runs: rows of
+a CSV file with the columns of COLUMNS, which is not part of the repository. A row that lacks input
+of the prediction is left out with that reason; its results are never used to guess. Other software
 than torch's FSDP or DeepSpeed is listed apart.
 """
 

@@ -6,8 +6,8 @@
   disk once its pages are dropped. They take turns in one process group; each load is verified.
 - beside: ten steps without a save, with one, or with one at each step, until the last has finished.
 - wrap: the seconds of FSDP(model), fully_shard and DDP, for a GPT and for chains of small units.
-- set-up, loading: each side in a fresh process group: how much memory does a rank need beyond what
-  it keeps? Loads read a safetensors file that stays in the page cache.
+- set-up, loading: each side in a fresh process group: how much memory does a rank need beyond the
+memory that it keeps? Loads read a safetensors file that stays in the page cache.
 - offload: the model in memory, the same on disk under a memory limit, and a program that only moves
   the bytes of such a step with O_DIRECT (raw): its ratio is zshard's fraction of the disk's speed.
 """

@@ -7,7 +7,7 @@
 zshard's run is measured once. At step `compared_steps` it records the values for the comparison
 with the others, which stop there: same seed, data, learning-rate schedule and number of ranks. Each
 run is a `torchrun` of train_gpt.py, one after another, and leaves a run.json. Its stderr goes to a
-file beside that; the end of it is shown if the run fails.
+file next to that; the end of it is shown if the run fails.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 /* agree.c - exchanges turns until all ranks run the same collective. See turn.h.
  *
  * A rank that leaves a unit out learns from the turns that the others gather it. It needs only its shard for that: it
- * takes part, discards the result, and sends its own turn again. While any rank wants to gather, that comes first; what
- * a rank cannot do for another (a round of gradients) waits until all have reached it, in an order that is the same on
- * all ranks. Each gather lets one rank proceed, so this ends. Ranks that diverged (a skipped backward, another model)
- * get an error that says how.
+ * takes part, discards the result, and sends its own turn again. While any rank wants to gather, that comes first; a
+ * collective in which a rank cannot take part for another (a round of gradients) waits until all have reached it, in an
+ * order that is the same on all ranks. Each gather lets one rank proceed, so this ends. Ranks that diverged (a skipped
+ * backward, another model) get an error that says how.
  *
  * A rank contributes a shard only as it was when its model's session began: see `serves`. */
 #include "comm/comm_local.h"

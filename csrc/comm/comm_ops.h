@@ -1,7 +1,7 @@
 /* comm_ops.h - a transport's tables of functions, and the calls that reach them. See comm.h.
  *
- * Four small tables, for flats, rounds, readers and small messages, so that transports can share tables. Outside
- * comm/, use only the calls below, which know what a missing function means. */
+ * Four small tables, for flats, rounds, readers and small messages, so that transports can share tables. Outside comm/,
+ * use only the calls below, which handle missing functions. */
 #ifndef ZS_COMM_OPS_H
 #define ZS_COMM_OPS_H
 

@@ -134,7 +134,7 @@ static void look_for_nonfinite(const summing *s, int f)
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (param->flat != f) continue;
-        if (!param->has_grad) { /* the flags are of earlier gradients */
+        if (!param->has_grad) { /* the flags belong to earlier gradients */
             param->nonfinite = false;
             param->nonfinite_on = 0;
         }

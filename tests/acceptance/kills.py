@@ -1,4 +1,4 @@
-"""Runs whose ranks are killed: how long a restart takes, and whether results stay.
+"""Runs whose ranks are killed: duration of a restart, and equality of results.
 
     nice -n -10 python tests/acceptance/kills.py --case recovery --model demo --kills 20
     python tests/acceptance/kills.py --case soak --minutes 60 --seed 7
@@ -7,7 +7,7 @@ recovery: from kill -9 of a random rank of `zshard run --keep`, at a random time
 completed step, on the slowest rank; the last row leaves out torch's import and the construction of the
 model.
 soak: rounds of training with random faults (kills_rounds.py). Fails if a round's losses or weights
-differ from those without faults, if the run ends or stands still, or if memory, descriptors or
+differ from those without faults, if the run ends or stalls, or if memory, descriptors or
 threads of a process grow. --seed and --first reproduce a round.
 """
 

@@ -43,8 +43,8 @@ ERROR = re.compile(r"^(?:[\w.]+\.)?(\w+(?:Error|Interrupt)): (.*)", re.MULTILINE
 class Row:
     """A line of matrix_rows.txt.
 
-    zshard: what it must do: "correct", "silent", or raise this exception on all ranks.
-    names: a pattern of what a useful message contains. scripts: calls of SCRIPTS, which run one
+    zshard: the required outcome: "correct", "silent", or raise this exception on all ranks.
+    names: a pattern for a useful message. scripts: calls of SCRIPTS, which run one
     after another in fresh processes with one folder; without any, the test alone injects the fault.
     worlds: the ranks of each. begun: there is a process group. leaves: a rank may have ended
     without an error before the others raise.

@@ -325,7 +325,7 @@ def interrupted(job: Job) -> str:
     return at(job, "forward", "sleep")
 
 
-# --- what one rank does alone, and calls that do not match ----------------------------------------
+# --- one rank alone, and calls that do not match --------------------------------------------------
 
 
 def do(job: Job, deed: str, model: nn.Module, optimizer: Any) -> None:

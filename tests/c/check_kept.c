@@ -7,8 +7,8 @@
  *   check_kept random SEED COUNT      steps of random kinds, sizes and threads, killed up to four times
  *
  * Prints what was counted; exit 1 and the promise that is broken. The functions of csrc/ are compiled here with stores
- * that count down to a kill. What an update has stored when it is killed is a part of its results, or garbage. Memory
- * lies elsewhere for each process.
+ * that count down to a kill. The stores of a killed update are a part of its results, or garbage. Memory lies elsewhere
+ * for each process.
  */
 #include <setjmp.h>
 

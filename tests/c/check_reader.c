@@ -4,8 +4,8 @@
  *
  * LENGTH bounds the programs of three ranks, in letters.
  *
- * What a rank does is a chain of steps (reader_model.h), each of one load or store of shared memory, and any rank may
- * make the next one. So all states that can be reached are reached. A visited one is remembered by a hash of 64 bits.
+ * A rank is a chain of steps (reader_model.h), each of one load or store of shared memory, and any rank may make the
+ * next one. So all states that can be reached are reached. A visited one is remembered by a hash of 64 bits.
  *
  * A program is a string for each rank:
  *   T  training forward      V  the same in evaluation mode       E  evaluation            A  the script's own all-reduce

@@ -1,8 +1,8 @@
 /* fake_cuda.h - shared by the files of the fake of libcuda.so.1.
  *
- * Device memory is host memory, and a stream is a thread that does one thing after another, so what a real GPU would
- * get wrong by a missing wait comes out wrong here as well, and on any machine. The default stream (NULL) has no
- * thread: it works at once on the caller's, as torch's CPU operators do, which play the part of torch's CUDA ones.
+ * Device memory is host memory, and a stream is a thread that does one thing after another, so a missing wait gives
+ * wrong results here as on a real GPU, and on any machine. The default stream (NULL) has no thread: it works at once on
+ * the caller's, as torch's CPU operators do, which play the part of torch's CUDA ones.
  *
  * Environment, looked at in each call:
  *   FAKE_CUDA_LOG=path          a line for each call

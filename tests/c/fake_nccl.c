@@ -1,13 +1,14 @@
 /* fake_nccl.c - a fake of libnccl (2.28.9) for machines without a GPU: the same functions, the same rules, ranks in
  * processes.
  *
- * Every collective is sends and receives between pairs of ranks that make progress together, as one piece of
- * work on the stream. Bytes go through a file that all ranks map and that the unique id names. What the real one leaves
- * undefined (two threads in one communicator, a call after abort, a call in a forked child) ends the process here.
+ * Every collective is sends and receives between pairs of ranks that make progress together, as one piece of work on
+ * the stream. Bytes go through a file that all ranks map and that the unique id names. Behavior that the real one
+ * leaves undefined (two threads in one communicator, a call after abort, a call in a forked child) ends the process
+ * here.
  *
  * As in the real one, communicators are non-blocking: a call puts nothing on the stream yet, says "in progress", and
  * only when it has been asked for its state a few times (at random) is the work there; a call before that is refused,
- * and what has been refused once is refused for ever.
+ * and a communicator that has refused a call refuses all later ones.
  *
  *   FAKE_NCCL_FAIL=AllGather:2:3       the second ncclAllGather of the process returns 3 (default 3)
  *   FAKE_NCCL_FAIL_LATE=AllGather:2:6  likewise, but found when asked for the state

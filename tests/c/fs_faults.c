@@ -6,7 +6,7 @@
  * written down.
  *
  * An entry of the log is a line, `call pid fd errno offset length a b c`, and behind it a bytes of the path, b of the
- * other path and c of what was written. Each entry is one write to a file that is open for appending: ranks may share a
+ * other path and c of the written data. Each entry is one write to a file that is open for appending: ranks may share a
  * log, and the order of its entries is one in which the calls can have happened.
  */
 #define _GNU_SOURCE /* kill, writev */

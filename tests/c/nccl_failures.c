@@ -30,8 +30,8 @@ static zs_status do_everything(rank_env *env, zs_nccl_comm *comm)
     return ZS_OK;
 }
 
-/* FAKE_NCCL_FAIL or FAKE_NCCL_FAIL_LATE or FAKE_NCCL_ASYNC is set by test_nccl.py, and ZS_TEST_WORDS says what the
- * failure has to name; without ZS_TEST_WORDS the failure comes at the end, when nobody is told. */
+/* FAKE_NCCL_FAIL or FAKE_NCCL_FAIL_LATE or FAKE_NCCL_ASYNC is set by test_nccl.py, and ZS_TEST_WORDS has the words of
+ * the message; without ZS_TEST_WORDS the failure comes at the end, and is not reported. */
 void a_failing_call_is_an_error_and_no_more(rank_env *env)
 {
     const char *words = getenv("ZS_TEST_WORDS");

@@ -1,7 +1,7 @@
 /* test_cuda_driver.c - cuda_driver.h on the fake of libcuda: the search, failures, and waits.
  *
  * A process looks for the driver once, so a process runs one test, `test_cuda_driver NAME`, in the environment that
- * tests/gpu/test_cuda_driver.py has made for it; some print what they got, for it to judge.
+ * tests/gpu/test_cuda_driver.py has made for it; some print their results, which it checks.
  */
 #define _GNU_SOURCE 1
 #include "device/cuda_driver.h"

@@ -2,7 +2,7 @@
  *
  * The fake runs work on a stream late and on another thread, and ends the process on undefined behavior of the real
  * library; so a test that passes has made all waits, kept the monitor out of calls, and has touched nothing after an
- * abort. Here is what works, and what is refused; what fails is in nccl_failures.c.
+ * abort. Here are successful and refused calls; failures are in nccl_failures.c.
  */
 #include "nccl_tests.h"
 

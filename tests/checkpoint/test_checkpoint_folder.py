@@ -1,7 +1,7 @@
-"""Checkpoint directories: what counts as latest, what is kept, cleaned up and refused.
+"""Checkpoint directories: the latest checkpoint, retention, cleanup and refusals.
 
-Only finished checkpoints count, whatever else is in the folder, and zshard deletes only its own
-leftovers. A folder that cannot be saved to keeps its content.
+Only finished checkpoints count, no matter what else is in the folder, and zshard deletes only its
+own leftovers. A folder that cannot be saved to keeps its content.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Saves that a crash ends: of one rank, of all, or of the machine's power; also in the background.
 
 All of a save's file operations go through one table of calls (csrc/checkpoint/fs.h). Ranks are
-killed at some of them, one process at each of them, and the log of all calls determines what a
-power cut may leave. Afterwards the newest checkpoint is complete, bit for bit; the next save works,
-and leaves nothing of the broken one.
+killed at some of them, one process at each of them, and the log of all calls determines the
+possible states after a power cut. Afterwards the newest checkpoint is complete, bit for bit; the
+next save works, and leaves nothing of the broken one.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 tests/c/test_core.c has status, memory and arena; test_schedule.c plays both autograd and the engine
 for csrc/schedule/. They need only libc, so the compiler alone builds them, plain and sanitized.
-The layout is loaded through ctypes and held against what it promises, on sizes that hypothesis
-invents: a cut at the wrong element would only show as slightly wrong training.
+The layout is loaded through ctypes and tested against its contract, on sizes from hypothesis: a cut
+at the wrong element would only show as slightly wrong training.
 """
 
 import ctypes

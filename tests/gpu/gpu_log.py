@@ -1,5 +1,5 @@
-"""Check the order of what a training run requested from the fakes of CUDA and NCCL, from their
-common log.
+"""Check the order of a training run's requests to the fakes of CUDA and NCCL, from their common
+log.
 
 A log lists each stream's work, with the memory that it reads and writes, and the events that order
 streams. From that follows the order on a GPU, for any timing. Two accesses to the same bytes,

@@ -2,10 +2,10 @@
 step.
 
 A capture is a set of things that must not be done, and of waits that must be there.
-The fake of CUDA's driver (tests/c/fake_cuda.h) is told that torch's stream is captured, and
-then fails what a GPU would fail (allocations, synchronisation, queries, waits for what happened
-outside), while it computes as ever; so a step that passes has the numbers to show for it, and its
-log says whether every side stream that it used was forked and joined.
+The fake of CUDA's driver (tests/c/fake_cuda.h) treats torch's stream as captured, and fails all
+that a GPU would fail (allocations, synchronisation, queries, waits for what happened outside),
+while it computes as ever; so a step that passes has the numbers to show for it, and its log says
+whether every side stream that it used was forked and joined.
 """
 
 from __future__ import annotations

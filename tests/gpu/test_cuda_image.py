@@ -1,9 +1,9 @@
 """The compiled kernels: registers, spills, wide accesses, exact arithmetic; and their way into
 _core.
 
-What a GPU would do with the code can be read off what nvcc made of it, on any machine
-that has nvcc: its own table of resources, the PTX, and the machine code if nvdisasm is installed
-(pip install nvidia-cuda-nvdisasm). All of it is made in one go, by setup.py's own flags.
+nvcc's output shows the behavior of the code on a GPU, on any machine that has nvcc: its own table
+of resources, the PTX, and the machine code if nvdisasm is installed (pip install
+nvidia-cuda-nvdisasm). All of it is made in one go, by setup.py's own flags.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def test_extension_contains_the_built_image() -> None:
     if ROOT not in Path(spec.origin).parents:
         pytest.skip("this zshard was built elsewhere")
     image = (ROOT / "build" / "cuda" / "kernels.fatbin").read_bytes()
-    assert image.startswith(bytes.fromhex("50ed55ba"))  # what a driver and the fake look for
+    assert image.startswith(bytes.fromhex("50ed55ba"))  # checked by a driver and the fake
     assert image in Path(spec.origin).read_bytes()
     for name in KERNELS:
         assert fake_cuda.knows(name), name

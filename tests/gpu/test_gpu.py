@@ -1,9 +1,8 @@
 """Training on a GPU is training in plain PyTorch: numbers, memory, errors, on one GPU by one rank.
 
-What is torch's own on a GPU (its allocator, streams, cuBLAS) is compared by tolerances
-that are stated in gpus.py; what is zshard's on both sides, by bits. The kernels are those of
-test_cuda_kernels.py and test_cuda_updates.py, which run again on the real driver. Several ranks:
-test_gpu_ranks.py.
+Torch's own parts on a GPU (its allocator, streams, cuBLAS) are compared within the tolerances of
+gpus.py, zshard's parts bit for bit. The kernels are those of test_cuda_kernels.py and
+test_cuda_updates.py, which run again on the real driver. Several ranks: test_gpu_ranks.py.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def planned(name: str, strategy: str, wire: str | None) -> Traffic:
 
 def gathered_across(name: str, strategy: str, gathered: int) -> float:
     """Return which of the gathered bytes come from the other host: of a ring one rank's of each
-    host; of hybrid strategies only the copies' other halves, of what was trained."""
+    host; of hybrid strategies only the copies' other halves, of trained parameters."""
     if not strategy.startswith("hybrid"):
         return gathered / PER_HOST
     trained = sum(4 * p.numel() for p in MODELS[name]().parameters() if p.requires_grad)

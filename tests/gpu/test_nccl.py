@@ -2,8 +2,9 @@
 libnccl; the real library's own errors.
 
 tests/c/fake_nccl.c has the ABI and the rules of libnccl, and the ranks are processes of a small C program
-(tests/c/test_nccl_comm.c), as in test_c_comm.py. What is declared in nccl_lib.h is held against a real nccl.h, and
-the real library loads where it is installed: without a GPU its error paths are real.
+(tests/c/test_nccl_comm.c), as in test_c_comm.py. The declarations of nccl_lib.h are compared with a
+real nccl.h, and the real library loads where it is installed: without a GPU its error paths are
+real.
 """
 
 import ctypes

@@ -100,8 +100,8 @@ def start_nursery() -> str:
 def python() -> str:
     """Return a program that runs like sys.executable, in a fork of the nursery: -c, -m or a script.
 
-    Torch and zshard are imported in no time, and what they read from the environment at import is the
-    nursery's. The program's process is not that of the command, nor its child.
+    Torch and zshard are imported in no time, with the nursery's environment at import. The
+    program's process is not that of the command, nor its child.
     """
     return str(Path(start_nursery()).with_name("python"))
 
@@ -156,7 +156,8 @@ def fork_ranks(
     env: added to the ranks' environment.
     check: raise RankFailure if a rank fails. Without it, check the results.
     until: kill the others once this rank has ended.
-    alone: fork a process that has imported no other test's module: for what a process decides once.
+    alone: fork a process that has imported no other test's module: for decisions that a process
+    makes once.
     """
     global _forking
     from torch.distributed import TCPStore

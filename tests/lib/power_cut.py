@@ -1,10 +1,10 @@
 """States of a folder after a power cut, rebuilt from the log of all file calls.
 
-Only an fsync guarantees what is on the disk. Unsynced writes to a file may be present or missing,
-in any part. In a folder, creations, renames and removals may be present up to any one of them,
-separately for each folder, until it is synced. So the log is replayed on a model that knows the
-certain and the pending changes of each file and folder; at each cut the pending changes are applied
-or dropped in many ways. A test then checks each of these folders as after a restart.
+Only an fsync guarantees the contents of the disk. Unsynced writes to a file may be present or
+missing, in any part. In a folder, creations, renames and removals may be present up to any one of
+them, separately for each folder, until it is synced. So the log is replayed on a model that knows
+the certain and the pending changes of each file and folder; at each cut the pending changes are
+applied or dropped in many ways. A test then checks each of these folders as after a restart.
 
     disk = Disk(folder)                     # what is there now is on the disk
     with logged(log):                       # or, in each of several ranks, file_log(log)

@@ -1,15 +1,15 @@
 """Selection of a run's cases: a sample of each test's, by default.
 
-    @pytest.mark.sampled(5)  # five of its cases in each run, which cover as many values as possible
+    @pytest.mark.sampled(5)  # five of its cases in each run, which cover the most values
 
 A test on ranks runs one case, unless it says another number: different from test to test, so that each
-strategy and transport is used in many tests. Other tests run all. What is marked `thorough` takes
-minutes and is left out as well. Cases that are left out are not even made, which would take half a
+strategy and transport is used in many tests. Other tests run all. Tests marked `thorough` take
+minutes and are left out as well. Cases that are left out are not even made, which would take half a
 minute.
 
     --whole        all cases of all tests
     --shard 3/16   the third sixteenth of them (shards.py)
-    --quick        what starts no ranks and no Python
+    --quick        tests that start no ranks and no Python
 """
 
 from __future__ import annotations

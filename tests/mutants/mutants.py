@@ -11,7 +11,7 @@ the suite executed on the day of the draw. results.json says which run found eac
 
 If nothing fails with all of them planted, each alone lives. Words after `--` are pytest's.
 
-The checkout must have no changes: a planted fault is lifted by what git has. To draw anew, build with
+The checkout must have no changes: a planted fault is lifted by git. To draw again, build with
 CFLAGS=--coverage LDFLAGS=--coverage, run the suite under `coverage run` (its `patch = subprocess, _exit`), and
 
     python tests/mutants/mutants.py draw build/coverage.json build/objects-* > tests/mutants/list.json

@@ -2,8 +2,8 @@
 commands on the pages.
 
 The wheel is made from a source distribution, as `python -m build` does it, with the objects of the
-last build, in place: whatever the source distribution lacks makes them out of date, and its build
-fails.
+last build, in place: a file that the source distribution lacks makes them out of date, and its
+build fails.
 """
 
 import importlib.metadata

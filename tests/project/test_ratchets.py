@@ -2,9 +2,9 @@
 texts of errors, and objects that outlive a call.
 
 `python tools/sizes.py` counts (and tools/ways.py which files and functions run in a call). Where a
-count is above its limit, look for what can go; where it must rise, raise the limit and say why in
-RAISED. Where it has fallen, lower the limit. Code that moves to tools, examples, docs, data files or
-csrc counts where it came from.
+count is above its limit, look for code to delete; where it must rise, raise the limit and say why
+in RAISED. Where it has fallen, lower the limit. Code that moves to tools, examples, docs, data
+files or csrc counts where it came from.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The package's folders stand on each other in one order, on three floors: no import runs upwards.
+"""The package's folders have one order, on three floors: no import runs upwards.
 
 The core has an order: each folder, and each module outside of them, has a place in CORE; its
 imports come before it, or from the same folder. An integration or extra imports zshard.api and its
-own folder; what else it imports is listed. Imports within functions and for type checkers count as
+own folder; other imports are listed. Imports within functions and for type checkers count as
 well.
 
 The core imports no third party but torch, names no library that an integration is for, and names
-what is above it in upper.py alone; an integration has its own module name.
+upper floors in upper.py alone; an integration has its own module name.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ objects that a script still holds at its end are freed without output.
 SLURM and MPI publish the number of processes, and so does a process group that is created after
 FSDP(...); mp.spawn publishes nothing. A script that was started without torchrun prints a line.
 
-At the end Python empties the modules that were imported last first: what the script's own module
-holds dies after zshard's modules have been emptied.
+At the end Python empties the modules that were imported last first: objects of the script's own
+module are freed after zshard's modules have been emptied.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 One rank does something alone after a step that all have made; the next round, a checkpoint or the
 end of the process reports it on all ranks. test_out_of_step.py has loads and failed steps,
-test_allowed_differences.py what is no error.
+test_allowed_differences.py allowed differences.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 arithmetic in torch (tests/lib/wires.py).
 
 Shards stay exact, and forward and backward compute with a function of them: so a plain model of
-rounded parameters is bit-identical, on all ranks, whatever happens in between.
+rounded parameters is bit-identical, on all ranks, no matter what happens in between.
 """
 
 from __future__ import annotations

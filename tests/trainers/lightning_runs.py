@@ -1,7 +1,7 @@
 """LightningModules for trainers' tests, and the start of their ranks.
 
-Each run records what a user could see (losses, logged values, full weights), so that a test can
-compare it with the same run of Lightning's own DDP.
+Each run records everything that a user could see (losses, logged values, full weights), so that a
+test can compare it with the same run of Lightning's own DDP.
 """
 
 from __future__ import annotations

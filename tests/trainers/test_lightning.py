@@ -1,7 +1,8 @@
 """Lightning's Trainer with strategy="zshard" trains as with its own strategy="ddp".
 
-Ranks train with each of the two strategies, and compare what a user could see: losses, logged
-values, weights, checkpoints. They are bit-identical, except for the norm for gradient clipping.
+Ranks train with each of the two strategies, and compare everything that a user could see: losses,
+logged values, weights, checkpoints. They are bit-identical, except for the norm for gradient
+clipping.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Backward unshards a unit wherever its graph enters what the unit's forward recorded.
+"""Backward unshards a unit wherever its graph enters the nodes of the unit's forward.
 
 An output may leave a forward in any way, or be kept elsewhere: gradients are bit-identical to the
 plain model's.

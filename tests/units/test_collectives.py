@@ -3,7 +3,7 @@
 Over c10d each collective is a torch operation that the profiler records. (Over shm there are none.)
 
 Then the bytes that a rank receives in a step: the formulas of docs/gpus.md, and model.metrics().
-The engine determines the traffic, whatever transport carries it, so the bytes that torch's profiler
+The engine determines the traffic for every transport, so the bytes that torch's profiler
 records over c10d apply to a GPU's backends as well.
 """
 

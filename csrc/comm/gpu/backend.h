@@ -4,8 +4,8 @@
  * which order, and notices ranks that exit; a backend only moves bytes, in streams, in an order that all ranks have
  * agreed on. So each backend is one small table.
  *
- * Rules: all ranks make the same calls in the same order. A call may return before anything has moved; work queued
- * in its stream afterwards runs after the move, on this rank. The move reads what was queued in that stream before
+ * Rules: all ranks make the same calls in the same order. A call may return before anything has moved; work queued in
+ * its stream afterwards runs after the move, on this rank. The move reads the results of earlier work in that stream
  * (or forked to it). */
 #ifndef ZS_BACKEND_H
 #define ZS_BACKEND_H

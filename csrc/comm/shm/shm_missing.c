@@ -1,4 +1,4 @@
-/* shm_missing.c - see shm.h: reads what ranks publish: their places, and their needs of each other.
+/* shm_missing.c - see shm.h: reads ranks' published places, and their needs of each other.
  *
  * The answer is a function of shared memory, for any rank: a rank that waits evaluates it for itself; one that has
  * changed something, for sleeping ranks; one that suspects a circle, for all. */

@@ -3,7 +3,7 @@
  * Shards change in user code (an optimizer, load_state_dict, an EMA swap), that is, between passes: root forwards and
  * root backwards. Every change takes the right to write first: an optimizer's step, a load, an in-place operation of
  * the script. This gives four guarantees, without a barrier of all ranks for each layer:
- *   1. what a pass reads of a peer that takes part in it was written before the peer began it (never an older version);
+ * 1. a pass reads, from a peer that takes part in it, values written before the peer began it (never an older version);
  *   2. a rank returns from a pass that others run too only when no rank reads in that pass any more;
  *   3. while a rank has the right to write, no rank reads its shards;
  *   4. a rank that evaluates reads its own version of all shards, or fails, wherever the others are.
