@@ -38,8 +38,8 @@ struct zs_file {
     size_t n_slots, room;
 };
 
-/* Peers may read a flat for longer than this rank has it: its space goes with the file, when the last rank has
- * closed that. */
+/* Peers may read a flat for longer than this rank has it: its space is freed with the file, when the last rank has
+ * closed it. */
 enum { A_FLAT = -1, READ_BY_PEERS = -2 };
 
 /* State that a region's zs_mem needs to free the region. */

@@ -23,7 +23,7 @@ zs_status zs_file_memory(const char *name, size_t bytes, int *fd);
 /* New growing file. The handle is reference-counted by the regions in it. */
 zs_status zs_file_new(const char *name, zs_file **out);
 
-/* A handle of a file that zs_file_memory made and that other processes have too: whoever comes first makes it
+/* A handle of a file that zs_file_memory made and that other processes have too: the first to need more makes it
  * longer. Takes over `fd`, also if it fails. */
 zs_status zs_file_common(int fd, zs_file **out);
 
@@ -69,8 +69,8 @@ static inline zs_status zs_file_map_own(zs_file *file, size_t bytes, zs_mem **ou
     return zs_file_map_flat(file, &fd, 1, bytes, out);
 }
 
-/* The same in a file that all ranks have (zs_file_common), where their regions lie side by side: one mapping instead
- * of `world`. All ranks make the same ones in the same order, and whoever comes first makes the peers' regions too. */
+/* The same in a file that all ranks have (zs_file_common), where their regions lie side by side: one mapping instead of
+ * `world`. All ranks make the same ones in the same order, and the first also makes the peers' regions. */
 zs_status zs_file_map_common(zs_file *file, int rank, int world, size_t shard_bytes, zs_mem **out);
 
 /* In this process, puts private memory of zeros in the place of a mapping that zs_file_map_common made for `rank`;

@@ -1,7 +1,7 @@
 /* memory.h - reference-counted blocks of bytes.
  *
- * Parameters, graph nodes and user-held views can outlive the model, so the bytes under them are owned
- * by counted references, never by a module. Whoever stores a pointer into a block keeps a reference to the block.
+ * Parameters, graph nodes and user-held views can outlive the model, so the bytes under them are owned by counted
+ * references, never by a module. Code that stores a pointer into a block keeps a reference to the block.
  */
 #ifndef ZS_MEMORY_H
 #define ZS_MEMORY_H

@@ -54,7 +54,7 @@ zs_status zs_last_status(void);
 /* The errno of the record, 0 if it was no system call. */
 int zs_last_errno(void);
 
-/* Forgets this thread's record; call before an operation whose failure is to be reported afresh. */
+/* Forgets this thread's record; call before an operation that must report its own failure. */
 void zs_clear_error(void);
 
 #define ZS_FAIL(status, ...) zs_fail((status), __VA_ARGS__)

@@ -76,7 +76,7 @@ zs_status zs_ckpt_file_read(const zs_ckpt_file *file, const zs_ckpt_range *range
 zs_status zs_ckpt_file_sums(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n, int64_t block,
                             size_t *out);
 
-/* Does the file reach as far as all ranges now? ZS_ERR_VALUE, naming it, if not. */
+/* Is the file long enough for all ranges? ZS_ERR_VALUE, naming it, if not. */
 zs_status zs_ckpt_file_reaches(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n);
 
 /* Writes all ranges; sums [zs_ckpt_file_sums] in their order. The file grows where it has to. */

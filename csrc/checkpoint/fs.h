@@ -47,8 +47,7 @@ int zs_fs_make_folder(const char *path);
 int zs_fs_remove_folder(const char *path);
 int zs_fs_remove(const char *path);
 
-/* renameat2(2), with its flags: ZS_FS_KEEP has it fail where there is something at `to`, ZS_FS_SWAP exchanges the
- * two. */
+/* renameat2(2), with its flags: ZS_FS_KEEP fails if `to` exists; ZS_FS_SWAP exchanges the two. */
 int zs_fs_rename(const char *from, const char *to, unsigned flags);
 
 enum { ZS_FS_KEEP = 1, ZS_FS_SWAP = 2 }; /* the system's own numbers */

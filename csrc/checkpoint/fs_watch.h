@@ -40,7 +40,7 @@ typedef struct zs_fs_watching {
     void (*watch)(const zs_fs_watcher *watcher); /* zs_fs_watch */
 } zs_fs_watching;
 
-/* Has all calls of this process watched from now on; NULL: none. It must outlive them. */
+/* Watches all calls of this process from now on; NULL: none. It must outlive them. */
 void zs_fs_watch(const zs_fs_watcher *watcher);
 
 #endif

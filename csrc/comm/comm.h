@@ -70,8 +70,8 @@ bool zs_reading_is_look(uint64_t reading);
 /* Fails because ranks do not run the same forward, and rank `changed` has changed its parameters by hand. */
 zs_status zs_comm_fail_apart(const zs_comm *comm, int changed);
 
-/* `near` is between some of the ranks, on one host. A rank that waits there for one that waits in `comm` in vain gets
- * the reason from it, and gives it the time to find it. `near` may be `comm` itself: then this does nothing. */
+/* `near` is between some of the ranks, on one host. If a rank waits there for one whose wait in `comm` fails, it gets
+ * the reason from that rank, and waits long enough for it. `near` may be `comm` itself: then this does nothing. */
 void zs_comm_set_near(zs_comm *comm, zs_comm *near);
 
 /* This rank's number, and how the ranks are spread over hosts. */

@@ -131,8 +131,8 @@ typedef struct zs_talk_ops {
     void (*publish)(zs_comm *, zs_topic, const char *);
     /* The latest text that a peer has published on a topic; NULL, like a NULL function: unknown. */
     const char *(*published)(const zs_comm *, int rank, zs_topic);
-    /* Sets texts [world] to where each rank's script is, after asking those that have not reported it lately; waits at
-     * most a second. False, as NULL: ranks cannot be asked. / Has a peer asked? / Answers. Any thread. */
+    /* Sets texts [world] to the places of the ranks' scripts, after asking ranks without a recent report; waits at most
+     * a second. False, as NULL: ranks cannot be asked. / Has a peer asked? / Answers. Any thread. */
     bool (*locate)(zs_comm *, char (*texts)[ZS_WHERE]);
     bool (*asked)(const zs_comm *);
     void (*answer)(zs_comm *, const char *text);
@@ -159,7 +159,7 @@ typedef struct zs_state_ops {
     zs_status (*post)(zs_comm *, const void *text, size_t bytes);
     /* The last post of rank `rank`: *new*, for free(). Any time, also after it has exited. */
     zs_status (*posted)(zs_comm *, int rank, char **text, size_t *bytes);
-    /* Has rank `rank` closed its comm, so that it reads nothing any more? */
+    /* Has rank `rank` closed its comm, so that it no longer reads? */
     bool (*left)(const zs_comm *, int rank);
     /* Copies memory of rank `rank`. */
     zs_status (*read)(zs_comm *, int rank, uint64_t offset, void *to, size_t bytes);
@@ -202,7 +202,7 @@ struct zs_comm {
     _Atomic bool waiting;       /* (c10d) for peers to reach a collective; any thread may read it */
     uint64_t models;            /* readers so far */
     zs_model model;             /* whose unit is gathered or reduced next */
-    bool heard;                 /* a peer's give_up failed a collective here; whoever handles that clears it */
+    bool heard;                 /* a peer's give_up failed a collective here; the code that handles that clears it */
     zs_fingerprint fingerprint; /* of all models that use it, see zs_comm_publish_fingerprint */
     bool apart;                 /* fingerprints were found to differ, and not to agree again since */
     bool failed;                /* a wait or a collective has, so a failing end need not be reported */

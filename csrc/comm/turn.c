@@ -127,7 +127,7 @@ bool zs_turns_fingerprints(const zs_turn *turns, int world, bool all, zs_fingerp
 
 typedef void describer(const zs_turn *, const char *owner, char *text, size_t size);
 
-/* Names the model if two must be told apart. */
+/* Names the model if two must be distinguished. */
 static void describe_beside(const zs_turn *turn, const zs_turn *other, describer *describe, char *text, size_t size)
 {
     char owner[OWNER] = "";

@@ -1,4 +1,4 @@
-/* where.h - where everybody is: the lines that follow the message of an error of ranks that wait or have diverged.
+/* where.h - places of all ranks: the lines after an error's message, for ranks that wait or have diverged.
  *
  *   rank 0: train.py:41 in train(), in clip_grad_norm_(), step 12
  *   ranks 1-3: data.py:17 in __next__(), step 12; last unit 'blocks.3'

@@ -52,8 +52,8 @@ bool zs_arena_has(const zs_arena *arena, const zs_mem *slot, bool *shared);
 /* Takes a slot back. */
 void zs_arena_give(zs_arena *arena, zs_mem *slot);
 
-/* Has the arena hold slots of the sizes that `plan` holds: those that are missing are made, free ones that are not
- * in the plan are given up. Slots that are lent stay. */
+/* Makes the arena hold slots of the sizes in `plan`: creates missing ones, and frees idle ones that are not in the
+ * plan. Slots that are lent stay. */
 zs_status zs_arena_fit(zs_arena *arena, const zs_arena *plan);
 
 /* Makes the arena hold, besides lent slots, one of at least its size for each slot of `plan`, all at the same time. For
@@ -61,7 +61,7 @@ zs_status zs_arena_fit(zs_arena *arena, const zs_arena *plan);
 zs_status zs_arena_cover(zs_arena *arena, const zs_arena *plan);
 
 /* Gives the memory of free slots back until they are lent again, where that costs little: on a GPU. No stream uses them
- * any more. */
+ * now. */
 void zs_arena_rest(zs_arena *arena);
 
 /* Bytes of the slots that are lent; as zs_arena_bytes, which counts more. */

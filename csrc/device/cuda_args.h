@@ -15,7 +15,7 @@
 enum {
     ZS_CUDA_BLOCK = 256,                   /* threads of a block, of all kernels */
     ZS_CUDA_LANES = 32,                    /* threads of a warp */
-    ZS_CUDA_QUAD = 16,                     /* bytes of the widest access; a pack has them in the widest array */
+    ZS_CUDA_QUAD = 16,                     /* bytes of the widest access; of a pack in the widest array */
     ZS_CUDA_NORM_PACK = 8,                 /* elements that a thread of a norm takes at a time, of any dtype */
     ZS_CUDA_SOURCES = 128,                 /* addresses that a sum can be given one by one */
     ZS_CUDA_SPACED = 64 * ZS_CUDA_SOURCES, /* sources that it can be given at equal distances */

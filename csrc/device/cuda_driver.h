@@ -39,9 +39,9 @@ void zs_cuda_describe(zs_cuda_info *info);
 /* Fills `out` for device number `ordinal`. */
 zs_status zs_cuda_describe_device(int ordinal, zs_cuda_device *out);
 
-/* Sees to it that this thread has a context, after zs_cuda_load if need be: the one that is current stays (torch
- * sets it), else the primary one of device `ordinal`, which is torch's too, becomes current. Cheap: call it whenever
- * a thread comes in. */
+/* Ensures that this thread has a context, after zs_cuda_load if necessary: a current one stays (torch sets it), else
+ * the primary one of device `ordinal`, which torch uses as well, becomes current. Cheap: call it whenever a thread
+ * comes in. */
 zs_status zs_cuda_enter(int ordinal);
 
 /* The table; only after zs_cuda_load has succeeded. */
@@ -54,14 +54,14 @@ zs_cu_stream zs_cuda_host_stream(void);
  * memory is ZS_ERR_MEMORY, all else ZS_ERR_CUDA. */
 zs_status zs_cuda_check(const char *call, zs_cu_result result);
 
-/* Has the context been spoiled? Then fails with what spoiled it. */
+/* Has an error spoiled the context? Then fails with that error. */
 zs_status zs_cuda_alive(void);
 
 /* The same without a record, for calls that free something: there is nothing better to do than continue. Returns
  * `result`. */
 zs_cu_result zs_cuda_note(zs_cu_result result);
 
-/* Has everything come to pass that was queued before the event was recorded? */
+/* Is all work done that was queued before the event was recorded? */
 zs_status zs_cuda_event_done(zs_cu_event event, bool *done);
 
 /* The same for a thread that only polls: its capture mode becomes relaxed for good. True if the driver cannot tell. */

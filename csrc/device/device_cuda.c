@@ -16,9 +16,9 @@ typedef struct cuda_device {
     zs_cu_stream streams[ZS_STREAMS]; /* [ZS_STREAM_COMPUTE]: not used */
     zs_cu_event forks[ZS_STREAMS], joins[ZS_STREAMS];
     atomic_bool busy[ZS_STREAMS]; /* given work since they were last joined */
-    pthread_mutex_t lock;         /* of what follows */
+    pthread_mutex_t lock;         /* of the rest */
     double *scratch;              /* device memory for norms: ZS_CUDA_NORM_SCRATCH, and the result; NULL: not yet */
-    double *number;               /* pinned host memory for what comes back */
+    double *number;               /* pinned host memory for results */
 } cuda_device;
 
 static cuda_device *of(const zs_device *device)

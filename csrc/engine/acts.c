@@ -20,7 +20,7 @@
 /* Frees what zero_grad() has not, as a script held a gradient then. */
 static void drop_grads(zs_engine *engine)
 {
-    (void)zs_context_captured(&engine->context); /* the graph will write to those that are there */
+    (void)zs_context_captured(&engine->context); /* the graph will write to the existing ones */
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         zs_grad_memory_drop(zs_engine_unit(engine, i));
 }

@@ -104,7 +104,7 @@ static void tell_failure(zs_engine *engine, const char *when)
 }
 
 /* A backward has raised. Cleans up at once what needs no peer, so that a zero_grad() that follows works;
- * zs_engine_settle tells the peers, before this rank does anything else with its parameters. */
+ * zs_engine_settle reports it to the peers, before any other use of this rank's parameters. */
 static void abandon_backward(zs_engine *engine)
 {
     zs_schedule *schedule = &engine->context.schedule;

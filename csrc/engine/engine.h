@@ -80,8 +80,8 @@ void zs_engine_set_codes(zs_engine *engine, zs_wire grads, zs_wire params);
  * leaves than ranks. */
 zs_status zs_engine_add_leaves(zs_engine *engine, int n_leaves);
 
-/* The next micro-batch of a step begins, with one backward. ZS_ERR_STATE if a parameter has a .grad, to which that
- * would add. / Has it ended? */
+/* The next micro-batch of a step begins, with one backward. ZS_ERR_STATE if a parameter has a .grad, as the sum would
+ * be added to it. / Has it ended? */
 zs_status zs_engine_begin_leaf(zs_engine *engine);
 bool zs_engine_leaf_is_done(const zs_engine *engine);
 
@@ -132,8 +132,8 @@ size_t zs_engine_n_open(const zs_engine *engine);
  * (KeyboardInterrupt, SystemExit). No-op if they have ended. Reports the first failure after ending all. */
 zs_status zs_engine_unwind(zs_engine *engine, size_t n_open);
 
-/* If a backward has raised here: tells the peers that this rank's gradients will not come, completes the rounds, and
- * waits until no peer reads this rank's shards. Otherwise a no-op. */
+/* If a backward has raised here: reports to the peers that this rank's gradients will not come, completes the rounds,
+ * and waits until no peer reads this rank's shards. Otherwise a no-op. */
 zs_status zs_engine_settle(zs_engine *engine);
 
 /* Before / after writing parameters (a step, a load): settles, waits until no peer reads the shards, and keeps readers

@@ -84,7 +84,7 @@ void zs_unit_release(void *unit)
 
 /* --- which flat each parameter goes to ---------------------------------------------------------------------------- */
 
-/* `device`: where the unit will be, NULL: wherever its parameters are. */
+/* `device`: the unit's device, NULL: that of its parameters. */
 static zs_status check_param(const zs_unit_spec *spec, const zs_device *device, int64_t i, const zs_tensor_info *info)
 {
     const char *name = spec->names[i];

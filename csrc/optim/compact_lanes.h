@@ -160,7 +160,7 @@ LANED_FN void LANED(scales_in)(const zs_group *at, words largest, float *scales)
     memcpy(at->scales[1], kept + GROUPS, GROUPS);
 }
 
-/* Asks for what lies ZS_AHEAD elements behind group g. */
+/* Prefetches the memory ZS_AHEAD elements behind group g. */
 LANED_FN void LANED(prefetch)(const zs_group *at, int kind, int g)
 {
     const int item = kind == ZS_IN_F32 ? 4 : 2, j = g * ZS_GROUP + ZS_AHEAD;

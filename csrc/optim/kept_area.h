@@ -40,7 +40,7 @@ typedef struct zs_kept_place {
     uint32_t used; /* 0: the run has no such memory */
 } zs_kept_place;
 
-/* A run as the record has it. */
+/* A run in the record. */
 typedef struct zs_kept_run {
     zs_kept_place places[ZS_KEPT_MEMORIES];
     zs_constants constants;

@@ -117,7 +117,7 @@ static void look_ahead(void)
     }
 }
 
-/* Has all that is lent and not in use written, and forgotten. */
+/* Writes and forgets all lent ranges that are not in use. */
 static void finish_lent(void)
 {
     for (zs_pager_range *r = zs_pager.queue.first, *next; r != NULL; r = next) {

@@ -62,8 +62,7 @@ zs_status zs_pager_lend(void *ptr, size_t bytes, void **at);
 /* The work is done; `changed`: and has to be written. */
 void zs_pager_give_back(void *ptr, size_t bytes, bool changed);
 
-/* A step begins: ranges may be lent, and may be fetched ahead for it. Whoever writes to them otherwise does so
- * before. */
+/* A step begins: ranges may be lent, and may be fetched ahead for it. Other writes to them must come before. */
 void zs_pager_open(void);
 
 /* It has ended: waits until all that was lent is written, so that the mapping shows it, on all ranks. ZS_ERR_SYSTEM

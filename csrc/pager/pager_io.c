@@ -19,7 +19,7 @@
 #define MADV_POPULATE_WRITE 23
 #endif
 
-enum { AT_ONCE = 512 << 10 }; /* bytes that any disk takes in one request: advice is followed as far as that */
+enum { AT_ONCE = 512 << 10 }; /* bytes that any disk takes in one request: the kernel follows advice up to that size */
 
 /* A piece of a range in one rank's file. */
 typedef struct piece {

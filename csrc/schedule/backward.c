@@ -42,7 +42,7 @@ static zs_unit_state after(const zs_record *record)
     return record->is.reduces && record->round.syncs ? ZS_REDUCING : ZS_SHARDED;
 }
 
-/* This rank has all that it will pack of the unit in this backward. */
+/* This rank has packed all that it will of the unit in this backward. */
 static zs_status give_out(zs_schedule *schedule, zs_record *record)
 {
     ZS_TRY(zs_reshard_to(schedule, record, after(record)));

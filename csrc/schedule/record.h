@@ -79,7 +79,7 @@ typedef struct zs_lease {
     bool extra;      /* beyond the plan, for ranks that differ in order; set by the executor */
     bool spare;      /* (extra) as if it did not exist, until this backward also needs one beyond the plan */
     zs_record *user; /* borrowed: the unit that packs into it or posted it; NULL if idle or lost */
-    bool posted;     /* peers may be reading it. Without a user: lost, as there is no telling when they finish */
+    bool posted;     /* peers may be reading it. Without a user: lost, as the end of their reads is unknown */
 } zs_lease;
 
 /* A unit's round of gradients: the one being packed, and the posted one (rounds.c). */

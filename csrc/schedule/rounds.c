@@ -102,7 +102,7 @@ zs_status zs_rounds_end_all(zs_schedule *schedule)
     while (schedule->first_out != NULL) {
         bool done = false;
         zs_status one = end_round(schedule, schedule->first_out, ZS_WAIT, &done);
-        ZS_ALSO(status, one); /* a round that a peer gave up is over; the others are to be ended too */
+        ZS_ALSO(status, one); /* a round that a peer gave up is over; the others must also end */
         if (one != ZS_OK && !done) break;
     }
     return status;

@@ -102,7 +102,7 @@ typedef struct zs_actions {
 
     /* --- the end of a backward ------------------------------------------------------------------------------------ */
 
-    /* (in order) Tells the peers that this rank posts no more rounds. */
+    /* (in order) Reports to the peers that this rank posts no more rounds. */
     zs_status (*give_up)(zs_schedule *);
     /* All rounds have been summed. */
     zs_status (*summed)(zs_schedule *);
@@ -273,8 +273,8 @@ bool zs_schedule_all_arrived(const zs_schedule *schedule);
 /* Autograd raised. Cleans up what needs no peer. */
 void zs_schedule_fail(zs_schedule *schedule);
 
-/* After zs_schedule_fail: tells the peers that this rank's gradients will not come, and completes the rounds. Otherwise
- * a no-op. */
+/* After zs_schedule_fail: reports to the peers that this rank's gradients will not come, and completes the rounds.
+ * Otherwise a no-op. */
 zs_status zs_schedule_settle(zs_schedule *schedule);
 
 #endif

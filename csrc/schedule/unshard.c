@@ -3,8 +3,8 @@
  * Where a gather costs time, zshard expects each pass to gather units in the order of the last. Each unit remembers
  * which unit was gathered after it, in forward and in backward; when the unit is needed, the gather of the next one
  * starts too. A pass may come to a unit more than once, as to a root with own parameters before and after its blocks;
- * so what came after depends on what came before. A wrong guess costs a gather, never a number: the end of the pass
- * drops it. All ranks guess the same, as they saw the same order. See schedule.h.
+ * so the next unit depends on the previous one. A wrong guess costs a gather, never a number: the end of the pass drops
+ * it. All ranks guess the same, as they saw the same order. See schedule.h.
  */
 #include "schedule/inner.h"
 

@@ -76,8 +76,7 @@ static bool same_sizes(const zs_tensor_info *info, int ndim, const int64_t *size
     return info->ndim == ndim && memcmp(info->sizes, sizes, (size_t)ndim * sizeof *sizes) == 0;
 }
 
-/* Has it the shape of this rank's shard, or is it that in one dimension? Elements in another shape are in another
- * order. */
+/* Does it have all of this rank's shard along its first dimension? Elements in another shape are in another order. */
 static bool is_shard(const zs_unit *unit, const zs_param *param, const zs_tensor_info *info)
 {
     if (unit->record.is.replicated || info->numel != param->owned.numel) return false;

@@ -52,7 +52,7 @@ void zs_offload_filled(const zs_unit *unit);
 zs_status zs_offload_want_grads(const zs_unit *unit);
 void zs_offload_done_grads(const zs_unit *unit);
 
-/* The gradients are not needed any more: drops their pages without writing them. */
+/* Drops the pages of gradients that are no longer needed, without writing them. */
 void zs_offload_discard_grads(const zs_unit *unit);
 
 #endif

@@ -164,7 +164,7 @@ static zs_status put_in_order(zs_unit *unit, zs_flat *flat)
 
 /* --- what Python sees --------------------------------------------------------------------------------------------- */
 
-/* Whoever holds the GIL next shows them so. */
+/* The next code with the GIL shows them so. */
 void zs_unit_show_full(zs_unit *unit, bool full)
 {
     if (unit->py_owner == NULL || unit->bound_full == full) return;
@@ -230,7 +230,7 @@ zs_status zs_unit_bind(zs_unit *unit)
 
 /* --- writes that leave no trace ----------------------------------------------------------------------------------- */
 
-/* A digest of the parameter's elements, wherever they are. */
+/* A digest of the parameter's elements, on any device. */
 static zs_status digest(const zs_param *param, uint64_t *out)
 {
     zs_tensor_info info;

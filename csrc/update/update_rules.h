@@ -1,8 +1,8 @@
 /* update_rules.h - the rules of update.h in the precision ZS_REAL. No include guard: update.h includes it twice.
  *
  * `fused` is a compile-time constant of the loop around: true where the machine has FMA. Without it a multiply-add is
- * two roundings, which is what torch does there too. Both sides of a choice are computed, and flags are of type
- * ZS_REAL: gcc vectorises the loops around only so.
+ * two roundings, as in torch there. Both sides of a choice are computed, and flags are of type ZS_REAL: gcc vectorises
+ * the loops around only so.
  */
 
 /* a * b + c, in one rounding if `fused`. */

@@ -81,7 +81,7 @@ zs_status zs_hosts_move_begin(zs_hosts_comm *self, int host, zs_hosts_move *move
 bool zs_hosts_moves_done(zs_hosts_comm *self, const zs_hosts_move *moves);
 zs_status zs_hosts_moves_finish(zs_hosts_comm *self, const zs_turn *turn, zs_hosts_move *moves);
 
-/* Abandons them: if they are not done, all connections end, so nothing writes to their memory any more. */
+/* Abandons them: if they are not done, all connections end, so nothing writes to their memory afterwards. */
 void zs_hosts_moves_leave(zs_hosts_comm *self, zs_hosts_move *moves);
 
 /* `fds` [2 * hosts], copied: for each host a connected socket to send over, and one to receive from; -1 for this

@@ -41,7 +41,7 @@ struct links {
     pthread_mutex_t lock;
     pthread_cond_t changed; /* on the monotonic clock */
     bool ends;
-    char why[256]; /* why nothing moves any more; "": it does */
+    char why[256]; /* the reason why moves have stopped; "": they have not */
     int n;
     lane lanes[]; /* [2 * hosts] for each host OUT and IN; fd -1: this host's */
 };

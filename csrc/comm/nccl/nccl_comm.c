@@ -34,7 +34,7 @@ static void put_failure(card *own, const zs_nccl_comm *comm, zs_status status)
     zs_clear_error();
 }
 
-/* A rank that only waited in vain knows less than the one that it waited for. */
+/* A rank whose wait failed knows less than the rank that it waited for. */
 static int weight(const card *of)
 {
     if (of->status == ZS_OK) return 0;

@@ -31,10 +31,10 @@ typedef struct zs_nccl_options {
     double timeout;   /* seconds: for creation, and without progress of outstanding work */
     zs_nccl_ctas ctas;
     int min_ctas, max_ctas; /* 1 to 64; 0: NCCL's choice. Equal on all ranks, like `ctas` */
-    /* Both may be NULL. The monitor's thread calls them, without the GIL; they must not call the functions below.
-     * gone: is a peer known to have exited? Then it writes a sentence, which becomes part of the exception. lost:
-     * the communicator was aborted on this rank by `failure`, with the reason; use it to inform the peers. Called
-     * once. Functions below also call it if they find the failure. */
+    /* Both may be NULL. The monitor's thread calls them, without the GIL; they must not call the functions below. gone:
+     * has a peer exited? Then it writes a sentence, which becomes part of the exception. lost: the communicator was
+     * aborted on this rank by `failure`, with the reason; use it to inform the peers. Called once. Functions below also
+     * call it if they find the failure. */
     bool (*gone)(void *arg, char *sentence, size_t size);
     void (*lost)(void *arg, zs_status failure, const char *why);
     void *arg; /* of both; valid until zs_nccl_comm_free */

@@ -189,7 +189,7 @@ typedef struct zs_shm {
     zs_shm_control *own;        /* peers[rank].control */
     size_t heap_used;           /* bytes of the heap in use */
     uint64_t exchanges, pieces; /* counts of exchanges and of pieces of broadcasts */
-    int spins;                  /* checks before a wait goes to sleep */
+    int spins;                  /* checks before a wait sleeps */
     bool connected, closed;
 } zs_shm;
 
@@ -288,8 +288,8 @@ void zs_shm_outlive(zs_comm *comm, double seconds);
 
 /* --- shm_wake.c --------------------------------------------------------------------------------------------------- */
 
-/* Before a sleep, while this rank's wait for `act` is published: gives a missing rank the turn to wake this one.
- * False: no rank is missing any more. *seen is for zs_shm_sleep. */
+/* Before a sleep, while this rank's wait for `act` is published: gives a missing rank the turn to wake this one. False:
+ * no rank is missing now. *seen is for zs_shm_sleep. */
 bool zs_shm_prepare_sleep(zs_shm *shm, zs_shm_act act, uint32_t *seen);
 
 /* Sleeps until woken since *seen, or for `seconds`; may return early without a reason. */

@@ -86,7 +86,7 @@ void zs_shm_ask(zs_shm *shm)
 {
     for (int r = 0; r < shm->base.world; r++)
         if (r != shm->base.rank && !is_fresh(shm->peers[r].control)) atomic_store(&shm->peers[r].control->asked, 1);
-    zs_shm_wake_all(shm); /* those that wait answer themselves */
+    zs_shm_wake_all(shm); /* waiting ranks answer themselves */
 }
 
 /* False: none that is current. */

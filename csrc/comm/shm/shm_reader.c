@@ -4,11 +4,12 @@
  * root backwards. Every change takes the right to write first: an optimizer's step, a load, an in-place operation of
  * the script. This gives four guarantees, without a barrier of all ranks for each layer:
  * 1. a pass reads, from a peer that takes part in it, values written before the peer began it (never an older version);
- *   2. a rank returns from a pass that others run too only when no rank reads in that pass any more;
+ *   2. a rank returns from a pass that others run as well only when no rank reads in that pass any more;
  *   3. while a rank has the right to write, no rank reads its shards;
- *   4. a rank that evaluates reads its own version of all shards, or fails, wherever the others are.
+ *   4. a rank that evaluates reads its own version of all shards, or fails, in any state of the others.
  *
- * The central idea is in shm_word.h: a rank's state is one word, and which rank waits for which is a function of two.
+ * The central idea is in shm_word.h: a rank's state is one word, and waits between two ranks are a function of two
+ * words.
  *
  * A forward that is admitted compares fingerprints (fingerprint.h) with all owners: theirs do not change, since none
  * writes. If they differ it reads nothing, and ends normally before it reports that: then all have compared.

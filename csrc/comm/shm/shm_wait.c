@@ -28,7 +28,7 @@ static const double grace = 1.0;         /* for others to finish when a rank die
 static const double place_after = 0.25;  /* then this rank publishes its script's call */
 static const double ask_before = 1.5;    /* the user is warned, the peers are asked where they are */
 
-/* One wait that has gone to sleep. */
+/* One wait that sleeps. */
 typedef struct sleep_state {
     double start, checked; /* seconds on the monotonic clock */
     double died;           /* when a peer was seen dead that is not missed, 0: none */

@@ -46,8 +46,8 @@
  * begun before.
  *
  * Which ranks may enter while O changes its word? Both sides "write mine, then read yours" (sequentially consistent):
- *   - P is WANTS_*, finds itself admitted, stores that it reads, and checks once more; if a rank no longer stands still
- *     (it has taken the right to write, or has left the pass in which P was to read it alone), P returns to WANTS_*.
+ * - P is WANTS_*, finds itself admitted, stores that it reads, and checks once more; if a rank has changed (it has
+ * taken the right to write, or has left the pass in which P was to read it alone), P returns to WANTS_*.
  *     So either that rank sees P read, and waits, or P sees its new word.
  *   - P counts a look only after that: a rank that sees the look sees P read, or P is through.
  *   - P begins the forward of some count, O ends its own of that count. O ran it because P had begun it: P was WANTS_*,
