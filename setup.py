@@ -61,11 +61,11 @@ def find_torch():
 
 
 def up_to_date(target, record, words, inputs):
-    """Was `target` made by the command `words`, as `record` has it, after all inputs changed?"""
+    """Was `target` made by the command `words`, which `record` has, after all inputs changed?"""
     try:
         newest = max(map(os.path.getmtime, inputs))
         return record.read_text() == words and newest < target.stat().st_mtime
-    except FileNotFoundError:  # never made, or an input is gone
+    except FileNotFoundError:  # never made, or an input is missing
         return False
 
 

@@ -161,7 +161,7 @@ def _die_with_parent() -> None:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the minimum, the median, by which to compare, and the maximum."""
+    """Return the minimum, the median (for comparisons), and the maximum."""
     if not values:
         raise ValueError("no samples: a spread needs at least one")
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
@@ -202,7 +202,8 @@ Turn = Callable[[int], tuple[float, ...]]
 
 
 def interleave(turns: Mapping[str, Turn], rounds: int, warmup: int) -> dict[str, list[Sample]]:
-    """Run the sides in turn for `warmup` untimed and `rounds` timed rounds; numbers go on from 0.
+    """Run the sides in turn for `warmup` untimed and `rounds` timed rounds; numbers continue from
+    0.
 
     Collective. A turn starts with a barrier, the order rotates each round, garbage is collected
     between turns only, and times are the maximum over ranks.

@@ -123,14 +123,14 @@ class Host:
         )
 
     def within(self, function: Callable[[], Any]) -> Any:
-        """Return function(), called in a thread of this process that is on this host, as far as its
-        sockets, and files that it opens, are concerned."""
+        """Return function(), called in a thread of this process whose sockets and newly opened
+        files are on this host."""
         with ThreadPoolExecutor(1) as thread:
             thread.submit(_enter, self.pid).result()
             return thread.submit(function).result()
 
     def cut(self) -> None:
-        """Pull the plug: no packet leaves or reaches this host any more, and nobody is told."""
+        """Pull the plug: no packet leaves or reaches this host any more, without notice."""
         self.call("ip", "link", "set", INTERFACE, "down")
 
     def mend(self) -> None:
@@ -231,7 +231,7 @@ class Hosts:
         )
 
     def environment(self, store: Any, ranks_per_host: int) -> dict[str, str]:
-        """Return the variables, as torchrun's, that all ranks have alike."""
+        """Return the variables, as torchrun's, that are the same on all ranks."""
         return {
             "WORLD_SIZE": str(len(self.all) * ranks_per_host),
             "LOCAL_WORLD_SIZE": str(ranks_per_host),

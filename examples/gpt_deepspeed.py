@@ -1,5 +1,5 @@
-"""A byte-level GPT of Python's own sources, trained by a script for DeepSpeed, of which one line
-changed: `import zshard as deepspeed`.
+"""A byte-level GPT of Python's own sources, trained by a script for DeepSpeed with one changed
+line: `import zshard as deepspeed`.
 
     torchrun --standalone --nproc-per-node 2 examples/gpt_deepspeed.py
 

@@ -5,8 +5,8 @@
     python docs/tools/messages.py --docstrings     # public docstrings instead
 
 A text is a string literal of two words or more. That also finds texts that are put
-together elsewhere and raised later; the few literals that nobody reads (format names, protocol
-lines) are left in the list rather than guessed away.
+together elsewhere and raised later; the few literals that users never see (format names, protocol
+lines) stay in the list, as guesses could drop real messages.
 """
 
 from __future__ import annotations

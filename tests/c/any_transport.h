@@ -103,14 +103,14 @@ static inline void post_unit(rank_env *env, test_unit *unit, int u, bool always)
     OK(zs_cunit_post(env->comm, unit->cunit, present ? &unit->bucket : NULL));
 }
 
-/* A GPU has got as far as the transport's stream has: what collect() gave may be read by this host. */
+/* The GPU has reached the end of the transport's stream: this host may read collect()'s results. */
 static inline void catch_up(rank_env *env)
 {
     OK(zs_device_join(env->comm->device, env->comm->ops->stream));
     OK(zs_device_wait(env->comm->device));
 }
 
-/* Checks every byte of the own shards of all ranks; `all`: everybody posted a bucket. */
+/* Checks every byte of the own shards of all ranks; `all`: all ranks posted a bucket. */
 static inline void read_sources(rank_env *env, test_unit *unit, int u, const zs_sources *from, bool all)
 {
     for (int r = 0; r < env->world; r++) {

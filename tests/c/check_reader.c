@@ -16,7 +16,7 @@
  *
  * Promises, in every state that can be reached:
  *   - a pass reads of all ranks what its own rank has, whole; or it fails by one of the errors (out of step, alone);
- *   - no shard is being written by known means while somebody reads it;
+ *   - no known write changes a shard while a rank reads it;
  *   - in programs that all ranks run alike, or whose lone evaluations have peers in a pass to read from, nobody waits for ever,
  *     and nothing fails. In the others, who waits for ever waits for a rank that has ended, or in a circle: shm_wait.c ends
  *     both with an error.
@@ -106,7 +106,7 @@ static void describe(const world_state *w, const char *what)
     }
 }
 
-/* All that a program promises of a state in which nobody can go on. */
+/* Checks a program's promises in a state in which no rank can continue. */
 static const char *check_end(const world_state *w)
 {
     for (int r = 0; r < model_ranks && model_running->legal; r++)
@@ -114,7 +114,7 @@ static const char *check_end(const world_state *w)
     return NULL;
 }
 
-/* Does rank `i`, which has just backed off, only turn in circles, while nobody else can move? */
+/* Does rank `i`, which has just backed off, only loop, while no other rank can move? */
 static bool spins(const world_state *from, int i)
 {
     world_state w = *from;

@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* libFuzzer's own, from when it first hears of counters; NULL before. */
+/* libFuzzer's own, from its first call about counters on; NULL before. */
 static void (*counters_init)(uint8_t *begin, uint8_t *end);
 static void (*pcs_init)(const uintptr_t *begin, const uintptr_t *end);
 static void (*trace_cmp8)(uint64_t a, uint64_t b);

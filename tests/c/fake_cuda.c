@@ -46,7 +46,7 @@ long fake_number(const char *name, long usual)
 
 /* --- the begin of each call --------------------------------------------------------------------------------------- */
 
-/* Is this call the one that is to fail? Then with what. */
+/* The error if this is the call that must fail. */
 static zs_cu_result told_to_fail(const char *call)
 {
     static char spec[128];

@@ -34,7 +34,7 @@ extern "C" {
  * lack of cuInit or of a context. */
 zs_cu_result fake_begin(const char *call, bool in_context, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 
-/* The same, leaving the function, which is called fake_<call>, where it may not go on. */
+/* The same, and returns from the function, which is called fake_<call>, if the call fails. */
 #define BEGIN(in_context, ...)                                                      \
     do {                                                                            \
         zs_cu_result result_ = fake_begin(__func__ + 5, (in_context), __VA_ARGS__); \

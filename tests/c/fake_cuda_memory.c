@@ -43,7 +43,7 @@ bool fake_known(zs_cu_ptr at)
     return holds(AT(at), false);
 }
 
-/* New memory; all ones, which is NaN, so that nobody takes it for zeroed. */
+/* New memory; all ones, which is NaN, so that no code takes it for zeroed. */
 static zs_cu_result add(void **out, size_t bytes, bool pinned)
 {
     size_t whole = (bytes + GRAIN - 1) / GRAIN * GRAIN, most = (size_t)fake_number("FAKE_CUDA_MEMORY", 64L << 30);

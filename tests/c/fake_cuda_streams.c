@@ -28,7 +28,7 @@ typedef struct fake_stream {
 } fake_stream;
 
 typedef struct event {
-    uint64_t recorded, done; /* how often it was recorded, and which of these has come to pass */
+    uint64_t recorded, done; /* the number of records, and the number of the last one reached */
     int capture;             /* in which it was recorded last; 0: in none */
 } event;
 
@@ -273,7 +273,7 @@ zs_cu_result fake_cuEventQuery(zs_cu_event handle)
 zs_cu_result fake_cuEventDestroy(zs_cu_event handle)
 {
     BEGIN(false, "event=%p", (void *)handle);
-    return GOOD(handle != NULL); /* its memory stays: a stream may look at it yet */
+    return GOOD(handle != NULL); /* its memory stays: a stream may still read it */
 }
 
 /* --- for others --------------------------------------------------------------------------------------------------- */

@@ -17,7 +17,7 @@ struct zs_group {
 
 struct zs_work {
     int looks;        /* so often zs_work_done has said no */
-    int waits;        /* so many waits are still in vain */
+    int waits;        /* so many further waits return early */
     zs_status status; /* how it ends */
 };
 
@@ -29,7 +29,7 @@ static int fail_late_at;      /* ... at its end */
 static int last_forever_at;   /* ... never ends */
 static int slow_at;           /* ... ends after a wait in vain */
 static const char *reading;   /* memory that one that never ends may read at any time */
-static zs_status failure;     /* with what */
+static zs_status failure;     /* the status */
 static const char *complaint; /* and the words */
 static char last_words[128];  /* of this rank, as the store would have them */
 static int speaker = -1;      /* the rank that has left `last_words` */

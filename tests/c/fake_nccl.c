@@ -108,7 +108,7 @@ zs_nccl_result ncclCommInitRankConfig(zs_nccl_handle *out, int world, zs_nccl_id
     return set_busy(comm, F_CommInitRankConfig);
 }
 
-/* Are two ranks on one GPU, as far as they say so? */
+/* Do two ranks report the same GPU? */
 static bool share_a_gpu(const fake *comm)
 {
     board *shared = comm->shared;

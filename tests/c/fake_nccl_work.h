@@ -53,7 +53,7 @@ typedef struct board {
     box boxes[MOST_RANKS][MOST_RANKS];   /* [from][to] */
 } board;
 
-/* A communicator. Never freed: a call on a dead one is to be noticed. */
+/* A communicator. Never freed: calls on a dead one must be noticed. */
 typedef struct fake {
     bool dead;
     int rank, world;
@@ -66,7 +66,7 @@ typedef struct fake {
     _Atomic uint64_t ended;
     uint64_t begun;
     function busy_with; /* while the state is "in progress" */
-    int polls, late;    /* looks until it ends, with what */
+    int polls, late;    /* looks until it ends, and its result */
     struct job *pending;
     struct fake *next;
 } fake;
@@ -247,7 +247,7 @@ static bool is_next(const job *work, size_t i)
     return true;
 }
 
-/* The peers that have gone, a bit each. */
+/* The peers that have exited, a bit each. */
 static uint64_t gone_peers(const fake *comm)
 {
     uint64_t gone = 0;
@@ -270,8 +270,8 @@ static bool waits_for(const job *work, uint64_t peers)
     return false;
 }
 
-/* The kernel: spins until all is there, or it is aborted. Where it keeps the host, nobody could abort it (in the real
- * one no call waits for a kernel), so there it ends with the peers that it waits for. */
+/* The kernel: spins until all is there, or it is aborted. If it blocks the host, no thread could abort it (in the real
+ * one no call waits for a kernel), so then it ends with the peers that it waits for. */
 static void run(void *arg)
 {
     job *work = arg;
@@ -399,7 +399,7 @@ static void log_transfers(const job *made)
     }
 }
 
-/* Starts an operation: `made` is what goes on the stream. */
+/* Starts an operation: `made` is the work for the stream. */
 static int submit(job *made, size_t size)
 {
     fake *comm = made->comm;

@@ -58,7 +58,7 @@ void a_failing_call_is_an_error_and_no_more(rank_env *env)
     zs_nccl_comm_free(comm);
 }
 
-/* --- peers that are gone ------------------------------------------------------------------------------------------ */
+/* --- peers that have exited --------------------------------------------------------------------------------------- */
 
 /* Word of a failure travels over the board, as it does over a transport. */
 static void tell_board(void *arg, zs_status failure, const char *why)
@@ -81,7 +81,7 @@ static zs_nccl_options over_board(rank_env *env, double timeout)
         .name = "all", .timeout = timeout, .gone = ask_board, .lost = tell_board, .arg = env->board};
 }
 
-/* Only the last rank fails; the others, whose kernels would wait for ever, hear of it. */
+/* Only the last rank fails; the others, whose kernels would wait forever, learn of it. */
 void one_rank_fails_and_the_others_hear(rank_env *env)
 {
     bool last = env->rank == env->world - 1;
@@ -182,7 +182,7 @@ void work_that_does_not_end_is_broken_off(rank_env *env)
     zs_nccl_comm_free(comm);
 }
 
-/* Work that goes on, however long in all, and work that was forgotten, is nobody's fault. */
+/* Work that makes progress, for any total time, and work that was forgotten, is not a failure. */
 void progress_is_no_timeout(rank_env *env)
 {
     setenv("FAKE_NCCL_DELAY_US", "40000", 1);

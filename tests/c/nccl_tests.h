@@ -82,7 +82,7 @@ static inline zs_nccl_comm *make(rank_env *env, const char *name)
     return make_with(env, (zs_nccl_options){.name = name, .timeout = 30.0});
 }
 
-/* Has the communicator watch that it gets as far as this on the stream. */
+/* Makes the communicator watch that it reaches this point of the stream. */
 static inline void watch(zs_nccl_comm *comm, event *e, const char *what)
 {
     record(e, STREAM_A);

@@ -7,9 +7,9 @@
  * A peer's word and its looks are loaded at once: the second may be of a later moment, but then it only makes a wait
  * longer, or ends one that the look has ended.
  *
- * Waits look at one peer after the other, and do not come back to those that were as they should be: the real ones need
- * all at once, and are woken by any change. Not here: writes within a pass, steps with a closure, and a second step
- * after one backward, which histories do not count (a script may have several optimizers).
+ * Waits check one peer after the other, and do not recheck peers that were ready: the real ones need all at once, and
+ * are woken by any change. Not here: writes within a pass, steps with a closure, and a second step after one backward,
+ * which histories do not count (a script may have several optimizers).
  */
 #ifndef READER_MODEL_H
 #define READER_MODEL_H
@@ -45,7 +45,7 @@ typedef enum place {
     SCRIBBLED,  /* stores all of them */
     WRITTEN,    /* stores its history */
     WROTE,      /* stores that it writes no more */
-    MEET,       /* stores that it has come to the script's own collective */
+    MEET,       /* stores that it has reached the script's own collective */
     MET,        /* loads whether a peer has */
     GONE        /* has ended */
 } place;
@@ -53,7 +53,7 @@ typedef enum place {
 typedef struct rank_state {
     uint64_t word, wanted;
     uint8_t looks, work;
-    uint8_t at, peer, letter;      /* place; the peer that it looks at; position in its program */
+    uint8_t at, peer, letter;      /* place; the peer that it checks; position in its program */
     uint8_t shard, written;        /* values in its shard; those of the last known write */
     uint8_t history, told, posted; /* its own; what peers see; rounds */
     uint8_t failed, died, next_shard;
@@ -80,10 +80,10 @@ extern const program *model_running;
 /* The letter of its program that a rank is at. */
 char model_letter(const world_state *w, int me);
 
-/* Puts a rank to another place, where it looks at rank 0 first. */
+/* Moves a rank to another place, where it checks rank 0 first. */
 void model_go(rank_state *me, place at);
 
-/* Can rank `i` make a step? Those that wait cannot, if nobody interrupts them. */
+/* Can rank `i` make a step? Waiting ranks cannot, unless they are interrupted. */
 bool model_can_step(const world_state *w, int i);
 
 /* The step; NULL or the promise that it breaks. `interrupt`: an interrupted forward stops waiting here. */

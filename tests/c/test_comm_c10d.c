@@ -172,7 +172,7 @@ static const struct part {
      {POST, 0, NULL, GRADIENTS "'left' (round 1), but rank 0 was " GRADIENTS "'right' (round 1)"}},
     {{GATHER, 64, NULL, "rank 0 was all-gathering parameters of unit 'head' (64 bytes), but rank 1 was broad"},
      {BROADCAST, 256, NULL, "broadcasting 256 bytes from rank 0 (message 1), but rank 0 was all-gathering"}},
-    /* Three calls, of which one has no name. */
+    /* Three calls, one without a name. */
     {{EXCHANGE, 1, NULL, "rank 0 was " MESSAGE ", but rank 1 was in save(); run"},
      {EXCHANGE, 1, "save()", "rank 1 was in save(), but rank 0 was " MESSAGE "; run"},
      {EXCHANGE, 1, "load()", " was in load(), but rank 0 was " MESSAGE "; run"}},
@@ -181,7 +181,7 @@ static const struct part {
     {{BROADCAST, 8, "load()", SECOND}, {EXCHANGE, 1, "load()", SECOND}, {EXCHANGE, 2, "load()", ""}},
 };
 
-/* All hear of it, and can go on. */
+/* All learn of it, and can continue. */
 static void ranks_that_differ(rank_env *env)
 {
     zs_comm *comm = env->comm;
@@ -203,7 +203,7 @@ static void ranks_that_differ(rank_env *env)
     env->comm = comm;
 }
 
-/* All ranks wait here, below the transport, so that none is found gone before the others have looked. */
+/* All ranks wait here, below the transport, so that no rank has exited before the others have looked. */
 static void stay(rank_env *env)
 {
     char none[1] = "";
@@ -430,7 +430,7 @@ static void failures_are_explained(rank_env *env)
     FAILS(zs_comm_c10d_new("nobody", &(zs_ranks_of_hosts){.world = 2}, 1.0, &none), ZS_ERR_TORCH, "nobody");
 }
 
-/* A collective that fails at its start, and a peer of which nothing is known. */
+/* A collective that fails at its start, and a peer without a report. */
 static void unknown_peers_are_listed(rank_env *env)
 {
     failure = ZS_ERR_PEER;

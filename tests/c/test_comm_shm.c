@@ -66,7 +66,7 @@ static void freed_memory_is_reused(rank_env *env)
     zs_comm_bucket_free(env->comm, &first);
     CHECK(pages_of(shm->buckets) == 0);
     char byte = 0, all[MAX_RANKS];
-    OK(zs_comm_exchange(env->comm, &byte, 1, all)); /* others may look at a flat until all have freed it */
+    OK(zs_comm_exchange(env->comm, &byte, 1, all)); /* others may read a flat until all have freed it */
     CHECK(pages_of(shm->flats) == 0);
     for (int i = 0; i < 100; i++) { /* recycled: neither the file nor the peers' mappings grow */
         OK(zs_comm_bucket_new(env->comm, 5 << 20, &second));

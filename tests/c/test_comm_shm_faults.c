@@ -70,7 +70,7 @@ static void die_late(void)
     kill(getpid(), SIGKILL);
 }
 
-/* --- peers that are gone ------------------------------------------------------------------------------------------ */
+/* --- peers that have exited --------------------------------------------------------------------------------------- */
 
 static void peer_killed_while_awaited(rank_env *env)
 {
@@ -231,7 +231,7 @@ static void abort_message_reaches_peers(rank_env *env)
     FAILS(meet(env), ZS_ERR_PEER, "rank 1"); /* also for the rank that gave up */
 }
 
-/* A poll that is not ready hears of an abort as well, though it does not wait. */
+/* A poll that is not ready also detects an abort, though it does not wait. */
 static void abort_ends_polling(rank_env *env)
 {
     zs_cunit *unit = make_unit(env, unit_name, 64);

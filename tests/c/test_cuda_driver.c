@@ -148,7 +148,7 @@ static void work(void)
     printf("%d %s\n", (int)status, zs_last_message());
 }
 
-/* With cuStreamSynchronize told to fail once by an error that spoils the context. */
+/* cuStreamSynchronize fails once by an error that spoils the context. */
 static void spoiled_context_refuses_all(void)
 {
     zs_cu_ptr memory;
@@ -170,7 +170,7 @@ static void out_of_memory_is_told_apart(void)
     OK(zs_cuda_enter(0));
     FAILS(ZS_CU(cuMemAlloc, &memory, (size_t)1 << 50), ZS_ERR_MEMORY,
           "cuMemAlloc: the GPU is out of memory (CUDA_ERROR_OUT_OF_MEMORY)");
-    OK(ZS_CU(cuMemAlloc, &memory, 100)); /* and all goes on */
+    OK(ZS_CU(cuMemAlloc, &memory, 100)); /* and all continues */
 }
 
 static void giving_back_leaves_no_record(void)

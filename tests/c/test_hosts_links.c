@@ -41,7 +41,7 @@ zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_turn *turn, const zs_c10d_a
     return ZS_OK;
 }
 
-/* Two hosts, of which this is the first, and the other's ends of the connections. */
+/* Two hosts: this is the first. With the other's ends of the connections. */
 typedef struct pair {
     zs_hosts_comm comm;
     zs_hosts_move moves[2];

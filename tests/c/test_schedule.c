@@ -38,7 +38,7 @@ static void gathers_are_prefetched(void)
     free_model(m);
 }
 
-/* As of a model whose embedding is its head as well: autograd comes to the root first, and again after all others. */
+/* As in a model whose embedding is also its head: autograd reaches the root first, and again after all others. */
 static zs_status backward_of_tied(model *m)
 {
     unit *root = &m->units[0];

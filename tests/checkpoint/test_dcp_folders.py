@@ -241,7 +241,7 @@ def refused(folder, words):
 
 @pytest.mark.parametrize("kind", [OSError, CheckpointError, KeyboardInterrupt])
 def test_an_error_while_a_folder_is_read_is_raised_as_it_is(folder, kind, monkeypatch):
-    """Whichever read fails, torch or not in between."""
+    """Any read fails, by torch or elsewhere."""
     read, calls = OpenFile.read_into, []
 
     def fails(self, memory, offset):

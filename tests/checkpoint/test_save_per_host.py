@@ -163,7 +163,7 @@ def on(pools):
     return run
 
 
-# --- all parts, wherever they are -----------------------------------------------------------------
+# --- all parts, on all hosts ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def gil_regions_are_clean(name: str, text: str) -> list[str]:
 
 
 def functions_are_short(name: str, text: str) -> list[str]:
-    """At most 60 lines, of C++ and CUDA: C is clang-tidy's. Methods in a class are not looked at."""
+    """At most 60 lines, of C++ and CUDA: C is clang-tidy's. Methods in a class are not checked."""
     if name.endswith((".c", ".h")):
         return []
     sizes = [(line, body[0].count("\n") + 2) for line, body in found_in(BODY, text)]

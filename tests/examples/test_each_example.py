@@ -62,7 +62,7 @@ def quick(pool: RankPool, name: str, folder: Path, *flags: object) -> Numbers:
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, Numbers]:
-    """The numbers of the examples under torch's DDP, as far as they were needed."""
+    """The numbers of the examples under torch's DDP, made when first needed."""
     return {}
 
 

@@ -2,7 +2,7 @@
 
 tests/c/test_cuda_driver.c runs one test in a process, in an environment that makes
 the fake of libcuda (fake_cuda.py) old, empty, or failing at the n-th call of a function. Our
-declarations are held against NVIDIA's cuda.h where there is one.
+declarations are compared with NVIDIA's cuda.h if there is one.
 """
 
 from __future__ import annotations

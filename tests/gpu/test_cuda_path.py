@@ -20,7 +20,7 @@ FILES = {
     # A GPU's slots and buckets are lent to others between passes.
     "training/test_mixed_precision.py": "not offload and not over_hosts and not full_buffers",
     "units/test_hybrid.py": "not shm_within_hosts",
-    "wrap/test_meta.py": "not little_is_whole and not peak_memory",  # which look at the host's memory
+    "wrap/test_meta.py": "not little_is_whole and not peak_memory",  # which read the host's memory
     "checkpoint/test_save.py": "not chunk_of_memory and not offload",
 }
 CASES = [(backend, *each) for backend in ("nccl", "c10d") for each in FILES.items()]

@@ -167,7 +167,8 @@ def test_clipping() -> None:
 
 @on_device()
 def test_state_dicts_round_trip() -> None:
-    """Saved after two steps, loaded into a plain model, and into another sharded one that goes on."""
+    """Saved after two steps, loaded into a plain model, and into another sharded one that
+    continues."""
     model = wrap(mixed_precision=BFLOAT16)
     optimizer = adamw(model)
     train(model, optimizer, steps=2)

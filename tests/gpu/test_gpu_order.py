@@ -25,7 +25,7 @@ ALLOCATIONS |= {"cuMemFree", "cuMemFreeHost", "cuEventCreate"}
 
 
 class MarkedProduct(torch.autograd.Function):
-    """x @ weight, which tells the log when it reads the weight."""
+    """x @ weight, which logs when it reads the weight."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -175,7 +175,7 @@ def test_round_waits_for_gradients_of_all_streams(tmp_path):
 
 
 class Reader(nn.Module):
-    """A layer that tells the log in which stream it reads its weight."""
+    """A layer that logs the stream in which it reads its weight."""
 
     def __init__(self, now: list[int]) -> None:
         super().__init__()

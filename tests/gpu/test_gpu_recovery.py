@@ -218,8 +218,9 @@ def test_caught_error_changes_nothing(kind: str, world: int, where: str, backend
 
 @on_device(1, "nccl", fresh=True, kinds=GPU)
 def test_smaller_batch_trains_on_after_lack_of_memory() -> None:
-    """Three big batches, of which some run out of the GPU's memory, each somewhere else in backward,
-    and small ones between them, within the same memory. The host has no such limit: see "memory"."""
+    """Three big batches, some of which run out of the GPU's memory, each at another point of
+    backward, and small ones between them, within the same memory. The host has no such limit: see
+    "memory"."""
     _, options = join_ranks("nccl")
     total = torch.cuda.get_device_properties(device()).total_memory
     case = Case(functools.partial(Deep, 1024, 4), lambda g: torch.randn(64, 1024, generator=g))
@@ -359,7 +360,7 @@ def test_hanging_kernel_ends_the_others_by_timeout(kind: str, backend: str, tmp_
 def test_failed_save_changes_nothing(
     kind: str, backend: str, asynchronous: bool, tmp_path: Path
 ) -> None:
-    """Rank 1 cannot write. Training goes on as without the save, and a later save is whole."""
+    """Rank 1 cannot write. Training continues as without the save, and a later save is complete."""
     rank, options = join_ranks(backend)
     folder, near = str(tmp_path / "checkpoint"), FP32 if is_real() else EXACT
     usual, model = wrap(**options), wrap(**options)

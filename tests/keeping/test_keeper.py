@@ -25,7 +25,7 @@ from zshard.extras.keeping import client
 from zshard.extras.keeping import keeper as process
 from zshard.extras.keeping.client import Keeper, start
 
-PATIENCE = 60.0  # seconds for what happens at once on an idle machine
+PATIENCE = 60.0  # seconds for events that are immediate on an idle machine
 
 
 def memory(text: bytes) -> int:

@@ -248,7 +248,7 @@ class Case:
     unused: bool = False  # DDP needs to know that not all parameters are used
 
     def batch(self, step: int, rank: int) -> Tensor:
-        """Return the input of `rank` at `step`: the same wherever it is created."""
+        """Return the input of `rank` at `step`: the same on every process."""
         return self.draw(torch.Generator().manual_seed(1000 * step + rank))
 
 

@@ -151,7 +151,7 @@ def is_left_out(config: pytest.Config, item: pytest.Item) -> bool:
 
 @functools.cache
 def gpu_unchanged() -> bool:
-    """Return whether this is a branch that changes nothing of what fake GPUs drive."""
+    """Return whether this is a branch that changes no source that fake GPUs run."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)

@@ -317,7 +317,7 @@ def seed(number: int) -> None:
 
 
 def train(model: Any, tiny: Tiny, rank: int, steps: int) -> list[float]:
-    """Train on this rank's batches, with dropout as the class has it; return the losses."""
+    """Train on this rank's batches, with the class's own dropout; return the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     losses = []
     for step in range(steps):

@@ -33,7 +33,7 @@ WINDOWS = 5  # of a run
 PER_STEP = {"auto": 16, "shm": 16, "c10d": 96}
 COUNTS = 1024  # bytes of malloc's that the counters of a window, which are kept, may take
 # Objects: over shm a rank has the last optimizer's state until it sees that its peers have dropped
-# theirs (optim/shared_state.py). Whether it has it at the time of a count depends on their pace.
+# theirs (optim/shared_state.py). The count at a given time depends on their pace.
 HELD = 85
 MB = 1 << 20
 

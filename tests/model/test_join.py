@@ -155,7 +155,7 @@ def test_one_rank():
 
 @on_ranks(2)
 def test_any_number_of_ranks():
-    """A step takes all micro-batches of the ranks; the loop around it ends alike."""
+    """A step takes all micro-batches of the ranks; the loop around it ends the same way."""
     model = FSDP(make(Stack), timeout=60, deterministic="any-world", micro_batches=4)
     optimizer = zshard.AdamW(model.parameters())
     count = 0

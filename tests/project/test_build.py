@@ -282,7 +282,7 @@ def test_make_maps_cuda_to_the_builds_variable(tmp_path: Path) -> None:
 
     assert "is==" in said()
     assert "is=1=" in said("CUDA=1") and "is=1=" in said(CUDA="1") and "is=0=" in said("CUDA=0")
-    assert "is==" in said(CUDA="/usr/local/cuda")  # somebody else's variable
+    assert "is==" in said(CUDA="/usr/local/cuda")  # another program's variable
     assert "CUDA must be 0 or 1, got 'yes'" in said("CUDA=yes")
 
 

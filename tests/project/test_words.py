@@ -19,16 +19,16 @@ C_NAME = re.compile(r"\b[a-z_]\w*_\w*\b")
 # The pattern, its limit, and the replacement.
 WORDS = [
     ("slices?", 29, "shard"),
-    ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 9, "name the subject: no rank, a script"),
-    ("(?:goes|go|going|went) on", 19, "continue"),
+    ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 1, "name the subject: no rank, a script"),
+    ("(?:goes|go|going|went) on", 9, "continue"),
     ("(?:gives?|gave|given) (?:it )?back", 12, "free, return, drop"),
-    ("hears?|heard", 8, "receive, learn"),
-    ("tells?|told", 29, "report, publish, show"),
+    ("hears?|heard", 4, "receive, learn"),
+    ("tells?|told", 26, "report, publish, show"),
     ("mishaps?|kin|deaf|soil|last words?", 7, "failure, process, failed, mark dirty, message"),
-    ("alike", 11, "the same, equal"),
+    ("alike", 10, "the same, equal"),
     ("lets? go|letting go", 0, "release, unpin"),
-    ("of which|by which", 14, "whose, that; or two sentences"),
-    ("(?:is|are|was|has) gone", 4, "was freed, exited, is missing"),
+    ("of which|by which", 9, "whose, that; or two sentences"),
+    ("(?:is|are|was|has) gone", 1, "was freed, exited, is missing"),
 ]
 
 

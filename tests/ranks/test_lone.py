@@ -1,7 +1,7 @@
 """Scripts for DDP act on rank 0 alone: they evaluate, save the model and the optimizer, read
 values.
 
-Over shm none of it needs the other ranks, wherever their scripts are: in torch's own barrier,
+Over shm none of it needs the other ranks, in any state of their scripts: in torch's own barrier,
 asleep, or training. Each step is compared with a plain model that has seen the same batches.
 """
 

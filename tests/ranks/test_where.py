@@ -1,6 +1,6 @@
 """An error of ranks that wait or diverged ends with a line for each rank: where its script is.
 
-A rank that hangs is named too, wherever it hangs; and nothing is looked up while nothing fails.
+A rank that hangs is also named, at any place; and nothing is looked up while nothing fails.
 """
 
 from __future__ import annotations

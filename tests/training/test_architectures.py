@@ -134,7 +134,7 @@ def check_generation(name, combination, how, lone):
             assert_same(model.eval().generate(prompt, **options), theirs, f"tokens {round_}")
         if lone:
             dist.barrier()
-    train(model, name)  # and training goes on
+    train(model, name)  # and training continues
 
 
 @pytest.mark.parametrize("how", [GREEDY, BEAMS], ids=["greedy", "beams"])

@@ -346,7 +346,7 @@ def test_norms_do_not_see_what_memory_held_before(transport, value):
     check_norm("abc")  # from now on, sums take squares
     renew()
     used = ""
-    for names in ("a", "b", "ab", "abc", "c"):  # each adds to what earlier ones have left
+    for names in ("a", "b", "ab", "abc", "c"):  # each adds to the results of earlier ones
         model(names).backward()
         used += names
         check_norm(used)

@@ -1,4 +1,4 @@
-"""Activation checkpointing in all the places where models have it: the gradients stay the same.
+"""Activation checkpointing in all the places where models use it: the gradients stay the same.
 
 A way is a forward that recomputes some stretch of a model; whichever it is, and of
 either kind (reentrant or not), the gradients have to be those of the plain model.

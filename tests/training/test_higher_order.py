@@ -63,7 +63,7 @@ def outputs_of(model, rank):
 
 
 def penalty(model, rank):
-    """The norm of the gradient by the input, as WGAN-GP has it."""
+    """The norm of the gradient by the input, as in WGAN-GP."""
     x, y = outputs_of(model, rank)
     (grad,) = torch.autograd.grad(loss_of(y), x, create_graph=True)
     return loss_of(y) + grad.square().sum()
@@ -157,7 +157,7 @@ def test_gradients_of_gradients(run, build, policy, combination):
 @pytest.mark.parametrize("combination", [*COMBINATIONS, ("hybrid_full", "c10d")])
 @on_ranks(2)
 def test_autograd_grad_within_a_forward_of_an_evaluation(combination):
-    """The forward goes on with its parameters."""
+    """The forward continues with its parameters."""
     with torch.no_grad():
         ours, theirs = (m.eval()(floats(0)) for m in (wrapped(forces, combination), make(forces)))
     assert_same(ours, theirs, "energy and forces")

@@ -99,7 +99,7 @@ def test_two_process_groups():
 
 
 class WrapsItself(nn.Module):
-    """Nested FSDP(...) in __init__, as scripts for FSDP1 have it; there None is the default."""
+    """Nested FSDP(...) in __init__, as in scripts for FSDP1; there None is the default."""
 
     def __init__(self):
         super().__init__()

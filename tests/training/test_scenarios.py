@@ -37,7 +37,7 @@ def called_twice():
 
 
 class Halves(nn.Module):
-    """Units of which a rank may leave out a half; and so of the root's own weights."""
+    """Units, half of which a rank may leave out; and so of the root's own weights."""
 
     class Part(nn.Module):
         def __init__(self):
@@ -86,7 +86,7 @@ def all_kinds():
 
 
 def sparse_table():
-    """Embeddings with sparse gradients, of which each rank touches some rows."""
+    """Embeddings with sparse gradients; each rank touches some rows."""
 
     def forward(model, x):
         ids = x.argsort(-1)

@@ -292,8 +292,8 @@ def test_weight_modified_within_forward_is_an_error():
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @on_ranks(2)
 def test_loss_may_outlive_the_model(combination):
-    """No backward crashes after the model is gone, kept parameters can be read, and the next model
-    trains."""
+    """After the model is freed, no backward crashes, kept parameters can be read, and the next
+    model trains."""
     model = wrapped(Stack, combination)
     forward_backward(model, dist.get_rank())
     loss = loss_of(model(floats(dist.get_rank())))
