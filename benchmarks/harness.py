@@ -46,7 +46,7 @@ GRACE = 20.0
 MIB = 2**20
 
 Numbers = dict[str, Any]
-"""What one side took in one round, the maximum over ranks: seconds, or bytes (`..._bytes`)."""
+"""One side's costs in one round, the maximum over ranks: seconds, or bytes (`..._bytes`)."""
 
 
 def under_torchrun() -> bool:

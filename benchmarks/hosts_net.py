@@ -49,7 +49,7 @@ LEAST_BURST = 70_000
 """Bytes: a packet before segmentation has up to 64 KiB, and must fit into the bucket of tokens."""
 
 QUEUE = "5ms"
-"""How long the queue before the wire may get. Longer packets are dropped, as a switch does."""
+"""Maximum length of the queue before the wire. Longer packets are dropped, as a switch does."""
 
 CONGESTION = "cubic"
 """Linux's default, set for the wire's route: the machine's own default may be another."""

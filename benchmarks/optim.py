@@ -338,7 +338,7 @@ CASES: dict[str, tuple[Callable[..., Record], int, dict[str, Any]]] = {
     "muon": (muon, 0, {"layers": 2, "width": 64, "rounds": 2}),
     "products": (products, 1, {"height": 128, "width": 256}),
 }
-"""What measures, on how many ranks (0: --ranks), and the sizes of --quick; other sizes are the
+"""The function, its ranks (0: --ranks), and the sizes of --quick; other sizes are the
 function's defaults."""
 USUAL = ["adam", "clipping", "ema", "shards", "kept-step"]
 

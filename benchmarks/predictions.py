@@ -328,7 +328,7 @@ STRATEGIES = {
     **{"hsdp|hybrid": "hybrid_shard", "grad_op|zero-2": "shard_grad_op", "ddp|^none$": "no_shard"},
     **{"zero-1": "zero1", "full|fsdp|zero-3": "full_shard"},
 }
-"""What a row says -> strategy; the first one counts."""
+"""A pattern for a row's value -> strategy; the first match counts."""
 
 
 def strategy_of_row(row: Row) -> tuple[str, int]:

@@ -281,7 +281,7 @@ PARTS = {each.__name__: each for each in (checkpoint, beside, wrapped, alone, of
 class Case(NamedTuple):
     part: str
     together: bool
-    """Whether all sides and rounds are in one process group, or each is in its own."""
+    """True: all sides and rounds in one process group; False: each in its own."""
     sides: Iterable[str]
     models: list[str]
     quick_models: list[str]

@@ -1,4 +1,4 @@
-/* layout.h - where each parameter of a unit lies in its flat buffer, and which part of it each rank owns.
+/* layout.h - the place of each parameter of a unit in its flat buffer, and the part of it that each rank owns.
  *
  * Parameters lie one after another, each from a 64-byte boundary on (the math libraries pick other kernels
  * for other alignments, and then give other bits), and the whole is padded so that it cuts into `world` equal shards.

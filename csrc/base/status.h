@@ -1,4 +1,4 @@
-/* status.h - how every part of the C core reports failure.
+/* status.h - failure reports of every part of the C core.
  *
  * A function that can fail returns a zs_status, and the first failure on a thread leaves a record (what,
  * where, native text) that later failures on the way up do not overwrite. Python exceptions are made from that record

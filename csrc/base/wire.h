@@ -1,4 +1,4 @@
-/* wire.h - how numbers cross hosts. Compiled by gcc and by nvcc. */
+/* wire.h - codes of numbers that cross hosts. Compiled by gcc and by nvcc. */
 #ifndef ZS_WIRE_H
 #define ZS_WIRE_H
 

@@ -1,4 +1,4 @@
-/* comm.h - how ranks exchange bytes: tables of functions (comm_ops.h), one implementation per transport.
+/* comm.h - exchanges bytes between ranks: tables of functions (comm_ops.h), one implementation per transport.
  *
  * A unit never names a transport. It allocates memory that the transport can share (flats and buckets), posts a full
  * bucket, later collects pointers to all ranks' gradients of its shard, sums them (in rank order) and releases them. On

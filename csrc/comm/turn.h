@@ -1,11 +1,11 @@
 /* turn.h - checks before each collective that all ranks run the same one.
  *
  * Some transports pair collectives up by order alone (a process group, NCCL). There each rank first sends its turn, a
- * description of its next collective. A transport supplies how turns travel, and how it takes part in a gather that its
+ * description of its next collective. A transport supplies the exchange of turns, and its part in a gather that its
  * script does not ask for (zs_turns_ops).
  *
- *   turn.c        what all ranks' turns mean: pure functions, the same conclusion on all ranks
- *   turn_text.c   how messages name a turn
+ *   turn.c        compares all ranks' turns: pure functions, the same conclusion on all ranks
+ *   turn_text.c   names of turns in messages
  *   agree.c       exchanges turns until all agree; what this rank can contribute to others' gathers
  */
 #ifndef ZS_TURN_H

@@ -1,4 +1,4 @@
-/* turn_text.c - how messages name a collective. See turn.h. */
+/* turn_text.c - names of collectives in messages. See turn.h. */
 #include "comm/turn.h"
 
 #include <stdio.h>

@@ -19,7 +19,7 @@ double zs_set_report_after(double seconds);
 void zs_where_lines(char (*texts)[ZS_WHERE], int world, char *text, size_t size);
 
 /* Adds them to this thread's record of a failure `status` that is ZS_ERR_TIMEOUT or ZS_ERR_DIVERGED. Returns `status`.
- * Where ranks exchange texts, they have done so: zs_comm_look, then the exchange. */
+ * If ranks exchange texts, they have done so: zs_comm_look, then the exchange. */
 zs_status zs_comm_locate(zs_comm *comm, zs_status status);
 
 /* Sets the text that this rank exchanges. */

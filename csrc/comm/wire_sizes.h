@@ -1,4 +1,4 @@
-/* wire_sizes.h - what crosses hosts as bfloat16 (base/wire.h), and how many bytes that takes, on CPUs and GPUs.
+/* wire_sizes.h - the flats that cross hosts as bfloat16 (base/wire.h), and their bytes, on CPUs and GPUs.
  */
 #ifndef ZS_WIRE_SIZES_H
 #define ZS_WIRE_SIZES_H

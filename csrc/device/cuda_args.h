@@ -1,4 +1,4 @@
-/* cuda_args.h - what kernels are given: one struct by value each, read by C (cuda_kernels.c), nvcc and the tests' host
+/* cuda_args.h - arguments of kernels: one struct by value each, read by C (cuda_kernels.c), nvcc and the tests' host
  * build.
  *
  * An argument block is a plain struct with a fixed layout that both sides assert, so a launch is one pointer and a

@@ -1,4 +1,4 @@
-/* cuda_launch.h - what queues kernels: their numbers, and how elements are shared out to threads. Between
+/* cuda_launch.h - launches of kernels: their numbers, and the division of elements among threads. Shared by
  * cuda_kernels.c and cuda_update.c.
  */
 #ifndef ZS_CUDA_LAUNCH_H

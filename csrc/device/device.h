@@ -1,4 +1,5 @@
-/* device.h - where flat memory lies, and arithmetic over it: sums of all ranks' parts, casts, norms, scaling, copies.
+/* device.h - a device with flat memory, and arithmetic over it: sums of all ranks' parts, casts, norms, scaling,
+ * copies.
  *
  * One table for each kind of device, so that units, schedule and optimizers are the same code on all of them. On the
  * CPU a call has done its work when it returns. On a device that queues (CUDA) it has put it into a stream: a queue

@@ -1,4 +1,4 @@
-/* plan.h - how much shared memory a step of a model takes: slots, buckets, and the transport's areas.
+/* plan.h - plans the shared memory of a step of a model: slots, buckets, and the transport's areas.
  *
  * The schedule decides which unit borrows what, and until when. So a plan runs the schedule on sizes instead of memory
  * (dry.h), through forwards and backwards of the modules in their order, until they need no more. A run in another

@@ -1,4 +1,4 @@
-/* pager.h - which pages of disk-backed memory are resident: fetched ahead of use, written behind, dropped.
+/* pager.h - keeps pages of disk-backed memory resident: fetches ahead of use, writes behind, drops.
  *
  * The mapping is correct without the pager. The pager only avoids page faults and bounds resident memory. Users of a
  * range call it before (want) and after (done). Training steps repeat, so the pager learns which range follows which

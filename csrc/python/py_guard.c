@@ -1,4 +1,4 @@
-/* py_guard.c - what torch calls in place of an operation on a guarded shard: the operation, or Python's refusal.
+/* py_guard.c - called by torch in place of an operation on a guarded shard: runs it, or Python refuses it.
  *
  * An elementwise operation on shards of the same elements gives the shard of the full result, so it runs unchanged,
  * and its result is guarded in turn. zshard/guard/rules.py lists these operations, and those that only ask for

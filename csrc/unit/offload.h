@@ -1,4 +1,4 @@
-/* offload.h - which parts of a model are offloaded to a disk: a model's settings, and each unit's choice.
+/* offload.h - the parts of a model that are offloaded to a disk: a model's settings, and each unit's choice.
  *
  * The settings name the kinds of memory to offload, and the fraction of the model. Each unit's choice is made once,
  * when it is created. Otherwise only counts of bytes and samples ask where memory lies.

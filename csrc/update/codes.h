@@ -4,7 +4,7 @@
  * and each element a code. A code is the upper bits of a float: the scaled magnitude plus a floor. So codes are linear
  * below the floor and logarithmic above it, and neither direction needs a table, a division or a logarithm.
  *
- * What lies between two codes is rounded to one of them by an offset that changes with the element and the step and is
+ * A value between two codes is rounded to one of them by an offset that changes with the element and the step and is
  * right on average. Rounded to nearest, a second moment would never decay: one step takes a thousandth from it, two
  * codes are a twentieth apart.
  *

@@ -40,12 +40,12 @@ STILL = 120.0
 """Seconds without a new step or round after which a run counts as hung."""
 
 STAGES = ("start", "python", "torch", "imports", "group", "model", "wrapped", "recovered", "end")
-"""What kills_rank.py says when it has done it: from the agent's new process to the first step."""
+"""Stages that kills_rank.py reports when done: from the agent's new process to the first step."""
 SCRIPTS_OWN = ("torch", "model")
 
 LIMITS = {"private": 8.0, "shared": 4.0, "descriptors": 4, "threads": 2}
-"""How much the least of a process's last quarter may exceed that of its second: MiB and numbers.
-Caches fill in the first quarter; the launcher and the keeper are looked at within rounds, too."""
+"""By how much the least of a process's last quarter may exceed that of its second: MiB and numbers.
+Caches fill in the first quarter; the launcher and the keeper are also sampled within rounds."""
 
 LEAST = 24
 """Looks at a process, without which it has lived too briefly to tell."""

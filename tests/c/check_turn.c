@@ -1,4 +1,4 @@
-/* check_turn.c - what csrc/comm/turn.c concludes from the turns of all worlds of 2 to 4 ranks.
+/* check_turn.c - conclusions of csrc/comm/turn.c from the turns of all worlds of 2 to 4 ranks.
  *
  *   check_turn [EVERY]     prints "worlds N"; exit 1 and the broken promise
  *

@@ -161,7 +161,7 @@ PATHS = {
     "one host": lambda rank, step: [0, 1, 2, 3] if rank < 2 else [0, 3],
     "one rank": lambda rank, step: [0, 1, 2, 3] if rank == step else [0, 3],
 }
-"""Which layers a rank of four, on two hosts, runs at a step."""
+"""The layers that a rank of four, on two hosts, runs at a step."""
 
 
 def train_over(backend: str | None, path: str, strategy: str) -> dict[str, Tensor]:

@@ -165,7 +165,7 @@ def small_chunks(size: int) -> Iterator[None]:
 # --- failing saves --------------------------------------------------------------------------------
 
 APART = ("full_shard", "c10d")
-"""Where each rank has something even of a small model."""
+"""Each rank has a part even of a small model."""
 
 
 def outcome(action):

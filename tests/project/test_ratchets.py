@@ -75,7 +75,7 @@ COUNTS = {  # exactly
     "text_lines": 2_475,
     "weak_dictionaries": 7,
 }
-C_LINES = 43_832
+C_LINES = 43_833
 C_SLACK = 100
 RAISED = {  # a limit that rose since 2026-11-29: why
     "core: optim": "an optimizer's state once its model was freed: 6 lines",

@@ -27,7 +27,7 @@ WORDS = [
     ("mishaps?|kin|deaf|soil|last words?", 7, "failure, process, failed, mark dirty, message"),
     ("alike", 10, "the same, equal"),
     ("lets? go|letting go", 0, "release, unpin"),
-    ("of which|by which", 9, "whose, that; or two sentences"),
+    ("of which|by which", 8, "whose, that; or two sentences"),
     ("(?:is|are|was|has) gone", 1, "was freed, exited, is missing"),
 ]
 

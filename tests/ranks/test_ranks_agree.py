@@ -22,7 +22,7 @@ import zshard
 
 SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
 FEW = [("full_shard", "shm"), ("no_shard", "shm"), ("zero1", "c10d")]
-"""Where what is compared does not hang on the combination, which the tests of one change show."""
+"""For checks that do not depend on the combination, as the tests of one change show."""
 STEPS = 3
 
 

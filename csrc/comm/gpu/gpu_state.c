@@ -1,4 +1,4 @@
-/* gpu_state.c - whether a transport for GPUs works, and the memory that it receives into. See gpu.h. */
+/* gpu_state.c - the state of a transport for GPUs: usable or not, and the memory that it receives into. See gpu.h. */
 #define _GNU_SOURCE /* strdup */
 #include "comm/gpu/gpu.h"
 #include "comm/where.h"

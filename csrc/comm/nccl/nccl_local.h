@@ -1,4 +1,4 @@
-/* nccl_local.h - what nccl_comm.c, nccl_lock.c, nccl_ops.c and nccl_monitor.c share; for these files only.
+/* nccl_local.h - shared by nccl_comm.c, nccl_lock.c, nccl_ops.c and nccl_monitor.c only.
  *
  * A thread that calls NCCL on a communicator holds its lock, and has checked under that lock that it is not
  * poisoned. So an abort, which frees NCCL's state behind the handle, never runs during another call. */
