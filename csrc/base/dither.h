@@ -1,8 +1,8 @@
 /* dither.h - stochastic rounding to bfloat16: up or down at random, right on average.
  *
  * A bfloat16 has 8 significant bits. An update below half a unit in the last place is lost when it is rounded to
- * nearest, and so is the next one; rounded at random, it moves the parameter once in a while, and by the right amount
- * on average.
+ * nearest, at every step; rounded at random, it moves the parameter once in a while, and by the right amount on
+ * average.
  *
  * An element's random bits are a function of the seed, the step and the element's number in the model, not of which
  * thread computes it, or when. So the bits are the same for any number of ranks, strategy, thread count and vector

@@ -32,7 +32,7 @@ static inline bool zs_refs_take_if_any(zs_refs *refs)
     return false;
 }
 
-/* Gives one back; true: it was the last. */
+/* Drops one; true: it was the last. */
 static inline bool zs_refs_drop(zs_refs *refs)
 {
     return __atomic_sub_fetch(refs, 1, __ATOMIC_ACQ_REL) == 0;

@@ -24,7 +24,7 @@ typedef struct zs_slot_maker {
     int sharers; /* ranks that have the same memory, and put the same into it; 0: this one alone */
 } zs_slot_maker;
 
-/* Has slots made by `maker` from now on, rather than by the device. */
+/* From now on, `maker` makes slots, rather than the device. */
 void zs_arena_made_by(zs_arena *arena, zs_slot_maker maker);
 
 /* Keeps own slots apart from shared ones in a dry arena, as `like` does. */
@@ -49,7 +49,7 @@ zs_status zs_arena_take_apart(zs_arena *arena, size_t bytes, zs_mem **slot);
 /* Is it one of the arena's slots? `shared`: in memory that other ranks have too. */
 bool zs_arena_has(const zs_arena *arena, const zs_mem *slot, bool *shared);
 
-/* Takes a slot back. */
+/* Returns a slot. */
 void zs_arena_give(zs_arena *arena, zs_mem *slot);
 
 /* Makes the arena hold slots of the sizes in `plan`: creates missing ones, and frees idle ones that are not in the
@@ -60,7 +60,7 @@ zs_status zs_arena_fit(zs_arena *arena, const zs_arena *plan);
  * an arena with other users. */
 zs_status zs_arena_cover(zs_arena *arena, const zs_arena *plan);
 
-/* Gives the memory of free slots back until they are lent again, where that costs little: on a GPU. No stream uses them
+/* Frees the memory of free slots until they are lent again, where that costs little: on a GPU. No stream uses them
  * now. */
 void zs_arena_rest(zs_arena *arena);
 

@@ -28,7 +28,7 @@ static void free_driver(zs_mem *mem)
     ZS_CU_FREE(cuMemFree, (zs_cu_ptr)(uintptr_t)mem->ptr); /* waits for the GPU */
 }
 
-/* Has a block made for memory that has just been taken. */
+/* Makes a block for memory that has just been taken. */
 static zs_status wrap(zs_mem taken, zs_mem **out)
 {
     zs_status status = zs_mem_wrap(taken.ptr, taken.bytes, taken.destroy, taken.owner, out);

@@ -29,7 +29,7 @@ typedef struct zs_engine_shown {
     size_t idle, pinned; /* of the slots: those of units that were unsharded by hand */
 } zs_engine_shown;
 
-/* Has the trace that runs, if any, show the memory as it is now, which asks each unit. */
+/* Writes the current memory to the running trace, if any; this asks each unit. */
 void zs_engine_trace_memory(zs_engine *engine);
 
 /* The same after this unit was gathered, resharded or reduced, which asks this one. */

@@ -92,8 +92,8 @@ zs_run_loop *zs_compact_loop_for(zs_rule rule, bool full, const zs_run *run);
  * Returns where it stopped; the rest is left to the caller. */
 int64_t zs_adam_blocks(const zs_run *run, int64_t begin, int64_t end);
 
-/* Has `loop`, the run's, update elements [from, to) of it, from the begin of a group on. If the run is dithered, cuts
- * the range where the upper half of the elements' numbers changes. */
+/* Updates elements [from, to) of the run by its `loop`; `from` begins a group. If the run is dithered, cuts the range
+ * where the upper half of the elements' numbers changes. */
 void zs_update_range(zs_run_loop *loop, const zs_run *run, int64_t from, int64_t to);
 
 /* Elements below which another thread costs more than it helps (some 30 us of memory traffic). */

@@ -53,7 +53,7 @@ zs_status zs_live_check(zs_optim *plan);
  * updated. */
 const zs_constants *zs_live_constants(zs_optim *plan, int64_t member);
 
-/* Has the constants made that the runs will read, and the steps counted that they are of. */
+/* Makes the constants that the runs will read, and counts their steps, on the device. */
 zs_status zs_live_queue_constants(const zs_optim *plan);
 
 /* A step that is not capturable: refuses to be captured, where a graph would repeat its number. */

@@ -30,7 +30,7 @@ typedef struct zs_pager_map {
     int direct;      /* fds[own]'s file, opened for direct I/O; -1: its file system has none. Borrowed as long */
 } zs_pager_map;
 
-/* Has the pager know a mapping; ZS_ERR_MEMORY. */
+/* Registers a mapping; ZS_ERR_MEMORY. */
 zs_status zs_pager_add(const zs_pager_map *map);
 
 /* Forgets the mapping at `ptr`; nothing is done with its pages when this has returned. */

@@ -11,7 +11,7 @@
  * A forked child has none of them. */
 char *zs_pager_buffer_take(const char *ptr, size_t bytes);
 
-/* Gives back what _take gave for the same range; NULL allowed. A few stay for the next ones. */
+/* Returns a buffer that _take gave for the same range; NULL allowed. A few stay for the next ones. */
 void zs_pager_buffer_give(char *buffer, const char *ptr, size_t bytes);
 
 /* Those go too. */
@@ -20,8 +20,8 @@ void zs_pager_buffers_free(void);
 /* A range's first byte in its buffer: at the same offset in a page as in the mapping. */
 char *zs_pager_in_buffer(char *buffer, const char *ptr);
 
-/* Reads a range of this rank's part into its buffer: pages in the page cache from there, all others from the disk. The
- * mapping's last word, in both ways. 0 or an errno. */
+/* Reads a range of this rank's part into its buffer: pages in the page cache from there, all others from the disk. Both
+ * give the mapping's latest bytes. 0 or an errno. */
 int zs_pager_fill(const zs_pager_map *map, const char *ptr, size_t bytes, char *buffer);
 
 /* Writes the range from its buffer, and no other byte; the mapping then shows it, on all ranks. No thread may write to

@@ -52,7 +52,7 @@ static bool crowded(void)
     return zs_pager.resident > zs_pager.limit && zs_pager.idle.first != NULL;
 }
 
-/* Has the bytes of a range read; no lock is held. The errno, or 0. */
+/* Reads the bytes of a range; no lock is held. The errno, or 0. */
 static int fetch(zs_pager_range *r, bool write)
 {
     if (!r->lent) return zs_pager_fetch(r->map, r->ptr, r->bytes, write);

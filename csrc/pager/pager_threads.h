@@ -28,7 +28,7 @@ typedef struct zs_pager_state {
 
 extern zs_pager_state zs_pager;
 
-/* Has a COLD range fetched, before all others if `urgent`. */
+/* Queues the fetch of a COLD range, before all others if `urgent`. */
 void zs_pager_enqueue(zs_pager_range *r, bool urgent);
 
 /* Forgets a range's contents and frees its buffer. The range is in no list, and no thread works on it. */

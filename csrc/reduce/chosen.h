@@ -33,8 +33,8 @@ bool zs_chosen_is_squared(const zs_chosen_flat *chosen);
 /* Does their sum over the ranks show that the gradients in the list, all of the flat's, are finite? */
 bool zs_chosen_is_finite(const zs_chosen_flat *chosen);
 
-/* Has these gradients multiplied later (device/pending.h) by a factor that is not 0, and gives them a new version.
- * False: that is not possible, as the flat's memory holds other gradients too, or has another name in a script. */
+/* Gives these gradients a pending factor (device/pending.h), not 0, and a new version. False: that is not possible, as
+ * the flat's memory holds other gradients too, or has another name in a script. */
 bool zs_chosen_scale_later(const zs_chosen_flat *chosen, float factor);
 
 /* Frees the list. */

@@ -196,7 +196,7 @@ static void free_region(zs_mem *mem)
     free(owner);
 }
 
-/* Has the pager know the mapping `mem` of `parts` regions, which it takes over. */
+/* Registers the mapping `mem` of `parts` regions with the pager, and takes it over. */
 static zs_status wrap(zs_disk *disk, zs_mem *mem, size_t part_bytes, zs_mem **out)
 {
     int parts = (int)(mem->bytes / part_bytes), own = parts > 1 ? disk->rank : 0;

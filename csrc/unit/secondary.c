@@ -56,7 +56,7 @@ static zs_status look(const zs_comm *replica_group, zs_record *const *records, s
     return ZS_OK;
 }
 
-/* Has each rank know what any of them must renew. */
+/* Informs each rank of the copies that any of them must renew. */
 static zs_status agree(zs_comm *replica_group, unsigned char *stale, size_t n)
 {
     unsigned char *all = malloc((size_t)replica_group->world * EXCHANGED);

@@ -60,7 +60,7 @@ void zs_face_step_on_cpu(face_job *face)
         loop(&face->run, i, i + each < n ? i + each : n);
 }
 
-/* Has the constants made on the device, in live->room, and updates read them there. Counters are float32. */
+/* Makes the constants on the device, in live->room, where updates read them. Counters are float32. */
 zs_status zs_face_make_live(face_job *face, const zs_hyper *hyper, const zs_live *live, void *const *steps,
                             int64_t n_steps, void *stream)
 {

@@ -82,7 +82,7 @@ void *fake_host_stream(void);
 /* Something to do, with its argument copied. */
 typedef void fake_work(const void *args);
 
-/* Has `stream` do it after all that it was given before; NULL does it now. Copies `bytes` of `args`. */
+/* Queues it in `stream`, after all earlier work; NULL does it now. Copies `bytes` of `args`. */
 void fake_submit(zs_cu_stream stream, fake_work *work, const void *args, size_t bytes);
 
 /* Number of a stream in the log: 0 is the default one. */
